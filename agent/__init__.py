@@ -1,0 +1,1 @@
+"""One conversation: messages, model clients, the loop, and the trajectory it leaves."""

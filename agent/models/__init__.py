@@ -1,0 +1,1 @@
+"""Model clients behind one narrow seam: `Model.complete(messages, tools) -> Completion`."""

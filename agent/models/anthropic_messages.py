@@ -1,0 +1,220 @@
+"""The Anthropic messages dialect. Bodies are ours for the reasons given in `openai_chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx2
+import orjson
+
+from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings
+from agent.models.replies import count_or_none, guarded, parse_object, text_or_none
+
+API = "anthropic_messages"
+
+DEFAULT_MAX_TOKENS = 16_000
+"""The API demands a bound; this one leaves room for thinking and is within every model's own."""
+
+_OLDER_VERSION = {"anthropic-version": "2023-06-01"}
+"""The version that still takes temperature and top_p; the SDK's own default refuses them."""
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "tool_use": "tool_calls",
+    "max_tokens": "length",
+    "refusal": "refusal",
+    "pause_turn": "pause",
+    "model_context_window_exceeded": "context_exceeded",
+}
+
+
+class AnthropicMessages:
+    """Asks one model of one Anthropic-compatible endpoint."""
+
+    def __init__(self, settings: ModelSettings, api_key: str) -> None:
+        from anthropic import AsyncAnthropic, DefaultAioHttpClient
+
+        samples = settings.temperature is not None or settings.top_p is not None
+        self._settings = settings
+        self._client = AsyncAnthropic(
+            api_key=api_key,
+            base_url=settings.base_url,
+            max_retries=0,
+            timeout=settings.attempt_timeout_s,
+            http_client=DefaultAioHttpClient(),
+            default_headers=_OLDER_VERSION if samples else None,
+        )
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Completion:
+        """See `Model.complete`."""
+        body = orjson.dumps(request_body(self._settings, messages, tools))
+        call = self._client.post("/v1/messages", cast_to=httpx2.Response, content=body)
+        return read_reply(await guarded(call, timeout_s=self._settings.attempt_timeout_s))
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._client.close()
+
+
+def request_body(
+    settings: ModelSettings, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The JSON body of one request; the system message travels beside the others."""
+    body: dict[str, Any] = {
+        "model": settings.name,
+        "max_tokens": settings.max_tokens or DEFAULT_MAX_TOKENS,
+        "messages": list(_to_api(messages)),
+    }
+    if messages and messages[0]["role"] == "system":
+        body["system"] = messages[0]["content"]
+    if tools:
+        body["tools"] = [_tool_to_api(tool) for tool in tools]
+    for key in ("temperature", "top_p"):
+        if (value := getattr(settings, key)) is not None:
+            body[key] = value
+    body.update(settings.extra_body or {})
+    return body
+
+
+def _to_api(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """User and assistant messages; consecutive tool results become one user message."""
+    results: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(
+                {
+                    "type": "tool_result",
+                    "tool_use_id": message["tool_call_id"],
+                    "content": message["content"],
+                    "is_error": message["is_error"],
+                }
+            )
+            continue
+        if results:
+            yield {"role": "user", "content": results}
+            results = []
+        if message["role"] == "assistant":
+            yield {"role": "assistant", "content": _assistant_blocks(message)}
+        elif message["role"] == "user":
+            yield {"role": "user", "content": message["content"]}
+    if results:
+        yield {"role": "user", "content": results}
+
+
+def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
+    """The blocks as they came where they came from this API, else the same said in its words.
+
+    Reasoning of another API is left out: thinking without its signature is refused.
+    """
+    blocks = message.get("provider_blocks")
+    if blocks is not None and blocks["api"] == API:
+        return blocks["blocks"]
+    built: list[dict[str, Any]] = []
+    if message["content"]:
+        built.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        built.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": call["function"]["name"],
+                "input": _input_object(call["function"]["arguments"]),
+            }
+        )
+    return built
+
+
+def _input_object(arguments: str) -> dict[str, Any]:
+    """This API takes objects only: broken arguments travel inside one, the record keeps them."""
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}
+
+
+def _tool_to_api(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    return {
+        "name": function["name"],
+        "description": function["description"],
+        "input_schema": function["parameters"],
+    }
+
+
+def read_reply(body: bytes) -> Completion:
+    """Validate and normalise one reply body.
+
+    Raises `ModelError("malformed")` where the reply cannot be known to be complete; a missing
+    stop reason is how a cut reply looks.
+    """
+    reply = parse_object(body)
+    blocks = reply.get("content")
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise ModelError("malformed", "the reply's content is not a list of blocks")
+    finish_reason = _FINISH_REASONS.get(reply.get("stop_reason") or "")
+    if finish_reason is None:
+        raise ModelError("malformed", f"the reply's stop_reason is {reply.get('stop_reason')!r}")
+    return Completion(
+        message=_read_message(blocks),
+        finish_reason=finish_reason,
+        usage=_read_usage(reply.get("usage")),
+        model=text_or_none(reply.get("model")),
+        response_id=text_or_none(reply.get("id")),
+    )
+
+
+def _read_message(blocks: Sequence[dict[str, Any]]) -> Message:
+    texts, thoughts = [], []
+    calls: list[ToolCall] = []
+    for block in blocks:
+        match block.get("type"):
+            case "text":
+                texts.append(str(block.get("text") or ""))
+            case "thinking":
+                thoughts.append(str(block.get("thinking") or "").strip())
+            case "tool_use":
+                calls.append(_read_call(block))
+    message = Message(role="assistant", content="".join(texts))
+    if reasoning := "\n\n".join(filter(None, thoughts)):
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    if any(block.get("type") not in ("text", "tool_use") for block in blocks):
+        message["provider_blocks"] = {"api": API, "blocks": list(blocks)}
+    return message
+
+
+def _read_call(block: Mapping[str, Any]) -> ToolCall:
+    arguments = block.get("input")
+    if not isinstance(arguments, str):
+        arguments = orjson.dumps(arguments).decode()
+    return {
+        "id": str(block.get("id") or ""),
+        "type": "function",
+        "function": {"name": str(block.get("name") or ""), "arguments": arguments},
+    }
+
+
+def _read_usage(raw: Any) -> Usage | None:
+    """Here `input_tokens` excludes what went through the cache; the record's includes it."""
+    if not isinstance(raw, dict):
+        return None
+    fresh = count_or_none(raw.get("input_tokens"))
+    read = count_or_none(raw.get("cache_read_input_tokens"))
+    written = count_or_none(raw.get("cache_creation_input_tokens"))
+    details = raw.get("output_tokens_details")
+    details = details if isinstance(details, dict) else {}
+    return Usage(
+        input_tokens=None if fresh is None else fresh + (read or 0) + (written or 0),
+        output_tokens=count_or_none(raw.get("output_tokens")),
+        cache_read_tokens=read,
+        cache_write_tokens=written,
+        reasoning_tokens=count_or_none(details.get("thinking_tokens")),
+    )

@@ -1,0 +1,70 @@
+"""One model call with its retries and its price."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
+
+from agent.messages import Message
+from agent.models.errors import ModelError
+from agent.models.model import Completion, Model, ModelSettings
+from agent.models.prices import price
+
+MAX_WAIT_S = 60.0
+"""Longest pause between two attempts, also where the endpoint asks for more."""
+
+_backoff = wait_exponential_jitter(initial=1, max=MAX_WAIT_S, jitter=1)
+
+
+class PatientModel:
+    """A model whose passing failures are waited out, and whose replies carry their price."""
+
+    def __init__(self, adapter: Model, settings: ModelSettings) -> None:
+        self._adapter = adapter
+        self._settings = settings
+        self._retrying = AsyncRetrying(
+            retry=retry_if_exception(_is_passing),
+            stop=self._is_enough,
+            wait=_wait,
+            reraise=True,
+        )
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Completion:
+        """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
+        completion: Completion = await self._retrying.copy()(
+            self._adapter.complete, messages, tools
+        )
+        if completion.cost_usd is None:
+            return replace(completion, cost_usd=price(completion, self._settings))
+        return completion
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._adapter.close()
+
+    def _is_enough(self, state: RetryCallState) -> bool:
+        """A rate limit says nothing about the task, so it only counts against the clock."""
+        if (state.seconds_since_start or 0) >= self._settings.call_timeout_s:
+            return True
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, ModelError) and error.kind == "rate_limited":
+            return False
+        return state.attempt_number >= self._settings.call_attempts
+
+
+def _is_passing(error: BaseException) -> bool:
+    return isinstance(error, ModelError) and error.action == "retry"
+
+
+def _wait(state: RetryCallState) -> float:
+    """What the endpoint asked for, or a growing pause; never the same for two callers."""
+    error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, ModelError) and error.retry_after_s is not None:
+        return min(error.retry_after_s, MAX_WAIT_S) + random.uniform(0, 1)
+    return _backoff(state)

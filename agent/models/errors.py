@@ -1,0 +1,93 @@
+"""What can go wrong with a model call, and what each failure asks of the caller: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+Action = Literal["retry", "end", "fail_task", "stop_run"]
+
+Kind = Literal[
+    "rate_limited",
+    "overloaded",
+    "connection",
+    "timeout",
+    "malformed",
+    "context_exceeded",
+    "bad_request",
+    "not_found",
+    "auth",
+    "no_credit",
+]
+
+
+class Rule(NamedTuple):
+    """What a failure of one kind leads to, and what it means in a user's words."""
+
+    action: Action
+    meaning: str
+
+
+RULES: Mapping[Kind, Rule] = {
+    "rate_limited": Rule("retry", "the endpoint asked for fewer calls (429)"),
+    "overloaded": Rule("retry", "the endpoint is failing or overloaded (5xx, 529, 408, 409)"),
+    "connection": Rule("retry", "the connection failed or was cut"),
+    "timeout": Rule("retry", "no complete reply within the attempt's time"),
+    "malformed": Rule("retry", "the reply was not a complete chat reply"),
+    "context_exceeded": Rule("end", "the conversation no longer fits the model's context"),
+    "bad_request": Rule("fail_task", "the endpoint refused this request (4xx)"),
+    "not_found": Rule("stop_run", "the endpoint does not know this model or path (404)"),
+    "auth": Rule("stop_run", "the endpoint rejected the credentials (401, 403)"),
+    "no_credit": Rule("stop_run", "the account has no credit left (402)"),
+}
+
+_NO_CREDIT_WORDS = ("insufficient_quota", "credit balance", "insufficient credit", "billing")
+_CONTEXT_WORDS = (
+    "context_length_exceeded",
+    "maximum context length",
+    "context window",
+    "prompt is too long",
+    "too many tokens",
+)
+_MODERATION_WORDS = ("moderation", "flagged", "content_policy", "content policy")
+
+
+class ModelError(Exception):
+    """A model call failed. `kind` decides what happens next (see `RULES`).
+
+    `retry_after_s` is what the endpoint asked for, None where it said nothing usable.
+    """
+
+    def __init__(self, kind: Kind, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+        self.retry_after_s = retry_after_s
+
+    @property
+    def action(self) -> Action:
+        """What the caller has to do."""
+        return RULES[self.kind].action
+
+
+def kind_of_status(status: int, body: str) -> Kind:
+    """Classify an HTTP error reply by its status code and, where that is not enough, its text."""
+    text = body.lower()
+    if status == 402 or (status in (400, 403, 429) and _says(text, _NO_CREDIT_WORDS)):
+        return "no_credit"
+    if status == 429:
+        return "rate_limited"
+    if status in (408, 409) or status >= 500:
+        return "overloaded"
+    if status in (400, 413, 422) and _says(text, _CONTEXT_WORDS):
+        return "context_exceeded"
+    if status == 403 and _says(text, _MODERATION_WORDS):
+        return "bad_request"
+    if status in (401, 403):
+        return "auth"
+    if status == 404:
+        return "not_found"
+    return "bad_request"
+
+
+def _says(text: str, words: tuple[str, ...]) -> bool:
+    return any(word in text for word in words)

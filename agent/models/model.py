@@ -1,0 +1,68 @@
+"""The seam between a conversation and whatever answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agent.messages import FinishReason, Message, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One complete, validated model reply."""
+
+    message: Message
+    finish_reason: FinishReason
+    usage: Usage | None
+    model: str | None
+    """The model id as the endpoint returned it."""
+    response_id: str | None
+    cost_usd: float | None = None
+    """What this call cost, where the endpoint said so or its price is known."""
+
+
+class Model(Protocol):
+    """A model that can be asked for the next assistant message."""
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Completion:
+        """Ask for the next message.
+
+        `tools` are schemas in OpenAI form. Raises `ModelError` and nothing else.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release connections; the model cannot be used afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Everything that decides how a model is asked. Holds no secrets."""
+
+    name: str
+    """The model id that the endpoint knows."""
+    api: str
+    """The dialect: openai_chat, anthropic_messages or scripted."""
+    base_url: str | None
+    """Root of the endpoint; None for scripted."""
+    key_env: str | None
+    """Environment variable that holds the key; None where no key is needed."""
+    provider: str | None = None
+    """Provider id for the price table; None lets the table guess from the model's name."""
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    """Bound on one reply's tokens; None sends none (Anthropic demands one: 16,000)."""
+    extra_body: Mapping[str, Any] | None = None
+    """Fields merged into each request body as they are, such as {"thinking": …}."""
+    attempt_timeout_s: float = 600.0
+    """Deadline of one attempt of one call, first byte to last."""
+    call_attempts: int = 8
+    """Attempts of one call before the task's attempt fails; rate limits do not count."""
+    call_timeout_s: float = 3600.0
+    """Deadline of one call with all its attempts and waits."""

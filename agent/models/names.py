@@ -1,0 +1,126 @@
+"""From the model name that a user writes to the endpoint, dialect and key that it means.
+
+scripted                 offline, plays the row's script
+openai:NAME              api.openai.com           OPENAI_API_KEY
+anthropic:NAME           api.anthropic.com        ANTHROPIC_API_KEY
+openrouter:NAME          openrouter.ai            OPENROUTER_API_KEY
+NAME or VENDOR/NAME      the OpenAI dialect at --base_url, by default OpenRouter
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from agent.models.model import Model, ModelSettings
+from agent.models.scripted import ScriptedTurn
+
+Api = Literal["openai_chat", "anthropic_messages"]
+
+
+class Endpoint(NamedTuple):
+    """Where a prefix leads."""
+
+    api: str
+    base_url: str
+    key_env: str
+    provider: str
+
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "openai": Endpoint("openai_chat", "https://api.openai.com/v1", "OPENAI_API_KEY", "openai"),
+    "anthropic": Endpoint(
+        "anthropic_messages", "https://api.anthropic.com", "ANTHROPIC_API_KEY", "anthropic"
+    ),
+    "openrouter": Endpoint(
+        "openai_chat", "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY", "openrouter"
+    ),
+}
+
+SCRIPTED = "scripted"
+_NO_KEY = "none"
+"""What `key_env` may say for an endpoint that wants no key."""
+
+
+class UnknownModel(ValueError):
+    """The model's name cannot be resolved; the message says which forms are known."""
+
+
+class MissingKey(ValueError):
+    """The environment holds no key for the endpoint; the message names the variable."""
+
+
+def resolve_model(
+    name: str, *, base_url: str | None, api: Api | None, key_env: str | None, **options: Any
+) -> ModelSettings:
+    """Resolve what the user wrote. `options` are further fields of `ModelSettings`.
+
+    A base URL of the user's own replaces the default one and, unless the name has a prefix,
+    takes the price table's provider with it.
+
+    Raises `UnknownModel`.
+    """
+    prefix, colon, rest = name.partition(":")
+    if name == SCRIPTED:
+        return ModelSettings(name=name, api=SCRIPTED, base_url=None, key_env=None, **options)
+    if colon and "/" not in prefix and not (prefix in ENDPOINTS and rest):
+        if base_url is None:
+            msg = (
+                f"model {name!r}: unknown prefix {prefix!r}. Known: {', '.join(sorted(ENDPOINTS))}"
+                f" (as PREFIX:NAME), {SCRIPTED!r}, or a bare name with --base_url"
+            )
+            raise UnknownModel(msg)
+        prefix = ""
+    known = ENDPOINTS.get(prefix) if colon else None
+    endpoint = known or ENDPOINTS["openrouter"]
+    own_endpoint = base_url is not None
+    return ModelSettings(
+        name=rest if known else name,
+        api=api or endpoint.api,
+        base_url=base_url or endpoint.base_url,
+        key_env=key_env or (endpoint.key_env if known or not own_endpoint else None),
+        provider=None if own_endpoint and not known else endpoint.provider,
+        **options,
+    )
+
+
+def read_key(settings: ModelSettings) -> str:
+    """The key from the environment, or a placeholder where the endpoint needs none.
+
+    A bare name at a base URL of the user's own tries OPENAI_API_KEY, for self-hosted servers
+    mostly want none.
+
+    Raises `MissingKey`.
+    """
+    if settings.api == SCRIPTED or settings.key_env == _NO_KEY:
+        return "no-key"
+    if settings.key_env is None:
+        return os.environ.get("OPENAI_API_KEY") or "no-key"
+    key = os.environ.get(settings.key_env)
+    if not key:
+        msg = (
+            f"no API key for {settings.base_url}: set the environment variable {settings.key_env}"
+            f" (or name another with --key_env, or --key_env none for an endpoint without keys)"
+        )
+        raise MissingKey(msg)
+    return key
+
+
+def open_model(
+    settings: ModelSettings, *, api_key: str, script: tuple[ScriptedTurn, ...] | None = None
+) -> Model:
+    """A model ready to be asked, in the running event loop. `script` is for `scripted` alone."""
+    if settings.api == SCRIPTED:
+        from agent.models.scripted import ScriptedModel
+
+        return ScriptedModel(script or ())
+    from agent.models.calling import PatientModel
+
+    if settings.api == "anthropic_messages":
+        from agent.models.anthropic_messages import AnthropicMessages
+
+        return PatientModel(AnthropicMessages(settings, api_key), settings)
+    from agent.models.openai_chat import OpenAIChat
+
+    return PatientModel(OpenAIChat(settings, api_key), settings)

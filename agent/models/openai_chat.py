@@ -1,0 +1,215 @@
+"""The OpenAI chat dialect: OpenAI, OpenRouter, vLLM, Ollama, llama.cpp, DeepSeek and others.
+
+The SDK does transport, authentication and error classes. Request and reply bodies are ours:
+building the SDK's typed parameters costs more than all the rest of a call and grows with the
+history, and its reply objects let incomplete replies through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx2
+import orjson
+
+from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings
+from agent.models.replies import count_or_none, guarded, parse_object, text_or_none
+from agent.reasoning import split_inline_reasoning
+
+API = "openai_chat"
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "stop": "stop",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "length": "length",
+    "content_filter": "refusal",
+}
+
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details")
+"""Where servers put reasoning; the API reference of OpenAI names none of them."""
+
+
+class OpenAIChat:
+    """Asks one model of one OpenAI-compatible endpoint."""
+
+    def __init__(self, settings: ModelSettings, api_key: str) -> None:
+        from openai import AsyncOpenAI, DefaultAioHttpClient
+
+        self._settings = settings
+        self._client = AsyncOpenAI(
+            api_key=api_key,
+            base_url=settings.base_url,
+            max_retries=0,
+            timeout=settings.attempt_timeout_s,
+            http_client=DefaultAioHttpClient(),
+        )
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Completion:
+        """See `Model.complete`."""
+        body = orjson.dumps(request_body(self._settings, messages, tools))
+        call = self._client.post("/chat/completions", cast_to=httpx2.Response, content=body)
+        return read_reply(await guarded(call, timeout_s=self._settings.attempt_timeout_s))
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._client.close()
+
+
+def request_body(
+    settings: ModelSettings, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The JSON body of one request."""
+    body: dict[str, Any] = {
+        "model": settings.name,
+        "messages": [to_api(message) for message in messages],
+    }
+    if tools:
+        body["tools"] = list(tools)
+    for key in ("temperature", "top_p", "max_tokens"):
+        if (value := getattr(settings, key)) is not None:
+            body[key] = value
+    body.update(settings.extra_body or {})
+    return body
+
+
+def to_api(message: Message) -> dict[str, Any]:
+    """One recorded message as this API wants it; the record is not altered.
+
+    Reasoning goes back as `reasoning_content`, and whatever field it came in goes back
+    verbatim, so that signed or encrypted thoughts stay valid.
+    """
+    match message["role"]:
+        case "assistant":
+            view: dict[str, Any] = {"role": "assistant", "content": message["content"]}
+            if calls := message.get("tool_calls"):
+                view["tool_calls"] = calls
+            blocks = message.get("provider_blocks")
+            if blocks is not None and blocks["api"] == API:
+                view.update(blocks["blocks"][0])
+            elif reasoning := message.get("reasoning"):
+                view["reasoning_content"] = reasoning
+            return view
+        case "tool":
+            return {
+                "role": "tool",
+                "tool_call_id": message["tool_call_id"],
+                "content": message["content"],
+            }
+        case role:
+            return {"role": role, "content": message["content"]}
+
+
+def read_reply(body: bytes) -> Completion:
+    """Validate and normalise one reply body.
+
+    Raises `ModelError("malformed")` where any part is missing without which the reply cannot be
+    known to be complete; a missing finish reason is how a cut reply looks.
+    """
+    reply = parse_object(body)
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ModelError("malformed", "the reply has no choices")
+    choice = choices[0]
+    raw = choice.get("message")
+    if not isinstance(raw, dict):
+        raise ModelError("malformed", "the reply's choice has no message")
+    finish_reason = _FINISH_REASONS.get(choice.get("finish_reason") or "")
+    if finish_reason is None:
+        raise ModelError(
+            "malformed", f"the reply's finish_reason is {choice.get('finish_reason')!r}"
+        )
+    return Completion(
+        message=_read_message(raw),
+        finish_reason=finish_reason,
+        usage=_read_usage(reply.get("usage")),
+        model=text_or_none(reply.get("model")),
+        response_id=text_or_none(reply.get("id")),
+        cost_usd=_reported_cost(reply.get("usage")),
+    )
+
+
+def _read_message(raw: Mapping[str, Any]) -> Message:
+    received = _flat_text(raw.get("content"))
+    inline, text = split_inline_reasoning(received)
+    message = Message(role="assistant", content=text)
+    if reasoning := _join_reasoning(raw, inline):
+        message["reasoning"] = reasoning
+    if calls := raw.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ModelError("malformed", "the reply's tool_calls are not a list")
+        message["tool_calls"] = [_read_call(call) for call in calls]
+    verbatim = {key: raw[key] for key in _REASONING_FIELDS if raw.get(key)}
+    if verbatim and "reasoning" in message:
+        verbatim.setdefault("reasoning_content", message["reasoning"])
+    if inline is not None:
+        verbatim["content"] = received
+    if verbatim:
+        message["provider_blocks"] = {"api": API, "blocks": [verbatim]}
+    return message
+
+
+def _join_reasoning(raw: Mapping[str, Any], inline: str | None) -> str:
+    """All reasoning of one message: identical parts once, joined by a blank line."""
+    parts = [raw.get("reasoning_content"), raw.get("reasoning")]
+    details = raw.get("reasoning_details")
+    if isinstance(details, list):
+        for detail in details:
+            if isinstance(detail, dict):
+                parts.append(detail.get("summary") or detail.get("content") or detail.get("text"))
+    parts.append(inline)
+    texts = [part.strip() for part in parts if isinstance(part, str) and part.strip()]
+    return "\n\n".join(dict.fromkeys(texts))
+
+
+def _read_call(call: Any) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ModelError("malformed", "a tool call of the reply has no function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        # Some servers send the object itself; the text form is the one that is recorded.
+        arguments = "" if arguments is None else orjson.dumps(arguments).decode()
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": str(function.get("name") or ""), "arguments": arguments},
+    }
+
+
+def _flat_text(content: Any) -> str:
+    """Content as text: parts of a list are joined by newlines, as their servers mean them."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        return "\n".join(part for part in parts if isinstance(part, str))
+    if isinstance(content, dict) and isinstance(content.get("text"), str):
+        return str(content["text"])
+    return ""
+
+
+def _read_usage(raw: Any) -> Usage | None:
+    if not isinstance(raw, dict):
+        return None
+    prompt = raw.get("prompt_tokens_details")
+    prompt = prompt if isinstance(prompt, dict) else {}
+    output = raw.get("completion_tokens_details")
+    output = output if isinstance(output, dict) else {}
+    return Usage(
+        input_tokens=count_or_none(raw.get("prompt_tokens")),
+        output_tokens=count_or_none(raw.get("completion_tokens")),
+        cache_read_tokens=count_or_none(prompt.get("cached_tokens")),
+        cache_write_tokens=count_or_none(prompt.get("cache_write_tokens")),
+        reasoning_tokens=count_or_none(output.get("reasoning_tokens")),
+    )
+
+
+def _reported_cost(raw: Any) -> float | None:
+    cost = raw.get("cost") if isinstance(raw, dict) else None
+    return float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) else None

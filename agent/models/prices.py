@@ -1,0 +1,43 @@
+"""What a call cost, by the price table of genai-prices. Unknown stays unknown, never 0."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from agent.models.model import Completion, ModelSettings
+
+if TYPE_CHECKING:
+    from genai_prices.types import PriceCalculation
+
+
+def price(completion: Completion, settings: ModelSettings) -> float | None:
+    """Dollars of one call, or None where its usage or the model's price is unknown."""
+    usage = completion.usage
+    if usage is None or usage["input_tokens"] is None or usage["output_tokens"] is None:
+        return None
+    found = _find(settings.name, settings.provider) or (
+        completion.model and _find(completion.model, settings.provider)
+    )
+    if not found:
+        return None
+    from genai_prices import Usage
+
+    tokens = Usage(
+        input_tokens=usage["input_tokens"],
+        output_tokens=usage["output_tokens"],
+        cache_read_tokens=usage["cache_read_tokens"],
+        cache_write_tokens=usage["cache_write_tokens"],
+    )
+    return float(found.model.calc_price(tokens, found.provider).total_price)
+
+
+@lru_cache(maxsize=64)
+def _find(name: str, provider: str | None) -> PriceCalculation | None:
+    """The table's entry for a model. Searching the table costs more than a whole model call."""
+    from genai_prices import Usage, calc_price
+
+    try:
+        return calc_price(Usage(input_tokens=0), model_ref=name, provider_id=provider)
+    except LookupError:
+        return None

@@ -1,0 +1,117 @@
+"""The scripted model: plays given turns, offline and deterministic. No model is behind it.
+
+A script is a list of turns; turn n answers when n - 1 assistant messages came before it, so a
+resumed conversation plays on where it was. A turn is an object with any of
+
+    reasoning    text
+    content      text
+    tool_calls   list of {"name": …, "arguments": object or raw text}
+    finish_reason  one of agent.messages.FinishReason; by default what the turn implies
+
+Records of such runs carry `"api": "scripted"` and `"model_returned": "scripted"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.errors import ModelError
+from agent.models.model import Completion
+
+API = "scripted"
+
+
+class ScriptedCall(BaseModel):
+    """One tool call of a scripted turn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    arguments: dict[str, Any] | str = Field(default_factory=dict)
+
+
+class ScriptedTurn(BaseModel):
+    """One reply that the scripted model gives."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ScriptedCall, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+Script = Annotated[tuple[ScriptedTurn, ...], Field(min_length=1)]
+_SCRIPT: TypeAdapter[tuple[ScriptedTurn, ...]] = TypeAdapter(Script)
+
+
+def parse_script(turns: Any) -> tuple[ScriptedTurn, ...]:
+    """Check a script that came from a file or a row.
+
+    Raises `ValueError` naming the turn and key that is wrong.
+    """
+    try:
+        return _SCRIPT.validate_python(turns)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        msg = f"script{'.' + place if place else ''}: {first['msg']}"
+        raise ValueError(msg) from error
+
+
+class ScriptedModel:
+    """Plays one script; stateless, so it can be asked again and again."""
+
+    def __init__(self, script: Sequence[ScriptedTurn]) -> None:
+        self._script = script
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Completion:
+        """See `Model.complete`. A script that is played out is a `bad_request`."""
+        number = sum(message["role"] == "assistant" for message in messages)
+        if number >= len(self._script):
+            raise ModelError("bad_request", f"the script has only {len(self._script)} turns")
+        turn = self._script[number]
+        message = Message(role="assistant", content=turn.content)
+        if turn.reasoning:
+            message["reasoning"] = turn.reasoning
+        if turn.tool_calls:
+            message["tool_calls"] = [
+                _to_call(call, f"call_{number + 1}_{n}") for n, call in enumerate(turn.tool_calls)
+            ]
+        return Completion(
+            message=message,
+            finish_reason=turn.finish_reason or ("tool_calls" if turn.tool_calls else "stop"),
+            usage=_NO_USAGE,
+            model=API,
+            response_id=None,
+            cost_usd=0.0,
+        )
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+_NO_USAGE: Usage = {
+    "input_tokens": 0,
+    "output_tokens": 0,
+    "cache_read_tokens": 0,
+    "cache_write_tokens": 0,
+    "reasoning_tokens": 0,
+}
+"""No model ran: here zero is the truth, not a stand-in for unknown."""
+
+
+def _to_call(call: ScriptedCall, id: str) -> ToolCall:
+    arguments = call.arguments
+    if not isinstance(arguments, str):
+        arguments = orjson.dumps(arguments).decode()
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }

@@ -1,0 +1,32 @@
+"""Reasoning that a model wrote inline, between tags, at the start of its text."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_OPENING = re.compile(
+    r"\s*<(?P<tag>think|thinking|reasoning|REASONING_SCRATCHPAD)>(?P<text>.*?)</(?P=tag)>",
+    re.DOTALL,
+)
+
+
+class InlineReasoning(NamedTuple):
+    """A text split into the reasoning at its start (None if there is none) and the rest."""
+
+    reasoning: str | None
+    rest: str
+
+
+def split_inline_reasoning(text: str) -> InlineReasoning:
+    """Lift the leading think blocks out of `text`; several in a row are joined by a blank line.
+
+    A tag that is opened and never closed is left where it is: what follows it may be anything.
+    """
+    thoughts = []
+    while match := _OPENING.match(text):
+        thoughts.append(match["text"].strip())
+        text = text[match.end() :]
+    if not thoughts:
+        return InlineReasoning(None, text)
+    return InlineReasoning("\n\n".join(filter(None, thoughts)) or None, text.lstrip())

@@ -1,0 +1,1 @@
+"""A run: its config, prompts, directory, workers and accounts."""

@@ -1,0 +1,243 @@
+"""The config of a run: every option once, with its type, default and help.
+
+The command line and YAML files are both read into `RunConfig`; a flag wins over the file. Fields
+marked as part of the meaning of the data make up the semantic digest: a run directory keeps to
+one digest, while all other fields may change between one start and the next.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
+
+from batch.errors import ConfigError
+
+_INPUT_PATHS = ("dataset_file", "script_file")
+"""Paths that a config file gives relative to itself."""
+
+
+def _split_commas(value: Any) -> Any:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _parse_json(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            msg = f"not JSON: {error}"
+            raise ValueError(msg) from error
+    return value
+
+
+def _plain_name(value: str) -> str:
+    if not value or not all(c.isalnum() or c in "._-" for c in value) or value[0] in ".-":
+        msg = (
+            "must be one plain name: letters, digits, '.', '_' and '-' only, "
+            "starting with a letter, digit or '_'"
+        )
+        raise ValueError(msg)
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+
+
+def _meaning(default: Any, help: str, **more: Any) -> Any:
+    """A field that decides what the data is; changing it needs a new run."""
+    return Field(default, description=help, json_schema_extra={"meaning": True}, **more)
+
+
+def _running(default: Any, help: str, **more: Any) -> Any:
+    """A field that decides how the work is done; it may change from start to start."""
+    return Field(default, description=help, **more)
+
+
+class RunConfig(BaseModel):
+    """All that a user decides about a run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset_file: Path = _running(..., "JSONL file with one prompt per line.")
+    run_name: Annotated[str, AfterValidator(_plain_name)] = _running(
+        ..., "Name of the run and of its directory; the same name resumes.", max_length=120
+    )
+    output_dir: Path = _running(
+        Path("trajectories"), "Where run directories and training files go."
+    )
+    model: str = _meaning(
+        "anthropic/claude-sonnet-4",
+        "Model: scripted, openai:NAME, anthropic:NAME, openrouter:NAME, or the NAME that the "
+        "endpoint at --base_url knows.",
+        min_length=1,
+    )
+    base_url: str | None = _running(
+        None, "Root URL of the endpoint; default: that of the model's prefix, else OpenRouter."
+    )
+    api: Literal["openai_chat", "anthropic_messages"] | None = _meaning(
+        None, "Dialect of the endpoint, where the model's prefix does not say it."
+    )
+    key_env: str | None = _running(
+        None, "Environment variable that holds the API key; 'none' for endpoints without keys."
+    )
+    system_prompt: str | None = _meaning(
+        None, "System prompt of every conversation whose row brings none."
+    )
+    enabled_toolsets: Names | None = _meaning(
+        None, "Toolsets to offer, separated by commas; default: all. 'none' offers no tools."
+    )
+    disabled_toolsets: Names = _meaning((), "Toolsets never to offer; wins over enabled ones.")
+    sandbox: Literal["bwrap", "local"] = _meaning(
+        "bwrap",
+        "Where commands run: bwrap (isolated), or local (NOT isolated: commands run with your "
+        "rights).",
+    )
+    network: bool = _meaning(False, "Let commands in the sandbox use the network.")
+    max_turns: PositiveInt = _meaning(20, "Bound on model replies per conversation.")
+    temperature: float | None = _meaning(None, "Sampling temperature; unset sends none.", ge=0)
+    top_p: float | None = _meaning(None, "Nucleus sampling bound; unset sends none.", gt=0, le=1)
+    max_tokens: PositiveInt | None = _meaning(
+        None, "Bound on tokens per reply; unset sends none (16,000 for Anthropic)."
+    )
+    extra_body: Annotated[dict[str, Any] | None, BeforeValidator(_parse_json)] = _meaning(
+        None, "JSON object merged into every request body, for options of one provider."
+    )
+    script_file: Path | None = _meaning(
+        None, "YAML file with the turns that --model scripted plays for rows without a script."
+    )
+    seed: int = _meaning(0, "Seed of everything that is drawn at random.")
+    num_samples: PositiveInt = _running(1, "Independent conversations per prompt.")
+    max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
+    on_bad_row: Literal["skip", "fail"] = _running(
+        "skip", "What a bad row does: skip it (named and counted), or fail before any model call."
+    )
+    batch_size: PositiveInt = _running(20, "Prompts dealt to a worker at a time, at most.")
+    num_workers: PositiveInt = _running(4, "Worker processes.", le=1024)
+    concurrency: PositiveInt | None = _running(
+        None, "Conversations in flight per worker; default: --batch_size."
+    )
+    max_attempts: PositiveInt = _running(
+        3, "Attempts per conversation, over all starts, before it counts as failed for good."
+    )
+    command_timeout_s: PositiveFloat = _meaning(120.0, "Deadline of one command, in seconds.")
+    tool_timeout_s: PositiveFloat = _meaning(300.0, "Deadline of one tool call, in seconds.")
+    attempt_timeout_s: PositiveFloat = _running(
+        600.0, "Deadline of one attempt of a model call, in seconds."
+    )
+    call_attempts: PositiveInt = _running(
+        8, "Attempts of one model call; rate limits do not count."
+    )
+    call_timeout_s: PositiveFloat = _running(
+        3600.0, "Deadline of a model call with all its attempts and waits, in seconds."
+    )
+    grace_s: float = _running(
+        30.0, "After Ctrl-C or SIGTERM, seconds that running turns get to finish.", ge=0
+    )
+    heartbeat_timeout_s: PositiveFloat = _running(
+        60.0, "A worker that is silent for this long is killed and replaced."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Detail of run.log.")
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            msg = "must start with http:// or https://"
+            raise ValueError(msg)
+        return value
+
+    @property
+    def agents_per_worker(self) -> int:
+        """Conversations in flight per worker."""
+        return self.concurrency or self.batch_size
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of this run."""
+        return self.output_dir / self.run_name
+
+    def meaning(self) -> dict[str, Any]:
+        """The fields that decide what the data is, JSON-ready; a script counts by its content."""
+        fields = {
+            name: value for name, value in self.model_dump(mode="json").items() if is_meaning(name)
+        }
+        if self.script_file is not None:
+            fields["script_file"] = hashlib.sha256(self.script_file.read_bytes()).hexdigest()
+        return fields
+
+
+def is_meaning(name: str) -> bool:
+    """Whether the field called `name` is part of the semantic digest."""
+    extra = RunConfig.model_fields[name].json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("meaning"))
+
+
+def digest_of(meaning: Mapping[str, Any]) -> str:
+    """The semantic digest: 16 hex digits over the meaning of a config."""
+    canonical = orjson.dumps(meaning, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(canonical).hexdigest()[:16]
+
+
+def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+    """Read `config_file` (YAML), put the flags that were given on top, and check all of it.
+
+    Input paths in the file are relative to the file; flags are relative to the current
+    directory. Raises `ConfigError` naming the file, the key and what is allowed.
+    """
+    values = _read_yaml(config_file) if config_file is not None else {}
+    values.update(flags)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(detail, config_file, flags) for detail in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"{path}: cannot read this config file: {error}"
+        raise ConfigError(msg) from error
+    except yaml.YAMLError as error:
+        msg = f"{path}: not YAML: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(loaded, dict):
+        msg = f"{path}: a config file holds `key: value` lines"
+        raise ConfigError(msg)
+    for key in _INPUT_PATHS:
+        if isinstance(loaded.get(key), str):
+            loaded[key] = str(path.parent / loaded[key])
+    return loaded
+
+
+def _explain(detail: Any, config_file: Path | None, flags: Mapping[str, Any]) -> str:
+    key = str(detail["loc"][0]) if detail["loc"] else ""
+    place = f"--{key}" if key in flags or config_file is None else f"{config_file}: {key}"
+    if detail["type"] == "missing":
+        return f"--{key} is missing: {RunConfig.model_fields[key].description}"
+    if detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "see --help for the known ones"
+        return f"{place}: unknown key; {hint}"
+    reason = detail["msg"].removeprefix("Value error, ")
+    return f"{place}: {reason} (got {detail['input']!r})"

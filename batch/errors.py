@@ -1,0 +1,33 @@
+"""What stops a whole run. Each class is one exit code; each message says what to do next."""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+    """A run cannot start or go on. `exit_code` is what the command line returns."""
+
+    exit_code = 2
+
+
+class ConfigError(RunError):
+    """An option, a config file or their combination is wrong."""
+
+
+class DatasetError(RunError):
+    """The dataset cannot be read at all, or holds no usable row."""
+
+
+class RunDirError(RunError):
+    """The run directory cannot be used: not writable, or not a run of ours."""
+
+
+class EnvironmentStop(RunError):
+    """The environment ended the run: rejected credentials, no credit, a disk that is full."""
+
+    exit_code = 4
+
+
+class RunLocked(RunError):
+    """Another process is working on this run."""
+
+    exit_code = 5

@@ -1,0 +1,149 @@
+"""Durable files: whole lines appended, tails repaired, whole files replaced.
+
+What a process kill can do: nothing to lines whose append returned. What a power loss can do:
+drop lines appended after the last `sync`. A failed write or sync is never treated as done; the
+file is then closed for good, because the kernel may have dropped the pages that it failed to
+write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from batch.errors import EnvironmentStop
+
+_BLOCK = 1 << 16
+
+
+class StorageError(EnvironmentStop):
+    """The disk refused a write: full, over quota, failing, or taken away."""
+
+
+def _storage_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path}: cannot write: {error.strerror or error}. What was finished before is safe; "
+        "make room or mend the disk, then run the same command again to go on."
+    )
+
+
+class AppendFile:
+    """A file that only grows, by whole lines. Not for use by several threads at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            created = not path.exists()
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self.size = os.fstat(self._fd).st_size
+            if created:
+                sync_directory(path.parent)
+        except OSError as error:
+            raise _storage_error(path, error) from error
+        self._broken: StorageError | None = None
+
+    def append(self, lines: bytes) -> None:
+        """Write `lines` (ending in a newline); once this returns a process kill keeps them.
+
+        Raises `StorageError`; what was written of `lines` is then cut off again if possible.
+        """
+        if self._broken is not None:
+            raise self._broken
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # the tail repair of the next start does it then
+                os.ftruncate(self._fd, self.size)
+            self._broken = _storage_error(self.path, error)
+            raise self._broken from error
+        self.size += len(lines)
+
+    def sync(self) -> None:
+        """Make all appended lines survive a power loss. Raises `StorageError`."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._broken = _storage_error(self.path, error)
+            raise self._broken from error
+
+    def close(self) -> None:
+        """Close the file; appended lines stay."""
+        os.close(self._fd)
+
+
+def repair_tail(path: Path, quarantine: Path) -> int:
+    """Set aside what follows the last newline of `path`; return how many bytes that was.
+
+    A line is appended by one write that ends in its newline, so a line without one was cut off
+    by a crash and nothing was done yet with what it says.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return 0
+    with path.open("r+b") as file:
+        keep = _end_of_last_line(file.fileno(), size)
+        if keep == size:
+            return 0
+        torn = os.pread(file.fileno(), size - keep, keep)
+        set_aside(quarantine, f"{path.name}.{keep}.torn", torn)
+        file.truncate(keep)
+        os.fsync(file.fileno())
+    return size - keep
+
+
+def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
+    """Keep unreadable bytes under a name of their own in the quarantine directory."""
+    quarantine.mkdir(exist_ok=True)
+    path = quarantine / name
+    number = 1
+    while path.exists():
+        number += 1
+        path = quarantine / f"{name}.{number}"
+    replace_file(path, content)
+    return path
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put `content` at `path` so that a crash leaves the old file or the new one, whole."""
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(fd)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        raise _storage_error(path, error) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make creations, renames and deletions in a directory survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _end_of_last_line(fd: int, size: int) -> int:
+    """The offset just after the last newline, 0 where there is none."""
+    end = size
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0

@@ -1,0 +1,208 @@
+"""The turn journal: every model reply and tool result, on disk before it is used.
+
+A worker appends its tasks' events to segments `inflight/worker-<n>-<k>.jsonl`, each line one
+event with its task. A segment is deleted once every task in it has its durable record. What is
+left after a crash is read back here and dealt out with the tasks, which then go on where they
+were.
+
+A line is in the page cache when `append` returns, so a killed process loses nothing; a thread
+makes it durable at most about 20 ms later, which is what a power loss can take.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from agent.messages import Event
+from batch.files import AppendFile, StorageError
+from batch.prompts import task_key
+
+_SYNC_EVERY_S = 0.02
+_SEGMENT_BYTES = 16 << 20
+_SEGMENT_NAME = re.compile(r"worker-(\d+)-(\d+)\.jsonl")
+
+
+class JournalWriter:
+    """The segments of one worker. `append` and `finish` belong to the event loop's thread."""
+
+    def __init__(
+        self, inflight: Path, worker: int, *, on_storage_error: Callable[[StorageError], None]
+    ) -> None:
+        self._inflight = inflight
+        self._worker = worker
+        self._on_storage_error = on_storage_error
+        self._next_segment = 0
+        self._open_tasks: dict[Path, set[bytes]] = {}
+        self._segment = self._new_segment()
+        self._full: list[AppendFile] = []
+        self._dirty = threading.Event()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._syncer = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
+        self._syncer.start()
+
+    def append(self, task_id: str, input_digest: str, event: Event) -> None:
+        """Write one event; once this returns a process kill keeps it. Raises `StorageError`."""
+        line = orjson.dumps({"task": task_id, "input_digest": input_digest, "event": event})
+        if self._segment.size >= _SEGMENT_BYTES:
+            with self._lock:
+                self._full.append(self._segment)
+                self._segment = self._new_segment()
+        self._segment.append(line + b"\n")
+        self._open_tasks[self._segment.path].add(task_key(task_id, input_digest))
+        self._dirty.set()
+
+    def finish(self, key: bytes) -> None:
+        """Forget a task whose record is durable; delete segments that nobody needs any more."""
+        for path, tasks in list(self._open_tasks.items()):
+            tasks.discard(key)
+            if not tasks and path != self._segment.path:
+                path.unlink(missing_ok=True)
+                del self._open_tasks[path]
+
+    def close(self) -> None:
+        """Stop syncing; delete the last segment too where nothing in it is open."""
+        self._stopping.set()
+        self._dirty.set()
+        self._syncer.join()
+        self._segment.close()
+        if not self._open_tasks[self._segment.path]:
+            self._segment.path.unlink(missing_ok=True)
+
+    def _new_segment(self) -> AppendFile:
+        path = self._inflight / f"worker-{self._worker}-{self._next_segment}.jsonl"
+        self._next_segment += 1
+        self._open_tasks[path] = set()
+        return AppendFile(path)
+
+    def _sync_forever(self) -> None:
+        """Group commit: one sync covers all events of the last moments."""
+        while not self._stopping.is_set():
+            self._dirty.wait()
+            self._stopping.wait(_SYNC_EVERY_S)
+            self._dirty.clear()
+            with self._lock:
+                full, self._full = self._full, []
+                segment = self._segment
+            try:
+                for retired in full:
+                    retired.sync()
+                    retired.close()
+                segment.sync()
+            except StorageError as error:
+                self._on_storage_error(error)
+                return
+
+
+class Place(NamedTuple):
+    """Where one journaled event lies."""
+
+    segment: Path
+    offset: int
+    length: int
+
+
+class Inflight:
+    """What dead workers left in their segments, by task."""
+
+    def __init__(self, inflight: Path) -> None:
+        self._inflight = inflight
+        self._places: dict[bytes, list[Place]] = {}
+        self._open_tasks: dict[Path, set[bytes]] = {}
+
+    def read(self, *, finished: Callable[[bytes], bool], living: Iterable[int] = ()) -> None:
+        """Read all segments but those of `living` workers, and delete the ones nobody needs.
+
+        A torn last line was never used for anything and is passed over.
+        """
+        alive = set(living)
+        self._places = defaultdict(list)
+        self._open_tasks = {}
+        for segment in sorted(_segments(self._inflight), key=_segment_order):
+            if _segment_order(segment)[0] in alive:
+                continue
+            tasks = set()
+            offset = 0
+            for line in segment.read_bytes().splitlines(keepends=True):
+                key = _key_of(line)
+                if key is not None and not finished(key):
+                    tasks.add(key)
+                    self._places[key].append(Place(segment, offset, len(line)))
+                offset += len(line)
+            if tasks:
+                self._open_tasks[segment] = tasks
+            else:
+                segment.unlink()
+
+    def events(self, key: bytes) -> list[Event]:
+        """The journaled events of one task, as far as they follow from each other."""
+        events = []
+        for place in self._places.get(key, ()):
+            with place.segment.open("rb") as file:
+                file.seek(place.offset)
+                events.append(orjson.loads(file.read(place.length))["event"])
+        return usable_prefix(events)
+
+    def finish(self, key: bytes) -> None:
+        """Forget a task whose record is durable; delete segments that nobody needs any more."""
+        if self._places.pop(key, None) is None:
+            return
+        for segment, tasks in list(self._open_tasks.items()):
+            tasks.discard(key)
+            if not tasks:
+                segment.unlink(missing_ok=True)
+                del self._open_tasks[segment]
+
+
+def next_worker_number(inflight: Path) -> int:
+    """A number that no segment on disk carries."""
+    return max((_segment_order(path)[0] for path in _segments(inflight)), default=-1) + 1
+
+
+def usable_prefix(events: list[Event]) -> list[Event]:
+    """The events up to the first that does not follow from those before it.
+
+    A power loss can drop lines in the middle; what stands after the hole has no ground.
+    """
+    usable: list[Event] = []
+    turn = 0
+    results: set[int] = set()
+    calls = 0
+    for event in events:
+        if event["kind"] == "reply":
+            if event["turn"] != turn + 1 or len(results) < calls:
+                break
+            turn, results = event["turn"], set()
+            calls = len(event["message"].get("tool_calls", ()))
+        elif event["kind"] == "result":
+            if event["turn"] != turn or event["call"] in results or event["call"] >= calls:
+                break
+            results.add(event["call"])
+        usable.append(event)
+    return usable
+
+
+def _segments(inflight: Path) -> list[Path]:
+    return [path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name)]
+
+
+def _segment_order(path: Path) -> tuple[int, int]:
+    match = _SEGMENT_NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(path)
+    return int(match[1]), int(match[2])
+
+
+def _key_of(line: bytes) -> bytes | None:
+    try:
+        entry = orjson.loads(line)
+        return task_key(entry["task"], entry["input_digest"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None

@@ -1,0 +1,76 @@
+"""The record of one finished task: everything that was sent, received and decided, lossless.
+
+Keys, in this order: `id`, `status`, `error` (null or {"class", "message"}), `prompt_id`,
+`sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then the conversation (see
+`Trajectory.to_record`), `tools` (schemas as offered), and where it came from: `model` (as
+asked), `api`, `endpoint`, `toolsets`, `sandbox`, `seed`, `config_digest`, `versions`,
+`finished_at` (epoch seconds), `schema_version`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from agent.trajectory import Status, Trajectory
+from batch.failures import Failure
+from batch.prompts import Task
+from batch.run_dir import SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What all records of one start have in common."""
+
+    model: str
+    api: str
+    endpoint: str | None
+    toolsets: Sequence[str]
+    tools: Sequence[dict[str, Any]]
+    sandbox: str | None
+    seed: int
+    config_digest: str
+    versions: dict[str, str]
+
+
+def make_record(
+    task: Task,
+    trajectory: Trajectory,
+    *,
+    status: Status,
+    failure: Failure | None,
+    attempt: int,
+    provenance: Provenance,
+) -> dict[str, Any]:
+    """Build the record of a task that has ended."""
+    return {
+        "id": task.id,
+        "status": status,
+        "error": failure and {"class": failure.error_class, "message": failure.message},
+        "prompt_id": task.prompt_id,
+        "sample": task.sample,
+        "input_digest": task.input_digest,
+        "attempt": attempt,
+        "row": task.columns,
+        **trajectory.to_record(),
+        "tools": provenance.tools,
+        "model": provenance.model,
+        "api": provenance.api,
+        "endpoint": provenance.endpoint,
+        "toolsets": provenance.toolsets,
+        "sandbox": provenance.sandbox,
+        "seed": provenance.seed,
+        "config_digest": provenance.config_digest,
+        "versions": provenance.versions,
+        "finished_at": time.time(),
+        "schema_version": SCHEMA_VERSION,
+    }
+
+
+def dump_record(record: dict[str, Any]) -> bytes:
+    """One line of records.jsonl."""
+    return orjson.dumps(record) + b"\n"

@@ -1,0 +1,212 @@
+"""`records.jsonl`, the checkpoint of a run: one finished trajectory per line, only appended.
+
+Beside it lies `records.idx`, a line of few numbers per record, derived and never trusted beyond
+what it covers: it is read where it fits the records, extended where it is behind, and rebuilt
+where it is missing or wrong. The last record of a task counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batch.files import AppendFile, repair_tail, set_aside, sync_directory
+from batch.prompts import task_key
+
+_READ_AHEAD = 1 << 20
+
+
+class Entry(NamedTuple):
+    """One record in the index: where it lies, and what accounts need of it."""
+
+    offset: int
+    length: int
+    status: str
+    attempt: int
+    turns: int
+    tool_calls: int
+    input_tokens: int | None
+    output_tokens: int | None
+    cost_usd: float | None
+    error_class: str | None
+
+
+def index_fields(record: dict[str, Any]) -> list[Any]:
+    """What the index holds of a record beside its place: id, input digest, then numbers."""
+    usage = record["usage"] or {}
+    error = record["error"] or {}
+    return [
+        record["id"],
+        record["input_digest"],
+        record["status"],
+        record["attempt"],
+        len(record["turns"]),
+        len(record["tool_calls"]),
+        usage.get("input_tokens"),
+        usage.get("output_tokens"),
+        record["cost_usd"],
+        error.get("class"),
+    ]
+
+
+class RecordFile:
+    """The records of one run, open for appending. One process at a time."""
+
+    def __init__(self, run_dir: Path, quarantine: Path) -> None:
+        """Open both files, after repairing what a crash left of them."""
+        self._path = run_dir / "records.jsonl"
+        self._index_path = run_dir / "records.idx"
+        repair_tail(self._path, quarantine)
+        self.unreadable = _bring_index_up_to_date(self._path, self._index_path, quarantine)
+        self._records = AppendFile(self._path)
+        self._index = AppendFile(self._index_path)
+
+    def append(self, record: bytes, fields: list[Any]) -> None:
+        """Append one record line and its index line; `sync` makes them survive a power loss.
+
+        `fields` are the `index_fields` of the record. Raises `StorageError`.
+        """
+        offset = self._records.size
+        self._records.append(record)
+        self._index.append(_index_line(fields, offset, len(record)))
+
+    def sync(self) -> None:
+        """Make all appended records survive a power loss. The index can be derived again."""
+        self._records.sync()
+
+    def close(self) -> None:
+        """Close both files."""
+        self._records.close()
+        self._index.close()
+
+
+def load_index(run_dir: Path) -> dict[bytes, Entry]:
+    """All records of a run by task key, the last one of each task; writes nothing.
+
+    What the index does not cover yet is read from the records themselves.
+    """
+    records, index = run_dir / "records.jsonl", run_dir / "records.idx"
+    entries, covered, _ = _read_index(index, _size(records))
+    for offset, line in _lines_from(records, covered):
+        if (record := _parse(line)) is not None:
+            key, entry = _read_line(_index_line(index_fields(record), offset, len(line)))
+            entries[key] = entry
+    return entries
+
+
+def read_record(records: Path, entry: Entry) -> bytes:
+    """The line of one record."""
+    with records.open("rb") as file:
+        file.seek(entry.offset)
+        return file.read(entry.length)
+
+
+def _index_line(fields: list[Any], offset: int, length: int) -> bytes:
+    task_id, digest, *numbers = fields
+    return orjson.dumps([task_id, digest, offset, length, *numbers]) + b"\n"
+
+
+def _read_line(line: bytes) -> tuple[bytes, Entry]:
+    task_id, digest, *numbers = orjson.loads(line)
+    entry = Entry(*numbers)
+    # Few words, many entries: each word is held once.
+    entry = entry._replace(
+        status=sys.intern(entry.status),
+        error_class=entry.error_class and sys.intern(entry.error_class),
+    )
+    return task_key(task_id, digest), entry
+
+
+def _read_index(index: Path, records_size: int) -> tuple[dict[bytes, Entry], int, int]:
+    """Read the index as far as it is right: entries, bytes of records and of index covered."""
+    entries: dict[bytes, Entry] = {}
+    covered = index_size = 0
+    for position, line in _lines_from(index, 0):
+        try:
+            key, entry = _read_line(line)
+            fits = entry.offset == covered and covered + entry.length <= records_size
+        except (ValueError, TypeError, AttributeError):
+            break
+        if not fits:
+            break
+        entries[key] = entry
+        covered += entry.length
+        index_size = position + len(line)
+    return entries, covered, index_size
+
+
+def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> int:
+    """Cut the index to what is right and append what it lacks; return unreadable records.
+
+    Unreadable lines of the records are set aside, named by line, and left out of the file.
+    """
+    _, covered, index_size = _read_index(index, _size(records))
+    if index.exists() and index.stat().st_size > index_size:
+        with index.open("r+b") as file:
+            file.truncate(index_size)
+    behind, unreadable = [], []
+    for offset, line in _lines_from(records, covered):
+        record = _parse(line)
+        if record is None:
+            unreadable.append((offset, line))
+        else:
+            behind.append(_index_line(index_fields(record), offset, len(line)))
+    if unreadable:
+        _take_out(records, unreadable, quarantine)
+        index.unlink(missing_ok=True)
+        _bring_index_up_to_date(records, index, quarantine)
+    elif behind:
+        with index.open("ab") as file:
+            file.writelines(behind)
+    return len(unreadable)
+
+
+def _take_out(records: Path, unreadable: list[tuple[int, bytes]], quarantine: Path) -> None:
+    """Rewrite the records without their unreadable lines, each kept in the quarantine."""
+    bad = {offset for offset, _ in unreadable}
+    replacement = records.with_name(".records.jsonl.repaired")
+    replacement.unlink(missing_ok=True)
+    kept = AppendFile(replacement)
+    for number, (offset, line) in enumerate(_lines_from(records, 0), start=1):
+        if offset in bad:
+            set_aside(quarantine, f"{records.name}.line{number}", line)
+        else:
+            kept.append(line)
+    kept.sync()
+    kept.close()
+    replacement.replace(records)
+    sync_directory(records.parent)
+
+
+def _lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
+    """Whole lines from `offset` on; a torn last line is left out."""
+    try:
+        file = path.open("rb", buffering=_READ_AHEAD)
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if line.endswith(b"\n"):
+                yield offset, line
+            offset += len(line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = orjson.loads(line)
+        index_fields(record)
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

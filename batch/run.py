@@ -1,0 +1,275 @@
+"""One start of a run, from a config to workers that have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from agent.models.model import ModelSettings
+from agent.models.names import SCRIPTED, MissingKey, UnknownModel, read_key, resolve_model
+from agent.models.scripted import ScriptedTurn, parse_script
+from batch.config import RunConfig
+from batch.errors import ConfigError
+from batch.failures import FailureFile
+from batch.journal import Inflight
+from batch.progress import Progress
+from batch.prompts import Scan, Task, scan, tasks
+from batch.record import Provenance
+from batch.records import Entry, RecordFile, load_index
+from batch.run_dir import RunDir, open_run
+from batch.supervisor import Supervisor
+from batch.worker import WorkerSetup, hide_environment, log_to
+from toolsets.registry import UnknownToolset, resolve_toolsets, tools_of
+from toolsets.removal import remove_tree
+from toolsets.sandbox import sandbox_problem
+from toolsets.tool import Tool
+
+_BAD_ROWS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a start would do: everything checked, nothing begun."""
+
+    config: RunConfig
+    settings: ModelSettings
+    toolsets: tuple[str, ...]
+    tools: tuple[Tool, ...]
+    sandbox: str | None
+    """None where no tool runs commands."""
+    script: tuple[ScriptedTurn, ...] | None
+    scan: Scan
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a start ended."""
+
+    signal: int | None = None
+    """The signal that stopped it."""
+    stopped_by: str | None = None
+    """What in the environment stopped it."""
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Check all that can be checked before anything is written or asked for.
+
+    Raises `ConfigError` or `DatasetError`.
+    """
+    try:
+        settings = resolve_model(
+            config.model,
+            base_url=config.base_url,
+            api=config.api,
+            key_env=config.key_env,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_tokens=config.max_tokens,
+            extra_body=config.extra_body,
+            attempt_timeout_s=config.attempt_timeout_s,
+            call_attempts=config.call_attempts,
+            call_timeout_s=config.call_timeout_s,
+        )
+        read_key(settings)
+        toolsets = resolve_toolsets(config.enabled_toolsets, config.disabled_toolsets)
+        tools = tools_of(toolsets)
+    except (UnknownModel, MissingKey, UnknownToolset) as error:
+        raise ConfigError(str(error)) from error
+    needs_sandbox = [toolset.name for toolset in toolsets if toolset.needs_sandbox]
+    if needs_sandbox and (problem := sandbox_problem(config.sandbox)):
+        names = ",".join(needs_sandbox)
+        msg = (
+            f"sandbox {config.sandbox}: {problem} The toolsets {names} run commands and are not "
+            f"loaded without it. Or choose --sandbox local (commands then run with your own "
+            f"rights, not isolated), or --disabled_toolsets {names}."
+        )
+        raise ConfigError(msg)
+    script = _read_script(config.script_file)
+    return Plan(
+        config=config,
+        settings=settings,
+        toolsets=tuple(toolset.name for toolset in toolsets),
+        tools=tools,
+        sandbox=config.sandbox if needs_sandbox else None,
+        script=script,
+        scan=scan(
+            config.dataset_file,
+            max_samples=config.max_samples,
+            script_needed=settings.api == SCRIPTED and script is None,
+        ),
+    )
+
+
+def describe(plan: Plan) -> str:
+    """What a start of `plan` would do, for `--dry_run`."""
+    config, scan = plan.config, plan.scan
+    model = f"{plan.settings.name} ({plan.settings.api}"
+    model += f" at {plan.settings.base_url})" if plan.settings.base_url else ", offline)"
+    return "\n".join(
+        [
+            f"run        {config.run_dir}",
+            f"dataset    {scan.path}: {scan.rows} usable rows, {len(scan.bad_rows)} bad",
+            f"tasks      {scan.rows} x {config.num_samples} = {scan.rows * config.num_samples}",
+            f"model      {model}",
+            f"toolsets   {', '.join(plan.toolsets) or 'none'} "
+            f"({', '.join(tool.name for tool in plan.tools) or 'no tools'})",
+            f"sandbox    {plan.sandbox or 'not needed'}",
+            f"bounds     {config.max_turns} turns, {config.max_attempts} attempts",
+            f"workers    {config.num_workers} x {config.agents_per_worker} conversations",
+        ]
+    )
+
+
+def run_batch(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> Outcome:
+    """Work on all tasks that are not finished. Blocks until they end or the run is stopped.
+
+    Raises `RunError` of the kind that says why it could not begin or go on.
+    """
+    config = plan.config
+    show_bad_rows(plan.scan)
+    if config.on_bad_row == "fail" and plan.scan.bad_rows:
+        msg = (
+            f"{plan.scan.path}: {len(plan.scan.bad_rows)} bad rows and --on_bad_row fail; "
+            "no model call was made"
+        )
+        raise ConfigError(msg)
+    hide_environment()
+    run_dir = open_run(config, plan.scan, fresh=fresh, accept_changes=accept_changes)
+    log_to(run_dir.path / "run.log", config.log_level)
+    try:
+        return _work(plan, run_dir)
+    finally:
+        run_dir.close()
+
+
+def _work(plan: Plan, run_dir: RunDir) -> Outcome:
+    config = plan.config
+    records = RecordFile(run_dir.path, run_dir.quarantine)
+    failures = FailureFile(run_dir.path, run_dir.quarantine)
+    inflight = Inflight(run_dir.inflight)
+    progress = Progress(total=plan.scan.rows * config.num_samples)
+    try:
+        if records.unreadable:
+            progress.say(
+                f"{records.unreadable} unreadable records were set aside in {run_dir.quarantine}; "
+                "their tasks run again"
+            )
+        for row in plan.scan.bad_rows:
+            failures.append_bad_row(plan.scan.path, row)
+        index = load_index(run_dir.path)
+        inflight.read(finished=index.__contains__)
+        _remove_workspaces(run_dir, finished=index)
+        supervisor = Supervisor(
+            run_dir=run_dir,
+            config=config,
+            setup=_worker_setup(plan, run_dir),
+            tasks=_owed(plan, _settled(index, config.max_attempts), progress),
+            records=records,
+            failures=failures,
+            inflight=inflight,
+            progress=progress,
+        )
+        del index
+        with _signals_to(supervisor) as received:
+            stopped_by = supervisor.run()
+    finally:
+        progress.close()
+        records.close()
+        failures.close()
+    return Outcome(received[0] if received else None, stopped_by or None)
+
+
+def _settled(index: Mapping[bytes, Entry], max_attempts: int) -> dict[bytes, bool]:
+    """The tasks that need no more work, each with whether it failed for good."""
+    return {
+        key: entry.status == "failed"
+        for key, entry in index.items()
+        if entry.status != "failed" or entry.attempt >= max_attempts
+    }
+
+
+def _owed(plan: Plan, settled: Mapping[bytes, bool], progress: Progress) -> Iterator[Task]:
+    """The tasks that still need work, in dataset order."""
+    for task in tasks(plan.scan, num_samples=plan.config.num_samples):
+        failed = settled.get(task.key)
+        if failed is None:
+            yield task
+        else:
+            progress.found_ended(failed=failed)
+
+
+def show_bad_rows(scan: Scan) -> None:
+    """Name bad rows on standard error, the first ones each, the rest by their number."""
+    for row in scan.bad_rows[:_BAD_ROWS_SHOWN]:
+        print(f"{scan.path}:{row.line}: skipped: {row.reason}", file=sys.stderr)
+    more = len(scan.bad_rows) - _BAD_ROWS_SHOWN
+    if more > 0:
+        print(f"{scan.path}: {more} more bad rows, all in failures.jsonl", file=sys.stderr)
+
+
+def _read_script(path: Path | None) -> tuple[ScriptedTurn, ...] | None:
+    if path is None:
+        return None
+    try:
+        return parse_script(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        msg = f"{path}: {error}"
+        raise ConfigError(msg) from error
+
+
+def _worker_setup(plan: Plan, run_dir: RunDir) -> WorkerSetup:
+    return WorkerSetup(
+        number=0,
+        parent_pid=os.getpid(),
+        run_dir=run_dir.path,
+        config=plan.config,
+        settings=plan.settings,
+        provenance=Provenance(
+            model=plan.config.model,
+            api=plan.settings.api,
+            endpoint=plan.settings.base_url,
+            toolsets=plan.toolsets,
+            tools=[tool.schema for tool in plan.tools],
+            sandbox=plan.sandbox,
+            seed=plan.config.seed,
+            config_digest=run_dir.digest,
+            versions=run_dir.versions,
+        ),
+        script=plan.script,
+    )
+
+
+def _remove_workspaces(run_dir: RunDir, *, finished: Container[bytes]) -> None:
+    """Remove what a crash left between a durable record and the end of its workspace."""
+    for path in run_dir.workspaces.iterdir():
+        if bytes.fromhex(path.name) in finished:
+            remove_tree(path)
+
+
+@contextmanager
+def _signals_to(supervisor: Supervisor) -> Iterator[list[int]]:
+    """Turn SIGINT, SIGTERM and SIGHUP into an orderly stop; gives the list of those received."""
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        supervisor.interrupt()
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # What nohup or a shell script's background job ignores stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, on_signal)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

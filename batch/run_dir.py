@@ -1,0 +1,237 @@
+"""The directory of a run: its lock, its identity, and where everything lies.
+
+    run.json         config, its semantic digest, dataset, versions; no secrets
+    records.jsonl    one finished trajectory per line: the checkpoint
+    records.idx      derived from it
+    failures.jsonl   one line per failed attempt and per bad row
+    inflight/        turn journals of conversations that are not finished
+    workspaces/      files of conversations that are not finished
+    quarantine/      what a crash left unreadable, set aside
+    summary.json     the accounts, computed at the end of each start
+    run.log, lock
+
+One process at a time: the lock is held from `open_run` until the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch.config import RunConfig, digest_of
+from batch.errors import ConfigError, RunDirError, RunLocked
+from batch.files import replace_file
+from batch.prompts import Scan
+
+SCHEMA_VERSION = 1
+"""Of records and run.json; raised when a reader of the older form would misread the newer."""
+
+_VERSIONS_OF = ("batch-trajectories", "openai", "anthropic", "orjson", "pydantic")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """An opened, locked run directory."""
+
+    path: Path
+    digest: str
+    """Semantic digest of the config that this start runs with."""
+    versions: dict[str, str]
+    lock_fd: int
+
+    @property
+    def inflight(self) -> Path:
+        """Turn journals."""
+        return self.path / "inflight"
+
+    @property
+    def workspaces(self) -> Path:
+        """One directory per unfinished conversation that has touched files."""
+        return self.path / "workspaces"
+
+    @property
+    def quarantine(self) -> Path:
+        """What was set aside."""
+        return self.path / "quarantine"
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self.lock_fd)
+
+
+def open_run(
+    config: RunConfig, scan: Scan, *, fresh: bool = False, accept_changes: Sequence[str] = ()
+) -> RunDir:
+    """Create or reopen the directory of a run, and lock it.
+
+    `fresh` moves an existing directory aside first. `accept_changes` names config keys whose
+    change is wanted though it changes what the data means.
+
+    Raises `RunLocked`, `RunDirError`, and `ConfigError` where the config differs in meaning
+    from the one that the run began with.
+    """
+    path = config.run_dir
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o755)
+        lock_fd = _lock(path)
+        if fresh and (path / "run.json").exists():
+            os.close(lock_fd)
+            _move_aside(path)
+            path.mkdir(mode=0o755)
+            lock_fd = _lock(path)
+        for name in ("inflight", "workspaces"):
+            (path / name).mkdir(exist_ok=True, mode=0o700)
+    except OSError as error:
+        msg = f"{path}: cannot use this run directory: {error.strerror or error}"
+        raise RunDirError(msg) from error
+    try:
+        run = _run_json(path, config, scan, accept_changes)
+        replace_file(path / "run.json", orjson.dumps(run, option=orjson.OPT_INDENT_2) + b"\n")
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return RunDir(path, run["digest"], run["versions"], lock_fd)
+
+
+def read_run_json(path: Path) -> dict[str, Any]:
+    """The identity of a run. Raises `RunDirError` where `path` is no run directory of ours."""
+    try:
+        run = orjson.loads((path / "run.json").read_bytes())
+    except FileNotFoundError:
+        msg = f"{path}: no run here (it has no run.json)"
+        raise RunDirError(msg) from None
+    except NotADirectoryError:
+        msg = f"{path}: not a run directory"
+        raise RunDirError(msg) from None
+    except (OSError, orjson.JSONDecodeError) as error:
+        msg = f"{path}/run.json: cannot read it: {error}"
+        raise RunDirError(msg) from error
+    if not isinstance(run, dict) or run.get("schema_version") != SCHEMA_VERSION:
+        msg = (
+            f"{path}/run.json: written by another version of this program (schema "
+            f"{run.get('schema_version') if isinstance(run, dict) else None}, ours is "
+            f"{SCHEMA_VERSION}); use that version, or --fresh to begin anew"
+        )
+        raise RunDirError(msg)
+    return run
+
+
+def holder_of(path: Path) -> dict[str, Any] | None:
+    """Who works on the run right now: {"pid", "host", "started"}, or None."""
+    try:
+        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(fd)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _holder(fd)
+        os.close(fd)
+        msg = (
+            f"{path}: another process is working on this run: pid {holder.get('pid')} on host "
+            f"{holder.get('host')}. Wait for it, or stop it and run the same command again."
+        )
+        raise RunLocked(msg) from None
+    me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, orjson.dumps(me), 0)
+    return fd
+
+
+def _holder(fd: int) -> dict[str, Any]:
+    try:
+        holder = orjson.loads(os.pread(fd, 4096, 0))
+    except orjson.JSONDecodeError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _move_aside(path: Path) -> None:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    aside = path.with_name(f"{path.name}.{stamp}")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.{stamp}.{number}")
+    path.rename(aside)
+
+
+def _run_json(
+    path: Path, config: RunConfig, scan: Scan, accept_changes: Sequence[str]
+) -> dict[str, Any]:
+    meaning = config.meaning()
+    history: list[dict[str, Any]] = []
+    created = time.time()
+    if (path / "run.json").exists():
+        before = read_run_json(path)
+        created, history = before["created"], before["history"]
+        changes = {
+            key: {"from": before["meaning"].get(key), "to": meaning[key]}
+            for key in meaning
+            if before["meaning"].get(key) != meaning[key]
+        }
+        refused = {key: change for key, change in changes.items() if key not in accept_changes}
+        if refused:
+            raise ConfigError(_explain_changes(path, refused))
+        if changes:
+            history = [*history, {"at": time.time(), "changes": changes}]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_name": config.run_name,
+        "created": created,
+        "digest": digest_of(meaning),
+        "meaning": meaning,
+        "config": config.model_dump(mode="json"),
+        "dataset": {
+            "path": str(scan.path.resolve()),
+            "rows": scan.rows,
+            "bad_rows": len(scan.bad_rows),
+            "sha256": scan.sha256,
+        },
+        "versions": _versions(),
+        "history": history,
+    }
+
+
+def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
+    lines = [f"{path}: this run began with another config; mixing them would spoil the data:"]
+    lines += [
+        f"  {key}: the run has {change['from']!r}, now asked: {change['to']!r}"
+        for key, change in changes.items()
+    ]
+    lines.append(
+        "Take another --run_name, or --fresh to begin anew (the old directory is kept aside), "
+        f"or --accept_config_change={','.join(changes)} to go on with the new values."
+    )
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONS_OF:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions

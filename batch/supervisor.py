@@ -1,0 +1,422 @@
+"""The supervisor: deals tasks to worker processes and writes what they finish.
+
+It knows which tasks each worker holds. A worker that dies or falls silent is replaced, and its
+tasks are dealt again from where their journal ends. Each of them is under suspicion then: a task
+that was held at two deaths is dealt alone, so that a third death names the task that causes it
+and the others go free.
+
+A finished task is acknowledged to its worker only after its record is durable; records of
+several tasks share one sync.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from agent.trajectory import Trajectory
+from batch.config import RunConfig
+from batch.errors import EnvironmentStop
+from batch.failures import Failure, FailureFile
+from batch.journal import Inflight, next_worker_number
+from batch.progress import Progress
+from batch.prompts import Task
+from batch.record import dump_record, make_record
+from batch.records import RecordFile, index_fields, load_index
+from batch.rows import opening_messages
+from batch.run_dir import RunDir
+from batch.wire import Deal, pack, unpack
+from batch.worker import WorkerSetup, worker_main
+
+log = logging.getLogger(__name__)
+
+DEATHS_ALONE = 2
+"""A task held at this many worker deaths is dealt with no other task beside it."""
+
+MAX_DEATHS = 3
+"""A task held at this many worker deaths is recorded as failed (worker_died)."""
+
+_TICK_S = 0.25
+_FAILED_STARTS = 3
+_KILL_AFTER_GRACE_S = 5.0
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One worker process as its parent sees it."""
+
+    number: int
+    process: BaseProcess
+    connection: Connection
+    outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    ready: bool = False
+    heard_at: float = field(default_factory=time.monotonic)
+    held: dict[bytes, tuple[Task, int]] = field(default_factory=dict)
+    alone: bool = False
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def send(self, message: bytes) -> None:
+        self.outbox.put(message)
+
+
+class Supervisor:
+    """Runs all tasks of one start. Use `run` once."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: RunDir,
+        config: RunConfig,
+        setup: WorkerSetup,
+        tasks: Iterator[Task],
+        records: RecordFile,
+        failures: FailureFile,
+        inflight: Inflight,
+        progress: Progress,
+    ) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._setup = setup
+        self._tasks = tasks
+        self._records = records
+        self._failures = failures
+        self._inflight = inflight
+        self._progress = progress
+        self._again: deque[Task] = deque()
+        self._suspects: deque[Task] = deque()
+        self._workers: list[_Worker] = []
+        self._inbox: queue.SimpleQueue[tuple[_Worker | None, bytes | None]] = queue.SimpleQueue()
+        self._numbers = itertools.count(next_worker_number(run_dir.inflight))
+        self._failed_starts = 0
+        self._signals = 0
+        self._stop_reason: str | None = None
+        self._kill_at: float | None = None
+        self._checked_at = time.monotonic()
+
+    def interrupt(self) -> None:
+        """Stop the run: the first time in good order, the second at once. For signal handlers."""
+        self._inbox.put((None, None))
+
+    def run(self) -> str | None:
+        """Work until every task has ended, or the run is stopped.
+
+        Returns None, or why the environment stopped the run ("" after `interrupt`). Raises
+        `EnvironmentStop` where the records cannot be written or no worker starts.
+        """
+        try:
+            for _ in range(self._config.num_workers):
+                self._start_worker()
+            while not self._is_over():
+                self._take_in()
+                self._look_after_workers()
+                self._deal()
+                self._progress.show(self._running())
+            self._dismiss_workers()
+        finally:
+            self._kill_workers()
+        return self._stop_reason
+
+    def _is_over(self) -> bool:
+        if any(worker.held for worker in self._workers):
+            return False
+        return self._stop_reason is not None or not self._has_work()
+
+    def _has_work(self) -> bool:
+        if self._again or self._suspects:
+            return True
+        for task in self._tasks:
+            self._again.append(task)
+            return True
+        return False
+
+    def _running(self) -> int:
+        return sum(len(worker.held) for worker in self._workers)
+
+    # Taking in what workers say.
+
+    def _take_in(self) -> None:
+        """Handle all that has come in, waiting for the first message; sync once for all."""
+        finished: list[tuple[_Worker, bytes]] = []
+        try:
+            item = self._inbox.get(timeout=_TICK_S)
+            while True:
+                self._handle(*item, finished)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if finished:
+            self._records.sync()
+            self._failures.sync()
+        durable: dict[_Worker, list[str]] = {}
+        for worker, key in finished:
+            self._inflight.finish(key)
+            durable.setdefault(worker, []).append(key.hex())
+        for worker, keys in durable.items():
+            worker.send(pack("durable", keys=keys))
+
+    def _handle(
+        self,
+        worker: _Worker | None,
+        message: bytes | None,
+        finished: list[tuple[_Worker, bytes]],
+    ) -> None:
+        if worker is None:
+            self._on_signal()
+        elif message is None:
+            self._on_death(worker, finished)
+        else:
+            worker.heard_at = time.monotonic()
+            header, payload = unpack(message)
+            self._on_message(worker, header, payload, finished)
+
+    def _on_message(
+        self,
+        worker: _Worker,
+        header: dict[str, Any],
+        payload: bytes,
+        finished: list[tuple[_Worker, bytes]],
+    ) -> None:
+        match header["type"]:
+            case "ready":
+                worker.ready = True
+                self._failed_starts = 0
+            case "alive":
+                self._progress.add(header["counters"])
+            case "finished":
+                key = bytes.fromhex(header["key"])
+                self._release(worker, key)
+                if header["failure"]:
+                    self._failures.append(Failure(**header["failure"]))
+                self._records.append(payload, header["fields"])
+                self._progress.task_ended(failed=header["failure"] is not None)
+                finished.append((worker, key))
+            case "failed":
+                failure = Failure(**header["failure"])
+                self._release(worker, bytes.fromhex(header["key"]))
+                self._failures.append(failure)
+                self._progress.task_ended(failed=True)
+                self._progress.say(
+                    f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
+                    f"{failure.message.strip().splitlines()[-1]}"
+                )
+            case "released":
+                self._release(worker, bytes.fromhex(header["key"]))
+            case "halt":
+                self._stop(header["message"])
+
+    def _release(self, worker: _Worker, key: bytes) -> None:
+        worker.held.pop(key, None)
+        worker.alone = False
+
+    # Workers: starting, watching, replacing.
+
+    def _start_worker(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        number = next(self._numbers)
+        process = context.Process(
+            target=worker_main,
+            args=(theirs, replace(self._setup, number=number, parent_pid=os.getpid())),
+            name=f"worker-{number}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        worker = _Worker(number, process, ours)
+        self._workers.append(worker)
+        for target in (self._listen, self._talk):
+            thread = threading.Thread(target=target, args=(worker,), daemon=True)
+            thread.start()
+            worker.threads.append(thread)
+
+    def _listen(self, worker: _Worker) -> None:
+        """Thread: pass on what one worker says; None once it is gone."""
+        try:
+            while True:
+                self._inbox.put((worker, worker.connection.recv_bytes()))
+        except (EOFError, OSError):
+            self._inbox.put((worker, None))
+
+    def _talk(self, worker: _Worker) -> None:
+        """Thread: write to one worker, so that a stopped worker cannot hold up the others."""
+        try:
+            while (message := worker.outbox.get()) is not None:
+                worker.connection.send_bytes(message)
+        except OSError:
+            return  # its death is noticed by the listening thread
+
+    def _on_death(self, worker: _Worker, finished: list[tuple[_Worker, bytes]]) -> None:
+        if worker not in self._workers:
+            return
+        self._workers.remove(worker)
+        self._bury(worker)
+        log.warning("%s died holding %d tasks", worker.process.name, len(worker.held))
+        if self._stop_reason is not None:
+            return
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _FAILED_STARTS:
+                msg = (
+                    f"workers die before they are ready; {self._run_dir.path / 'run.log'} "
+                    "may say why"
+                )
+                raise EnvironmentStop(msg)
+        if worker.held:
+            self._progress.say(
+                f"{worker.process.name} died; its {len(worker.held)} tasks go on in another"
+            )
+            self._read_journals_of_the_dead()
+        for key, (task, attempt) in worker.held.items():
+            self._suspect(key, task, attempt)
+        self._records.sync()
+        self._failures.sync()
+        self._start_worker()
+
+    def _read_journals_of_the_dead(self) -> None:
+        done = load_index(self._run_dir.path)
+        self._inflight.read(
+            finished=done.__contains__, living=[worker.number for worker in self._workers]
+        )
+
+    def _suspect(self, key: bytes, task: Task, attempt: int) -> None:
+        """A worker died while it held `task`: deal it again, at last alone, or give it up."""
+        failure = Failure(
+            task.id,
+            task.input_digest,
+            attempt,
+            "worker_died",
+            "the worker process died while this task was in flight",
+            died_with_worker=True,
+        )
+        self._failures.append(failure)
+        if self._failures.deaths[key] < DEATHS_ALONE:
+            self._again.append(task)
+        elif self._failures.deaths[key] < MAX_DEATHS:
+            self._suspects.append(task)
+        else:
+            opening = opening_messages(task.columns, self._config.system_prompt)
+            record = make_record(
+                task,
+                Trajectory(opening, self._inflight.events(key)),
+                status="failed",
+                failure=failure,
+                attempt=attempt,
+                provenance=self._setup.provenance,
+            )
+            self._records.append(dump_record(record), index_fields(record))
+            self._progress.task_ended(failed=True)
+
+    def _look_after_workers(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at > self._config.heartbeat_timeout_s / 2:
+            # This process itself stood still (suspended, or a disk that hung): nobody could
+            # be heard, so nobody was silent.
+            for worker in self._workers:
+                worker.heard_at = now
+        self._checked_at = now
+        for worker in self._workers:
+            if now - worker.heard_at > self._config.heartbeat_timeout_s:
+                log.warning("%s is silent and will be replaced", worker.process.name)
+                worker.heard_at = now
+                worker.process.kill()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_workers()
+
+    # Dealing.
+
+    def _deal(self) -> None:
+        """Give tasks to the workers with the most room, `batch_size` at a time at most."""
+        if self._stop_reason is not None:
+            return
+        hands: dict[_Worker, list[Deal]] = {}
+        while worker := self._worker_with_room():
+            task = self._next_task()
+            if task is None:
+                break
+            hands.setdefault(worker, []).append(self._hold(worker, task))
+        for worker in self._workers:
+            if self._suspects and worker.ready and not worker.held and worker not in hands:
+                worker.alone = True
+                hands[worker] = [self._hold(worker, self._suspects.popleft())]
+        for worker, deals in hands.items():
+            for first in range(0, len(deals), self._config.batch_size):
+                batch = deals[first : first + self._config.batch_size]
+                worker.send(pack("tasks", deals=batch))
+
+    def _worker_with_room(self) -> _Worker | None:
+        most = self._config.agents_per_worker
+        able = [w for w in self._workers if w.ready and not w.alone and len(w.held) < most]
+        return min(able, key=lambda worker: len(worker.held), default=None)
+
+    def _next_task(self) -> Task | None:
+        if self._again:
+            return self._again.popleft()
+        return next(self._tasks, None)
+
+    def _hold(self, worker: _Worker, task: Task) -> Deal:
+        attempt = self._failures.attempts[task.key] + 1
+        worker.held[task.key] = (task, attempt)
+        return Deal(
+            id=task.id,
+            prompt_id=task.prompt_id,
+            sample=task.sample,
+            input_digest=task.input_digest,
+            columns=task.columns,
+            attempt=attempt,
+            events=self._inflight.events(task.key),
+        )
+
+    # Stopping.
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals == 1 and self._stop_reason is None:
+            self._progress.say(
+                f"stopping: running turns get {self._config.grace_s:g} s to finish; "
+                "interrupt again to stop at once (nothing that was finished is lost)"
+            )
+            self._stop("")
+        else:
+            self._kill_workers()
+
+    def _stop(self, reason: str) -> None:
+        if self._stop_reason is not None:
+            return
+        self._stop_reason = reason
+        self._kill_at = time.monotonic() + self._config.grace_s + _KILL_AFTER_GRACE_S
+        for worker in self._workers:
+            worker.send(pack("stop", grace_s=self._config.grace_s))
+
+    def _dismiss_workers(self) -> None:
+        """Let the workers close their journals and connections."""
+        for worker in self._workers:
+            worker.send(pack("exit"))
+        deadline = time.monotonic() + _KILL_AFTER_GRACE_S
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+
+    def _kill_workers(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.held.clear()
+            self._bury(worker)
+        self._workers = []
+
+    def _bury(self, worker: _Worker) -> None:
+        """Release what a dead worker leaves; its threads end by themselves once it is gone."""
+        worker.outbox.put(None)
+        worker.process.join()
+        for thread in worker.threads:
+            thread.join()
+        worker.connection.close()

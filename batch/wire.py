@@ -1,0 +1,55 @@
+"""What parent and workers say to each other, over one pipe per worker.
+
+A message is a JSON header, a newline, and for finished tasks the record as it goes to disk:
+records cross the border as bytes and are never parsed on the way.
+
+Parent to worker:  tasks {"deals": [Deal…]} · durable {"keys": [hex…]} · stop {"grace_s"} · exit
+Worker to parent:  ready · alive {counters} · finished {"key", "fields", "failure"} + record
+                   · failed {"key", "failure"} · released {"key"} · halt {"message"}
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import orjson
+
+from agent.messages import Event
+
+
+class Deal(TypedDict):
+    """A task as it is dealt to a worker, with the events that were journaled for it before."""
+
+    id: str
+    prompt_id: str
+    sample: int
+    input_digest: str
+    columns: dict[str, Any]
+    attempt: int
+    events: list[Event]
+
+
+class Counters(TypedDict):
+    """What a worker has done since its last heartbeat; for progress only, records are the truth."""
+
+    turns: int
+    input_tokens: int
+    output_tokens: int
+    cost_usd: float
+    cost_unknown: bool
+
+
+def pack(type: str, payload: bytes = b"", **fields: Any) -> bytes:
+    """Encode one message."""
+    return orjson.dumps({"type": type, **fields}) + b"\n" + payload
+
+
+def unpack(message: bytes) -> tuple[dict[str, Any], bytes]:
+    """Decode one message into its header and its payload."""
+    header, _, payload = message.partition(b"\n")
+    return orjson.loads(header), payload
+
+
+def no_counters() -> Counters:
+    """Nothing done yet."""
+    return Counters(turns=0, input_tokens=0, output_tokens=0, cost_usd=0.0, cost_unknown=False)

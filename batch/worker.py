@@ -1,0 +1,322 @@
+"""A worker: one process, one event loop, many conversations in flight.
+
+It journals every reply and tool result itself and sends each finished record to the parent, who
+alone writes records. A task's journal and workspace are kept until the parent says that its
+record is durable. A worker never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from agent.loop import run_agent, take_up
+from agent.messages import Event, Message
+from agent.models.errors import ModelError
+from agent.models.model import Completion, Model, ModelSettings
+from agent.models.names import open_model, read_key
+from agent.models.scripted import ScriptedTurn, parse_script
+from agent.trajectory import Trajectory
+from batch.config import RunConfig
+from batch.failures import Failure
+from batch.files import StorageError
+from batch.journal import JournalWriter
+from batch.prompts import Task
+from batch.record import Provenance, dump_record, make_record
+from batch.records import index_fields
+from batch.rows import opening_messages
+from batch.wire import Deal, no_counters, pack, unpack
+from toolsets.process import use_pidfd_watcher
+from toolsets.registry import resolve_toolsets, tools_of
+from toolsets.removal import remove_tree
+from toolsets.sandbox import Limits, make_sandbox
+from toolsets.space import TaskSpace
+from toolsets.toolbox import Toolbox
+from toolsets.workspace import Workspace
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What a worker process is started with. Crosses the process border; holds no secrets."""
+
+    number: int
+    parent_pid: int
+    run_dir: Path
+    config: RunConfig
+    settings: ModelSettings
+    provenance: Provenance
+    script: tuple[ScriptedTurn, ...] | None
+
+
+class Stopped(Exception):
+    """The run is being stopped: the conversation rests where its journal ends."""
+
+
+def worker_main(connection: Connection, setup: WorkerSetup) -> None:
+    """Entry point of a worker process."""
+    die_with_parent(setup.parent_pid)
+    # The parent decides what a Ctrl-C or a scheduler's SIGTERM to the whole group means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    log_to(setup.run_dir / "run.log", setup.config.log_level)
+    use_pidfd_watcher()
+    asyncio.run(Worker(connection, setup).serve())
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, and hide its environment."""
+    hide_environment()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def hide_environment() -> None:
+    """Keep other processes of this user from reading the API keys in /proc/PID/environ."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+
+
+def log_to(path: Path, level: str) -> None:
+    """Log to `path`; the SDKs' own loggers, which quote requests, only from warnings on."""
+    logging.basicConfig(
+        filename=path,
+        level=level.upper(),
+        format="%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    for name in ("openai", "anthropic", "httpx2", "httpcore2", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class Worker:
+    """Runs the tasks that it is dealt, as many at a time as it is dealt."""
+
+    def __init__(self, connection: Connection, setup: WorkerSetup) -> None:
+        self._connection = connection
+        self._setup = setup
+        self._config = setup.config
+        self._tools = tools_of(
+            resolve_toolsets(self._config.enabled_toolsets, self._config.disabled_toolsets)
+        )
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._not_durable: dict[bytes, TaskSpace] = {}
+        self._stopping = False
+        self._exit = asyncio.Event()
+        self._counters = no_counters()
+
+    async def serve(self) -> None:
+        """Take deals until the parent says exit."""
+        loop = asyncio.get_running_loop()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        sender = threading.Thread(target=self._send_forever, name="sender", daemon=True)
+        sender.start()
+        self._journal = JournalWriter(
+            self._setup.run_dir / "inflight",
+            self._setup.number,
+            on_storage_error=lambda error: self._halt(str(error)),
+        )
+        settings = self._setup.settings
+        self._model = open_model(settings, api_key=read_key(settings), script=self._setup.script)
+        loop.add_reader(self._connection.fileno(), self._receive)
+        self._send("ready")
+        while not self._exit.is_set():
+            self._send("alive", counters=self._counters)
+            self._counters = no_counters()
+            try:
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await self._exit.wait()
+            except TimeoutError:
+                continue
+        loop.remove_reader(self._connection.fileno())
+        await self._model.close()
+        self._journal.close()
+        self._outbox.put(None)
+        sender.join()
+
+    def _receive(self) -> None:
+        try:
+            header, _ = unpack(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)  # the parent is gone: whoever resumes the run owns its files now
+        match header["type"]:
+            case "tasks":
+                for deal in header["deals"]:
+                    self._start(deal)
+            case "durable":
+                for key in header["keys"]:
+                    self._release(bytes.fromhex(key))
+            case "stop":
+                self._stopping = True
+                asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
+            case "exit":
+                self._exit.set()
+
+    def _start(self, deal: Deal) -> None:
+        task = Task(
+            deal["id"],
+            deal["prompt_id"],
+            deal["sample"],
+            deal["input_digest"],
+            deal["columns"],
+        )
+        self._running[task.key] = asyncio.create_task(self._run(task, deal))
+
+    async def _run(self, task: Task, deal: Deal) -> None:
+        """Run one task to its end, whatever that is; nothing escapes to the other tasks."""
+        workspace = Workspace(self._setup.run_dir / "workspaces" / task.key.hex())
+        space = TaskSpace(workspace, self._sandbox_for(workspace))
+        trajectory = Trajectory(
+            opening_messages(task.columns, self._config.system_prompt), deal["events"]
+        )
+        ending = failure = None
+        try:
+            ending = await self._converse(task, trajectory, space, resumed=bool(deal["events"]))
+        except (Stopped, asyncio.CancelledError):
+            pass
+        except StorageError as error:
+            self._halt(str(error))
+        except ModelError as error:
+            if error.action == "stop_run":
+                self._halt(f"{self._setup.settings.base_url}: {error}")
+            else:
+                failure = _failure(task, deal, error.kind, str(error))
+        except Exception as error:
+            log.exception("task %s failed by a defect of this program", task.id)
+            message = "".join(traceback.format_exception(error))
+            failure = _failure(task, deal, "internal", message)
+        await space.close(remove=False)
+        self._running.pop(task.key, None)
+        if ending is None and failure is None:
+            self._send("released", key=task.key.hex())
+            return
+        if failure and deal["attempt"] < self._config.max_attempts:
+            self._send("failed", key=task.key.hex(), failure=failure._asdict())
+            return
+        record = make_record(
+            task,
+            trajectory,
+            status=ending or "failed",
+            failure=failure,
+            attempt=deal["attempt"],
+            provenance=self._setup.provenance,
+        )
+        self._not_durable[task.key] = space
+        self._send(
+            "finished",
+            dump_record(record),
+            key=task.key.hex(),
+            fields=index_fields(record),
+            failure=failure and failure._asdict(),
+        )
+
+    async def _converse(
+        self, task: Task, trajectory: Trajectory, space: TaskSpace, *, resumed: bool
+    ) -> Any:
+        toolbox = Toolbox(self._tools, space, call_timeout_s=self._config.tool_timeout_s)
+        journal = functools.partial(self._record_event, task)
+        if resumed:
+            take_up(trajectory, toolbox=toolbox, journal=journal, kept=space.workspace.root.exists())
+        return await run_agent(
+            trajectory,
+            model=_Gate(self, self._model_for(task)),
+            toolbox=toolbox,
+            max_turns=self._config.max_turns,
+            journal=journal,
+        )
+
+    def _record_event(self, task: Task, event: Event) -> None:
+        self._journal.append(task.id, task.input_digest, event)
+        if event["kind"] == "reply":
+            usage = event["usage"]
+            self._counters["turns"] += 1
+            if usage is not None:
+                self._counters["input_tokens"] += usage["input_tokens"] or 0
+                self._counters["output_tokens"] += usage["output_tokens"] or 0
+            if event["cost_usd"] is None:
+                self._counters["cost_unknown"] = True
+            else:
+                self._counters["cost_usd"] += event["cost_usd"]
+
+    def _model_for(self, task: Task) -> Model:
+        script = task.columns.get("script")
+        if self._setup.settings.api == "scripted" and script is not None:
+            return open_model(self._setup.settings, api_key="", script=parse_script(script))
+        return self._model
+
+    def _sandbox_for(self, workspace: Workspace) -> Any:
+        kind = self._setup.provenance.sandbox
+        if kind is None:
+            return None
+        limits = Limits(timeout_s=self._config.command_timeout_s, network=self._config.network)
+        return make_sandbox(kind, workspace, limits)
+
+    def _release(self, key: bytes) -> None:
+        """The task's record is durable: nothing else of it is needed."""
+        self._journal.finish(key)
+        space = self._not_durable.pop(key, None)
+        if space is not None and space.workspace.root.exists():
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, remove_tree, space.workspace.root)
+
+    def _abandon(self) -> None:
+        """Grace is over: what runs now is repeated by the next start."""
+        for task in self._running.values():
+            task.cancel()
+
+    def _halt(self, message: str) -> None:
+        """Ask the parent to stop the run; conversations rest until it is taken up again."""
+        self._stopping = True
+        self._send("halt", message=message)
+
+    def _send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
+        self._outbox.put(pack(type, payload, **fields))
+
+    def _send_forever(self) -> None:
+        """A pipe that is full must not hold the event loop, so a thread does the writing."""
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:
+                os._exit(1)
+
+
+class _Gate:
+    """Lets no new model call through once the worker is stopping."""
+
+    def __init__(self, worker: Worker, model: Model) -> None:
+        self._worker = worker
+        self._model = model
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Completion:
+        if self._worker._stopping:
+            raise Stopped
+        return await self._model.complete(messages, tools)
+
+    async def close(self) -> None:
+        """The worker closes the model."""
+
+
+def _failure(task: Task, deal: Deal, kind: str, message: str) -> Failure:
+    return Failure(task.id, task.input_digest, deal["attempt"], kind, message)

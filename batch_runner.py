@@ -1,0 +1,279 @@
+"""The door for runs: `python batch_runner.py --dataset_file=… --run_name=…` and its sisters.
+
+Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 4 stopped
+by the environment (credentials, credit, disk), resumable · 5 the run is locked by another process
+· 130/143 interrupted, resumable.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from batch.accounts import Accounts
+    from batch.prompts import Scan
+
+INTERRUPTED = 128
+"""Added to the number of the signal that stopped a run, as shells do."""
+
+_EXAMPLES = """\b
+Examples:
+  python batch_runner.py --config=configs/demo/run.yaml --run_name=demo
+  python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
+      --model=openai:gpt-5-mini --batch_size=20 --num_workers=4
+  python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
+      --model=my-model --base_url=http://127.0.0.1:8000/v1
+  python batch_runner.py status my_run
+
+Run the same command again to resume: finished conversations are kept, unfinished ones go on at
+their turn.
+"""
+
+
+class _Commands(click.Group):
+    """A group whose default command is `run`, with that command's options in its own help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {"--help", "--version", *self.commands}
+        if not args or args[0] not in own:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "[run] [OPTIONS]  |  COMMAND [ARGS]...")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        run = self.commands["run"]
+        run.format_options(click.Context(run, parent=ctx), formatter)
+        self.format_commands(ctx, formatter)
+
+
+class _RunCommand(click.Command):
+    """A command with one option per config field, made from the config itself when needed.
+
+    The fields are read as late as possible, because the other commands and completion do not
+    need them.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from batch.config import RunConfig
+
+        known = {param.name for param in self.params}
+        for name, field in RunConfig.model_fields.items():
+            if name not in known:
+                self.params.append(_option(name, field))
+        return super().get_params(ctx)
+
+
+def _option(name: str, field: Any) -> click.Option:
+    """The command line option of one config field; pydantic does the checking."""
+    is_flag = field.annotation is bool
+    default = field.default
+    shown = not field.is_required() and default not in (None, ()) and not is_flag
+    text = field.description + (f"  [default: {default}]" if shown else "")
+    declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
+    return click.Option([declaration], default=None, help=text, metavar=_metavar(name, field))
+
+
+def _metavar(name: str, field: Any) -> str | None:
+    from typing import get_args
+
+    if field.annotation is bool:
+        return None
+    choices = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
+    for inner in get_args(field.annotation):
+        choices += [arg for arg in get_args(inner) if isinstance(arg, str)]
+    if choices:
+        return "|".join(choices)
+    kinds = str(field.annotation)
+    if "Path" in kinds:
+        return "PATH"
+    if "float" in kinds:
+        return "SECONDS" if name.endswith("_s") else "NUMBER"
+    return "N" if "int" in kinds else "TEXT"
+
+
+def _underscored(name: str) -> str:
+    """Dashes and underscores in option and command names mean the same."""
+    return name.replace("-", "_")
+
+
+@click.group(
+    cls=_Commands,
+    epilog=_EXAMPLES,
+    context_settings={"token_normalize_func": _underscored, "max_content_width": 100},
+)
+@click.version_option(package_name="batch-trajectories", prog_name="batch_runner")
+def main() -> None:
+    """Run one tool-using agent per prompt and keep every trajectory as training data.
+
+    Reads JSONL prompts, survives being killed, and writes ShareGPT trajectories to
+    trajectories/RUN_NAME.jsonl and everything else to trajectories/RUN_NAME/.
+    """
+
+
+@main.command(cls=_RunCommand, epilog=_EXAMPLES)
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="YAML file with any of these options; flags win over it.",
+)
+@click.option("--dry_run", is_flag=True, help="Check everything, say what would run, and stop.")
+@click.option(
+    "--resume", is_flag=True, help="Accepted for habit's sake: the same command always resumes."
+)
+@click.option("--fresh", is_flag=True, help="Begin anew; an existing run directory is moved aside.")
+@click.option(
+    "--accept_config_change",
+    default="",
+    metavar="KEY,...",
+    help="Resume although these keys, which decide what the data is, have changed.",
+)
+def run(
+    config_file: Path | None,
+    dry_run: bool,
+    resume: bool,
+    fresh: bool,
+    accept_config_change: str,
+    **flags: Any,
+) -> None:
+    """Run all prompts of a dataset, or resume doing so (the default command)."""
+    from batch.config import load_config
+    from batch.errors import RunError
+    from batch.run import describe, make_plan, run_batch, show_bad_rows
+
+    try:
+        given = {name: value for name, value in flags.items() if value is not None}
+        plan = make_plan(load_config(config_file, given))
+        if dry_run:
+            show_bad_rows(plan.scan)
+            click.echo(describe(plan))
+            return
+        accepted = [key for key in accept_config_change.split(",") if key]
+        outcome = run_batch(plan, fresh=fresh, accept_changes=accepted)
+        accounts = _export_and_account(plan.config.run_dir, plan.scan, plan.config.num_samples)
+    except RunError as error:
+        _fail(str(error), error.exit_code)
+    _show(plan.config.run_dir, accounts)
+    if outcome.stopped_by is not None:
+        _fail(
+            f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; mend it and run "
+            "the same command again.",
+            4,
+        )
+    if outcome.signal is not None:
+        click.echo("interrupted; run the same command again to go on", err=True)
+        sys.exit(INTERRUPTED + outcome.signal)
+    sys.exit(1 if accounts.failed else 0)
+
+
+def _run_dir_argument(function: Any) -> Any:
+    function = click.option(
+        "--output_dir",
+        type=click.Path(path_type=Path),
+        default=Path("trajectories"),
+        help="Where run directories are, if RUN is only a name.  [default: trajectories]",
+    )(function)
+    return click.argument("run", metavar="RUN")(function)
+
+
+@main.command()
+@_run_dir_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(run: str, output_dir: Path, as_json: bool) -> None:
+    """Show the accounts of RUN (a name or a directory), also while it runs."""
+    import orjson
+
+    from batch.accounts import account, as_table
+    from batch.errors import RunError
+    from batch.run_dir import holder_of
+
+    try:
+        path, scan, num_samples = _open_for_reading(run, output_dir)
+        accounts = account(path, scan, num_samples=num_samples)
+    except RunError as error:
+        _fail(str(error), error.exit_code)
+    holder = holder_of(path)
+    if as_json:
+        report = {"run_dir": str(path), "holder": holder, **accounts.to_json()}
+        click.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+        return
+    state = f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
+    click.echo(f"{path}: {state}")
+    click.echo(as_table(accounts))
+
+
+@main.command()
+@_run_dir_argument
+def export(run: str, output_dir: Path) -> None:
+    """Write the training files of RUN (a name or a directory) again from its records."""
+    from batch.errors import RunError
+
+    try:
+        path, scan, num_samples = _open_for_reading(run, output_dir)
+        accounts = _export_and_account(path, scan, num_samples)
+    except RunError as error:
+        _fail(str(error), error.exit_code)
+    if accounts.pending:
+        click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)
+    _show(path, accounts)
+
+
+def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, int]:
+    """Find a run by name or directory and scan its dataset as its last start did."""
+    from batch.config import RunConfig
+    from batch.prompts import scan
+    from batch.run_dir import read_run_json
+
+    path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
+    identity = read_run_json(path)
+    config = RunConfig.model_validate(identity["config"])
+    found = scan(
+        Path(identity["dataset"]["path"]),
+        max_samples=config.max_samples,
+        script_needed=config.model == "scripted" and config.script_file is None,
+    )
+    return path, found, config.num_samples
+
+
+def _export_and_account(path: Path, scan: Scan, num_samples: int) -> Accounts:
+    """Write the training files, then the summary, both from what is on disk."""
+    import orjson
+
+    from batch.accounts import account
+    from batch.files import replace_file
+    from export.training_files import export_run
+
+    export_run(path, scan, num_samples=num_samples)
+    accounts = account(path, scan, num_samples=num_samples)
+    replace_file(
+        path / "summary.json",
+        orjson.dumps(accounts.to_json(), option=orjson.OPT_INDENT_2) + b"\n",
+    )
+    return accounts
+
+
+def _show(path: Path, accounts: Accounts) -> None:
+    import orjson
+
+    from batch.accounts import as_table
+
+    manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
+    click.echo(as_table(accounts))
+    for file in manifest["files"]:
+        if file["rows"]:
+            click.echo(f"{file['rows']:>9,} rows in {path / file['path']}  ({file['holds']})")
+
+
+def _fail(message: str, exit_code: int) -> None:
+    click.echo(f"error: {message}", err=True)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

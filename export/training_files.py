@@ -1,0 +1,175 @@
+"""The training files of a run, made from its records: the same records give the same bytes.
+
+    ../<run_name>.jsonl    completed conversations that keep the row rules, in dataset order
+    exports/partial.jsonl  conversations that ended early, in the same form
+    exports/rejects.jsonl  {"id", "status", "reason", "detail"} of records that cannot be exported
+    exports/manifest.json  what each file holds; its counts sum to all tasks
+
+Every file is written beside its place and renamed, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import orjson
+
+from batch.files import StorageError, replace_file, sync_directory
+from batch.prompts import Scan, tasks
+from batch.records import Entry, load_index
+from export.hermes import dumps_row, to_row
+from export.row_rules import Rejected
+
+Place = Literal["training", "partial", "rejects"]
+
+_HOLDS: dict[Place, str] = {
+    "training": "completed conversations, for training",
+    "partial": "conversations that ended early",
+    "rejects": "records that cannot be exported, with the reason",
+}
+
+
+class Sorted(NamedTuple):
+    """Where one record goes, and the line that goes there."""
+
+    place: Place
+    line: bytes
+    reason: str | None
+
+
+@dataclass
+class _Output:
+    """One file in the making."""
+
+    path: Path
+    file: BinaryIO
+    rows: int = 0
+    size: int = 0
+    sha256: Any = field(default_factory=hashlib.sha256)
+
+    def write(self, line: bytes) -> None:
+        self.file.write(line)
+        self.sha256.update(line)
+        self.rows += 1
+        self.size += len(line)
+
+
+def sort_record(record: dict[str, Any]) -> Sorted:
+    """Decide where a record goes and render its line."""
+    if record["status"] == "failed":
+        error = record["error"]
+        return _reject(record, "failed", f"{error['class']}: {error['message']}")
+    try:
+        row = to_row(record)
+    except Rejected as rejected:
+        return _reject(record, rejected.reason.value, rejected.detail)
+    return Sorted("training" if row["completed"] else "partial", dumps_row(row), None)
+
+
+def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
+    """Write all files of a run from its records. Raises `StorageError`.
+
+    Tasks without a record are counted as pending in the manifest and are in no file.
+    """
+    exports = run_dir / "exports"
+    paths: dict[Place, Path] = {
+        "training": run_dir.parent / f"{run_dir.name}.jsonl",
+        "partial": exports / "partial.jsonl",
+        "rejects": exports / "rejects.jsonl",
+    }
+    index = load_index(run_dir)
+    reasons: Counter[str] = Counter()
+    total = 0
+    try:
+        exports.mkdir(exist_ok=True)
+        with ExitStack() as stack:
+            outputs = {
+                place: stack.enter_context(_replacing(path)) for place, path in paths.items()
+            }
+            records = stack.enter_context(_records(run_dir))
+            for task in tasks(scan, num_samples=num_samples):
+                total += 1
+                entry = index.pop(task.key, None)
+                if entry is None:
+                    continue
+                sorted_record = sort_record(_read(records, entry))
+                outputs[sorted_record.place].write(sorted_record.line)
+                if sorted_record.reason is not None:
+                    reasons[sorted_record.reason] += 1
+    except OSError as error:
+        msg = f"{exports}: cannot write the training files: {error.strerror or error}"
+        raise StorageError(msg) from error
+    written = sum(output.rows for output in outputs.values())
+    manifest = {
+        "schema_version": 1,
+        "format": "hermes",
+        "tasks": total + len(scan.bad_rows) * num_samples,
+        "exported": outputs["training"].rows,
+        "partial": outputs["partial"].rows,
+        "rejected": outputs["rejects"].rows,
+        "rejected_by_reason": dict(sorted(reasons.items())),
+        "discarded": len(scan.bad_rows) * num_samples,
+        "pending": total - written,
+        "gone": len(index),
+        "files": [
+            {
+                "path": os.path.relpath(output.path, run_dir),
+                "holds": _HOLDS[place],
+                "rows": output.rows,
+                "bytes": output.size,
+                "sha256": output.sha256.hexdigest(),
+            }
+            for place, output in outputs.items()
+        ],
+    }
+    replace_file(
+        exports / "manifest.json", orjson.dumps(manifest, option=orjson.OPT_INDENT_2) + b"\n"
+    )
+
+
+def _reject(record: dict[str, Any], reason: str, detail: str) -> Sorted:
+    line = {"id": record["id"], "status": record["status"], "reason": reason, "detail": detail}
+    return Sorted("rejects", orjson.dumps(line) + b"\n", reason)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[_Output]:
+    """A file that takes the place of `path` only if all went well."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb", buffering=1 << 20) as file:
+            output = _Output(path, file)
+            yield output
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _records(run_dir: Path) -> Iterator[BinaryIO | None]:
+    try:
+        file = (run_dir / "records.jsonl").open("rb")
+    except FileNotFoundError:
+        yield None
+        return
+    with file:
+        yield file
+
+
+def _read(records: BinaryIO | None, entry: Entry) -> dict[str, Any]:
+    if records is None:
+        msg = "records.jsonl vanished while it was read"
+        raise OSError(msg)
+    records.seek(entry.offset)
+    record: dict[str, Any] = orjson.loads(records.read(entry.length))
+    return record

@@ -1,0 +1,104 @@
+"""Removal of a directory tree that an agent's commands may have shaped to resist it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ATTEMPTS = 20
+_MAX_PASSES = 1_000_000
+"""More than any depth that commands reach; ends the race against a process that adds files."""
+
+
+def remove_tree(root: Path) -> None:
+    """Remove `root` and all beneath it; no symlink is followed, and no depth is too deep.
+
+    Names need not be text and directories may be read-only. Processes may still be adding
+    files; after a number of attempts that is given up. Raises `OSError` with what stayed.
+    """
+    for attempt in range(_ATTEMPTS):
+        try:
+            parent = os.open(root.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            _remove_entry(parent, os.fsencode(root.name))
+            return
+        except FileNotFoundError:
+            continue
+        except OSError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+        finally:
+            os.close(parent)
+
+
+def _remove_entry(parent: int, name: bytes) -> None:
+    try:
+        mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        top = _open(parent, name)
+        try:
+            _empty(top)
+        finally:
+            os.close(top)
+        os.rmdir(name, dir_fd=parent)
+    else:
+        os.unlink(name, dir_fd=parent)
+
+
+def _empty(top: int) -> None:
+    """Remove what an open directory holds.
+
+    Each directory in it is emptied by moving the directories it holds up into `top`, so a tree
+    of any depth takes three open directories and no recursion.
+    """
+    for _ in range(_MAX_PASSES):
+        names = _names(top)
+        if not names:
+            return
+        for name in names:
+            try:
+                os.unlink(name, dir_fd=top)
+            except (IsADirectoryError, PermissionError):
+                _lift(top, name)
+            except FileNotFoundError:
+                continue
+
+
+def _lift(top: int, name: bytes) -> None:
+    middle = _open(top, name)
+    try:
+        for inner in _names(middle):
+            try:
+                os.unlink(inner, dir_fd=middle)
+            except (IsADirectoryError, PermissionError):
+                # Moving a directory rewrites its "..", which takes the right to write to it.
+                os.close(_open(middle, inner))
+                fresh = b".lifted-" + secrets.token_hex(8).encode()
+                os.rename(inner, fresh, src_dir_fd=middle, dst_dir_fd=top)
+    finally:
+        os.close(middle)
+    os.rmdir(name, dir_fd=top)
+
+
+def _open(parent: int, name: bytes) -> int:
+    """Open a directory after making it fully accessible to its owner."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        with contextlib.suppress(OSError):
+            # Through the handle, because a path could have become a symlink meanwhile.
+            Path(f"/proc/self/fd/{handle}").chmod(0o700)
+    finally:
+        os.close(handle)
+    return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+def _names(directory: int) -> list[bytes]:
+    return [os.fsencode(name) for name in os.listdir(directory)]

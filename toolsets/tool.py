@@ -1,0 +1,224 @@
+"""What a tool is: a typed function, the schema the model sees, and the check of its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+MAX_RESULT_CHARS = 100_000
+"""Longest content of a tool result; a longer one loses its middle."""
+
+_MAX_REPORTED_FIELDS = 10
+_FIELD_PREFIX = "arg_"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ToolError(Exception):
+    """A failure whose message the model should see as it is."""
+
+
+class ArgumentsError(ValueError):
+    """The model's arguments are not a JSON object that fits the tool's schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What one call gave back."""
+
+    content: str
+    """The text the model reads."""
+    is_error: bool = False
+    """Set where the failure happened; nothing infers it from the content."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Machine facts for the record, never shown to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call."""
+
+    name: str
+    """The name the model calls it by."""
+    description: str
+    """What the model is told about it."""
+    parameters: dict[str, Any]
+    """JSON Schema of the arguments object."""
+    function: Callable[..., Any]
+    """Called as `function(space, **arguments)`; sync or async."""
+    arguments_model: type[BaseModel]
+    """Checks and converts the arguments."""
+    idempotent: bool = False
+    """A call may be repeated after a crash without changing what it did."""
+    sequential: bool = False
+    """A call must not run beside other calls of the same turn."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool in the form chat completion requests carry."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.parameters,
+            },
+        }
+
+    def parse_arguments(self, raw: str) -> dict[str, Any]:
+        """Return the keyword arguments that the model's argument string `raw` stands for.
+
+        A blank string means no arguments. Defaults are filled in. Raises `ArgumentsError` with
+        one line per problem.
+        """
+        try:
+            loaded = orjson.loads(raw) if raw.strip() else {}
+        except RecursionError:
+            raise ArgumentsError("the JSON is nested too deeply") from None
+        except ValueError as error:
+            raise ArgumentsError(f"not valid JSON ({error})") from None
+        if not isinstance(loaded, dict):
+            raise ArgumentsError(f"expected a JSON object, got {_json_type(loaded)}")
+        try:
+            checked = self.arguments_model.model_validate(loaded)
+        except RecursionError:
+            raise ArgumentsError("the JSON is nested too deeply") from None
+        except ValidationError as error:
+            raise ArgumentsError(_explain(error)) from None
+        return {
+            name.removeprefix(_FIELD_PREFIX): getattr(checked, name)
+            for name in self.arguments_model.model_fields
+        }
+
+
+def tool(
+    *, name: str | None = None, idempotent: bool = False, sequential: bool = False
+) -> Callable[[F], Tool]:
+    """Make a `Tool` from a typed function whose first parameter is the task's space.
+
+    The other parameters become the schema, described through `Annotated[T, Field(...)]`; the
+    docstring becomes the description. The function returns a string, a `ToolResult`, or any
+    value that JSON can hold. Raises `TypeError` when the function cannot be described.
+    """
+
+    def build(function: F) -> Tool:
+        tool_name = name or function.__name__
+        description = inspect.getdoc(function)
+        if not description:
+            raise TypeError(f"tool {function.__name__}: the function has no docstring")
+        model = _arguments_model(function, tool_name)
+        return Tool(
+            name=tool_name,
+            description=description,
+            parameters=_without_titles(model.model_json_schema()),
+            function=function,
+            arguments_model=model,
+            idempotent=idempotent,
+            sequential=sequential,
+        )
+
+    return build
+
+
+def as_result(returned: object) -> ToolResult:
+    """Turn what a tool function returned into a result; raises `ToolError` if JSON cannot hold it.
+
+    Strings pass as they are, everything else becomes JSON text with its non-ASCII kept.
+    """
+    if isinstance(returned, ToolResult):
+        return returned
+    if isinstance(returned, str):
+        return ToolResult(returned)
+    try:
+        return ToolResult(_encode(returned))
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = type(returned).__name__
+        raise ToolError(f"its result, a {kind}, is not JSON: {error}") from error
+
+
+def _encode(value: object) -> str:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:
+        # The standard library also takes integers beyond 64 bits and lone surrogates.
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _arguments_model(function: Callable[..., Any], tool_name: str) -> type[BaseModel]:
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        raise TypeError(f"tool {function.__name__}: the first parameter must be the task's space")
+    for parameter in parameters:
+        where = f"tool {function.__name__}: parameter {parameter.name!r}"
+        if parameter.annotation is inspect.Parameter.empty:
+            raise TypeError(f"{where} has no type hint")
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"{where} must not be *args or **kwargs")
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter is not parameters[0]:
+            raise TypeError(f"{where} must not be positional-only")
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"tool {function.__name__}: unknown type in a hint: {error}") from error
+    fields: dict[str, Any] = {}
+    for parameter in parameters[1:]:
+        default = ... if parameter.default is parameter.empty else parameter.default
+        # The prefix keeps names such as "schema" or "_x", which pydantic reserves, usable.
+        fields[_FIELD_PREFIX + parameter.name] = (
+            Annotated[hints[parameter.name], Field(alias=parameter.name)],
+            default,
+        )
+    config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=False)
+    return create_model(f"{tool_name}_arguments", __config__=config, **fields)
+
+
+def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
+    """Drop the titles pydantic adds, but no property that happens to be called "title"."""
+    cleaned: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key in ("properties", "$defs") and isinstance(value, dict):
+            cleaned[key] = {name: _without_titles(inner) for name, inner in value.items()}
+        elif key in ("default", "const", "enum", "examples"):
+            cleaned[key] = value
+        elif isinstance(value, dict):
+            cleaned[key] = _without_titles(value)
+        elif isinstance(value, list):
+            cleaned[key] = [_without_titles(v) if isinstance(v, dict) else v for v in value]
+        else:
+            cleaned[key] = value
+    return cleaned
+
+
+def _explain(error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [_explain_one(problem["loc"], problem["msg"]) for problem in problems]
+    shown = lines[:_MAX_REPORTED_FIELDS]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more")
+    return "\n".join(shown)
+
+
+def _explain_one(location: tuple[int | str, ...], message: str) -> str:
+    where = ".".join(str(part)[:80] for part in location) or "arguments"
+    if message == "Extra inputs are not permitted":
+        message = "unknown argument"
+    return f"{where}: {message}"
+
+
+def _json_type(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)):
+        return "a number"
+    return "a string" if isinstance(value, str) else "an array"

@@ -1,0 +1,148 @@
+"""The tools of one task, called by the names and argument strings a model gives.
+
+Whatever the model or a tool does wrong becomes a result the model can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from toolsets.space import TaskSpace
+from toolsets.text import clip, valid_utf8
+from toolsets.tool import (
+    MAX_RESULT_CHARS,
+    ArgumentsError,
+    Tool,
+    ToolError,
+    ToolResult,
+    as_result,
+)
+
+_MAX_MESSAGE_CHARS = 2000
+
+
+class Toolbox:
+    """The enabled tools of one task and the space they work in."""
+
+    def __init__(
+        self, tools: Sequence[Tool], space: TaskSpace, *, call_timeout_s: float = 300
+    ) -> None:
+        self._tools = {tool.name: tool for tool in sorted(tools, key=lambda tool: tool.name)}
+        if len(self._tools) != len(tools):
+            raise ValueError("two tools have the same name")
+        self._space = space
+        self._call_timeout_s = call_timeout_s
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tools, sorted."""
+        return list(self._tools)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as a request carries them, sorted by name."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def is_idempotent(self, name: str) -> bool:
+        """Tell whether a call may be repeated; one of a missing tool does nothing, so it may."""
+        tool = self._tools.get(name)
+        return tool is None or tool.idempotent
+
+    def is_sequential(self, name: str) -> bool:
+        """Tell whether a call must not run beside other calls of its turn."""
+        tool = self._tools.get(name)
+        return tool is not None and tool.sequential
+
+    async def call(self, name: str, arguments: str) -> ToolResult:
+        """Call a tool; every failure is a result. Raises only if the caller is cancelled.
+
+        Even running out of memory is a result: it is mostly one oversized value of the tool,
+        gone by then. A sync tool that overruns its time keeps its thread until it returns.
+        """
+        tool = self._tools.get(name)
+        if tool is None:
+            available = ", ".join(self._tools) or "none"
+            shown = clip(name, max_chars=_MAX_MESSAGE_CHARS)
+            text = f"Error: Tool '{shown}' not found. Available: {available}"
+            return self._failure(text, "unknown_tool")
+        try:
+            parsed = tool.parse_arguments(arguments)
+        except ArgumentsError as error:
+            message = clip(str(error), max_chars=_MAX_MESSAGE_CHARS)
+            return self._failure(
+                f"Error: invalid arguments for {name}: {message}", "invalid_arguments"
+            )
+        try:
+            async with asyncio.timeout(self._call_timeout_s) as deadline:
+                result = await self._run(tool, parsed)
+        except TimeoutError:
+            result = self._late(tool)
+        # A tool may have turned the cancellation by the deadline into something else.
+        return self._late(tool) if deadline.expired() else result
+
+    async def close(self, *, remove_workspace: bool) -> None:
+        """Close the task's space; may be called again."""
+        await self._space.close(remove=remove_workspace)
+
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+        if not inspect.iscoroutinefunction(tool.function):
+            return await asyncio.to_thread(self._run_sync, tool, arguments)
+        before = _cancellations()
+        try:
+            result = _tidy(as_result(await tool.function(self._space, **arguments)))
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            result = self._raised(tool, error)
+        # A CancelledError that the tool raised by itself is its failure. One that came from
+        # outside is passed on, also where the tool swallowed it.
+        if _cancellations() > before:
+            raise asyncio.CancelledError
+        return result
+
+    def _run_sync(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+        # Caught in the thread, because a future cannot carry every exception to its awaiter.
+        try:
+            return _tidy(as_result(tool.function(self._space, **arguments)))
+        except BaseException as error:
+            return self._raised(tool, error)
+
+    def _raised(self, tool: Tool, error: BaseException) -> ToolResult:
+        kind = type(error).__name__
+        try:
+            message = str(error).strip() or kind
+        except Exception:
+            message = kind
+        message = message.replace(str(self._space.workspace.root), self._space.home)
+        text = f"Error executing {tool.name}: {clip(message, max_chars=_MAX_MESSAGE_CHARS)}"
+        failure = "tool_error" if isinstance(error, ToolError) else "exception"
+        return self._failure(text, failure, exception=kind)
+
+    def _late(self, tool: Tool) -> ToolResult:
+        text = f"Error executing {tool.name}: no result within {self._call_timeout_s:g} s"
+        return self._failure(text, "timeout")
+
+    def _failure(self, text: str, failure: str, **facts: str) -> ToolResult:
+        return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
+
+
+def _cancellations() -> int:
+    """Return how often this task was asked to stop."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _tidy(result: ToolResult) -> ToolResult:
+    """Return the result with content and details that a record can hold."""
+    content = clip(valid_utf8(str(result.content)), max_chars=MAX_RESULT_CHARS)
+    details = dict(result.details)
+    try:
+        orjson.dumps(details)
+    except (TypeError, RecursionError):
+        details = {"details": clip(valid_utf8(repr(details)), max_chars=_MAX_MESSAGE_CHARS)}
+    return ToolResult(content, is_error=bool(result.is_error), details=details)

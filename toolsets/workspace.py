@@ -1,0 +1,352 @@
+"""The files of one task, reachable only beneath their root whatever the path says.
+
+Every path is walked name by name from an open directory, never following a symlink in the
+kernel, so what was checked is what is used even while a command of the task rearranges the tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from toolsets.tool import ToolError
+
+_MAX_PATH_CHARS = 4096
+_MAX_DEPTH = 255
+_MAX_LINKS = 40
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a FIFO that nobody writes to would wait for ever.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+Kind = Literal["file", "dir", "link", "other"]
+
+
+class PathError(ToolError):
+    """A path that the workspace does not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in the workspace."""
+
+    path: str
+    """Relative to the workspace."""
+    kind: Kind
+    size_bytes: int
+
+
+class Workspace:
+    """File access confined to `root`, which is made when first needed.
+
+    Paths are relative, or absolute beneath `root` or beneath one of `aliases`, the names under
+    which commands know the workspace. Symlinks are followed as long as they stay inside. All
+    methods may be called from several threads.
+    """
+
+    def __init__(self, root: Path, aliases: tuple[str, ...] = ("/workspace",)) -> None:
+        self.root = root.absolute()
+        self.aliases = aliases
+        self._closed = False
+
+    def make(self) -> None:
+        """Make the workspace's directory unless it is there; raises `PathError` once closed."""
+        if self._closed:
+            raise PathError("the workspace is closed")
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """Refuse all further access, so that a late thread does not make the directory again."""
+        self._closed = True
+
+    def read_bytes(self, path: str, max_bytes: int) -> bytes:
+        """Return the first `max_bytes` of a regular file.
+
+        A file with several hard links is read: links cannot be made across the edge of a
+        sandbox, and a clone of a repository links files inside it.
+        """
+        with _Walk(self, path) as walk:
+            descriptor = walk.open_file()
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            pieces = []
+            while max_bytes > 0 and (piece := file.read(max_bytes)):
+                pieces.append(piece)
+                max_bytes -= len(piece)
+        return b"".join(pieces)
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Put `data` into a regular file, making it and its parents as needed.
+
+        If this process dies midway the file holds the old or the new content, never a part. It
+        is not flushed to disk, since a workspace does not outlive the machine. The name gets a
+        new file, so other hard links to the old one keep the old content, and a file outside
+        that was linked into the workspace is not changed.
+        """
+        with _Walk(self, path) as walk:
+            name, mode = walk.to_writable()
+            temporary = f".tmp-{secrets.token_hex(8)}"
+            with _readable_errors(path):
+                descriptor = os.open(temporary, _CREATE, mode, dir_fd=walk.directory)
+            try:
+                with _readable_errors(path):
+                    with os.fdopen(descriptor, "wb") as file:
+                        os.fchmod(file.fileno(), mode)
+                        file.write(data)
+                    os.rename(temporary, name, src_dir_fd=walk.directory, dst_dir_fd=walk.directory)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=walk.directory)
+                raise
+
+    def listing(self, path: str = ".") -> list[Entry]:
+        """Return the entries of one directory, sorted by name."""
+        with _Walk(self, path) as walk:
+            walk.to_directory()
+            return _entries(walk.directory, walk.names)
+
+    def walk(self, path: str = ".") -> Iterator[Entry]:
+        """Yield every entry beneath a directory, sorted by path, without following symlinks.
+
+        Directories that vanish or cannot be opened meanwhile, or lie too deep, yield nothing.
+        A path to a file yields that file.
+        """
+        with _Walk(self, path) as walk:
+            last = walk.to_file_or_directory()
+            if last is not None:
+                yield last
+                return
+            pending = list(reversed(_entries(walk.directory, walk.names)))
+        while pending:
+            entry = pending.pop()
+            yield entry
+            if entry.kind == "dir":
+                with contextlib.suppress(PathError), _Walk(self, entry.path) as walk:
+                    walk.to_directory(follow=False)
+                    pending.extend(reversed(_entries(walk.directory, walk.names)))
+
+    def walk_files(self, path: str = ".") -> Iterator[str]:
+        """Yield the paths of the regular files beneath a directory, sorted."""
+        return (entry.path for entry in self.walk(path) if entry.kind == "file")
+
+    @cached_property
+    def prefixes(self) -> tuple[list[str], ...]:
+        """The names of the absolute paths that mean the workspace."""
+        known = [*self.aliases, str(self.root), os.path.realpath(self.root)]
+        # Longest first: the real root may lie beneath a directory that has an alias's name.
+        return tuple(sorted((_names(prefix) for prefix in known), key=len, reverse=True))
+
+
+class _Walk:
+    """A way from the root to one file or directory, one name at a time.
+
+    Only the directory reached so far is held open. A step up walks again from the root along
+    real directories, so a directory that was moved outside meanwhile leads nowhere.
+    """
+
+    def __init__(self, workspace: Workspace, path: str) -> None:
+        if "\0" in path:
+            raise PathError("a path cannot contain a NUL character")
+        if not path:
+            raise PathError("the path is empty")
+        if len(path) > _MAX_PATH_CHARS:
+            raise PathError(f"the path is longer than {_MAX_PATH_CHARS} characters")
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise PathError(f"path {path!r} is not valid text") from None
+        self.names: list[str] = []
+        self.directory = -1
+        self._workspace = workspace
+        self._path = path
+        self._links = 0
+        self._pending = self._inside(path)
+
+    def __enter__(self) -> _Walk:
+        self._workspace.make()
+        with _readable_errors(self._path):
+            self.directory = os.open(self._workspace.root, _DIRECTORY)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self.directory)
+
+    def to_directory(self, *, follow: bool = True) -> None:
+        """Walk all the way, to a directory."""
+        while self._pending:
+            self._step(self._pending.pop(), make=False, follow=follow)
+
+    def open_file(self) -> int:
+        """Walk all the way, to a regular file, and return it opened for reading."""
+        while True:
+            name = self._to_parent(make=False)
+            try:
+                descriptor = os.open(name, _READ, dir_fd=self.directory)
+            except OSError as error:
+                if error.errno == errno.ELOOP and self._follow(name):
+                    continue
+                # A socket answers ENXIO, a device without its driver ENODEV.
+                if error.errno in (errno.ENXIO, errno.ENODEV):
+                    raise self._not_regular() from None
+                raise _readable(error, self._path) from error
+            mode = os.fstat(descriptor).st_mode
+            if stat.S_ISREG(mode):
+                return descriptor
+            os.close(descriptor)
+            raise self._not_regular(mode)
+
+    def to_writable(self) -> tuple[str, int]:
+        """Walk to the directory of a file to write, making directories; return name and mode."""
+        while True:
+            name = self._to_parent(make=True)
+            status = self._status(name)
+            if status is None:
+                return name, 0o644
+            if stat.S_ISREG(status.st_mode):
+                return name, stat.S_IMODE(status.st_mode) & 0o777
+            if not self._follow(name):
+                raise self._not_regular(status.st_mode)
+
+    def to_file_or_directory(self) -> Entry | None:
+        """Walk all the way; return the entry if it is a file, None at a directory."""
+        while self._pending:
+            name = self._pending[0] if len(self._pending) == 1 else ""
+            status = self._status(name) if name not in ("", "..") else None
+            if status is not None and stat.S_ISREG(status.st_mode):
+                return _entry("/".join([*self.names, name]), status)
+            self._step(self._pending.pop(), make=False, follow=True)
+        return None
+
+    def _to_parent(self, *, make: bool) -> str:
+        while len(self._pending) > 1:
+            self._step(self._pending.pop(), make=make, follow=True)
+        if not self._pending or self._pending[0] == "..":
+            raise PathError(f"path {self._path!r} is a directory")
+        return self._pending.pop()
+
+    def _step(self, name: str, *, make: bool, follow: bool) -> None:
+        if name == "..":
+            self._step_up()
+            return
+        if len(self.names) >= _MAX_DEPTH:
+            raise PathError(f"path {self._path!r} is too deep")
+        if make:
+            with contextlib.suppress(FileExistsError), _readable_errors(self._path):
+                os.mkdir(name, dir_fd=self.directory)
+        try:
+            deeper = os.open(name, _DIRECTORY, dir_fd=self.directory)
+        except OSError as error:
+            # A symlink opened this way answers ENOTDIR or ELOOP, depending on the system.
+            is_link = error.errno in (errno.ENOTDIR, errno.ELOOP)
+            if is_link and follow and self._follow(name):
+                return
+            raise _readable(error, self._path) from error
+        self._enter(deeper)
+        self.names.append(name)
+
+    def _step_up(self) -> None:
+        if not self.names:
+            raise self._outside()
+        kept = self.names[:-1]
+        self._to_root()
+        for name in kept:
+            self._step(name, make=False, follow=False)
+
+    def _follow(self, name: str) -> bool:
+        """Replace a symlink by the names it stands for; False if `name` is no symlink."""
+        try:
+            target = os.readlink(name, dir_fd=self.directory)
+        except OSError:
+            return False
+        self._links += 1
+        if self._links > _MAX_LINKS:
+            raise PathError(f"path {self._path!r} passes through too many symlinks")
+        self._pending.extend(self._inside(target))
+        if target.startswith("/"):
+            self._to_root()
+        return True
+
+    def _inside(self, path: str) -> list[str]:
+        """Return the names to walk, last first; from the root if `path` is absolute."""
+        names = _names(path)
+        if path.startswith("/"):
+            for prefix in self._workspace.prefixes:
+                if names[: len(prefix)] == prefix:
+                    return names[len(prefix) :][::-1]
+            raise self._outside()
+        return names[::-1]
+
+    def _to_root(self) -> None:
+        with _readable_errors(self._path):
+            self._enter(os.open(self._workspace.root, _DIRECTORY))
+        self.names = []
+
+    def _enter(self, directory: int) -> None:
+        os.close(self.directory)
+        self.directory = directory
+
+    def _status(self, name: str) -> os.stat_result | None:
+        try:
+            return os.stat(name, dir_fd=self.directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _readable(error, self._path) from error
+
+    def _outside(self) -> PathError:
+        return PathError(f"path {self._path!r} leads outside the workspace")
+
+    def _not_regular(self, mode: int = 0) -> PathError:
+        what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        return PathError(f"path {self._path!r} is {what}")
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]
+
+
+def _entries(directory: int, names: list[str]) -> list[Entry]:
+    """Return the entries of an open directory in the order of the paths beneath them."""
+    found = []
+    with os.scandir(directory) as scan:
+        for item in scan:
+            # An entry that vanished since it was listed is left out.
+            with contextlib.suppress(OSError):
+                status = item.stat(follow_symlinks=False)
+                found.append(_entry("/".join([*names, item.name]), status))
+    # "a.txt" sorts before "a/b", hence the slash behind the names of directories.
+    return sorted(found, key=lambda entry: entry.path + "/" * (entry.kind == "dir"))
+
+
+def _entry(path: str, status: os.stat_result) -> Entry:
+    if stat.S_ISREG(status.st_mode):
+        return Entry(path, "file", status.st_size)
+    if stat.S_ISDIR(status.st_mode):
+        return Entry(path, "dir", 0)
+    return Entry(path, "link" if stat.S_ISLNK(status.st_mode) else "other", 0)
+
+
+@contextlib.contextmanager
+def _readable_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise _readable(error, path) from error
+
+
+def _readable(error: OSError, path: str) -> PathError:
+    """Say what went wrong with the path the model gave, without the machine's own paths."""
+    if error.errno == errno.ENOENT:
+        return PathError(f"path {path!r} does not exist")
+    if error.errno in (errno.ENOTDIR, errno.ELOOP):
+        return PathError(f"path {path!r} is not a directory, or passes through a file")
+    return PathError(f"path {path!r}: {os.strerror(error.errno or 0)}")
