@@ -1,0 +1,1 @@
+"""Loopback stand-ins and measurements; nothing of the product imports this package."""

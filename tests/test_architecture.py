@@ -1,0 +1,54 @@
+"""The rooms of the house and the arrows between them are law."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+MAY_IMPORT = {
+    "toolsets": set(),
+    "agent": {"toolsets"},
+    "batch": {"agent", "toolsets"},
+    "export": {"agent", "batch", "toolsets"},
+    "run_agent": {"agent", "batch", "export", "toolsets"},
+    "batch_runner": {"agent", "batch", "export", "toolsets"},
+}
+"""What each room may import beside itself; imports run one way, down."""
+
+MAX_LINES = 500
+
+
+def modules() -> list[Path]:
+    rooms = [ROOT / name for name in MAY_IMPORT]
+    files = [path for room in rooms if room.is_dir() for path in room.rglob("*.py")]
+    return sorted(files + [room.with_suffix(".py") for room in rooms if not room.is_dir()])
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            found.add((node.module or "").split(".")[0])
+    return found & set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    """No module imports a room above its own."""
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert imported_rooms(path) - {room} <= MAY_IMPORT[room]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_fits_in_the_head(path: Path) -> None:
+    """No module is longer than 500 lines, and each says in its docstring what it is for."""
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert ast.get_docstring(ast.parse(text))

@@ -1,0 +1,160 @@
+"""Reading prompts: every bad line is named, every good one has an identity that lasts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batch.errors import DatasetError
+from batch.prompts import Task, scan, tasks
+from batch.rows import BadRow, Row, opening_messages, read_rows
+
+
+def write(path: Path, *lines: object) -> Path:
+    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"\n".join(texts) + b"\n")
+    return path
+
+
+def all_tasks(path: Path, num_samples: int = 1, max_samples: int | None = None) -> list[Task]:
+    return list(tasks(scan(path, max_samples=max_samples), num_samples=num_samples))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b'{"prompt": "a", "x": NaN}', "not JSON"),
+        (b'{"prompt": "\\ud800"}', "not JSON"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b'"text"', "the line is text; it must be a JSON object"),
+        (b"[", "looks like a JSON array"),
+        (b"{}", "no `prompt` field (fields: none)"),
+        (b'{"question": "a"}', "no `prompt` field (fields: question)"),
+        (b'{"prompt": 3}', "`prompt` is a number"),
+        (b'{"prompt": null}', "`prompt` is null"),
+        (b'{"prompt": "  "}', "`prompt` is empty"),
+        (b'{"prompt": []}', "must end in a user message"),
+        (b'{"prompt": ["a"]}', "prompt[0] must be an object"),
+        (b'{"prompt": [{"role": "tool", "content": "a"}]}', "prompt[0] must be an object"),
+        (b'{"prompt": [{"role": "assistant", "content": "a"}]}', "must end in a user message"),
+        (
+            b'{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
+            "must alternate",
+        ),
+        (b'{"prompt": "a", "n": 1234567890123456789012345}', "does not fit 64 bits"),
+        (b'{"prompt": "a", "script": [{"contents": "b"}]}', "script.0.contents"),
+        (b'{"prompt": ' + b"[" * 2000, "not JSON"),
+    ],
+)
+def test_a_bad_line_has_a_reason_and_stops_nothing(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "before"}, line, {"prompt": "after"})
+    rows = list(read_rows(path))
+    assert isinstance(rows[0], Row)
+    assert isinstance(rows[1], BadRow)
+    assert isinstance(rows[2], Row)
+    assert rows[1].line == 2
+    assert reason in rows[1].reason
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}',
+        b'{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}\r\n',
+        '{"prompt": "a"}\n{"prompt": "b", "note": "\u2028 \u0085"}\n'.encode(),
+    ],
+    ids=["byte order mark", "windows line ends and blank lines", "unicode line separators"],
+)
+def test_unusual_files_are_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "p.jsonl").write_bytes(content)
+    assert [task.columns["prompt"] for task in all_tasks(tmp_path / "p.jsonl")] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"\n \n", "the file is empty"),
+        (b"\x1f\x8b\x08", "gzip"),
+        (b"\xff\xfe{\x00", "UTF-16"),
+        (b"nonsense\n", "no usable row among 1; the first, line 1: not JSON"),
+    ],
+)
+def test_a_file_without_a_usable_row_is_an_error(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(DatasetError, match=message):
+        scan(tmp_path / "p.jsonl", max_samples=None)
+
+
+def test_a_missing_file_and_a_directory_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="no such dataset file"):
+        scan(tmp_path / "absent", max_samples=None)
+    with pytest.raises(DatasetError, match="is a directory"):
+        scan(tmp_path, max_samples=None)
+
+
+def test_own_ids_are_kept_where_they_are_unique(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "p.jsonl",
+        {"id": "one", "prompt": "a"},
+        {"task_id": 2, "prompt": "b"},
+        {"id": "same", "prompt": "c"},
+        {"id": "same", "prompt": "d"},
+        {"id": "", "prompt": "e"},
+    )
+    ids = [task.id for task in all_tasks(path)]
+    assert ids[:2] == ["one", "2"]
+    assert all(id.startswith("row-") for id in ids[2:])
+    assert len(set(ids)) == 5
+
+
+def test_equal_rows_are_tasks_of_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *[{"prompt": "again"}] * 3)
+    first, second, third = (task.id for task in all_tasks(path))
+    assert (second, third) == (f"{first}#2", f"{first}#3")
+
+
+def test_identity_survives_reordering_inserting_and_more_samples(tmp_path: Path) -> None:
+    rows = [{"prompt": str(n), "answer": n} for n in range(5)]
+    before = {t.key for t in all_tasks(write(tmp_path / "a.jsonl", *rows))}
+    after = write(tmp_path / "b.jsonl", {"prompt": "new"}, *reversed(rows))
+    keys = {task.key for task in all_tasks(after, num_samples=2)}
+    assert before < keys
+    assert len(keys) == 12
+
+
+def test_an_own_id_that_looks_generated_is_not_trusted(tmp_path: Path) -> None:
+    """Otherwise sample 1 of "a" and sample 0 of "a#s1" would be one task."""
+    path = write(tmp_path / "p.jsonl", {"id": "a", "prompt": "x"}, {"id": "a#s1", "prompt": "y"})
+    ids = [task.id for task in all_tasks(path, num_samples=2)]
+    assert len(set(ids)) == 4
+
+
+def test_an_edited_prompt_under_the_same_id_is_new_work_and_a_new_column_is_not(
+    tmp_path: Path,
+) -> None:
+    (before,) = all_tasks(write(tmp_path / "a.jsonl", {"id": "x", "prompt": "old"}))
+    (edited,) = all_tasks(write(tmp_path / "b.jsonl", {"id": "x", "prompt": "new"}))
+    (carried,) = all_tasks(write(tmp_path / "c.jsonl", {"id": "x", "prompt": "old", "tag": 1}))
+    assert before.id == edited.id == carried.id
+    assert before.key != edited.key
+    assert before.key == carried.key
+
+
+def test_max_samples_takes_the_first_valid_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", b"{", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+    assert [task.columns["prompt"] for task in all_tasks(path, max_samples=2)] == ["a", "b"]
+
+
+def test_a_system_message_of_the_row_wins_over_the_config() -> None:
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hi"}]
+    assert opening_messages({"prompt": own}, "config")[0]["content"] == "mine"
+    assert opening_messages({"prompt": "hi"}, "config")[0]["content"] == "config"
+    assert len(opening_messages({"prompt": "hi"}, None)) == 1

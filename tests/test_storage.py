@@ -1,0 +1,273 @@
+"""What lies on disk: appended lines, repaired tails, the index, the turn journal, the lock."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from agent.messages import Event
+from batch.failures import Failure, FailureFile, load_failed_attempts
+from batch.files import AppendFile, StorageError, repair_tail, replace_file
+from batch.journal import Inflight, JournalWriter, next_worker_number, usable_prefix
+from batch.prompts import task_key
+from batch.records import RecordFile, index_fields, load_index
+from batch.rows import BadRow
+
+
+def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
+    return {
+        "id": task,
+        "status": status,
+        "error": None,
+        "input_digest": "d",
+        "attempt": attempt,
+        "turns": [{}],
+        "tool_calls": [],
+        "usage": None,
+        "cost_usd": None,
+        "text": "x" * 50,
+    }
+
+
+def append(file: RecordFile, *records: dict[str, Any]) -> None:
+    for one in records:
+        file.append(orjson.dumps(one) + b"\n", index_fields(one))
+    file.sync()
+
+
+def open_records(path: Path) -> RecordFile:
+    return RecordFile(path, path / "quarantine")
+
+
+def statuses(path: Path) -> dict[str, str]:
+    """What the index says, by the ids a, b, c, d."""
+    index = load_index(path)
+    found = {name: index.get(task_key(name, "d")) for name in "abcd"}
+    return {name: entry.status for name, entry in found.items() if entry is not None}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """A directory with three records and their index."""
+    file = open_records(tmp_path)
+    append(file, record("a"), record("b"), record("c", "max_turns"))
+    file.close()
+    return tmp_path
+
+
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """Files of this process can grow no further than 1,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_records_are_found_by_task(records: Path) -> None:
+    assert statuses(records) == {"a": "completed", "b": "completed", "c": "max_turns"}
+
+
+def test_the_last_record_of_a_task_counts(records: Path) -> None:
+    file = open_records(records)
+    append(file, record("a", "failed", attempt=2))
+    file.close()
+    assert statuses(records)["a"] == "failed"
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_a_torn_last_record_is_set_aside_and_nothing_is_glued_to_it(
+    records: Path, cut: int
+) -> None:
+    """However many bytes of the last record are missing, its task alone is to be done again."""
+    path = records / "records.jsonl"
+    os.truncate(path, path.stat().st_size - cut)
+    file = open_records(records)
+    append(file, record("d"))
+    file.close()
+    assert statuses(records) == {"a": "completed", "b": "completed", "d": "completed"}
+    assert [orjson.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["a", "b", "d"]
+    assert len(list((records / "quarantine").iterdir())) == 1
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 500, b"not json\n", b"[]\n", b'{"id": "a"}\n'])
+def test_unreadable_records_are_set_aside_and_the_rest_stays(
+    records: Path, garbage: bytes
+) -> None:
+    path = records / "records.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole_garbage = garbage if garbage.endswith(b"\n") else garbage + b"\n"
+    path.write_bytes(lines[0] + whole_garbage + lines[2])
+    (records / "records.idx").unlink()
+    file = open_records(records)
+    file.close()
+    assert file.unreadable == 1
+    assert statuses(records) == {"a": "completed", "c": "max_turns"}
+    assert (records / "quarantine" / "records.jsonl.line2").read_bytes() == whole_garbage
+
+
+@pytest.mark.parametrize(
+    "index", [None, b"", b"garbage\n", b'["a","d",0]\n', b'["a","d",7,9,"x",1,1,1,1,1,1,null]\n']
+)
+def test_a_missing_or_wrong_index_is_rebuilt(records: Path, index: bytes | None) -> None:
+    right = (records / "records.idx").read_bytes()
+    (records / "records.idx").unlink()
+    if index is not None:
+        (records / "records.idx").write_bytes(index)
+    assert statuses(records) == {"a": "completed", "b": "completed", "c": "max_turns"}
+    open_records(records).close()
+    assert (records / "records.idx").read_bytes() == right
+
+
+def test_an_index_that_is_ahead_of_the_records_is_cut(records: Path) -> None:
+    """The index may survive a power loss that took the records it speaks of."""
+    path = records / "records.jsonl"
+    right = (records / "records.idx").read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    open_records(records).close()
+    assert (records / "records.idx").read_bytes() == b"".join(right[:2])
+
+
+@pytest.mark.usefixtures("no_room")
+def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path: Path) -> None:
+    file = AppendFile(tmp_path / "f")
+    file.append(b"x" * 899 + b"\n")
+    with pytest.raises(StorageError, match="run the same command again"):
+        file.append(b"y" * 899 + b"\n")
+    with pytest.raises(StorageError):
+        file.append(b"z\n")
+    with pytest.raises(StorageError):
+        file.sync()
+    file.close()
+    assert (tmp_path / "f").stat().st_size == 900
+
+
+@pytest.mark.usefixtures("no_room")
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
+    replace_file(tmp_path / "f", b"old")
+    with pytest.raises(StorageError):
+        replace_file(tmp_path / "f", b"n" * 2000)
+    assert (tmp_path / "f").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+def test_repairing_a_whole_file_or_none_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"a\nb\n")
+    assert repair_tail(tmp_path / "f", tmp_path / "q") == 0
+    assert repair_tail(tmp_path / "absent", tmp_path / "q") == 0
+    assert not (tmp_path / "q").exists()
+
+
+def reply(turn: int, calls: int = 0) -> Any:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    if calls:
+        message["tool_calls"] = [{"id": f"{turn}{n}"} for n in range(calls)]
+    return {"kind": "reply", "turn": turn, "message": message}
+
+
+def result(turn: int, call: int) -> Any:
+    return {"kind": "result", "turn": turn, "call": call}
+
+
+def fail(error: StorageError) -> None:
+    raise error
+
+
+def nothing_finished(key: bytes) -> bool:
+    return False
+
+
+def test_journaled_events_are_read_back_by_task(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
+    writer.append("a", "d", reply(1, calls=1))
+    writer.append("b", "d", reply(1))
+    writer.append("a", "d", result(1, 0))
+    writer.close()
+    inflight = Inflight(tmp_path)
+    inflight.read(finished=nothing_finished)
+    assert inflight.events(task_key("a", "d")) == [reply(1, calls=1), result(1, 0)]
+    assert inflight.events(task_key("b", "d")) == [reply(1)]
+    assert inflight.events(task_key("a", "other input")) == []
+    assert next_worker_number(tmp_path) == 1
+
+
+def test_a_segment_is_deleted_when_all_its_tasks_have_records(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, 3, on_storage_error=fail)
+    writer.append("a", "d", reply(1))
+    writer.append("b", "d", reply(1))
+    writer.close()
+    inflight = Inflight(tmp_path)
+    inflight.read(finished=nothing_finished)
+    inflight.finish(task_key("a", "d"))
+    assert len(list(tmp_path.iterdir())) == 1
+    inflight.finish(task_key("b", "d"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_deletes_its_own_segments_as_its_tasks_finish(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
+    writer.append("a", "d", reply(1))
+    writer.finish(task_key("a", "d"))
+    writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_segments_of_finished_tasks_and_of_living_workers_are_not_read(tmp_path: Path) -> None:
+    for number, task in enumerate("ab"):
+        writer = JournalWriter(tmp_path, number, on_storage_error=fail)
+        writer.append(task, "d", reply(1))
+        writer.close()
+    inflight = Inflight(tmp_path)
+    inflight.read(finished=task_key("a", "d").__eq__, living=[1])
+    assert inflight.events(task_key("b", "d")) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["worker-1-0.jsonl"]
+
+
+def test_a_torn_journal_line_was_never_used(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
+    writer.append("a", "d", reply(1, calls=1))
+    writer.append("a", "d", result(1, 0))
+    writer.close()
+    segment = tmp_path / "worker-0-0.jsonl"
+    os.truncate(segment, segment.stat().st_size - 3)
+    inflight = Inflight(tmp_path)
+    inflight.read(finished=nothing_finished)
+    assert inflight.events(task_key("a", "d")) == [reply(1, calls=1)]
+
+
+@pytest.mark.parametrize(
+    ("events", "usable"),
+    [
+        ([reply(1, 2), result(1, 1), result(1, 0), reply(2)], 4),
+        ([reply(1, 2), result(1, 0), reply(2)], 2),
+        ([reply(1), reply(3)], 1),
+        ([result(1, 0)], 0),
+        ([reply(1, 1), result(2, 0)], 1),
+        ([reply(1, 1), result(1, 0), result(1, 0)], 2),
+        ([reply(1, 1), result(1, 1)], 1),
+    ],
+)
+def test_what_follows_a_hole_in_the_journal_is_not_used(events: list[Event], usable: int) -> None:
+    assert usable_prefix(events) == events[:usable]
+
+
+def test_failures_are_counted_over_all_starts(tmp_path: Path) -> None:
+    for _ in range(2):
+        file = FailureFile(tmp_path, tmp_path / "q")
+        file.append(Failure("a", "d", 1, "timeout", "slow"))
+        file.append(Failure("a", "d", 1, "worker_died", "dead", died_with_worker=True))
+        file.append_bad_row(Path("p.jsonl"), BadRow(3, "not JSON"))
+        file.close()
+    file = FailureFile(tmp_path, tmp_path / "q")
+    file.close()
+    key = task_key("a", "d")
+    assert (file.attempts[key], file.deaths[key]) == (2, 2)
+    assert load_failed_attempts(tmp_path) == {key: "timeout"}
+    text = (tmp_path / "failures.jsonl").read_text()
+    assert text.count("bad_row") == 1, "a bad row is named once"

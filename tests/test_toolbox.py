@@ -1,0 +1,244 @@
+"""The toolbox turns every way a call can go wrong into a result the model can read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolsets.execution import Limits
+from toolsets.registry import TOOLSETS, tools_of
+from toolsets.sandbox import make_sandbox
+from toolsets.space import TaskSpace
+from toolsets.tool import MAX_RESULT_CHARS, Tool, ToolError, ToolResult, tool
+from toolsets.toolbox import Toolbox
+from toolsets.workspace import Workspace
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> TaskSpace:
+    return TaskSpace(Workspace(tmp_path / "ws"))
+
+
+def raising(error: BaseException) -> Tool:
+    @tool()
+    def fail(space: TaskSpace) -> str:
+        """Fail."""
+        raise error
+
+    return fail
+
+
+def raising_async(error: BaseException) -> Tool:
+    @tool()
+    async def fail(space: TaskSpace) -> str:
+        """Fail."""
+        raise error
+
+    return fail
+
+
+def returning(value: Any) -> Tool:
+    @tool()
+    def give(space: TaskSpace) -> Any:
+        """Give."""
+        return value
+
+    return give
+
+
+def call(toolbox: Toolbox, name: str, arguments: str = "{}") -> ToolResult:
+    return asyncio.run(toolbox.call(name, arguments))
+
+
+def test_unknown_tool_names_the_ones_there_are(space: TaskSpace) -> None:
+    toolbox = Toolbox([returning(""), raising(ValueError())], space)
+    result = call(toolbox, "sudo")
+    assert result.content == "Error: Tool 'sudo' not found. Available: fail, give"
+    assert result.is_error
+    empty = call(Toolbox([], space), "x")
+    assert empty.content == "Error: Tool 'x' not found. Available: none"
+
+
+def test_bad_arguments_are_explained(space: TaskSpace) -> None:
+    result = call(Toolbox(tools_of([TOOLSETS["file"]]), space), "read_file", '{"start_line": 0}')
+    assert result.is_error
+    assert result.content.startswith("Error: invalid arguments for read_file: path: Field required")
+
+
+class Mute(Exception):
+    """Cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("make", [raising, raising_async])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("boom"), "boom"),
+        (ToolError("seen as it is"), "seen as it is"),
+        (SystemExit(3), "3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (RecursionError("too deep"), "too deep"),
+        (MemoryError(), "MemoryError"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (TimeoutError("mine"), "mine"),
+        (BaseExceptionGroup("several", [ValueError("a")]), "several (1 sub-exception)"),
+        (Mute(), "Mute"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_whatever_a_tool_raises_is_an_error_result(
+    make: Any, error: BaseException, message: str, space: TaskSpace
+) -> None:
+    result = call(Toolbox([make(error)], space), "fail")
+    assert result.content == f"Error executing fail: {message}"
+    assert result.is_error
+    assert result.details["exception"] == type(error).__name__
+
+
+def test_stop_iteration_from_a_thread_does_not_hang(space: TaskSpace) -> None:
+    """A future refuses this exception, so it must not be put into one."""
+    toolbox = Toolbox([raising(StopIteration("end"))], space, call_timeout_s=5)
+    assert call(toolbox, "fail").content == "Error executing fail: end"
+
+
+def test_messages_are_cut_and_hide_the_real_root(space: TaskSpace) -> None:
+    secret = f"{space.workspace.root}/a.txt is " + "long " * 2000
+    result = call(Toolbox([raising(OSError(secret))], space), "fail")
+    assert "Error executing fail: /workspace/a.txt is long" in result.content
+    assert str(space.workspace.root) not in result.content
+    assert "characters cut" in result.content
+    assert len(result.content) < 2100
+
+
+def test_slow_tools_are_given_up(space: TaskSpace) -> None:
+    release = threading.Event()
+
+    @tool()
+    def blocks(space: TaskSpace) -> str:
+        """Block a thread."""
+        release.wait(20)
+        return "late"
+
+    @tool()
+    async def hangs(space: TaskSpace) -> str:
+        """Wait for ever."""
+        return str(await asyncio.Event().wait())
+
+    @tool()
+    async def stubborn(space: TaskSpace) -> str:
+        """Swallow the cancellation."""
+        try:
+            await asyncio.Event().wait()
+        except BaseException:
+            return "as if nothing had happened"
+        return ""
+
+    async def calls() -> list[ToolResult]:
+        toolbox = Toolbox([blocks, hangs, stubborn], space, call_timeout_s=0.1)
+        try:
+            return [await toolbox.call(name, "") for name in toolbox.names]
+        finally:
+            release.set()
+
+    for name, result in zip(("blocks", "hangs", "stubborn"), asyncio.run(calls()), strict=True):
+        assert result.content == f"Error executing {name}: no result within 0.1 s"
+        assert result.is_error
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_cancelling_the_caller_is_passed_on(space: TaskSpace, swallows: bool) -> None:
+    async def cancelled() -> None:
+        begun = asyncio.Event()
+
+        @tool()
+        async def waits(space: TaskSpace) -> str:
+            """Wait."""
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if not swallows:
+                    raise
+            return "swallowed"
+
+        task = asyncio.create_task(Toolbox([waits], space).call("waits", ""))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+
+
+@pytest.mark.parametrize(
+    ("value", "content", "is_error"),
+    [
+        ({"ä": [1]}, '{"ä":[1]}', False),
+        ("a\ud800b\ud83d\ude00", "a\ufffdb\U0001f600", False),
+        (object(), "Error executing give: its result, a object, is not JSON", True),
+        (ToolResult(7), "7", False),  # type: ignore[arg-type]  # what a careless tool returns
+    ],
+)
+def test_results_become_valid_text(
+    space: TaskSpace, value: Any, content: str, is_error: bool
+) -> None:
+    result = call(Toolbox([returning(value)], space), "give")
+    assert result.content.startswith(content)
+    assert result.is_error is is_error
+    result.content.encode()
+
+
+def test_results_are_bounded_with_head_and_tail(space: TaskSpace) -> None:
+    result = call(Toolbox([returning("a" + "x" * 500_000 + "z")], space), "give")
+    assert result.content[0] + result.content[-1] == "az"
+    assert f"{500_002 - MAX_RESULT_CHARS} characters cut" in result.content
+    assert len(result.content) < MAX_RESULT_CHARS + 100
+
+
+def test_details_that_json_cannot_hold_do_not_reach_the_record(space: TaskSpace) -> None:
+    result = call(Toolbox([returning(ToolResult("ok", details={"x": object()}))], space), "give")
+    assert result.content == "ok"
+    assert isinstance(result.details["details"], str)
+
+
+def test_schemas_and_traits_are_those_of_the_tools(space: TaskSpace) -> None:
+    toolbox = Toolbox(tools_of(list(TOOLSETS.values())), space)
+    assert toolbox.names == sorted(toolbox.names)
+    assert [schema["function"]["name"] for schema in toolbox.schemas] == toolbox.names
+    assert toolbox.is_idempotent("read_file")
+    assert toolbox.is_idempotent("write_file")
+    assert not toolbox.is_idempotent("patch_file")
+    assert not toolbox.is_idempotent("terminal")
+    assert toolbox.is_sequential("terminal")
+    assert not toolbox.is_sequential("read_file")
+    assert toolbox.is_idempotent("no-such-tool")
+    assert not toolbox.is_sequential("no-such-tool")
+
+
+def test_two_tools_of_one_name_are_refused(space: TaskSpace) -> None:
+    with pytest.raises(ValueError, match="same name"):
+        Toolbox([returning(1), returning(2)], space)
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_closing_removes_the_workspace_only_if_asked(tmp_path: Path, remove: bool) -> None:
+    async def task() -> None:
+        workspace = Workspace(tmp_path / "ws")
+        space = TaskSpace(workspace, make_sandbox("local", workspace, Limits()))
+        toolbox = Toolbox(tools_of(list(TOOLSETS.values())), space)
+        await toolbox.call("terminal", '{"command": "mkdir -p a/b; touch a/b/c; chmod 500 a/b"}')
+        assert (tmp_path / "ws" / "a" / "b" / "c").exists()
+        await toolbox.close(remove_workspace=remove)
+        await toolbox.close(remove_workspace=remove)
+        late = await toolbox.call("write_file", '{"path": "x", "content": ""}')
+        assert late.content == "Error executing write_file: the workspace is closed"
+
+    asyncio.run(task())
+    assert (tmp_path / "ws").exists() is not remove
