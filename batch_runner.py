@@ -7,6 +7,7 @@ by the environment (credentials, credit, disk), resumable · 5 the run is locked
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,7 +268,9 @@ def _show(path: Path, accounts: Accounts) -> None:
     click.echo(as_table(accounts))
     for file in manifest["files"]:
         if file["rows"]:
-            click.echo(f"{file['rows']:>9,} rows in {path / file['path']}  ({file['holds']})")
+            click.echo(
+                f"{file['rows']:>9,} rows in {os.path.normpath(path / file['path'])}  ({file['holds']})"
+            )
 
 
 def _fail(message: str, exit_code: int) -> None:

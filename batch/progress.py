@@ -42,7 +42,8 @@ class Progress:
 
     def found_ended(self, *, failed: bool) -> None:
         """One more task turned out to have ended in an earlier start; it counts for no rate."""
-        self._bar.initial += 1
+        if self._is_terminal:
+            self._bar.initial += 1
         self._count(failed=failed)
 
     def add(self, counters: Counters) -> None:

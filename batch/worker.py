@@ -235,7 +235,9 @@ class Worker:
         toolbox = Toolbox(self._tools, space, call_timeout_s=self._config.tool_timeout_s)
         journal = functools.partial(self._record_event, task)
         if resumed:
-            take_up(trajectory, toolbox=toolbox, journal=journal, kept=space.workspace.root.exists())
+            take_up(
+                trajectory, toolbox=toolbox, journal=journal, kept=space.workspace.root.exists()
+            )
         return await run_agent(
             trajectory,
             model=_Gate(self, self._model_for(task)),

@@ -131,9 +131,7 @@ def test_an_answer_on_the_last_turn_is_completed(tmp_path: Path) -> None:
 def test_a_cut_reply_ends_the_conversation_and_none_of_its_calls_is_run(
     tmp_path: Path, ending: str
 ) -> None:
-    script = [
-        {"tool_calls": [call("write_file", path="a", content="A")], "finish_reason": ending}
-    ]
+    script = [{"tool_calls": [call("write_file", path="a", content="A")], "finish_reason": ending}]
     trajectory, status, _ = play(tmp_path / "w", script)
     assert status == ending
     assert not (tmp_path / "w" / "a").exists()
@@ -173,9 +171,7 @@ def test_repeated_and_empty_call_ids_become_unique(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", range(9))
-def test_resuming_after_any_event_gives_the_same_conversation(
-    tmp_path: Path, length: int
-) -> None:
+def test_resuming_after_any_event_gives_the_same_conversation(tmp_path: Path, length: int) -> None:
     """Killed after n journaled events: the rest is played on, and the messages are the same."""
     whole, status, events = play(tmp_path / "w", SCRIPT)
     resumed, resumed_status, _ = play(tmp_path / "w", SCRIPT, past=events[:length])

@@ -97,9 +97,7 @@ def test_a_torn_last_record_is_set_aside_and_nothing_is_glued_to_it(
 
 
 @pytest.mark.parametrize("garbage", [b"\0" * 500, b"not json\n", b"[]\n", b'{"id": "a"}\n'])
-def test_unreadable_records_are_set_aside_and_the_rest_stays(
-    records: Path, garbage: bytes
-) -> None:
+def test_unreadable_records_are_set_aside_and_the_rest_stays(records: Path, garbage: bytes) -> None:
     path = records / "records.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     whole_garbage = garbage if garbage.endswith(b"\n") else garbage + b"\n"

@@ -85,7 +85,7 @@ def test_a_patch_replaces_the_one_place_and_keeps_other_bytes(files: Toolbox, ro
     assert (root / "f").read_bytes() == b"a\r\n\xff b \xc3\xa9\n"
 
 
-@pytest.mark.parametrize(("old", "found"), [("x", 0), ("b", 2), ("aa", 2)])
+@pytest.mark.parametrize(("old", "found"), [("x", 0), ("b", 2), ("aa", 3)])
 def test_an_ambiguous_patch_changes_nothing(
     files: Toolbox, root: Path, old: str, found: int
 ) -> None:
@@ -94,12 +94,6 @@ def test_an_ambiguous_patch_changes_nothing(
     assert f"occurs {found} times" in result.content
     assert result.is_error
     assert (root / "f").read_text() == "aaaa b b"
-
-
-def test_overlapping_occurrences_make_a_patch_ambiguous(files: Toolbox, root: Path) -> None:
-    (root / "f").write_text("aaa")
-    assert call(files, "patch_file", path="f", old_text="aa", new_text="y").is_error
-    assert (root / "f").read_text() == "aaa"
 
 
 def test_listing_marks_what_an_entry_is(files: Toolbox, root: Path) -> None:
@@ -235,9 +229,10 @@ def test_selection_of_toolsets(
 
 
 def test_unknown_toolsets_are_named_with_the_known_ones() -> None:
-    for selection in ((["web"], []), (None, ["web"])):
-        with pytest.raises(UnknownToolset, match="'web'; known: file, python, terminal"):
-            resolve_toolsets(*selection)
+    with pytest.raises(UnknownToolset, match="'web'; known: file, python, terminal"):
+        resolve_toolsets(["web"])
+    with pytest.raises(UnknownToolset, match="'web'; known: file, python, terminal"):
+        resolve_toolsets(None, ["web"])
 
 
 def test_two_tools_of_one_name_in_different_toolsets_are_an_error() -> None:

@@ -77,10 +77,11 @@ def patch_file(
     old = old_text.encode("utf-8", "replace")
     if not old:
         raise ToolError("old_text is empty")
-    found = content.count(old)
-    if found != 1:
-        raise ToolError(f"old_text occurs {found} times in {path!r}, it must occur exactly once")
-    before, after = content.split(old)
+    starts = _starts(content, old)
+    if len(starts) != 1:
+        times = len(starts)
+        raise ToolError(f"old_text occurs {times} times in {path!r}, it must occur exactly once")
+    before, after = content[: starts[0]], content[starts[0] + len(old) :]
     space.workspace.write_bytes(path, before + new_text.encode("utf-8", "replace") + after)
     first_line = before.count(b"\n") + 1
     return f"replaced the text at line {first_line} of {path}"
@@ -135,6 +136,16 @@ def _matches(workspace: Workspace, path: str, wanted: str, *, ignore_case: bool)
         if searched_bytes > _MAX_SEARCHED_BYTES:
             yield f"[stopped at {file_path}: enough searched; search a directory beneath]"
             return
+
+
+def _starts(content: bytes, wanted: bytes) -> list[int]:
+    """Return where `wanted` occurs, overlaps included, as each is a place to patch."""
+    starts = []
+    start = content.find(wanted)
+    while start >= 0:
+        starts.append(start)
+        start = content.find(wanted, start + 1)
+    return starts
 
 
 def _read_text(workspace: Workspace, path: str) -> str:

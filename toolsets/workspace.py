@@ -225,9 +225,9 @@ class _Walk:
         return None
 
     def _to_parent(self, *, make: bool) -> str:
-        while len(self._pending) > 1:
+        while len(self._pending) > 1 or self._pending == [".."]:
             self._step(self._pending.pop(), make=make, follow=True)
-        if not self._pending or self._pending[0] == "..":
+        if not self._pending:
             raise PathError(f"path {self._path!r} is a directory")
         return self._pending.pop()
 

@@ -1,0 +1,108 @@
+"""Starting, killing and inspecting real runs, for the tests that need real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+WRITE_A_NOTE = {"tool": "write_file", "arguments": '{"path": "n{turn}", "content": "{turn}"}'}
+"""Options of the fake endpoint: each turn but the last asks to write a file."""
+
+
+def write_prompts(path: Path, count: int) -> Path:
+    rows = [{"id": f"p{n:04}", "prompt": f"Question number {n}"} for n in range(count)]
+    return write_rows(path, *rows)
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(*args: object, **options: object) -> list[str]:
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, str(ROOT / "batch_runner.py"), *map(str, args), *flags]
+
+
+def run(
+    cwd: Path, *args: object, env: dict[str, str] | None = None, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Run batch_runner.py to its end."""
+    return subprocess.run(
+        command(*args, **options),
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@contextmanager
+def started(cwd: Path, **options: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a process group of its own; whatever is left of it is killed at the end."""
+    with (cwd / "output.txt").open("ab") as output:
+        process = subprocess.Popen(
+            command(**options), cwd=cwd, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        for pid in session_of(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def session_of(leader: int) -> list[int]:
+    """The living processes of the session that `leader` leads or led."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(session) == leader and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def workers_of(parent: int) -> list[int]:
+    """The worker processes of a run: its children that have the spawn entry point."""
+    found = []
+    for pid in session_of(parent):
+        try:
+            cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"spawn_main" in cmdline:
+            found.append(pid)
+    return found
+
+
+def wait_until(condition: Any, *, timeout_s: float = 30.0) -> None:
+    """Poll until `condition()` holds; the time is a bound for a broken test, not a measure."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """All lines of a JSONL file; fails on any that is not whole JSON."""
+    content = path.read_bytes()
+    assert content.endswith(b"\n") or not content
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def ids(path: Path) -> Sequence[str]:
+    return [line["id"] for line in lines(path)]

@@ -1,0 +1,388 @@
+"""Model clients: what goes out, what comes back, and what each failure means."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+import pytest
+
+from agent.messages import Message
+from agent.models import anthropic_messages, openai_chat
+from agent.models.errors import RULES, ModelError, kind_of_status
+from agent.models.model import Completion, ModelSettings
+from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
+from agent.models.prices import price
+from agent.models.replies import parse_object, retry_after_s
+from agent.models.scripted import parse_script
+from agent.reasoning import split_inline_reasoning
+
+SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}},
+    }
+]
+
+
+def resolve(name: str, **given: Any) -> ModelSettings:
+    return resolve_model(name, **{"base_url": None, "api": None, "key_env": None, **given})
+
+
+def openai_reply(message: dict[str, Any], finish: Any = "stop", **more: Any) -> Completion:
+    body = {"choices": [{"message": message, "finish_reason": finish}], **more}
+    return openai_chat.read_reply(orjson.dumps(body))
+
+
+def anthropic_reply(*blocks: dict[str, Any], stop: Any = "end_turn", **more: Any) -> Completion:
+    body = {"content": list(blocks), "stop_reason": stop, **more}
+    return anthropic_messages.read_reply(orjson.dumps(body))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "hi", "reasoning_content": "why"},
+        {"content": "hi", "reasoning": "why"},
+        {"content": "hi", "reasoning": "why", "reasoning_content": "why"},
+        {"content": "hi", "reasoning_details": [{"type": "reasoning.text", "text": "why"}]},
+        {"content": "<think>\nwhy\n</think>\n\nhi"},
+        {"content": [{"type": "text", "text": "hi"}], "reasoning": "why"},
+    ],
+)
+def test_openai_reasoning_is_found_under_every_name_and_goes_back(message: Any) -> None:
+    read = openai_reply(message).message
+    assert (read["content"], read["reasoning"]) == ("hi", "why")
+    sent = openai_chat.to_api(read)
+    for field in message.keys() - {"content"}:
+        assert sent[field] == message[field], "what came goes back verbatim"
+    if isinstance(message["content"], str):
+        assert sent["content"] == message["content"]
+
+
+def test_openai_reasoning_goes_back_as_reasoning_content() -> None:
+    sent = openai_chat.to_api(openai_reply({"content": "hi", "reasoning": "why"}).message)
+    assert sent["reasoning_content"] == "why"
+
+
+def test_openai_messages_carry_nothing_of_ours() -> None:
+    """Private keys of the record would be refused by strict servers."""
+    tool = Message(
+        role="tool", tool_call_id="1", name="f", content="x", is_error=True, details={"a": 1}
+    )
+    assert openai_chat.to_api(tool) == {"role": "tool", "tool_call_id": "1", "content": "x"}
+    plain = openai_chat.to_api(openai_reply({"content": "hi"}).message)
+    assert plain == {"role": "assistant", "content": "hi"}
+
+
+def test_openai_arguments_are_kept_as_text() -> None:
+    """Also where a server sends an object, and also where the text is no JSON."""
+    calls = [
+        {"id": "1", "function": {"name": "f", "arguments": '{"a": 1'}},
+        {"id": "2", "function": {"name": "f", "arguments": {"a": 1}}},
+        {"id": None, "function": {"name": "f"}},
+    ]
+    read = openai_reply({"content": None, "tool_calls": calls}, "tool_calls").message
+    assert [c["function"]["arguments"] for c in read["tool_calls"]] == ['{"a": 1', '{"a":1}', ""]
+    assert read["content"] == ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"<html>",
+        b'{"choices": [{"mess',
+        b"\xff\xfe",
+        b"{}",
+        b'{"choices": null}',
+        b'{"choices": []}',
+        b'{"choices": [{"finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"content": "cut"}, "finish_reason": null}]}',
+        b'{"choices": [{"message": {"content": "cut"}, "finish_reason": "error"}]}',
+        b'{"choices": [{"message": {"tool_calls": "x"}, "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"tool_calls": [1]}, "finish_reason": "stop"}]}',
+        b'{"error": {"message": "boom"}}',
+    ],
+)
+def test_an_incomplete_openai_reply_is_malformed_and_never_a_result(body: bytes) -> None:
+    with pytest.raises(ModelError) as caught:
+        openai_chat.read_reply(body)
+    assert caught.value.kind == "malformed"
+    assert caught.value.action == "retry"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"content": "text", "stop_reason": "end_turn"}',
+        b'{"content": [1], "stop_reason": "end_turn"}',
+        b'{"content": [], "stop_reason": null}',
+        b'{"type": "error", "error": {"type": "overloaded_error", "message": "x"}}',
+    ],
+)
+def test_an_incomplete_anthropic_reply_is_malformed(body: bytes) -> None:
+    with pytest.raises(ModelError) as caught:
+        anthropic_messages.read_reply(body)
+    assert caught.value.kind == "malformed"
+
+
+def test_an_error_in_a_200_reply_counts_by_its_code() -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_object(b'{"error": {"code": 429, "message": "slow down"}}')
+    assert caught.value.kind == "rate_limited"
+
+
+def test_half_an_emoji_in_a_reply_is_replaced() -> None:
+    """A token limit can cut a character in two; asking again would pay twice."""
+    assert parse_object(b'{"a": "x\\ud83d"}') == {"a": "x\ufffd"}
+
+
+@pytest.mark.parametrize(
+    ("finish", "means"),
+    [
+        ("stop", "stop"),
+        ("tool_calls", "tool_calls"),
+        ("length", "length"),
+        ("content_filter", "refusal"),
+    ],
+)
+def test_openai_finish_reasons(finish: str, means: str) -> None:
+    assert openai_reply({"content": "x"}, finish).finish_reason == means
+
+
+def test_openai_usage_keeps_unknown_unknown() -> None:
+    assert openai_reply({"content": "x"}).usage is None
+    usage = openai_reply(
+        {"content": "x"},
+        usage={
+            "prompt_tokens": 10,
+            "completion_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 4},
+            "cost": 0.25,
+        },
+    )
+    assert usage.usage == {
+        "input_tokens": 10,
+        "output_tokens": 5,
+        "cache_read_tokens": 4,
+        "cache_write_tokens": None,
+        "reasoning_tokens": None,
+    }
+    assert usage.cost_usd == 0.25
+
+
+THINKING = {"type": "thinking", "thinking": "why", "signature": "sig"}
+REDACTED = {"type": "redacted_thinking", "data": "opaque"}
+TOOL_USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+
+
+def test_anthropic_thinking_goes_back_verbatim_and_in_order() -> None:
+    blocks = (THINKING, REDACTED, {"type": "text", "text": "hi"}, TOOL_USE)
+    read = anthropic_reply(*blocks, stop="tool_use").message
+    assert (read["content"], read["reasoning"]) == ("hi", "why")
+    assert read["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a":1}'}
+    body = anthropic_messages.request_body(SETTINGS, [read], [])
+    assert body["messages"] == [{"role": "assistant", "content": list(blocks)}]
+
+
+def test_anthropic_body_has_system_beside_and_results_together() -> None:
+    messages = [
+        Message(role="system", content="be brief"),
+        Message(role="user", content="hi"),
+        anthropic_reply(TOOL_USE, {**TOOL_USE, "id": "t2"}, stop="tool_use").message,
+        Message(role="tool", tool_call_id="t1", name="f", content="A", is_error=False),
+        Message(role="tool", tool_call_id="t2", name="f", content="B", is_error=True),
+    ]
+    body = anthropic_messages.request_body(SETTINGS, messages, TOOLS)
+    assert body["system"] == "be brief"
+    assert body["max_tokens"] == anthropic_messages.DEFAULT_MAX_TOKENS
+    assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
+    assert [b["is_error"] for b in body["messages"][2]["content"]] == [False, True]
+    assert body["tools"] == [{"name": "f", "description": "F.", "input_schema": {"type": "object"}}]
+
+
+@pytest.mark.parametrize("arguments", ["{broken", "[1]", "null", '"x"'])
+def test_broken_arguments_reach_anthropic_inside_an_object(arguments: str) -> None:
+    message = Message(role="assistant", content="")
+    function: Any = {"name": "f", "arguments": arguments}
+    message["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    body = anthropic_messages.request_body(SETTINGS, [message], [])
+    assert body["messages"][0]["content"][0]["input"] == {"raw_arguments": arguments}
+
+
+def test_anthropic_input_tokens_include_what_was_cached() -> None:
+    usage = anthropic_reply(
+        {"type": "text", "text": "x"},
+        usage={
+            "input_tokens": 10,
+            "output_tokens": 5,
+            "cache_read_input_tokens": 100,
+            "cache_creation_input_tokens": 50,
+            "output_tokens_details": {"thinking_tokens": 3},
+        },
+    ).usage
+    assert usage == {
+        "input_tokens": 160,
+        "output_tokens": 5,
+        "cache_read_tokens": 100,
+        "cache_write_tokens": 50,
+        "reasoning_tokens": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (400, "bad", "bad_request"),
+        (400, "This model's maximum context length is 8192 tokens", "context_exceeded"),
+        (400, "prompt is too long: 250000 tokens", "context_exceeded"),
+        (400, "Your credit balance is too low", "no_credit"),
+        (401, "", "auth"),
+        (402, "", "no_credit"),
+        (403, "", "auth"),
+        (403, "input was flagged", "bad_request"),
+        (404, "", "not_found"),
+        (408, "", "overloaded"),
+        (409, "", "overloaded"),
+        (413, "", "bad_request"),
+        (422, "", "bad_request"),
+        (429, "", "rate_limited"),
+        (429, '{"error": {"code": "insufficient_quota"}}', "no_credit"),
+        (500, "", "overloaded"),
+        (529, "", "overloaded"),
+    ],
+)
+def test_the_kind_of_an_http_error(status: int, body: str, kind: str) -> None:
+    assert kind_of_status(status, body) == kind
+
+
+def test_every_kind_has_a_rule_with_words() -> None:
+    from typing import get_args
+
+    from agent.models.errors import Kind
+
+    assert set(RULES) == set(get_args(Kind))
+    assert all(rule.meaning for rule in RULES.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (None, None),
+        ("1", 1.0),
+        ("0.5", 0.5),
+        ("-1", None),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        ("Sat, 21 Nov 2026 12:00:10 GMT", 10.0),
+        ("Sat, 21 Nov 2026 11:00:00 GMT", None),
+    ],
+)
+def test_retry_after_in_its_forms(value: str | None, seconds: float | None) -> None:
+    now = datetime(2026, 11, 21, 12, tzinfo=UTC)
+    headers = {} if value is None else {"retry-after": value}
+    assert retry_after_s(headers, now=now) == seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "means"),
+    [
+        ("scripted", {}, ("scripted", "scripted", None, None)),
+        (
+            "openai:gpt-5",
+            {},
+            ("gpt-5", "openai_chat", "https://api.openai.com/v1", "OPENAI_API_KEY"),
+        ),
+        (
+            "anthropic:claude",
+            {},
+            ("claude", "anthropic_messages", "https://api.anthropic.com", "ANTHROPIC_API_KEY"),
+        ),
+        (
+            "anthropic/claude-sonnet-4",
+            {},
+            (
+                "anthropic/claude-sonnet-4",
+                "openai_chat",
+                "https://openrouter.ai/api/v1",
+                "OPENROUTER_API_KEY",
+            ),
+        ),
+        (
+            "llama3:8b",
+            {"base_url": "http://h/v1"},
+            ("llama3:8b", "openai_chat", "http://h/v1", None),
+        ),
+        (
+            "m",
+            {"base_url": "http://h", "api": "anthropic_messages"},
+            ("m", "anthropic_messages", "http://h", None),
+        ),
+        (
+            "openai:m",
+            {"base_url": "http://h/v1", "key_env": "K"},
+            ("m", "openai_chat", "http://h/v1", "K"),
+        ),
+    ],
+)
+def test_what_a_model_name_means(name: str, given: Any, means: Any) -> None:
+    found = resolve(name, **given)
+    assert (found.name, found.api, found.base_url, found.key_env) == means
+
+
+@pytest.mark.parametrize("name", ["foo:bar", "openai:", ":x"])
+def test_an_unknown_prefix_names_the_known_ones(name: str) -> None:
+    with pytest.raises(UnknownModel, match="anthropic, openai, openrouter"):
+        resolve(name)
+
+
+def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
+    assert read_key(resolve("openai:m")) == "secret"
+    with pytest.raises(MissingKey, match="ANTHROPIC_API_KEY"):
+        read_key(resolve("anthropic:m"))
+    assert read_key(resolve("anthropic:m", key_env="none")) == "no-key"
+
+
+def test_a_price_is_known_or_none_and_never_zero_by_default() -> None:
+    reply = openai_reply(
+        {"content": "x"}, usage={"prompt_tokens": 1_000_000, "completion_tokens": 0}
+    )
+    known = price(reply, resolve("openai:gpt-4o"))
+    assert known is not None
+    assert known > 0
+    assert price(reply, resolve("my-own-model", base_url="http://h/v1")) is None
+    assert price(openai_reply({"content": "x"}), resolve("openai:gpt-4o")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "rest"),
+    [
+        ("plain", None, "plain"),
+        ("<think>a</think>b", "a", "b"),
+        ("\n<think>\na\n</think>\n\n<think>c</think>\nb", "a\n\nc", "b"),
+        ("<think>never closed", None, "<think>never closed"),
+        ("say <think>a</think>", None, "say <think>a</think>"),
+        ("<think></think>b", None, "b"),
+        ("<REASONING_SCRATCHPAD>a</REASONING_SCRATCHPAD>b", "a", "b"),
+    ],
+)
+def test_inline_reasoning_is_lifted_from_the_start_only(
+    text: str, reasoning: str | None, rest: str
+) -> None:
+    assert split_inline_reasoning(text) == (reasoning, rest)
+
+
+def test_a_wrong_script_names_turn_and_key() -> None:
+    with pytest.raises(ValueError, match=r"script\.1\.tool_calls\.0\.name"):
+        parse_script([{"content": "a"}, {"tool_calls": [{"arguments": {}}]}])
+    with pytest.raises(ValueError, match="script"):
+        parse_script([])
