@@ -268,9 +268,8 @@ def _show(path: Path, accounts: Accounts) -> None:
     click.echo(as_table(accounts))
     for file in manifest["files"]:
         if file["rows"]:
-            click.echo(
-                f"{file['rows']:>9,} rows in {os.path.normpath(path / file['path'])}  ({file['holds']})"
-            )
+            place = os.path.normpath(path / file["path"])
+            click.echo(f"{file['rows']:>9,} in {place}  ({file['holds']})")
 
 
 def _fail(message: str, exit_code: int) -> None:

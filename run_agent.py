@@ -24,8 +24,17 @@ import click
 from agent.loop import run_agent
 from agent.messages import Event, Message
 from agent.models.errors import ModelError
-from agent.models.names import Api, MissingKey, UnknownModel, open_model, read_key, resolve_model
-from agent.models.scripted import parse_script
+from agent.models.model import Model
+from agent.models.names import (
+    SCRIPTED,
+    Api,
+    MissingKey,
+    UnknownModel,
+    open_model,
+    read_key,
+    resolve_model,
+)
+from agent.models.scripted import ScriptedModel, parse_script
 from agent.trajectory import Status, Trajectory
 from batch.files import AppendFile
 from export.hermes import dumps_row, to_conversations
@@ -137,7 +146,7 @@ class AIAgent:
         )
         status: Status = "failed"
         error = None
-        model = open_model(self._settings, api_key=self._api_key, script=self._script)
+        model = self._open_model(conversation_history or ())
         with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as root:
             workspace = Workspace(Path(root) / "workspace")
             limits = Limits()
@@ -172,6 +181,12 @@ class AIAgent:
             "cost_usd": trajectory.cost_usd(),
             "task_id": task_id,
         }
+
+    def _open_model(self, history: Sequence[Message]) -> Model:
+        if self._settings.api != SCRIPTED:
+            return open_model(self._settings, api_key=self._api_key)
+        replies = sum(message["role"] == "assistant" for message in history)
+        return ScriptedModel(self._script or (), prompt_replies=replies)
 
     def _opening(
         self, user_message: str, system_message: str | None, history: Sequence[Message]

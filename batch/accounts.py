@@ -28,6 +28,8 @@ class Accounts:
     """Tasks whose conversation came to an ending, at a bound or by an answer."""
     failed: int
     """Tasks whose last attempt failed."""
+    to_retry: int
+    """Those of them that the next start tries again."""
     discarded: int
     """Tasks that never were: bad rows x samples."""
     pending: int
@@ -71,6 +73,7 @@ def account(run_dir: Path, scan: Scan, *, num_samples: int) -> Accounts:
         if entry is None:
             if task.key in failed_attempts:
                 counts["failed"] += 1
+                counts["to_retry"] += 1
                 failures[failed_attempts[task.key]] += 1
             else:
                 counts["pending"] += 1
@@ -88,6 +91,7 @@ def account(run_dir: Path, scan: Scan, *, num_samples: int) -> Accounts:
         samples=num_samples,
         done=counts["done"],
         failed=counts["failed"],
+        to_retry=counts["to_retry"],
         discarded=len(scan.bad_rows) * num_samples,
         pending=counts["pending"],
         statuses=dict(sorted(statuses.items())),
@@ -127,6 +131,8 @@ def as_table(accounts: Accounts) -> str:
         f"cost ${accounts.cost_usd:,.4f}"
         + (f" (unknown for {accounts.cost_unknown:,} tasks)" if accounts.cost_unknown else ""),
     ]
+    if accounts.to_retry:
+        lines.append(f"the same command tries {accounts.to_retry:,} failed tasks again")
     if accounts.gone:
         lines.append(f"{accounts.gone:,} records belong to rows that the dataset no longer holds")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,8 @@ from toolsets.registry import UnknownToolset, resolve_toolsets, tools_of
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
 from toolsets.tool import Tool
+
+log = logging.getLogger(__name__)
 
 _BAD_ROWS_SHOWN = 20
 
@@ -144,10 +147,13 @@ def run_batch(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> Outc
     hide_environment()
     run_dir = open_run(config, plan.scan, fresh=fresh, accept_changes=accept_changes)
     log_to(run_dir.path / "run.log", config.log_level)
+    log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
     try:
-        return _work(plan, run_dir)
+        outcome = _work(plan, run_dir)
     finally:
         run_dir.close()
+    log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
+    return outcome
 
 
 def _work(plan: Plan, run_dir: RunDir) -> Outcome:

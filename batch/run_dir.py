@@ -82,12 +82,13 @@ def open_run(
     """
     path = config.run_dir
     try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o755)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True, mode=0o700)
         lock_fd = _lock(path)
         if fresh and (path / "run.json").exists():
             os.close(lock_fd)
             _move_aside(path)
-            path.mkdir(mode=0o755)
+            path.mkdir(mode=0o700)
             lock_fd = _lock(path)
         for name in ("inflight", "workspaces"):
             (path / name).mkdir(exist_ok=True, mode=0o700)

@@ -27,8 +27,8 @@ from agent.loop import run_agent, take_up
 from agent.messages import Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, ModelSettings
-from agent.models.names import open_model, read_key
-from agent.models.scripted import ScriptedTurn, parse_script
+from agent.models.names import SCRIPTED, open_model, read_key
+from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.trajectory import Trajectory
 from batch.config import RunConfig
 from batch.failures import Failure
@@ -136,7 +136,9 @@ class Worker:
             on_storage_error=lambda error: self._halt(str(error)),
         )
         settings = self._setup.settings
-        self._model = open_model(settings, api_key=read_key(settings), script=self._setup.script)
+        self._model = (
+            None if settings.api == SCRIPTED else open_model(settings, api_key=read_key(settings))
+        )
         loop.add_reader(self._connection.fileno(), self._receive)
         self._send("ready")
         while not self._exit.is_set():
@@ -148,7 +150,8 @@ class Worker:
             except TimeoutError:
                 continue
         loop.remove_reader(self._connection.fileno())
-        await self._model.close()
+        if self._model is not None:
+            await self._model.close()
         self._journal.close()
         self._outbox.put(None)
         sender.join()
@@ -240,7 +243,7 @@ class Worker:
             )
         return await run_agent(
             trajectory,
-            model=_Gate(self, self._model_for(task)),
+            model=_Gate(self, self._model_for(task, trajectory)),
             toolbox=toolbox,
             max_turns=self._config.max_turns,
             journal=journal,
@@ -259,11 +262,13 @@ class Worker:
             else:
                 self._counters["cost_usd"] += event["cost_usd"]
 
-    def _model_for(self, task: Task) -> Model:
-        script = task.columns.get("script")
-        if self._setup.settings.api == "scripted" and script is not None:
-            return open_model(self._setup.settings, api_key="", script=parse_script(script))
-        return self._model
+    def _model_for(self, task: Task, trajectory: Trajectory) -> Model:
+        if self._model is not None:
+            return self._model
+        own = task.columns.get("script")
+        script = self._setup.script if own is None else parse_script(own)
+        replies = sum(message["role"] == "assistant" for message in trajectory.messages)
+        return ScriptedModel(script or (), prompt_replies=replies - trajectory.turns)
 
     def _sandbox_for(self, workspace: Workspace) -> Any:
         kind = self._setup.provenance.sandbox

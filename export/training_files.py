@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import orjson
 
+from batch.failures import load_failed_attempts
 from batch.files import StorageError, replace_file, sync_directory
 from batch.prompts import Scan, tasks
 from batch.records import Entry, load_index
@@ -76,7 +77,8 @@ def sort_record(record: dict[str, Any]) -> Sorted:
 def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
     """Write all files of a run from its records. Raises `StorageError`.
 
-    Tasks without a record are counted as pending in the manifest and are in no file.
+    Tasks without a record are in no file; the manifest counts them as failed (an attempt failed
+    and the next start tries again) or as pending.
     """
     exports = run_dir / "exports"
     paths: dict[Place, Path] = {
@@ -85,6 +87,8 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
         "rejects": exports / "rejects.jsonl",
     }
     index = load_index(run_dir)
+    failed_attempts = load_failed_attempts(run_dir)
+    to_retry = 0
     reasons: Counter[str] = Counter()
     total = 0
     try:
@@ -98,6 +102,7 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
                 total += 1
                 entry = index.pop(task.key, None)
                 if entry is None:
+                    to_retry += task.key in failed_attempts
                     continue
                 sorted_record = sort_record(_read(records, entry))
                 outputs[sorted_record.place].write(sorted_record.line)
@@ -116,7 +121,8 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
         "rejected": outputs["rejects"].rows,
         "rejected_by_reason": dict(sorted(reasons.items())),
         "discarded": len(scan.bad_rows) * num_samples,
-        "pending": total - written,
+        "failed": to_retry,
+        "pending": total - written - to_retry,
         "gone": len(index),
         "files": [
             {

@@ -105,6 +105,7 @@ def record_of(*messages: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "sample": 0,
         "seed": 7,
         "sandbox": None,
+        "prompt_id": "row-1",
         "config_digest": "d1",
         "schema_version": 1,
     } | changes
@@ -190,7 +191,7 @@ class TestWorkedExample:
         tools = json.dumps(json.dumps([TEMP]))
         metadata = json.dumps(
             '{"model": "m", "model_returned": "m-2026", "api": "openai_chat",'
-            ' "status": "completed", "finish_reason": "stop", "prompt_id": "row-1-0",'
+            ' "status": "completed", "finish_reason": "stop", "prompt_id": "row-1",'
             ' "sample": 0, "toolsets": ["weather"], "tool_stats": [{"tool": "temp", "count": 3,'
             ' "success": 2, "failure": 1}], "reasoning": {"assistant_turns": 3,'
             ' "with_reasoning": 2}, "usage": {"input_tokens": 10, "output_tokens": null},'

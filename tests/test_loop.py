@@ -149,7 +149,7 @@ def test_a_blank_answer_is_not_completed(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_played_out_fails(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="only 1 turns"):
+    with pytest.raises(ModelError, match="ends after turn 1"):
         play(tmp_path / "w", SCRIPT[:1])
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
+import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +59,7 @@ def assert_sums_agree(cwd: Path) -> None:
     parts = sums["done"] + sums["failed"] + sums["discarded"] + sums["pending"]
     assert parts == sums["tasks"] == sums["prompts"] * sums["samples"]
     manifest = json.loads((records(cwd).parent / "exports" / "manifest.json").read_text())
-    kinds = ("exported", "partial", "rejected", "discarded", "pending")
+    kinds = ("exported", "partial", "rejected", "discarded", "failed", "pending")
     assert sum(manifest[kind] for kind in kinds) == manifest["tasks"] == sums["tasks"]
 
 
@@ -128,25 +132,14 @@ def crash_loop(cwd: Path, *, prompts: int, kills: int, seed: int) -> dict[str, i
     Returns what matters: records, calls asked again after their reply was delivered, and how
     many calls can have been in flight at the kills.
     """
-    random.seed(seed)
+    draw = random.Random(seed)
     write_prompts(cwd / "p.jsonl", prompts)
-    in_flight = landed = 0
     with FakeEndpoint(turns=5, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
         given = options(endpoint, batch_size=8)
-        while landed < kills:
+        for _ in range(kills):
             with started(cwd, **given) as process:
-                asked = endpoint.journal()["requests"]
-                step = random.randint(1, max(2, prompts * 5 // (kills + 2)))
-                wait_until(
-                    lambda: (
-                        process.poll() is not None or endpoint.journal()["requests"] >= asked + step
-                    )  # noqa: B023
-                )
-                assert process.poll() is None, "it ended before it could be killed"
-                in_flight += 2 * 8
-                os.killpg(process.pid, signal.SIGKILL)
-                landed += 1
-                wait_until(lambda: not session_of(process.pid), timeout_s=2.0)
+                kill_after(process, endpoint, calls=draw.randint(1, prompts * 5 // (kills + 2)))
+                wait_until(functools.partial(is_gone, process.pid), timeout_s=2.0)
         last = run(cwd, **given)
         assert last.returncode == 0, last.stderr
         repeated = endpoint.journal()["repeated"]
@@ -154,8 +147,21 @@ def crash_loop(cwd: Path, *, prompts: int, kills: int, seed: int) -> dict[str, i
     assert len(done) == len(set(done)) == prompts
     assert len(lines(cwd / "trajectories" / "r.jsonl")) == prompts
     assert_sums_agree(cwd)
+    in_flight = kills * 2 * 8
     assert repeated <= in_flight
     return {"records": len(done), "repeated": repeated, "in_flight_at_kills": in_flight}
+
+
+def kill_after(process: subprocess.Popen[bytes], endpoint: FakeEndpoint, *, calls: int) -> None:
+    """Kill the process group once `calls` more calls have been made."""
+    enough = endpoint.journal()["requests"] + calls
+    wait_until(lambda: process.poll() is not None or endpoint.journal()["requests"] >= enough)
+    assert process.poll() is None, "it ended before it could be killed"
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_gone(session: int) -> bool:
+    return not session_of(session)
 
 
 def test_killing_the_process_group_loses_and_repeats_nothing(tmp_path: Path) -> None:
@@ -250,14 +256,16 @@ def test_one_signal_stops_in_good_order(tmp_path: Path, number: signal.Signals) 
 
 def test_two_signals_stop_at_once(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 8)
-    with FakeEndpoint(turns=2, latency_s=60.0, **WRITE_A_NOTE) as endpoint:
-        with started(tmp_path, **options(endpoint)) as process:
-            wait_until(lambda: endpoint.journal()["in_flight"] >= 8)
-            os.kill(process.pid, signal.SIGINT)
-            wait_until(lambda: "stopping" in (tmp_path / "output.txt").read_text())
-            os.kill(process.pid, signal.SIGINT)
-            assert process.wait(timeout=10) == 130
-            wait_until(lambda: not session_of(process.pid), timeout_s=2.0)
+    with (
+        FakeEndpoint(turns=2, latency_s=60.0, **WRITE_A_NOTE) as endpoint,
+        started(tmp_path, **options(endpoint)) as process,
+    ):
+        wait_until(lambda: endpoint.journal()["in_flight"] >= 8)
+        os.kill(process.pid, signal.SIGINT)
+        wait_until(lambda: "stopping" in (tmp_path / "output.txt").read_text())
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(timeout=10) == 130
+        wait_until(lambda: is_gone(process.pid), timeout_s=2.0)
     assert "Traceback" not in (tmp_path / "output.txt").read_text()
 
 
@@ -367,8 +375,6 @@ def test_a_full_disk_stops_the_run_and_it_goes_on_later(tmp_path: Path) -> None:
     """Files may grow to 40 KB: one message, exit 4, and after that a clean resume."""
     write_prompts(tmp_path / "p.jsonl", 60)
     with FakeEndpoint(turns=3, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
-        import resource
-
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
         try:
@@ -452,9 +458,6 @@ def test_status_of_no_run_is_an_error(tmp_path: Path) -> None:
 
 def test_the_parent_does_not_import_the_sdks(tmp_path: Path) -> None:
     """--help and the parent process stay light: SDKs are imported where they are used."""
-    import subprocess
-    import sys
-
     code = (
         "import sys; sys.argv = ['batch_runner.py', '--help']; import batch_runner\n"
         "try: batch_runner.main()\n"

@@ -18,8 +18,8 @@ async def run_command(
 ) -> ToolResult:
     """Run a command of a tool in the task's sandbox.
 
-    The content is a JSON object with exit_code, stdout and stderr, and timed_out only when so.
-    A command that fails is no error of the tool; one that runs out of time is.
+    The content is a JSON object with exit_code, stdout and stderr, and where the time was up
+    also timed_out and error. Only that is an error of the tool; a command that fails is none.
     """
     if space.sandbox is None:
         raise ToolError("this task has no sandbox to run commands in")
@@ -45,6 +45,7 @@ def _content(result: ExecResult) -> tuple[str, bool]:
         }
         if result.timed_out:
             shown["timed_out"] = True
+            shown["error"] = "killed: it was still running when its time was up"
         content = orjson.dumps(shown).decode()
         if len(content) <= MAX_RESULT_CHARS:
             return content, max_chars < max(len(result.stdout), len(result.stderr))

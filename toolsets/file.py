@@ -17,6 +17,7 @@ _MAX_FILE_BYTES = 10 * 1024 * 1024
 _MAX_SHOWN_CHARS = 64 * 1024
 _MAX_ENTRIES = 1000
 _MAX_MATCHES = 200
+_MAX_LINES_NAMED = 10
 _MAX_LINE_CHARS = 300
 _MAX_SEARCHED_BYTES = 200 * 1024 * 1024
 _BINARY_PROBE_BYTES = 8192
@@ -32,19 +33,18 @@ def read_file(
     max_lines: Annotated[int, Field(ge=1, description="How many lines to show at most.")] = 2000,
 ) -> ToolResult:
     """Read a text file. A long file is shown in part, with a note on how to read on."""
-    lines = _read_text(space.workspace, path).split("\n")
-    if lines[-1] == "":
-        lines.pop()
+    *ended, last = _read_text(space.workspace, path).split("\n")
+    lines = [f"{line}\n" for line in ended] + ([last] if last else [])
     if start_line > max(len(lines), 1):
         raise ToolError(f"path {path!r} has only {len(lines)} lines")
     shown: list[str] = []
     chars = 0
     for line in islice(lines, start_line - 1, start_line - 1 + max_lines):
-        chars += len(line) + 1
+        chars += len(line)
         if shown and chars > _MAX_SHOWN_CHARS:
             break
         shown.append(clip(line, max_chars=_MAX_SHOWN_CHARS))
-    text = "".join(f"{line}\n" for line in shown)
+    text = "".join(shown)
     end_line = start_line - 1 + len(shown)
     if end_line == len(lines):
         return ToolResult(text)
@@ -79,8 +79,11 @@ def patch_file(
         raise ToolError("old_text is empty")
     starts = _starts(content, old)
     if len(starts) != 1:
-        times = len(starts)
-        raise ToolError(f"old_text occurs {times} times in {path!r}, it must occur exactly once")
+        lines = [content.count(b"\n", 0, start) + 1 for start in starts[:_MAX_LINES_NAMED]]
+        where = f" (lines {', '.join(map(str, lines))})" if lines else ""
+        raise ToolError(
+            f"old_text must occur exactly once in {path!r}; it occurs {len(starts)} times{where}"
+        )
     before, after = content[: starts[0]], content[starts[0] + len(old) :]
     space.workspace.write_bytes(path, before + new_text.encode("utf-8", "replace") + after)
     first_line = before.count(b"\n") + 1
@@ -91,7 +94,7 @@ def patch_file(
 def list_files(
     space: TaskSpace,
     path: PathArgument = ".",
-    recursive: Annotated[bool, Field(description="List what directories hold, too.")] = False,
+    recursive: Annotated[bool, Field(description="List subdirectories as well.")] = False,
 ) -> ToolResult:
     """List a directory: one entry per line, directories end in "/", files show their size."""
     entries: Iterator[Entry] = (
@@ -109,7 +112,7 @@ def search_files(
     space: TaskSpace,
     text: Annotated[str, Field(min_length=1, description="Literal text to find.")],
     path: Annotated[str, Field(description="File or directory to search.")] = ".",
-    ignore_case: bool = False,
+    ignore_case: Annotated[bool, Field(description="Let upper and lower case match.")] = False,
 ) -> ToolResult:
     """Search text files for a literal text; each match is a line "path:line: text"."""
     wanted = text.lower() if ignore_case else text

@@ -116,7 +116,7 @@ def tool(
         model = _arguments_model(function, tool_name)
         return Tool(
             name=tool_name,
-            description=description,
+            description=_unwrapped(description),
             parameters=_without_titles(model.model_json_schema()),
             function=function,
             arguments_model=model,
@@ -141,6 +141,11 @@ def as_result(returned: object) -> ToolResult:
     except (TypeError, ValueError, RecursionError) as error:
         kind = type(returned).__name__
         raise ToolError(f"its result, a {kind}, is not JSON: {error}") from error
+
+
+def _unwrapped(docstring: str) -> str:
+    """The docstring with each paragraph on one line: its wraps mean nothing to a model."""
+    return "\n\n".join(" ".join(part.split()) for part in docstring.split("\n\n"))
 
 
 def _encode(value: object) -> str:

@@ -74,9 +74,9 @@ class Toolbox:
             parsed = tool.parse_arguments(arguments)
         except ArgumentsError as error:
             message = clip(str(error), max_chars=_MAX_MESSAGE_CHARS)
-            return self._failure(
-                f"Error: invalid arguments for {name}: {message}", "invalid_arguments"
-            )
+            takes = ", ".join(tool.parameters.get("properties", {})) or "none"
+            text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
+            return self._failure(text, "invalid_arguments")
         try:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
                 result = await self._run(tool, parsed)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from agent.models.model import Model, ModelSettings
-from agent.models.scripted import ScriptedTurn
+from agent.models.patience import PatientModel
 
 Api = Literal["openai_chat", "anthropic_messages"]
 
@@ -107,16 +107,8 @@ def read_key(settings: ModelSettings) -> str:
     return key
 
 
-def open_model(
-    settings: ModelSettings, *, api_key: str, script: tuple[ScriptedTurn, ...] | None = None
-) -> Model:
-    """A model ready to be asked, in the running event loop. `script` is for `scripted` alone."""
-    if settings.api == SCRIPTED:
-        from agent.models.scripted import ScriptedModel
-
-        return ScriptedModel(script or ())
-    from agent.models.calling import PatientModel
-
+def open_model(settings: ModelSettings, *, api_key: str) -> Model:
+    """A model ready to be asked, in the running event loop."""
     if settings.api == "anthropic_messages":
         from agent.models.anthropic_messages import AnthropicMessages
 

@@ -1,7 +1,7 @@
 """The scripted model: plays given turns, offline and deterministic. No model is behind it.
 
-A script is a list of turns; turn n answers when n - 1 assistant messages came before it, so a
-resumed conversation plays on where it was. A turn is an object with any of
+A script is a list of turns; turn n answers when n - 1 of them were played before it, so a resumed
+conversation plays on where it was. A turn is an object with any of
 
     reasoning    text
     content      text
@@ -63,18 +63,24 @@ def parse_script(turns: Any) -> tuple[ScriptedTurn, ...]:
 
 
 class ScriptedModel:
-    """Plays one script; stateless, so it can be asked again and again."""
+    """Plays one script; stateless, so it can be asked again and again.
 
-    def __init__(self, script: Sequence[ScriptedTurn]) -> None:
+    `prompt_replies` is how many assistant messages the prompt itself holds: those are no turns
+    of the script.
+    """
+
+    def __init__(self, script: Sequence[ScriptedTurn], *, prompt_replies: int = 0) -> None:
         self._script = script
+        self._prompt_replies = prompt_replies
 
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> Completion:
         """See `Model.complete`. A script that is played out is a `bad_request`."""
-        number = sum(message["role"] == "assistant" for message in messages)
+        replies = sum(message["role"] == "assistant" for message in messages)
+        number = replies - self._prompt_replies
         if number >= len(self._script):
-            raise ModelError("bad_request", f"the script has only {len(self._script)} turns")
+            raise ModelError("bad_request", f"the script ends after turn {len(self._script)}")
         turn = self._script[number]
         message = Message(role="assistant", content=turn.content)
         if turn.reasoning:
