@@ -5,8 +5,9 @@
 Starts a fake endpoint on loopback and the real runner with a journal, tools and export, over
 different numbers of prompts with the same conversations in flight. Prints, per run: the time
 from the first request to the last reply over the ideal (prompts x turns x latency / in flight),
-CPU per model call of the runner with all its processes, and the peak memory of the parent and of
-the largest worker (Linux). The last lines compare the runs: nothing should grow with the number of prompts.
+CPU per model call of the runner with all its processes, and the peak memory of the parent and
+of the largest worker (Linux). The last lines compare the runs: nothing should grow with the
+number of prompts.
 """
 
 from __future__ import annotations
