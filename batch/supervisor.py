@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import multiprocessing
 import os
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
 from typing import Any
 
 from agent.trajectory import Trajectory
@@ -37,7 +33,8 @@ from batch.records import RecordFile, index_fields, load_index
 from batch.rows import opening_messages
 from batch.run_dir import RunDir
 from batch.wire import Deal, pack, unpack
-from batch.worker import WorkerSetup, worker_main
+from batch.worker import WorkerSetup
+from batch.worker_process import Inbox, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -50,24 +47,6 @@ MAX_DEATHS = 3
 _TICK_S = 0.25
 _FAILED_STARTS = 3
 _KILL_AFTER_GRACE_S = 5.0
-
-
-@dataclass(eq=False)
-class _Worker:
-    """One worker process as its parent sees it."""
-
-    number: int
-    process: BaseProcess
-    connection: Connection
-    outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
-    ready: bool = False
-    heard_at: float = field(default_factory=time.monotonic)
-    held: dict[bytes, tuple[Task, int]] = field(default_factory=dict)
-    alone: bool = False
-    threads: list[threading.Thread] = field(default_factory=list)
-
-    def send(self, message: bytes) -> None:
-        self.outbox.put(message)
 
 
 class Supervisor:
@@ -95,8 +74,8 @@ class Supervisor:
         self._progress = progress
         self._again: deque[Task] = deque()
         self._suspects: deque[Task] = deque()
-        self._workers: list[_Worker] = []
-        self._inbox: queue.SimpleQueue[tuple[_Worker | None, bytes | None]] = queue.SimpleQueue()
+        self._workers: list[WorkerProcess] = []
+        self._inbox: Inbox = queue.SimpleQueue()
         self._numbers = itertools.count(next_worker_number(run_dir.inflight))
         self._failed_starts = 0
         self._signals = 0
@@ -147,7 +126,7 @@ class Supervisor:
 
     def _take_in(self) -> None:
         """Handle all that has come in, waiting for the first message; sync once for all."""
-        finished: list[tuple[_Worker, bytes]] = []
+        finished: list[tuple[WorkerProcess, bytes]] = []
         try:
             item = self._inbox.get(timeout=_TICK_S)
             while True:
@@ -158,7 +137,7 @@ class Supervisor:
         if finished:
             self._records.sync()
             self._failures.sync()
-        durable: dict[_Worker, list[str]] = {}
+        durable: dict[WorkerProcess, list[str]] = {}
         for worker, key in finished:
             self._inflight.finish(key)
             durable.setdefault(worker, []).append(key.hex())
@@ -167,9 +146,9 @@ class Supervisor:
 
     def _handle(
         self,
-        worker: _Worker | None,
+        worker: WorkerProcess | None,
         message: bytes | None,
-        finished: list[tuple[_Worker, bytes]],
+        finished: list[tuple[WorkerProcess, bytes]],
     ) -> None:
         if worker is None:
             self._on_signal()
@@ -182,10 +161,10 @@ class Supervisor:
 
     def _on_message(
         self,
-        worker: _Worker,
+        worker: WorkerProcess,
         header: dict[str, Any],
         payload: bytes,
-        finished: list[tuple[_Worker, bytes]],
+        finished: list[tuple[WorkerProcess, bytes]],
     ) -> None:
         match header["type"]:
             case "ready":
@@ -215,52 +194,21 @@ class Supervisor:
             case "halt":
                 self._stop(header["message"])
 
-    def _release(self, worker: _Worker, key: bytes) -> None:
+    def _release(self, worker: WorkerProcess, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.alone = False
 
     # Workers: starting, watching, replacing.
 
     def _start_worker(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        number = next(self._numbers)
-        process = context.Process(
-            target=worker_main,
-            args=(theirs, replace(self._setup, number=number, parent_pid=os.getpid())),
-            name=f"worker-{number}",
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        worker = _Worker(number, process, ours)
-        self._workers.append(worker)
-        for target in (self._listen, self._talk):
-            thread = threading.Thread(target=target, args=(worker,), daemon=True)
-            thread.start()
-            worker.threads.append(thread)
+        setup = replace(self._setup, number=next(self._numbers), parent_pid=os.getpid())
+        self._workers.append(WorkerProcess.start(setup, self._inbox))
 
-    def _listen(self, worker: _Worker) -> None:
-        """Thread: pass on what one worker says; None once it is gone."""
-        try:
-            while True:
-                self._inbox.put((worker, worker.connection.recv_bytes()))
-        except (EOFError, OSError):
-            self._inbox.put((worker, None))
-
-    def _talk(self, worker: _Worker) -> None:
-        """Thread: write to one worker, so that a stopped worker cannot hold up the others."""
-        try:
-            while (message := worker.outbox.get()) is not None:
-                worker.connection.send_bytes(message)
-        except OSError:
-            return  # its death is noticed by the listening thread
-
-    def _on_death(self, worker: _Worker, finished: list[tuple[_Worker, bytes]]) -> None:
+    def _on_death(self, worker: WorkerProcess, finished: list[tuple[WorkerProcess, bytes]]) -> None:
         if worker not in self._workers:
             return
         self._workers.remove(worker)
-        self._bury(worker)
+        worker.bury()
         log.warning("%s died holding %d tasks", worker.process.name, len(worker.held))
         if self._stop_reason is not None:
             return
@@ -339,7 +287,7 @@ class Supervisor:
         """Give tasks to the workers with the most room, `batch_size` at a time at most."""
         if self._stop_reason is not None:
             return
-        hands: dict[_Worker, list[Deal]] = {}
+        hands: dict[WorkerProcess, list[Deal]] = {}
         while worker := self._worker_with_room():
             task = self._next_task()
             if task is None:
@@ -354,7 +302,7 @@ class Supervisor:
                 batch = deals[first : first + self._config.batch_size]
                 worker.send(pack("tasks", deals=batch))
 
-    def _worker_with_room(self) -> _Worker | None:
+    def _worker_with_room(self) -> WorkerProcess | None:
         most = self._config.agents_per_worker
         able = [w for w in self._workers if w.ready and not w.alone and len(w.held) < most]
         return min(able, key=lambda worker: len(worker.held), default=None)
@@ -364,7 +312,7 @@ class Supervisor:
             return self._again.popleft()
         return next(self._tasks, None)
 
-    def _hold(self, worker: _Worker, task: Task) -> Deal:
+    def _hold(self, worker: WorkerProcess, task: Task) -> Deal:
         attempt = self._failures.attempts[task.key] + 1
         worker.held[task.key] = (task, attempt)
         return Deal(
@@ -410,13 +358,5 @@ class Supervisor:
         for worker in self._workers:
             worker.process.kill()
             worker.held.clear()
-            self._bury(worker)
+            worker.bury()
         self._workers = []
-
-    def _bury(self, worker: _Worker) -> None:
-        """Release what a dead worker leaves; its threads end by themselves once it is gone."""
-        worker.outbox.put(None)
-        worker.process.join()
-        for thread in worker.threads:
-            thread.join()
-        worker.connection.close()
