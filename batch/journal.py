@@ -48,9 +48,23 @@ class JournalWriter:
         self._syncer = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
         self._syncer.start()
 
-    def append(self, task_id: str, input_digest: str, event: Event) -> None:
-        """Write one event; once this returns a process kill keeps it. Raises `StorageError`."""
-        line = orjson.dumps({"task": task_id, "input_digest": input_digest, "event": event})
+    def append(
+        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
+    ) -> None:
+        """Write one event; once this returns a process kill keeps it. Raises `StorageError`.
+
+        `deal` counts how often the task was dealt, and `position` the events before this one:
+        together they tell the order of events that lie in the segments of several workers.
+        """
+        line = orjson.dumps(
+            {
+                "task": task_id,
+                "input_digest": input_digest,
+                "deal": deal,
+                "position": position,
+                "event": event,
+            }
+        )
         if self._segment.size >= _SEGMENT_BYTES:
             with self._lock:
                 self._full.append(self._segment)
@@ -102,8 +116,10 @@ class JournalWriter:
 
 
 class Place(NamedTuple):
-    """Where one journaled event lies."""
+    """One journaled event: its order, then where it lies."""
 
+    deal: int
+    position: int
     segment: Path
     offset: int
     length: int
@@ -131,10 +147,11 @@ class Inflight:
             tasks = set()
             offset = 0
             for line in segment.read_bytes().splitlines(keepends=True):
-                key = _key_of(line)
+                key, deal, position = _key_and_order(line)
                 if key is not None and not finished(key):
                     tasks.add(key)
-                    self._places[key].append(Place(segment, offset, len(line)))
+                    place = Place(deal, position, segment, offset, len(line))
+                    self._places[key].append(place)
                 offset += len(line)
             if tasks:
                 self._open_tasks[segment] = tasks
@@ -142,13 +159,24 @@ class Inflight:
                 segment.unlink()
 
     def events(self, key: bytes) -> list[Event]:
-        """The journaled events of one task, as far as they follow from each other."""
-        events = []
-        for place in self._places.get(key, ()):
+        """The journaled events of one task, as far as they follow from each other.
+
+        A deal goes on from the events that its parent could use, so where it begins, what older
+        deals left beyond that point no longer counts.
+        """
+        events: list[Event] = []
+        for place in sorted(self._places.get(key, ())):
+            if place.position > len(events):
+                break
             with place.segment.open("rb") as file:
                 file.seek(place.offset)
-                events.append(orjson.loads(file.read(place.length))["event"])
+                event = orjson.loads(file.read(place.length))["event"]
+            events[place.position :] = [event]
         return usable_prefix(events)
+
+    def next_deal(self, key: bytes) -> int:
+        """The number of the next deal of a task, above all that its journal speaks of."""
+        return max((place.deal for place in self._places.get(key, ())), default=0) + 1
 
     def finish(self, key: bytes) -> None:
         """Forget a task whose record is durable; delete segments that nobody needs any more."""
@@ -200,9 +228,10 @@ def _segment_order(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _key_of(line: bytes) -> bytes | None:
+def _key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
     try:
         entry = orjson.loads(line)
-        return task_key(entry["task"], entry["input_digest"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None
+        key = task_key(entry["task"], entry["input_digest"])
+        return key, int(entry["deal"]), int(entry["position"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None, 0, 0

@@ -322,6 +322,7 @@ class Supervisor:
             input_digest=task.input_digest,
             columns=task.columns,
             attempt=attempt,
+            deal=self._inflight.next_deal(task.key),
             events=self._inflight.events(task.key),
         )
 

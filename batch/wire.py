@@ -26,6 +26,8 @@ class Deal(TypedDict):
     input_digest: str
     columns: dict[str, Any]
     attempt: int
+    deal: int
+    """How often the task has been dealt, this time included."""
     events: list[Event]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import functools
+import itertools
 import logging
 import os
 import queue
@@ -29,7 +29,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, ModelSettings
 from agent.models.names import SCRIPTED, open_model, read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
-from agent.trajectory import Trajectory
+from agent.trajectory import Status, Trajectory
 from batch.config import RunConfig
 from batch.failures import Failure
 from batch.files import StorageError
@@ -193,7 +193,7 @@ class Worker:
         )
         ending = failure = None
         try:
-            ending = await self._converse(task, trajectory, space, resumed=bool(deal["events"]))
+            ending = await self._converse(task, deal, trajectory, space)
         except (Stopped, asyncio.CancelledError):
             pass
         except StorageError as error:
@@ -233,11 +233,22 @@ class Worker:
         )
 
     async def _converse(
-        self, task: Task, trajectory: Trajectory, space: TaskSpace, *, resumed: bool
-    ) -> Any:
+        self, task: Task, deal: Deal, trajectory: Trajectory, space: TaskSpace
+    ) -> Status:
         toolbox = Toolbox(self._tools, space, call_timeout_s=self._config.tool_timeout_s)
-        journal = functools.partial(self._record_event, task)
-        if resumed:
+        positions = itertools.count(len(deal["events"]))
+
+        def journal(event: Event) -> None:
+            self._journal.append(
+                task.id,
+                task.input_digest,
+                event,
+                deal=deal["deal"],
+                position=next(positions),
+            )
+            self._count(event)
+
+        if deal["events"]:
             take_up(
                 trajectory, toolbox=toolbox, journal=journal, kept=space.workspace.root.exists()
             )
@@ -249,8 +260,7 @@ class Worker:
             journal=journal,
         )
 
-    def _record_event(self, task: Task, event: Event) -> None:
-        self._journal.append(task.id, task.input_digest, event)
+    def _count(self, event: Event) -> None:
         if event["kind"] == "reply":
             usage = event["usage"]
             self._counters["turns"] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,18 @@ def records(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
+@contextmanager
 def no_room() -> Iterator[None]:
-    """Files of this process can grow no further than 1,000 bytes."""
+    """Files of this process can grow no further than 1,000 bytes.
+
+    Not a fixture: the test runner writes its own output between the phases of a test.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_records_are_found_by_task(records: Path) -> None:
@@ -132,11 +138,10 @@ def test_an_index_that_is_ahead_of_the_records_is_cut(records: Path) -> None:
     assert (records / "records.idx").read_bytes() == b"".join(right[:2])
 
 
-@pytest.mark.usefixtures("no_room")
 def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path: Path) -> None:
     file = AppendFile(tmp_path / "f")
     file.append(b"x" * 899 + b"\n")
-    with pytest.raises(StorageError, match="run the same command again"):
+    with no_room(), pytest.raises(StorageError, match="run the same command again"):
         file.append(b"y" * 899 + b"\n")
     with pytest.raises(StorageError):
         file.append(b"z\n")
@@ -146,10 +151,9 @@ def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path: Path) -> None:
     assert (tmp_path / "f").stat().st_size == 900
 
 
-@pytest.mark.usefixtures("no_room")
 def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     replace_file(tmp_path / "f", b"old")
-    with pytest.raises(StorageError):
+    with no_room(), pytest.raises(StorageError):
         replace_file(tmp_path / "f", b"n" * 2000)
     assert (tmp_path / "f").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
@@ -177,29 +181,60 @@ def fail(error: StorageError) -> None:
     raise error
 
 
+def journal(
+    path: Path, worker: int, *entries: tuple[str, Any], deal: int = 1, first: int = 0
+) -> None:
+    """Write the segment of one worker: (task, event) pairs of one deal, from position `first`."""
+    writer = JournalWriter(path, worker, on_storage_error=fail)
+    positions: dict[str, int] = {}
+    for task, event in entries:
+        position = positions.setdefault(task, first)
+        writer.append(task, "d", event, deal=deal, position=position)
+        positions[task] += 1
+    writer.close()
+
+
+def read_back(path: Path, task: str) -> list[Event]:
+    inflight = Inflight(path)
+    inflight.read(finished=nothing_finished)
+    return inflight.events(task_key(task, "d"))
+
+
 def nothing_finished(key: bytes) -> bool:
     return False
 
 
 def test_journaled_events_are_read_back_by_task(tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
-    writer.append("a", "d", reply(1, calls=1))
-    writer.append("b", "d", reply(1))
-    writer.append("a", "d", result(1, 0))
-    writer.close()
-    inflight = Inflight(tmp_path)
-    inflight.read(finished=nothing_finished)
-    assert inflight.events(task_key("a", "d")) == [reply(1, calls=1), result(1, 0)]
-    assert inflight.events(task_key("b", "d")) == [reply(1)]
-    assert inflight.events(task_key("a", "other input")) == []
+    journal(tmp_path, 0, ("a", reply(1, calls=1)), ("b", reply(1)), ("a", result(1, 0)))
+    assert read_back(tmp_path, "a") == [reply(1, calls=1), result(1, 0)]
+    assert read_back(tmp_path, "b") == [reply(1)]
+    assert read_back(tmp_path, "c") == []
     assert next_worker_number(tmp_path) == 1
 
 
+def test_events_are_in_order_whichever_worker_wrote_them(tmp_path: Path) -> None:
+    """A task of a worker that died may go on in one that was started before it."""
+    journal(tmp_path, 7, ("a", reply(1, calls=1)), ("a", result(1, 0)))
+    journal(tmp_path, 2, ("a", reply(2)), ("a", reply(3)), deal=2, first=2)
+    journal(tmp_path, 5, ("a", reply(4)), deal=3, first=4)
+    turns = [event["turn"] for event in read_back(tmp_path, "a")]
+    assert turns == [1, 1, 2, 3, 4]
+    inflight = Inflight(tmp_path)
+    inflight.read(finished=nothing_finished)
+    assert inflight.next_deal(task_key("a", "d")) == 4
+    assert inflight.next_deal(task_key("b", "d")) == 1
+
+
+def test_a_later_deal_counts_from_where_it_went_on(tmp_path: Path) -> None:
+    """What an older deal left beyond a hole was not used, and is not used later either."""
+    old, new = reply(2), {**reply(2), "model": "new"}
+    journal(tmp_path, 0, ("a", reply(1)), ("a", old), ("a", reply(3)))
+    journal(tmp_path, 1, ("a", new), deal=2, first=1)
+    assert read_back(tmp_path, "a") == [reply(1), new]
+
+
 def test_a_segment_is_deleted_when_all_its_tasks_have_records(tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path, 3, on_storage_error=fail)
-    writer.append("a", "d", reply(1))
-    writer.append("b", "d", reply(1))
-    writer.close()
+    journal(tmp_path, 3, ("a", reply(1)), ("b", reply(1)))
     inflight = Inflight(tmp_path)
     inflight.read(finished=nothing_finished)
     inflight.finish(task_key("a", "d"))
@@ -210,17 +245,15 @@ def test_a_segment_is_deleted_when_all_its_tasks_have_records(tmp_path: Path) ->
 
 def test_a_worker_deletes_its_own_segments_as_its_tasks_finish(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
-    writer.append("a", "d", reply(1))
+    writer.append("a", "d", reply(1), deal=1, position=0)
     writer.finish(task_key("a", "d"))
     writer.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_segments_of_finished_tasks_and_of_living_workers_are_not_read(tmp_path: Path) -> None:
-    for number, task in enumerate("ab"):
-        writer = JournalWriter(tmp_path, number, on_storage_error=fail)
-        writer.append(task, "d", reply(1))
-        writer.close()
+    journal(tmp_path, 0, ("a", reply(1)))
+    journal(tmp_path, 1, ("b", reply(1)))
     inflight = Inflight(tmp_path)
     inflight.read(finished=task_key("a", "d").__eq__, living=[1])
     assert inflight.events(task_key("b", "d")) == []
@@ -228,15 +261,10 @@ def test_segments_of_finished_tasks_and_of_living_workers_are_not_read(tmp_path:
 
 
 def test_a_torn_journal_line_was_never_used(tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
-    writer.append("a", "d", reply(1, calls=1))
-    writer.append("a", "d", result(1, 0))
-    writer.close()
+    journal(tmp_path, 0, ("a", reply(1, calls=1)), ("a", result(1, 0)))
     segment = tmp_path / "worker-0-0.jsonl"
     os.truncate(segment, segment.stat().st_size - 3)
-    inflight = Inflight(tmp_path)
-    inflight.read(finished=nothing_finished)
-    assert inflight.events(task_key("a", "d")) == [reply(1, calls=1)]
+    assert read_back(tmp_path, "a") == [reply(1, calls=1)]
 
 
 @pytest.mark.parametrize(
