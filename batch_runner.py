@@ -1,25 +1,36 @@
 """The door for runs: `python batch_runner.py --dataset_file=… --run_name=…` and its sisters.
 
 Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 4 stopped
-by the environment (credentials, credit, disk), resumable · 5 the run is locked by another process
-· 130/143 interrupted, resumable.
+by the environment (credentials, credit, endpoint, disk), resumable · 5 the run is locked by
+another process · 70 a defect of this program · 130/143 interrupted, resumable.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from batch.console import open_missing_streams, say, show
+
 if TYPE_CHECKING:
     from batch.accounts import Accounts
+    from batch.config import RunConfig
     from batch.prompts import Scan
 
-INTERRUPTED = 128
+SIGNALLED = 128
 """Added to the number of the signal that stopped a run, as shells do."""
+
+DEFECT = 70
+"""A defect of this program (EX_SOFTWARE of sysexits.h)."""
 
 _EXAMPLES = """\b
 Examples:
@@ -40,7 +51,7 @@ class _Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {"--help", "--version", *self.commands}
-        if not args or args[0] not in own:
+        if not args or (args[0].startswith("-") and args[0] not in own):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -145,32 +156,68 @@ def run(
 ) -> None:
     """Run all prompts of a dataset, or resume doing so (the default command)."""
     from batch.config import load_config
-    from batch.errors import RunError
-    from batch.run import describe, make_plan, run_batch, show_bad_rows
+    from batch.run import describe, make_plan, refuse_bad_rows, run_batch, show_bad_rows
+    from batch.run_dir import open_run
 
-    try:
+    with _errors_as_exit_codes():
         given = {name: value for name, value in flags.items() if value is not None}
         plan = make_plan(load_config(config_file, given))
         if dry_run:
             show_bad_rows(plan.scan)
-            click.echo(describe(plan))
+            show(describe(plan))
             return
+        refuse_bad_rows(plan)
         accepted = [key for key in accept_config_change.split(",") if key]
-        outcome = run_batch(plan, fresh=fresh, accept_changes=accepted)
-        accounts = _export_and_account(plan.config.run_dir, plan.scan, plan.config.num_samples)
-    except RunError as error:
-        _fail(str(error), error.exit_code)
-    _show(plan.config.run_dir, accounts)
+        run_dir = open_run(
+            plan.config,
+            plan.scan,
+            api=plan.settings.api,
+            fresh=fresh,
+            accept_changes=accepted,
+        )
+        try:
+            outcome = run_batch(plan, run_dir)
+            accounts = _export_and_account(run_dir.path, plan.scan, plan.config)
+        finally:
+            run_dir.close()
+        _show(run_dir.path, accounts)
     if outcome.stopped_by is not None:
         _fail(
             f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; mend it and run "
             "the same command again.",
             4,
         )
-    if outcome.signal is not None:
-        click.echo("interrupted; run the same command again to go on", err=True)
-        sys.exit(INTERRUPTED + outcome.signal)
+    if outcome.signal is not None and accounts.pending:
+        _fail("interrupted; run the same command again to go on", SIGNALLED + outcome.signal)
     sys.exit(1 if accounts.failed else 0)
+
+
+@contextmanager
+def _errors_as_exit_codes() -> Iterator[None]:
+    """Every way out has its message and its exit code; only a defect shows a traceback."""
+    from batch.errors import EnvironmentStop, RunError
+
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
+    try:
+        yield
+    except RunError as error:
+        _fail(str(error), error.exit_code)
+    except OSError as error:
+        _fail(f"{error}; nothing that was finished is lost", EnvironmentStop.exit_code)
+    except KeyboardInterrupt:
+        first = received[0] if received else int(signal.SIGINT)
+        _fail("interrupted; run the same command again to go on", SIGNALLED + first)
+    except Exception:
+        trace = traceback.format_exc()
+        _fail(f"{trace}a defect of the program; nothing that was finished is lost", DEFECT)
 
 
 def _run_dir_argument(function: Any) -> Any:
@@ -191,44 +238,37 @@ def status(run: str, output_dir: Path, as_json: bool) -> None:
     import orjson
 
     from batch.accounts import account, as_table
-    from batch.errors import RunError
     from batch.run_dir import holder_of
 
-    try:
-        path, scan, num_samples = _open_for_reading(run, output_dir)
-        accounts = account(path, scan, num_samples=num_samples)
-    except RunError as error:
-        _fail(str(error), error.exit_code)
-    holder = holder_of(path)
+    with _errors_as_exit_codes():
+        path, scan, config = _open_for_reading(run, output_dir)
+        accounts = account(path, scan, config)
+        holder = holder_of(path)
     if as_json:
         report = {"run_dir": str(path), "holder": holder, **accounts.to_json()}
-        click.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+        show(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
         return
     state = f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
-    click.echo(f"{path}: {state}")
-    click.echo(as_table(accounts))
+    show(f"{path}: {state}\n{as_table(accounts)}")
 
 
 @main.command()
 @_run_dir_argument
 def export(run: str, output_dir: Path) -> None:
     """Write the training files of RUN (a name or a directory) again from its records."""
-    from batch.errors import RunError
-
-    try:
-        path, scan, num_samples = _open_for_reading(run, output_dir)
-        accounts = _export_and_account(path, scan, num_samples)
-    except RunError as error:
-        _fail(str(error), error.exit_code)
+    with _errors_as_exit_codes():
+        path, scan, config = _open_for_reading(run, output_dir)
+        accounts = _export_and_account(path, scan, config)
     if accounts.pending:
         click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)
     _show(path, accounts)
 
 
-def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, int]:
+def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]:
     """Find a run by name or directory and scan its dataset as its last start did."""
     from batch.config import RunConfig
     from batch.prompts import scan
+    from batch.rows import script_use
     from batch.run_dir import read_run_json
 
     path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
@@ -237,12 +277,12 @@ def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, int]:
     found = scan(
         Path(identity["dataset"]["path"]),
         max_samples=config.max_samples,
-        script_needed=config.model == "scripted" and config.script_file is None,
+        scripts=script_use(identity["api"], has_script_file=config.script_file is not None),
     )
-    return path, found, config.num_samples
+    return path, found, config
 
 
-def _export_and_account(path: Path, scan: Scan, num_samples: int) -> Accounts:
+def _export_and_account(path: Path, scan: Scan, config: RunConfig) -> Accounts:
     """Write the training files, then the summary, both from what is on disk."""
     import orjson
 
@@ -250,8 +290,8 @@ def _export_and_account(path: Path, scan: Scan, num_samples: int) -> Accounts:
     from batch.files import replace_file
     from export.training_files import export_run
 
-    export_run(path, scan, num_samples=num_samples)
-    accounts = account(path, scan, num_samples=num_samples)
+    export_run(path, scan, num_samples=config.num_samples)
+    accounts = account(path, scan, config)
     replace_file(
         path / "summary.json",
         orjson.dumps(accounts.to_json(), option=orjson.OPT_INDENT_2) + b"\n",
@@ -265,17 +305,19 @@ def _show(path: Path, accounts: Accounts) -> None:
     from batch.accounts import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
-    click.echo(as_table(accounts))
+    lines = [as_table(accounts)]
     for file in manifest["files"]:
         if file["rows"]:
             place = os.path.normpath(path / file["path"])
-            click.echo(f"{file['rows']:>9,} in {place}  ({file['holds']})")
+            lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
+    show("\n".join(lines))
 
 
-def _fail(message: str, exit_code: int) -> None:
-    click.echo(f"error: {message}", err=True)
+def _fail(message: str, exit_code: int) -> NoReturn:
+    say(f"error: {message}")
     sys.exit(exit_code)
 
 
 if __name__ == "__main__":
+    open_missing_streams()
     main()

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -39,7 +39,6 @@ from agent.trajectory import Status, Trajectory
 from batch.files import AppendFile
 from export.hermes import dumps_row, to_conversations
 from export.row_rules import Rejected
-from toolsets.process import use_pidfd_watcher
 from toolsets.registry import UnknownToolset, resolve_toolsets, tools_of
 from toolsets.sandbox import Limits, SandboxError, make_sandbox, sandbox_problem
 from toolsets.space import TaskSpace
@@ -64,12 +63,13 @@ class AIAgent:
         api_key: str | None = None,
         base_url: str | None = None,
         max_turns: int = 20,
-        enabled_toolsets: Sequence[str] | None = None,
-        disabled_toolsets: Sequence[str] | None = None,
+        enabled_toolsets: Sequence[str] | str | None = None,
+        disabled_toolsets: Sequence[str] | str | None = None,
         verbose_logging: bool = False,
         *,
         save_trajectories: bool = False,
         api: Api | None = None,
+        key_env: str | None = None,
         sandbox: str = "bwrap",
         system_prompt: str | None = None,
         script: Sequence[dict[str, Any]] | None = None,
@@ -79,17 +79,21 @@ class AIAgent:
 
         `model` and `base_url` are read as by batch_runner.py: a bare name goes to OpenRouter
         unless `base_url` says otherwise. `api_key` None takes the key from the environment.
+        `key_env` names its variable, "none" says that none is needed.
         `max_turns` bounds the model replies. Toolsets None means all. `sandbox` "local" runs
         commands with your own rights. `script` holds the turns that model "scripted" plays.
         With `save_trajectories`, each conversation is appended to `output_dir`, as ShareGPT.
 
         Raises `ValueError` (unknown model or toolset, missing key) and `SandboxError`.
         """
-        self._settings = resolve_model(model, base_url=base_url, api=api, key_env=None)
+        if max_turns < 1:
+            msg = f"max_turns is {max_turns}; it must be at least 1"
+            raise ValueError(msg)
+        self._settings = resolve_model(model, base_url=base_url, api=api, key_env=key_env)
         self._api_key = api_key or read_key(self._settings)
         self._model_name = model
         self._max_turns = max_turns
-        toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets or ())
+        toolsets = resolve_toolsets(_names(enabled_toolsets), _names(disabled_toolsets) or ())
         self._tools = tools_of(toolsets)
         self._sandbox = sandbox if any(toolset.needs_sandbox for toolset in toolsets) else None
         if self._sandbox and (problem := sandbox_problem(self._sandbox)):
@@ -139,7 +143,6 @@ class AIAgent:
         task_id: str | None = None,
     ) -> dict[str, Any]:
         """`run_conversation` for callers that have an event loop."""
-        use_pidfd_watcher()
         task_id = task_id or uuid.uuid4().hex
         trajectory = Trajectory(
             self._opening(user_message, system_message, conversation_history or ())
@@ -184,7 +187,7 @@ class AIAgent:
 
     def _open_model(self, history: Sequence[Message]) -> Model:
         if self._settings.api != SCRIPTED:
-            return open_model(self._settings, api_key=self._api_key)
+            return open_model(self._settings, api_key=self._api_key, on_retry=log.warning)
         replies = sum(message["role"] == "assistant" for message in history)
         return ScriptedModel(self._script or (), prompt_replies=replies)
 
@@ -209,7 +212,11 @@ class AIAgent:
         try:
             row["conversations"] = to_conversations(trajectory.messages, toolbox.schemas)
         except Rejected as rejected:
-            row |= {"completed": False, "rejected": str(rejected)}
+            row |= {
+                "completed": False,
+                "rejected": str(rejected),
+                "messages": trajectory.messages,
+            }
         self._output_dir.mkdir(parents=True, exist_ok=True)
         file = AppendFile(self._output_dir / (COMPLETED_FILE if row["completed"] else FAILED_FILE))
         file.append(dumps_row(row))
@@ -229,8 +236,11 @@ def _log_event(task_id: str, event: Event) -> None:
             log.info("%s %s: %s", task_id, message["name"], message["content"][:200])
 
 
-def _split(value: str | None) -> list[str] | None:
-    return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
+def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
+    """Names as a list; also written as one text with commas, as on the command line."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
 
 
 @click.command(
@@ -239,6 +249,9 @@ def _split(value: str | None) -> list[str] | None:
 @click.argument("prompt")
 @click.option("--model", default="anthropic/claude-sonnet-4", show_default=True)
 @click.option("--base_url", help="Root URL of the endpoint.")
+@click.option("--api", type=click.Choice(get_args(Api)), help="Dialect, if not the model's own.")
+@click.option("--key_env", help="Variable that holds the API key; 'none' for none.")
+@click.option("--system_prompt", help="System prompt of the conversation.")
 @click.option("--max_turns", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--enabled_toolsets", help="Names separated by commas; default: all.")
 @click.option("--disabled_toolsets", help="Names separated by commas.")
@@ -249,6 +262,9 @@ def main(
     prompt: str,
     model: str,
     base_url: str | None,
+    api: Api | None,
+    key_env: str | None,
+    system_prompt: str | None,
     max_turns: int,
     enabled_toolsets: str | None,
     disabled_toolsets: str | None,
@@ -262,8 +278,11 @@ def main(
             model,
             base_url=base_url,
             max_turns=max_turns,
-            enabled_toolsets=_split(enabled_toolsets),
-            disabled_toolsets=_split(disabled_toolsets),
+            api=api,
+            key_env=key_env,
+            system_prompt=system_prompt,
+            enabled_toolsets=enabled_toolsets,
+            disabled_toolsets=disabled_toolsets,
             sandbox=sandbox,
             save_trajectories=save_trajectories,
             verbose_logging=verbose_logging,

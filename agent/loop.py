@@ -63,26 +63,27 @@ def take_up(trajectory: Trajectory, *, toolbox: Toolbox, journal: Journal, kept:
     that repeating is safe, else its result says that it was interrupted. `kept` tells whether
     the task's workspace survived.
     """
-    interrupted, repeated = [], []
-    for n, call in trajectory.open_calls():
-        if toolbox.is_idempotent(call["function"]["name"]):
-            repeated.append(call["id"])
-            continue
-        interrupted.append(call["id"])
-        event = _result_event(
-            trajectory.turns, n, call, ToolResult(INTERRUPTED, is_error=True), time.time(), 0.0
-        )
-        journal(event)
-        trajectory.apply(event)
+    calls = trajectory.open_calls()
+    names = [call["function"]["name"] for _, call in calls]
+    # Of calls that run one after the other, those behind the first had not begun.
+    begun = calls[:1] if any(map(toolbox.is_sequential, names)) else calls
+    interrupted = [
+        (n, call) for n, call in begun if not toolbox.is_idempotent(call["function"]["name"])
+    ]
     mark = ResumedEvent(
         kind="resumed",
         turn=trajectory.turns,
-        interrupted=interrupted,
-        repeated=repeated,
+        interrupted=[call["id"] for _, call in interrupted],
+        repeated=[call["id"] for n, call in begun if (n, call) not in interrupted],
         workspace_kept=kept,
     )
     journal(mark)
     trajectory.apply(mark)
+    for n, call in interrupted:
+        result = ToolResult(INTERRUPTED, is_error=True)
+        event = _result_event(trajectory.turns, n, call, result, time.time(), 0.0)
+        journal(event)
+        trajectory.apply(event)
 
 
 async def _ask(model: Model, trajectory: Trajectory, toolbox: Toolbox) -> ReplyEvent:
@@ -154,4 +155,9 @@ def _with_unique_call_ids(message: Message, trajectory: Trajectory) -> Message:
         if not call["id"] or call["id"] in used:
             call["id"] = f"call_{trajectory.turns + 1}_{n}"
         used.add(call["id"])
+    # The same calls stand in the verbatim blocks of some dialects and must keep their pairing.
+    ids = iter(call["id"] for call in calls)
+    for block in message.get("provider_blocks", {"blocks": []})["blocks"]:
+        if block.get("type") == "tool_use":
+            block["id"] = next(ids)
     return message

@@ -12,9 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from batch.config import RunConfig
 from batch.failures import load_failed_attempts
+from batch.journal import turns_under_way
 from batch.prompts import Scan, tasks
 from batch.records import Entry, load_index
+from batch.standing import is_settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,10 @@ class Accounts:
     """Tasks that never were: bad rows x samples."""
     pending: int
     """Tasks not finished yet."""
+    under_way: int
+    """Those of them that have turns in the journal, which the next start goes on from."""
+    turns_under_way: int
+    """The model replies that are journaled for them."""
     statuses: Mapping[str, int]
     """Records by status."""
     failures: Mapping[str, int]
@@ -60,9 +67,11 @@ class Accounts:
         return {"tasks": self.total, **asdict(self)}
 
 
-def account(run_dir: Path, scan: Scan, *, num_samples: int) -> Accounts:
+def account(run_dir: Path, scan: Scan, config: RunConfig) -> Accounts:
     """Compute the accounts; reads the dataset once and writes nothing."""
+    num_samples = config.num_samples
     entries = load_index(run_dir)
+    turns_in_journal = turns_under_way(run_dir / "inflight", settled=entries.keys())
     failed_attempts = load_failed_attempts(run_dir)
     counts: Counter[str] = Counter()
     statuses: Counter[str] = Counter()
@@ -77,10 +86,13 @@ def account(run_dir: Path, scan: Scan, *, num_samples: int) -> Accounts:
                 failures[failed_attempts[task.key]] += 1
             else:
                 counts["pending"] += 1
+                counts["under_way"] += task.key in turns_in_journal
+                counts["turns_under_way"] += turns_in_journal.get(task.key, 0)
             continue
         statuses[entry.status] += 1
         if entry.status == "failed":
             counts["failed"] += 1
+            counts["to_retry"] += not is_settled(entry, config.max_attempts)
             failures[entry.error_class or "unknown"] += 1
         else:
             counts["done"] += 1
@@ -94,6 +106,8 @@ def account(run_dir: Path, scan: Scan, *, num_samples: int) -> Accounts:
         to_retry=counts["to_retry"],
         discarded=len(scan.bad_rows) * num_samples,
         pending=counts["pending"],
+        under_way=counts["under_way"],
+        turns_under_way=counts["turns_under_way"],
         statuses=dict(sorted(statuses.items())),
         failures=dict(sorted(failures.items())),
         turns=counts["turns"],
@@ -124,18 +138,32 @@ def as_table(accounts: Accounts) -> str:
         f"  done       {accounts.done:>9,}{_listed(accounts.statuses, leave_out='failed')}",
         f"  failed     {accounts.failed:>9,}{_listed(accounts.failures)}",
         f"  discarded  {accounts.discarded:>9,}{'  bad rows' if accounts.discarded else ''}",
-        f"  pending    {accounts.pending:>9,}",
+        f"  pending    {accounts.pending:>9,}{_under_way(accounts)}",
         f"turns {accounts.turns:,}, tool calls {accounts.tool_calls:,}, "
         f"tokens {accounts.input_tokens:,} in and {accounts.output_tokens:,} out"
         + (f" (unknown for {accounts.tokens_unknown:,} tasks)" if accounts.tokens_unknown else ""),
-        f"cost ${accounts.cost_usd:,.4f}"
-        + (f" (unknown for {accounts.cost_unknown:,} tasks)" if accounts.cost_unknown else ""),
+        _cost(accounts),
     ]
     if accounts.to_retry:
         lines.append(f"the same command tries {accounts.to_retry:,} failed tasks again")
+    elif accounts.failed:
+        lines.append("failed for good; a larger --max_attempts tries them again")
     if accounts.gone:
         lines.append(f"{accounts.gone:,} records belong to rows that the dataset no longer holds")
     return "\n".join(lines)
+
+
+def _under_way(accounts: Accounts) -> str:
+    if not accounts.under_way:
+        return ""
+    return f"  {accounts.under_way:,} under way, {accounts.turns_under_way:,} turns kept"
+
+
+def _cost(accounts: Accounts) -> str:
+    if accounts.cost_unknown and not accounts.cost_usd:
+        return "cost unknown"
+    unknown = f" and unknown for {accounts.cost_unknown:,} tasks" if accounts.cost_unknown else ""
+    return f"cost ${accounts.cost_usd:,.4f}{unknown}"
 
 
 def _listed(counts: Mapping[str, int], leave_out: str = "") -> str:

@@ -152,8 +152,8 @@ class RunConfig(BaseModel):
     grace_s: float = _running(
         30.0, "After Ctrl-C or SIGTERM, seconds that running turns get to finish.", ge=0
     )
-    heartbeat_timeout_s: PositiveFloat = _running(
-        60.0, "A worker that is silent for this long is killed and replaced."
+    heartbeat_timeout_s: float = _running(
+        60.0, "A worker that is silent for this long is killed and replaced.", ge=5
     )
     log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Detail of run.log.")
 
@@ -176,12 +176,17 @@ class RunConfig(BaseModel):
         return self.output_dir / self.run_name
 
     def meaning(self) -> dict[str, Any]:
-        """The fields that decide what the data is, JSON-ready; a script counts by its content."""
+        """The fields that decide what the data is, JSON-ready and in one form.
+
+        A script counts by its content; the order in which toolsets are named does not count.
+        """
         fields = {
             name: value for name, value in self.model_dump(mode="json").items() if is_meaning(name)
         }
         if self.script_file is not None:
             fields["script_file"] = hashlib.sha256(self.script_file.read_bytes()).hexdigest()
+        for name in ("enabled_toolsets", "disabled_toolsets"):
+            fields[name] = fields[name] and sorted(set(fields[name]))
         return fields
 
 
@@ -224,6 +229,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         msg = f"{path}: a config file holds `key: value` lines"
         raise ConfigError(msg)
+    loaded = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     for key in _INPUT_PATHS:
         if isinstance(loaded.get(key), str):
             loaded[key] = str(path.parent / loaded[key])

@@ -17,6 +17,7 @@ import orjson
 from batch.files import AppendFile, repair_tail
 from batch.prompts import task_key
 from batch.rows import BadRow
+from batch.standing import WORKER_DIED
 
 
 class Failure(NamedTuple):
@@ -27,7 +28,6 @@ class Failure(NamedTuple):
     attempt: int
     error_class: str
     message: str
-    died_with_worker: bool = False
 
 
 class FailureFile:
@@ -49,7 +49,7 @@ class FailureFile:
         """Write one failure; `sync` makes it survive a power loss."""
         self._write(
             {
-                "kind": "death" if failure.died_with_worker else "attempt",
+                "kind": "death" if failure.error_class == WORKER_DIED else "attempt",
                 "id": failure.id,
                 "input_digest": failure.input_digest,
                 "attempt": failure.attempt,
@@ -103,6 +103,18 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
     }
 
 
+def _is_failure(line: Any) -> bool:
+    if not isinstance(line, dict):
+        return False
+    if line.get("kind") == "bad_row":
+        return isinstance(line.get("line"), int) and _texts(line, "file", "reason")
+    return _texts(line, "kind", "id", "input_digest", "class")
+
+
+def _texts(line: dict[str, Any], *keys: str) -> bool:
+    return all(isinstance(line.get(key), str) for key in keys)
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The readable lines; failures only explain, so one that is unreadable is passed over."""
     try:
@@ -115,6 +127,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             line = orjson.loads(text)
         except orjson.JSONDecodeError:
             continue
-        if isinstance(line, dict):
+        if _is_failure(line):
             lines.append(line)
     return lines

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 from batch.errors import EnvironmentStop
@@ -75,6 +74,7 @@ class AppendFile:
     def close(self) -> None:
         """Close the file; appended lines stay."""
         os.close(self._fd)
+        self._fd = -1  # a later write must not reach whatever gets this number next
 
 
 def repair_tail(path: Path, quarantine: Path) -> int:
@@ -113,19 +113,27 @@ def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
 def replace_file(path: Path, content: bytes) -> None:
     """Put `content` at `path` so that a crash leaves the old file or the new one, whole."""
     try:
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = temporary_for(path)
         try:
-            with os.fdopen(fd, "wb") as file:
+            with temporary.open("wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(fd)
-            Path(temporary).replace(path)
+                os.fsync(file.fileno())
+            temporary.replace(path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
     except OSError as error:
         raise _storage_error(path, error) from error
+
+
+def temporary_for(path: Path) -> Path:
+    """Where to write what is to take the place of `path`; one name per process.
+
+    What a crash leaves of such files is removed by the next start.
+    """
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def sync_directory(path: Path) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,9 +66,10 @@ class JournalWriter:
             }
         )
         if self._segment.size >= _SEGMENT_BYTES:
+            following = self._new_segment()
             with self._lock:
                 self._full.append(self._segment)
-                self._segment = self._new_segment()
+                self._segment = following
         self._segment.append(line + b"\n")
         self._open_tasks[self._segment.path].add(task_key(task_id, input_digest))
         self._dirty.set()
@@ -82,19 +83,21 @@ class JournalWriter:
                 del self._open_tasks[path]
 
     def close(self) -> None:
-        """Stop syncing; delete the last segment too where nothing in it is open."""
+        """Sync what is left; delete the last segment too where nothing in it is open."""
         self._stopping.set()
         self._dirty.set()
         self._syncer.join()
+        self._sync_once()
         self._segment.close()
         if not self._open_tasks[self._segment.path]:
             self._segment.path.unlink(missing_ok=True)
 
     def _new_segment(self) -> AppendFile:
         path = self._inflight / f"worker-{self._worker}-{self._next_segment}.jsonl"
+        segment = AppendFile(path)
         self._next_segment += 1
         self._open_tasks[path] = set()
-        return AppendFile(path)
+        return segment
 
     def _sync_forever(self) -> None:
         """Group commit: one sync covers all events of the last moments."""
@@ -102,17 +105,22 @@ class JournalWriter:
             self._dirty.wait()
             self._stopping.wait(_SYNC_EVERY_S)
             self._dirty.clear()
-            with self._lock:
-                full, self._full = self._full, []
-                segment = self._segment
-            try:
-                for retired in full:
-                    retired.sync()
-                    retired.close()
-                segment.sync()
-            except StorageError as error:
-                self._on_storage_error(error)
+            if not self._sync_once():
                 return
+
+    def _sync_once(self) -> bool:
+        with self._lock:
+            full, self._full = self._full, []
+            segment = self._segment
+        try:
+            for retired in full:
+                retired.sync()
+                retired.close()
+            segment.sync()
+        except StorageError as error:
+            self._on_storage_error(error)
+            return False
+        return True
 
 
 class Place(NamedTuple):
@@ -133,30 +141,35 @@ class Inflight:
         self._places: dict[bytes, list[Place]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
 
-    def read(self, *, finished: Callable[[bytes], bool], living: Iterable[int] = ()) -> None:
-        """Read all segments but those of `living` workers, and delete the ones nobody needs.
+    def read(self, *, settled: Container[bytes]) -> None:
+        """Read all segments, at the start of a run, but for tasks that need no more work."""
+        for segment in sorted(_segments(self._inflight)):
+            self._add(segment, wanted=lambda key: key not in settled)
+
+    def add_worker(self, number: int, *, wanted: Callable[[bytes], bool]) -> None:
+        """Read the segments of a worker that died, for the tasks that are `wanted`."""
+        for segment in sorted(_segments(self._inflight)):
+            if _worker_of(segment) == number:
+                self._add(segment, wanted=wanted)
+
+    def _add(self, segment: Path, *, wanted: Callable[[bytes], bool]) -> None:
+        """Note where the events of wanted tasks lie; delete a segment without any.
 
         A torn last line was never used for anything and is passed over.
         """
-        alive = set(living)
-        self._places = defaultdict(list)
-        self._open_tasks = {}
-        for segment in sorted(_segments(self._inflight), key=_segment_order):
-            if _segment_order(segment)[0] in alive:
-                continue
-            tasks = set()
-            offset = 0
-            for line in segment.read_bytes().splitlines(keepends=True):
-                key, deal, position = _key_and_order(line)
-                if key is not None and not finished(key):
-                    tasks.add(key)
-                    place = Place(deal, position, segment, offset, len(line))
-                    self._places[key].append(place)
-                offset += len(line)
-            if tasks:
-                self._open_tasks[segment] = tasks
-            else:
-                segment.unlink()
+        tasks = set()
+        offset = 0
+        for line in segment.read_bytes().splitlines(keepends=True):
+            key, deal, position = _key_and_order(line)
+            if key is not None and wanted(key):
+                tasks.add(key)
+                place = Place(deal, position, segment, offset, len(line))
+                self._places.setdefault(key, []).append(place)
+            offset += len(line)
+        if tasks:
+            self._open_tasks[segment] = tasks
+        else:
+            segment.unlink()
 
     def events(self, key: bytes) -> list[Event]:
         """The journaled events of one task, as far as they follow from each other.
@@ -167,7 +180,7 @@ class Inflight:
         events: list[Event] = []
         for place in sorted(self._places.get(key, ())):
             if place.position > len(events):
-                break
+                continue  # it stands behind a hole that a power loss left
             with place.segment.open("rb") as file:
                 file.seek(place.offset)
                 event = orjson.loads(file.read(place.length))["event"]
@@ -191,7 +204,22 @@ class Inflight:
 
 def next_worker_number(inflight: Path) -> int:
     """A number that no segment on disk carries."""
-    return max((_segment_order(path)[0] for path in _segments(inflight)), default=-1) + 1
+    return max(map(_worker_of, _segments(inflight)), default=-1) + 1
+
+
+def turns_under_way(inflight: Path, *, settled: Container[bytes]) -> dict[bytes, int]:
+    """How many replies are journaled for each unfinished task; writes nothing."""
+    turns: Counter[bytes] = Counter()
+    for segment in _segments(inflight):
+        try:
+            content = segment.read_bytes()
+        except FileNotFoundError:
+            continue  # its last task has just got its record
+        for line in content.splitlines():
+            key, _, _ = _key_and_order(line)
+            if key is not None and key not in settled and b'"kind":"reply"' in line:
+                turns[key] += 1
+    return dict(turns)
 
 
 def usable_prefix(events: list[Event]) -> list[Event]:
@@ -221,11 +249,8 @@ def _segments(inflight: Path) -> list[Path]:
     return [path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name)]
 
 
-def _segment_order(path: Path) -> tuple[int, int]:
-    match = _SEGMENT_NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(path)
-    return int(match[1]), int(match[2])
+def _worker_of(segment: Path) -> int:
+    return int(segment.name.split("-")[1])
 
 
 def _key_and_order(line: bytes) -> tuple[bytes | None, int, int]:

@@ -9,6 +9,7 @@ from collections import deque
 
 from tqdm import tqdm
 
+from batch.console import say
 from batch.wire import Counters, no_counters
 
 _PLAIN_EVERY_S = 10.0
@@ -26,7 +27,7 @@ class Progress:
         self._work = no_counters()
         self._started_at = self._shown_at = time.monotonic()
         self._turns_at: deque[tuple[float, int]] = deque()
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=total,
             unit="task",
@@ -56,12 +57,11 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Show a message above the progress line."""
-        # Whoever watched may be gone; the run goes on without a watcher.
-        with contextlib.suppress(OSError):
-            if self._is_terminal:
-                self._bar.write(message, file=sys.stderr)
-            else:
-                print(message, file=sys.stderr, flush=True)
+        if not self._is_terminal:
+            say(message)
+            return
+        with contextlib.suppress(OSError):  # whoever watched may be gone
+            self._bar.write(message, file=sys.stderr)
 
     def show(self, running: int) -> None:
         """Draw the present state, as often as is of use."""
@@ -70,22 +70,29 @@ class Progress:
             return
         self._shown_at = now
         if self._is_terminal:
-            self._bar.set_postfix_str(self._details(running, now))
+            with contextlib.suppress(OSError):
+                self._bar.set_postfix_str(self._details(running, now))
         else:
             ended = self._done + self._failed
             self.say(
-                f"{ended}/{self._total} tasks: {self._details(running, now)}, "
-                f"left {self._time_left(now)}"
+                f"{ended}/{self._total} tasks: {self._details(running, now)}{self._time_left(now)}"
             )
+
+    @property
+    def left(self) -> int:
+        """Tasks that have not ended, as far as is known."""
+        return self._total - self._done - self._failed
 
     def close(self) -> None:
         """Leave the last line as it is."""
-        self._bar.close()
+        with contextlib.suppress(OSError):
+            self._bar.close()
 
     def _count(self, *, failed: bool) -> None:
         self._done += not failed
         self._failed += failed
-        self._bar.update(1)
+        with contextlib.suppress(OSError):
+            self._bar.update(1)
 
     def _details(self, running: int, now: float) -> str:
         work = self._work
@@ -94,7 +101,7 @@ class Progress:
             f"failed {self._failed}",
             f"running {running}",
             f"{self._turns_per_second(now):.1f} turns/s",
-            f"tokens {tqdm.format_sizeof(work['input_tokens'])} in "
+            f"{tqdm.format_sizeof(work['input_tokens'])} tokens in "
             f"{tqdm.format_sizeof(work['output_tokens'])} out",
         ]
         if work["cost_usd"]:
@@ -111,6 +118,6 @@ class Progress:
 
     def _time_left(self, now: float) -> str:
         if not self._ended_now:
-            return "unknown"
-        left = self._total - self._done - self._failed
-        return tqdm.format_interval(left * (now - self._started_at) / self._ended_now)
+            return ""
+        seconds = self.left * (now - self._started_at) / self._ended_now
+        return f", time left {tqdm.format_interval(seconds)}"

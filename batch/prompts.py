@@ -1,8 +1,9 @@
 """Prompts and their identity: which row is which, across edits, reorderings and duplicates.
 
-A prompt's id is the row's own `id`, `task_id` or `instance_id` where that is unique in the file,
-else a hash of the row's content, with an occurrence number for equal rows. Never the position. A
-task is one sample of one prompt.
+A prompt's id is the row's own `id`, `task_id` or `instance_id`, else a hash of the row's content;
+a row that repeats an id gets an occurrence number (`#2`). Never the position. Beside the id
+stands a digest of the columns that decide the conversation, so that an edited prompt under an
+old id is new work. A task is one sample of one prompt.
 
 The file is read twice: `scan` finds which ids repeat, holding 8 bytes per row; `tasks` then
 streams, holding only what repeats.
@@ -22,12 +23,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from batch.errors import DatasetError
-from batch.rows import BadRow, Row, read_rows
+from batch.rows import BadRow, Row, ScriptUse, read_rows
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
-
-ROLLOUT_COLUMNS = ("prompt", "script")
-"""The columns that decide what a conversation is; the others are only carried through."""
 
 _LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}")
 """Own ids of this form could be taken for generated ones, so the content hash stands in."""
@@ -59,26 +57,23 @@ class Scan:
     """Usable rows, after `max_samples`."""
     bad_rows: tuple[BadRow, ...]
     repeated: frozenset[int]
-    """Short hashes of the ids and contents that occur more than once."""
-    script_needed: bool
+    """Short hashes of the ids that occur more than once."""
+    scripts: ScriptUse
 
 
-def scan(path: Path, *, max_samples: int | None, script_needed: bool = False) -> Scan:
+def scan(path: Path, *, max_samples: int | None, scripts: ScriptUse = "ignored") -> Scan:
     """Read the whole file once. Raises `DatasetError` where nothing in it is usable."""
     seen = _Repeats()
     bad_rows = []
     rows = 0
     fingerprint = hashlib.sha256()
-    for row in read_rows(path, script_needed=script_needed):
+    for row in read_rows(path, scripts=scripts):
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
         rows += 1
-        content = _canonical(row.columns)
-        fingerprint.update(content)
-        seen.add(_short_hash(content))
-        if (own := _own_id(row.columns)) is not None:
-            seen.add(_short_hash(own.encode()))
+        fingerprint.update(_canonical(row.columns))
+        seen.add(_short_hash(_base_id(row.columns)))
         if rows == max_samples:
             break
     if not rows:
@@ -95,7 +90,7 @@ def scan(path: Path, *, max_samples: int | None, script_needed: bool = False) ->
         rows=rows,
         bad_rows=tuple(bad_rows),
         repeated=seen.repeated(),
-        script_needed=script_needed,
+        scripts=scripts,
     )
 
 
@@ -103,11 +98,11 @@ def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
     """Stream the tasks of a scanned file in its order, the samples of a prompt side by side."""
     occurrences: Counter[str] = Counter()
     rows = 0
-    for row in read_rows(scan.path, script_needed=scan.script_needed):
+    for row in read_rows(scan.path, scripts=scan.scripts):
         if isinstance(row, BadRow):
             continue
         prompt_id = _prompt_id(row, scan.repeated, occurrences)
-        digest = input_digest(row.columns)
+        digest = input_digest(row.columns, scan.scripts)
         for sample in range(num_samples):
             task_id = f"{prompt_id}#s{sample}" if sample else prompt_id
             yield Task(task_id, prompt_id, sample, digest, row.columns)
@@ -116,9 +111,12 @@ def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
             return
 
 
-def input_digest(columns: dict[str, Any]) -> str:
+def input_digest(columns: dict[str, Any], scripts: ScriptUse) -> str:
     """16 hex digits over the columns that decide what a conversation is."""
-    return _hash({name: columns[name] for name in ROLLOUT_COLUMNS if name in columns})
+    deciding = {"prompt": columns["prompt"]}
+    if scripts != "ignored" and "script" in columns:
+        deciding["script"] = columns["script"]
+    return hashlib.blake2b(_canonical(deciding), digest_size=8).hexdigest()
 
 
 def task_key(task_id: str, digest: str) -> bytes:
@@ -130,7 +128,7 @@ class _Repeats:
     """Finds values that were added more than once, at 8 bytes per value.
 
     Values are sorted into buckets, so that only one bucket at a time becomes a set of objects.
-    A false find between two short hashes does no harm: a content hash stands in for an own id.
+    A false find between two short hashes does no harm: the id is then counted, and found once.
     """
 
     _BUCKETS = 256
@@ -151,34 +149,27 @@ class _Repeats:
 
 
 def _prompt_id(row: Row, repeated: frozenset[int], occurrences: Counter[str]) -> str:
-    own = _own_id(row.columns)
-    if own is not None and _short_hash(own.encode()) not in repeated:
-        return own
-    content = _canonical(row.columns)
-    prompt_id = f"row-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
-    if _short_hash(content) in repeated:
-        occurrences[prompt_id] += 1
-        if occurrences[prompt_id] > 1:
-            return f"{prompt_id}#{occurrences[prompt_id]}"
-    return prompt_id
+    base = _base_id(row.columns)
+    if _short_hash(base) not in repeated:
+        return base
+    occurrences[base] += 1
+    return base if occurrences[base] == 1 else f"{base}#{occurrences[base]}"
 
 
-def _own_id(columns: dict[str, Any]) -> str | None:
+def _base_id(columns: dict[str, Any]) -> str:
     for name in ID_COLUMNS:
         value = columns.get(name)
         if isinstance(value, str | int) and not isinstance(value, bool):
             own = str(value)
-            return own if own and not _LOOKS_GENERATED.search(own) else None
-    return None
+            if own and not _LOOKS_GENERATED.search(own):
+                return own
+    content = _canonical(columns)
+    return f"row-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 
 
 def _canonical(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
-def _hash(value: Any) -> str:
-    return hashlib.blake2b(_canonical(value), digest_size=8).hexdigest()
-
-
-def _short_hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+def _short_hash(value: str) -> int:
+    return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little")

@@ -35,6 +35,20 @@ class Entry(NamedTuple):
     error_class: str | None
 
 
+_ENTRY_TYPES = (
+    int,
+    int,
+    str,
+    int,
+    int,
+    int,
+    int | None,
+    int | None,
+    float | int | None,
+    str | None,
+)
+
+
 def index_fields(record: dict[str, Any]) -> list[Any]:
     """What the index holds of a record beside its place: id, input digest, then numbers."""
     usage = record["usage"] or {}
@@ -111,8 +125,11 @@ def _index_line(fields: list[Any], offset: int, length: int) -> bytes:
 
 
 def _read_line(line: bytes) -> tuple[bytes, Entry]:
+    """Raises `ValueError` or `TypeError` for what is no index line."""
     task_id, digest, *numbers = orjson.loads(line)
     entry = Entry(*numbers)
+    if not all(map(isinstance, (task_id, digest, *entry), (str, str, *_ENTRY_TYPES))):
+        raise ValueError(line)
     # Few words, many entries: each word is held once.
     entry = entry._replace(
         status=sys.intern(entry.status),
@@ -199,10 +216,11 @@ def _lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = orjson.loads(line)
-        index_fields(record)
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        _read_line(_index_line(index_fields(record), 0, len(line)))
+        whole = isinstance(record["messages"], list) and isinstance(record["tools"], list)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return record if isinstance(record, dict) else None
+    return record if whole else None
 
 
 def _size(path: Path) -> int:

@@ -9,12 +9,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
 from agent.messages import Message
+from agent.models.names import SCRIPTED
 from agent.models.scripted import parse_script
+from agent.nesting import MAX_NESTING, is_nested_deeper
 from batch.errors import DatasetError
 
 MAX_LINE_BYTES = 256 << 20
@@ -38,18 +40,27 @@ class BadRow(NamedTuple):
     reason: str
 
 
-def read_rows(path: Path, *, script_needed: bool = False) -> Iterator[Row | BadRow]:
+ScriptUse = Literal["ignored", "allowed", "needed"]
+"""What a row's `script` column is: a column like any other, or the turns to be played."""
+
+
+def script_use(api: str, *, has_script_file: bool) -> ScriptUse:
+    """What a row's `script` column is to a model of this API."""
+    if api != SCRIPTED:
+        return "ignored"
+    return "allowed" if has_script_file else "needed"
+
+
+def read_rows(path: Path, *, scripts: ScriptUse) -> Iterator[Row | BadRow]:
     """Read a JSONL file; blank lines are skipped.
 
-    `script_needed` makes a row without a `script` of its own a bad one. Raises `DatasetError`
-    where the file as a whole cannot be read.
+    Raises `DatasetError` where the file as a whole cannot be read.
     """
-    line = 0
     for line, text in _lines(path):
         if len(text) >= MAX_LINE_BYTES:
             yield BadRow(line, f"longer than {MAX_LINE_BYTES >> 20} MiB")
         elif text := text.strip():
-            yield _read_row(line, text, script_needed=script_needed)
+            yield _read_row(line, text, scripts)
 
 
 def opening_messages(columns: dict[str, Any], system_prompt: str | None) -> list[Message]:
@@ -109,7 +120,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise DatasetError(msg) from error
 
 
-def _read_row(line: int, text: bytes, *, script_needed: bool) -> Row | BadRow:
+def _read_row(line: int, text: bytes, scripts: ScriptUse) -> Row | BadRow:
     try:
         columns = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -118,12 +129,15 @@ def _read_row(line: int, text: bytes, *, script_needed: bool) -> Row | BadRow:
         return BadRow(line, f"the line is {_kind(columns)}; it must be a JSON object")
     if _LONG_INTEGER.search(text) and (number := _integer_beyond_64_bits(text)):
         return BadRow(line, f"the integer {number}… does not fit 64 bits; write it as text")
+    if is_nested_deeper(text, MAX_NESTING):
+        return BadRow(line, f"nested deeper than {MAX_NESTING} levels")
     try:
         opening_messages(columns, None)
-        if "script" in columns:
+        if scripts != "ignored" and "script" in columns:
             parse_script(columns["script"])
-        elif script_needed:
-            return BadRow(line, "no `script` field, which the scripted model plays")
+        elif scripts == "needed":
+            msg = "no `script` field, which the scripted model plays (or give --script_file)"
+            return BadRow(line, msg)
     except ValueError as error:
         return BadRow(line, str(error))
     return Row(line, columns)

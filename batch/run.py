@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +14,22 @@ from types import FrameType
 import yaml
 
 from agent.models.model import ModelSettings
-from agent.models.names import SCRIPTED, MissingKey, UnknownModel, read_key, resolve_model
+from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
 from agent.models.scripted import ScriptedTurn, parse_script
 from batch.config import RunConfig
-from batch.errors import ConfigError
+from batch.console import say
+from batch.errors import ConfigError, DatasetError
 from batch.failures import FailureFile
 from batch.journal import Inflight
 from batch.progress import Progress
 from batch.prompts import Scan, Task, scan, tasks
 from batch.record import Provenance
-from batch.records import Entry, RecordFile, load_index
-from batch.run_dir import RunDir, open_run
+from batch.records import RecordFile, load_index
+from batch.rows import script_use
+from batch.run_dir import RunDir
+from batch.standing import is_settled
 from batch.supervisor import Supervisor
-from batch.worker import WorkerSetup, hide_environment, log_to
+from batch.worker import WorkerSetup, allow_many_files, hide_environment, log_to
 from toolsets.registry import UnknownToolset, resolve_toolsets, tools_of
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
@@ -48,7 +50,7 @@ class Plan:
     tools: tuple[Tool, ...]
     sandbox: str | None
     """None where no tool runs commands."""
-    script: tuple[ScriptedTurn, ...] | None
+    script: list[ScriptedTurn] | None
     scan: Scan
 
 
@@ -90,7 +92,7 @@ def make_plan(config: RunConfig) -> Plan:
     if needs_sandbox and (problem := sandbox_problem(config.sandbox)):
         names = ",".join(needs_sandbox)
         msg = (
-            f"sandbox {config.sandbox}: {problem} The toolsets {names} run commands and are not "
+            f"{problem.rstrip('.')}. The toolsets {names} run commands and are not "
             f"loaded without it. Or choose --sandbox local (commands then run with your own "
             f"rights, not isolated), or --disabled_toolsets {names}."
         )
@@ -106,7 +108,7 @@ def make_plan(config: RunConfig) -> Plan:
         scan=scan(
             config.dataset_file,
             max_samples=config.max_samples,
-            script_needed=settings.api == SCRIPTED and script is None,
+            scripts=script_use(settings.api, has_script_file=script is not None),
         ),
     )
 
@@ -120,7 +122,8 @@ def describe(plan: Plan) -> str:
         [
             f"run        {config.run_dir}",
             f"dataset    {scan.path}: {scan.rows} usable rows, {len(scan.bad_rows)} bad",
-            f"tasks      {scan.rows} x {config.num_samples} = {scan.rows * config.num_samples}",
+            f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
+            f"{scan.rows * config.num_samples}",
             f"model      {model}",
             f"toolsets   {', '.join(plan.toolsets) or 'none'} "
             f"({', '.join(tool.name for tool in plan.tools) or 'no tools'})",
@@ -131,29 +134,29 @@ def describe(plan: Plan) -> str:
     )
 
 
-def run_batch(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> Outcome:
-    """Work on all tasks that are not finished. Blocks until they end or the run is stopped.
+def run_batch(plan: Plan, run_dir: RunDir) -> Outcome:
+    """Work on all tasks that need work. Blocks until they end or the run is stopped.
 
-    Raises `RunError` of the kind that says why it could not begin or go on.
+    Raises `EnvironmentStop` where the run cannot go on.
     """
-    config = plan.config
+    log_to(run_dir.path / "run.log", plan.config.log_level)
+    log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
+    hide_environment()
+    allow_many_files()
+    outcome = _work(plan, run_dir)
+    log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
+    return outcome
+
+
+def refuse_bad_rows(plan: Plan) -> None:
+    """Name the bad rows; raise `DatasetError` if the config says that there may be none."""
     show_bad_rows(plan.scan)
-    if config.on_bad_row == "fail" and plan.scan.bad_rows:
+    if plan.config.on_bad_row == "fail" and plan.scan.bad_rows:
         msg = (
             f"{plan.scan.path}: {len(plan.scan.bad_rows)} bad rows and --on_bad_row fail; "
             "no model call was made"
         )
-        raise ConfigError(msg)
-    hide_environment()
-    run_dir = open_run(config, plan.scan, fresh=fresh, accept_changes=accept_changes)
-    log_to(run_dir.path / "run.log", config.log_level)
-    log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
-    try:
-        outcome = _work(plan, run_dir)
-    finally:
-        run_dir.close()
-    log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
-    return outcome
+        raise DatasetError(msg)
 
 
 def _work(plan: Plan, run_dir: RunDir) -> Outcome:
@@ -171,19 +174,25 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
         index = load_index(run_dir.path)
-        inflight.read(finished=index.__contains__)
-        _remove_workspaces(run_dir, finished=index)
+        settled = {
+            key: entry.status == "failed"
+            for key, entry in index.items()
+            if is_settled(entry, config.max_attempts)
+        }
+        proven = any(entry.turns for entry in index.values())
+        del index
+        inflight.read(settled=settled)
+        _remove_workspaces(run_dir, settled)
         supervisor = Supervisor(
             run_dir=run_dir,
             config=config,
-            setup=_worker_setup(plan, run_dir),
-            tasks=_owed(plan, _settled(index, config.max_attempts), progress),
+            setup=_worker_setup(plan, run_dir, endpoint_proven=proven),
+            tasks=_owed(plan, settled, progress),
             records=records,
             failures=failures,
             inflight=inflight,
             progress=progress,
         )
-        del index
         with _signals_to(supervisor) as received:
             stopped_by = supervisor.run()
     finally:
@@ -191,15 +200,6 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
         records.close()
         failures.close()
     return Outcome(received[0] if received else None, stopped_by or None)
-
-
-def _settled(index: Mapping[bytes, Entry], max_attempts: int) -> dict[bytes, bool]:
-    """The tasks that need no more work, each with whether it failed for good."""
-    return {
-        key: entry.status == "failed"
-        for key, entry in index.items()
-        if entry.status != "failed" or entry.attempt >= max_attempts
-    }
 
 
 def _owed(plan: Plan, settled: Mapping[bytes, bool], progress: Progress) -> Iterator[Task]:
@@ -215,13 +215,13 @@ def _owed(plan: Plan, settled: Mapping[bytes, bool], progress: Progress) -> Iter
 def show_bad_rows(scan: Scan) -> None:
     """Name bad rows on standard error, the first ones each, the rest by their number."""
     for row in scan.bad_rows[:_BAD_ROWS_SHOWN]:
-        print(f"{scan.path}:{row.line}: skipped: {row.reason}", file=sys.stderr)
+        say(f"{scan.path}:{row.line}: skipped: {row.reason}")
     more = len(scan.bad_rows) - _BAD_ROWS_SHOWN
     if more > 0:
-        print(f"{scan.path}: {more} more bad rows, all in failures.jsonl", file=sys.stderr)
+        say(f"{scan.path}: {more} more bad rows, all in failures.jsonl")
 
 
-def _read_script(path: Path | None) -> tuple[ScriptedTurn, ...] | None:
+def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
     if path is None:
         return None
     try:
@@ -231,7 +231,7 @@ def _read_script(path: Path | None) -> tuple[ScriptedTurn, ...] | None:
         raise ConfigError(msg) from error
 
 
-def _worker_setup(plan: Plan, run_dir: RunDir) -> WorkerSetup:
+def _worker_setup(plan: Plan, run_dir: RunDir, *, endpoint_proven: bool) -> WorkerSetup:
     return WorkerSetup(
         number=0,
         parent_pid=os.getpid(),
@@ -250,14 +250,21 @@ def _worker_setup(plan: Plan, run_dir: RunDir) -> WorkerSetup:
             versions=run_dir.versions,
         ),
         script=plan.script,
+        endpoint_proven=endpoint_proven,
     )
 
 
-def _remove_workspaces(run_dir: RunDir, *, finished: Container[bytes]) -> None:
-    """Remove what a crash left between a durable record and the end of its workspace."""
+def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
+    """Remove what a crash left between a durable record and the end of its workspace.
+
+    Names that are not ours and directories that resist are left and logged.
+    """
     for path in run_dir.workspaces.iterdir():
-        if bytes.fromhex(path.name) in finished:
-            remove_tree(path)
+        try:
+            if bytes.fromhex(path.name) in settled:
+                remove_tree(path)
+        except (ValueError, OSError) as error:
+            log.warning("left alone: %s: %s", path, error)
 
 
 @contextmanager

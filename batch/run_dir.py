@@ -10,11 +10,13 @@
     summary.json     the accounts, computed at the end of each start
     run.log, lock
 
-One process at a time: the lock is held from `open_run` until the process ends, however it ends.
+One process at a time: the lock is held from `open_run` to `RunDir.close`, or until the process
+ends, however it ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -35,6 +37,15 @@ from batch.prompts import Scan
 
 SCHEMA_VERSION = 1
 """Of records and run.json; raised when a reader of the older form would misread the newer."""
+
+_RUN_KEYS = {
+    "api": str,
+    "created": float,
+    "meaning": dict,
+    "config": dict,
+    "dataset": dict,
+    "history": list,
+}
 
 _VERSIONS_OF = ("batch-trajectories", "openai", "anthropic", "orjson", "pydantic")
 
@@ -70,36 +81,46 @@ class RunDir:
 
 
 def open_run(
-    config: RunConfig, scan: Scan, *, fresh: bool = False, accept_changes: Sequence[str] = ()
+    config: RunConfig,
+    scan: Scan,
+    *,
+    api: str,
+    fresh: bool = False,
+    accept_changes: Sequence[str] = (),
 ) -> RunDir:
     """Create or reopen the directory of a run, and lock it.
 
-    `fresh` moves an existing directory aside first. `accept_changes` names config keys whose
-    change is wanted though it changes what the data means.
+    `api` is the dialect that the config's model speaks. `fresh` moves an existing directory and
+    its training file aside first. `accept_changes` names config keys whose change is wanted
+    though it changes what the data means.
 
     Raises `RunLocked`, `RunDirError`, and `ConfigError` where the config differs in meaning
     from the one that the run began with.
     """
     path = config.run_dir
+    lock_fd = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=True, mode=0o700)
         lock_fd = _lock(path)
-        if fresh and (path / "run.json").exists():
-            os.close(lock_fd)
+        if fresh and any(entry.name != "lock" for entry in path.iterdir()):
+            # Still locked while it moves, so no other process can begin to work in it.
             _move_aside(path)
             path.mkdir(mode=0o700)
-            lock_fd = _lock(path)
+            moved_fd, lock_fd = lock_fd, _lock(path)
+            os.close(moved_fd)
         for name in ("inflight", "workspaces"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
-    except OSError as error:
-        msg = f"{path}: cannot use this run directory: {error.strerror or error}"
-        raise RunDirError(msg) from error
-    try:
-        run = _run_json(path, config, scan, accept_changes)
+        for litter in (*path.glob(".*.tmp"), *path.glob("exports/.*.tmp")):
+            litter.unlink()
+        run = _run_json(path, config, scan, accept_changes) | {"api": api}
         replace_file(path / "run.json", orjson.dumps(run, option=orjson.OPT_INDENT_2) + b"\n")
-    except BaseException:
-        os.close(lock_fd)
+    except BaseException as error:
+        if lock_fd is not None:
+            os.close(lock_fd)
+        if isinstance(error, OSError):
+            msg = f"{path}: cannot use this run directory: {error.strerror or error}"
+            raise RunDirError(msg) from error
         raise
     return RunDir(path, run["digest"], run["versions"], lock_fd)
 
@@ -117,7 +138,11 @@ def read_run_json(path: Path) -> dict[str, Any]:
     except (OSError, orjson.JSONDecodeError) as error:
         msg = f"{path}/run.json: cannot read it: {error}"
         raise RunDirError(msg) from error
-    if not isinstance(run, dict) or run.get("schema_version") != SCHEMA_VERSION:
+    if isinstance(run, dict) and run.get("schema_version") == SCHEMA_VERSION:
+        if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
+            msg = f"{path}/run.json: damaged ({', '.join(missing)}); --fresh begins anew"
+            raise RunDirError(msg)
+    else:
         msg = (
             f"{path}/run.json: written by another version of this program (schema "
             f"{run.get('schema_version') if isinstance(run, dict) else None}, ours is "
@@ -128,18 +153,22 @@ def read_run_json(path: Path) -> dict[str, Any]:
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """Who works on the run right now: {"pid", "host", "started"}, or None."""
+    """Who works on the run right now: {"pid", "host", "started"}, or None.
+
+    Asks the kernel's list of locks: trying the lock would make a start at that moment fail.
+    """
     try:
-        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        inode = (path / "lock").stat().st_ino
+        locks = Path("/proc/locks").read_text().splitlines()
     except FileNotFoundError:
         return None
+    if not any("FLOCK" in line and f":{inode} " in line for line in locks):
+        return None
+    fd = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
         return _holder(fd)
     finally:
         os.close(fd)
-    return None
 
 
 def _lock(path: Path) -> int:
@@ -176,15 +205,30 @@ def _move_aside(path: Path) -> None:
         number += 1
         aside = path.with_name(f"{path.name}.{stamp}.{number}")
     path.rename(aside)
+    with contextlib.suppress(FileNotFoundError):
+        path.with_name(f"{path.name}.jsonl").rename(aside / f"{path.name}.jsonl")
 
 
 def _run_json(
     path: Path, config: RunConfig, scan: Scan, accept_changes: Sequence[str]
 ) -> dict[str, Any]:
     meaning = config.meaning()
+    if unknown := [key for key in accept_changes if key not in meaning]:
+        msg = (
+            f"--accept_config_change: {', '.join(unknown)}: no such key; those that it can name "
+            f"are {', '.join(meaning)}"
+        )
+        raise ConfigError(msg)
     history: list[dict[str, Any]] = []
     created = time.time()
-    if (path / "run.json").exists():
+    if not (path / "run.json").exists():
+        if _holds_work(path):
+            msg = (
+                f"{path}: it holds records but no run.json, so nobody can tell what config they "
+                "belong to; put run.json back, or use --fresh to begin anew"
+            )
+            raise RunDirError(msg)
+    else:
         before = read_run_json(path)
         created, history = before["created"], before["history"]
         changes = {
@@ -193,7 +237,7 @@ def _run_json(
             if before["meaning"].get(key) != meaning[key]
         }
         refused = {key: change for key, change in changes.items() if key not in accept_changes}
-        if refused:
+        if refused and _holds_work(path):
             raise ConfigError(_explain_changes(path, refused))
         if changes:
             history = [*history, {"at": time.time(), "changes": changes}]
@@ -213,6 +257,14 @@ def _run_json(
         "versions": _versions(),
         "history": history,
     }
+
+
+def _holds_work(path: Path) -> bool:
+    """Whether the run has anything that another config could be mixed with."""
+    records = path / "records.jsonl"
+    if records.exists() and records.stat().st_size:
+        return True
+    return any(segment.stat().st_size for segment in (path / "inflight").iterdir())
 
 
 def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:

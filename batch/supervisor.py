@@ -1,9 +1,7 @@
 """The supervisor: deals tasks to worker processes and writes what they finish.
 
 It knows which tasks each worker holds. A worker that dies or falls silent is replaced, and its
-tasks are dealt again from where their journal ends. Each of them is under suspicion then: a task
-that was held at two deaths is dealt alone, so that a third death names the task that causes it
-and the others go free.
+tasks are dealt again from where their journal ends; `task_queue` says in which order.
 
 A finished task is acknowledged to its worker only after its record is durable; records of
 several tasks share one sync.
@@ -16,7 +14,6 @@ import logging
 import os
 import queue
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,23 +26,20 @@ from batch.journal import Inflight, next_worker_number
 from batch.progress import Progress
 from batch.prompts import Task
 from batch.record import dump_record, make_record
-from batch.records import RecordFile, index_fields, load_index
+from batch.records import RecordFile, index_fields
 from batch.rows import opening_messages
 from batch.run_dir import RunDir
+from batch.standing import WORKER_DIED
+from batch.task_queue import TaskQueue
 from batch.wire import Deal, pack, unpack
 from batch.worker import WorkerSetup
 from batch.worker_process import Inbox, WorkerProcess
 
 log = logging.getLogger(__name__)
 
-DEATHS_ALONE = 2
-"""A task held at this many worker deaths is dealt with no other task beside it."""
-
-MAX_DEATHS = 3
-"""A task held at this many worker deaths is recorded as failed (worker_died)."""
-
 _TICK_S = 0.25
 _FAILED_STARTS = 3
+_START_TIMEOUT_S = 120.0
 _KILL_AFTER_GRACE_S = 5.0
 
 
@@ -67,17 +61,18 @@ class Supervisor:
         self._run_dir = run_dir
         self._config = config
         self._setup = setup
-        self._tasks = tasks
+        self._queue = TaskQueue(tasks, failures.deaths)
         self._records = records
         self._failures = failures
         self._inflight = inflight
         self._progress = progress
-        self._again: deque[Task] = deque()
-        self._suspects: deque[Task] = deque()
+        self._failed_now: set[bytes] = set()
+        """Tasks that failed in this start: their journals stay for the next one."""
         self._workers: list[WorkerProcess] = []
         self._inbox: Inbox = queue.SimpleQueue()
         self._numbers = itertools.count(next_worker_number(run_dir.inflight))
         self._failed_starts = 0
+        self._noted = False
         self._signals = 0
         self._stop_reason: str | None = None
         self._kill_at: float | None = None
@@ -109,15 +104,7 @@ class Supervisor:
     def _is_over(self) -> bool:
         if any(worker.held for worker in self._workers):
             return False
-        return self._stop_reason is not None or not self._has_work()
-
-    def _has_work(self) -> bool:
-        if self._again or self._suspects:
-            return True
-        for task in self._tasks:
-            self._again.append(task)
-            return True
-        return False
+        return self._stop_reason is not None or self._queue.is_empty()
 
     def _running(self) -> int:
         return sum(len(worker.held) for worker in self._workers)
@@ -184,6 +171,7 @@ class Supervisor:
                 failure = Failure(**header["failure"])
                 self._release(worker, bytes.fromhex(header["key"]))
                 self._failures.append(failure)
+                self._failed_now.add(bytes.fromhex(header["key"]))
                 self._progress.task_ended(failed=True)
                 self._progress.say(
                     f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
@@ -191,8 +179,15 @@ class Supervisor:
                 )
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
+            case "note":
+                self._note(header["message"])
             case "halt":
                 self._stop(header["message"])
+
+    def _note(self, message: str) -> None:
+        if not self._noted:
+            self._noted = True
+            self._progress.say(f"waiting for the endpoint: {message}")
 
     def _release(self, worker: WorkerProcess, key: bytes) -> None:
         worker.held.pop(key, None)
@@ -224,46 +219,45 @@ class Supervisor:
             self._progress.say(
                 f"{worker.process.name} died; its {len(worker.held)} tasks go on in another"
             )
-            self._read_journals_of_the_dead()
-        for key, (task, attempt) in worker.held.items():
-            self._suspect(key, task, attempt)
-        self._records.sync()
-        self._failures.sync()
+            self._take_over(worker)
         self._start_worker()
 
-    def _read_journals_of_the_dead(self) -> None:
-        done = load_index(self._run_dir.path)
-        self._inflight.read(
-            finished=done.__contains__, living=[worker.number for worker in self._workers]
+    def _take_over(self, worker: WorkerProcess) -> None:
+        """Deal the tasks of a dead worker again, or convict the one that it held alone."""
+        # What it finished must be durable before its journals are looked through.
+        self._records.sync()
+        self._inflight.add_worker(
+            worker.number, wanted=lambda key: key in worker.held or key in self._failed_now
         )
-
-    def _suspect(self, key: bytes, task: Task, attempt: int) -> None:
-        """A worker died while it held `task`: deal it again, at last alone, or give it up."""
-        failure = Failure(
-            task.id,
-            task.input_digest,
-            attempt,
-            "worker_died",
-            "the worker process died while this task was in flight",
-            died_with_worker=True,
-        )
-        self._failures.append(failure)
-        if self._failures.deaths[key] < DEATHS_ALONE:
-            self._again.append(task)
-        elif self._failures.deaths[key] < MAX_DEATHS:
-            self._suspects.append(task)
-        else:
-            opening = opening_messages(task.columns, self._config.system_prompt)
-            record = make_record(
-                task,
-                Trajectory(opening, self._inflight.events(key)),
-                status="failed",
-                failure=failure,
-                attempt=attempt,
-                provenance=self._setup.provenance,
+        for key, (task, attempt) in worker.held.items():
+            failure = Failure(
+                task.id,
+                task.input_digest,
+                attempt,
+                WORKER_DIED,
+                "the worker process died while this task was in flight",
             )
-            self._records.append(dump_record(record), index_fields(record))
-            self._progress.task_ended(failed=True)
+            self._failures.append(failure)
+            if worker.alone:
+                self._convict(key, task, failure)
+            else:
+                self._queue.put_back(task)
+        self._failures.sync()
+
+    def _convict(self, key: bytes, task: Task, failure: Failure) -> None:
+        opening = opening_messages(task.columns, self._config.system_prompt)
+        record = make_record(
+            task,
+            Trajectory(opening, self._inflight.events(key)),
+            status="failed",
+            failure=failure,
+            attempt=failure.attempt,
+            provenance=self._setup.provenance,
+        )
+        self._records.append(dump_record(record), index_fields(record))
+        self._records.sync()
+        self._inflight.finish(key)
+        self._progress.task_ended(failed=True)
 
     def _look_after_workers(self) -> None:
         now = time.monotonic()
@@ -274,7 +268,10 @@ class Supervisor:
                 worker.heard_at = now
         self._checked_at = now
         for worker in self._workers:
-            if now - worker.heard_at > self._config.heartbeat_timeout_s:
+            patience_s = self._config.heartbeat_timeout_s
+            if not worker.ready:
+                patience_s = max(patience_s, _START_TIMEOUT_S)
+            if now - worker.heard_at > patience_s:
                 log.warning("%s is silent and will be replaced", worker.process.name)
                 worker.heard_at = now
                 worker.process.kill()
@@ -289,38 +286,31 @@ class Supervisor:
             return
         hands: dict[WorkerProcess, list[Deal]] = {}
         while worker := self._worker_with_room():
-            task = self._next_task()
+            task = self._queue.next()
             if task is None:
                 break
             hands.setdefault(worker, []).append(self._hold(worker, task))
         for worker in self._workers:
-            if self._suspects and worker.ready and not worker.held and worker not in hands:
+            if worker.ready and not worker.held and (suspect := self._queue.next_suspect()):
                 worker.alone = True
-                hands[worker] = [self._hold(worker, self._suspects.popleft())]
+                hands[worker] = [self._hold(worker, suspect)]
         for worker, deals in hands.items():
             for first in range(0, len(deals), self._config.batch_size):
                 batch = deals[first : first + self._config.batch_size]
                 worker.send(pack("tasks", deals=batch))
 
     def _worker_with_room(self) -> WorkerProcess | None:
-        most = self._config.agents_per_worker
+        # Near the end every worker gets its share, so that none idles beside a full one.
+        share = -(-self._progress.left // self._config.num_workers)
+        most = min(self._config.agents_per_worker, max(1, share))
         able = [w for w in self._workers if w.ready and not w.alone and len(w.held) < most]
         return min(able, key=lambda worker: len(worker.held), default=None)
-
-    def _next_task(self) -> Task | None:
-        if self._again:
-            return self._again.popleft()
-        return next(self._tasks, None)
 
     def _hold(self, worker: WorkerProcess, task: Task) -> Deal:
         attempt = self._failures.attempts[task.key] + 1
         worker.held[task.key] = (task, attempt)
         return Deal(
-            id=task.id,
-            prompt_id=task.prompt_id,
-            sample=task.sample,
-            input_digest=task.input_digest,
-            columns=task.columns,
+            task=task._asdict(),
             attempt=attempt,
             deal=self._inflight.next_deal(task.key),
             events=self._inflight.events(task.key),

@@ -5,7 +5,8 @@ records cross the border as bytes and are never parsed on the way.
 
 Parent to worker:  tasks {"deals": [Deal…]} · durable {"keys": [hex…]} · stop {"grace_s"} · exit
 Worker to parent:  ready · alive {counters} · finished {"key", "fields", "failure"} + record
-                   · failed {"key", "failure"} · released {"key"} · halt {"message"}
+                   · failed {"key", "failure"} · released {"key"}
+                   · note {"message"} · halt {"message"}
 """
 
 from __future__ import annotations
@@ -20,11 +21,8 @@ from agent.messages import Event
 class Deal(TypedDict):
     """A task as it is dealt to a worker, with the events that were journaled for it before."""
 
-    id: str
-    prompt_id: str
-    sample: int
-    input_digest: str
-    columns: dict[str, Any]
+    task: dict[str, Any]
+    """The fields of a `Task`."""
     attempt: int
     deal: int
     """How often the task has been dealt, this time included."""

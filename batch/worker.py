@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ from typing import Any
 
 from agent.loop import run_agent, take_up
 from agent.messages import Event, Message
-from agent.models.errors import ModelError
+from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Completion, Model, ModelSettings
 from agent.models.names import SCRIPTED, open_model, read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
@@ -42,8 +43,9 @@ from batch.wire import Deal, no_counters, pack, unpack
 from toolsets.process import use_pidfd_watcher
 from toolsets.registry import resolve_toolsets, tools_of
 from toolsets.removal import remove_tree
-from toolsets.sandbox import Limits, make_sandbox
+from toolsets.sandbox import Limits, make_sandbox, sandbox_problem
 from toolsets.space import TaskSpace
+from toolsets.tool import HostError
 from toolsets.toolbox import Toolbox
 from toolsets.workspace import Workspace
 
@@ -63,7 +65,9 @@ class WorkerSetup:
     config: RunConfig
     settings: ModelSettings
     provenance: Provenance
-    script: tuple[ScriptedTurn, ...] | None
+    script: list[ScriptedTurn] | None
+    endpoint_proven: bool
+    """The endpoint has answered in an earlier start of this run."""
 
 
 class Stopped(Exception):
@@ -73,11 +77,14 @@ class Stopped(Exception):
 def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     """Entry point of a worker process."""
     die_with_parent(setup.parent_pid)
-    # The parent decides what a Ctrl-C or a scheduler's SIGTERM to the whole group means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The parent decides what a Ctrl-C, a scheduler's SIGTERM or a closed terminal means.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    allow_many_files()
     log_to(setup.run_dir / "run.log", setup.config.log_level)
     use_pidfd_watcher()
+    if setup.provenance.sandbox:
+        sandbox_problem(setup.provenance.sandbox)  # probes once, before there is a loop to block
     asyncio.run(Worker(connection, setup).serve())
 
 
@@ -96,6 +103,12 @@ def hide_environment() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
 
 
+def allow_many_files() -> None:
+    """Raise the soft limit of open files to the hard one: every conversation needs several."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def log_to(path: Path, level: str) -> None:
     """Log to `path`; the SDKs' own loggers, which quote requests, only from warnings on."""
     logging.basicConfig(
@@ -104,6 +117,7 @@ def log_to(path: Path, level: str) -> None:
         format="%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    logging.raiseExceptions = False  # a log that cannot be written must not stop the work
     for name in ("openai", "anthropic", "httpx2", "httpcore2", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -120,7 +134,10 @@ class Worker:
         )
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._not_durable: dict[bytes, TaskSpace] = {}
+        self._removals: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._answered = setup.endpoint_proven
+        self._told = False
         self._exit = asyncio.Event()
         self._counters = no_counters()
 
@@ -137,7 +154,9 @@ class Worker:
         )
         settings = self._setup.settings
         self._model = (
-            None if settings.api == SCRIPTED else open_model(settings, api_key=read_key(settings))
+            None
+            if settings.api == SCRIPTED
+            else open_model(settings, api_key=read_key(settings), on_retry=self._on_retry)
         )
         loop.add_reader(self._connection.fileno(), self._receive)
         self._send("ready")
@@ -150,6 +169,7 @@ class Worker:
             except TimeoutError:
                 continue
         loop.remove_reader(self._connection.fileno())
+        await asyncio.gather(*self._removals)
         if self._model is not None:
             await self._model.close()
         self._journal.close()
@@ -175,62 +195,76 @@ class Worker:
                 self._exit.set()
 
     def _start(self, deal: Deal) -> None:
-        task = Task(
-            deal["id"],
-            deal["prompt_id"],
-            deal["sample"],
-            deal["input_digest"],
-            deal["columns"],
-        )
+        task = Task(**deal["task"])
         self._running[task.key] = asyncio.create_task(self._run(task, deal))
 
     async def _run(self, task: Task, deal: Deal) -> None:
-        """Run one task to its end, whatever that is; nothing escapes to the other tasks."""
+        """Run one task and tell the parent how it went: whatever happens, it must hear of it."""
+        try:
+            message = await self._carry_out(task, deal)
+        except (Stopped, asyncio.CancelledError):
+            message = pack("released", key=task.key.hex())
+        except (StorageError, HostError) as error:
+            self._halt(str(error))
+            message = pack("released", key=task.key.hex())
+        except Exception as error:
+            log.exception("%s: a defect of this program", task.id)
+            trace = "".join(traceback.format_exception(error))
+            failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
+            message = pack("failed", key=task.key.hex(), failure=failure._asdict())
+        self._running.pop(task.key, None)
+        self._outbox.put(message)
+
+    async def _carry_out(self, task: Task, deal: Deal) -> bytes:
+        """Run one task; give the message that says how it ended, with its record if there is one.
+
+        Raises what `_run` has to sort out.
+        """
         workspace = Workspace(self._setup.run_dir / "workspaces" / task.key.hex())
         space = TaskSpace(workspace, self._sandbox_for(workspace))
         trajectory = Trajectory(
             opening_messages(task.columns, self._config.system_prompt), deal["events"]
         )
-        ending = failure = None
+        status: Status = "failed"
+        failure = None
         try:
-            ending = await self._converse(task, deal, trajectory, space)
-        except (Stopped, asyncio.CancelledError):
-            pass
-        except StorageError as error:
-            self._halt(str(error))
+            if not deal["events"]:
+                # What a conversation left whose journal was lost is not this one's.
+                await asyncio.to_thread(remove_tree, workspace.root)
+            status = await self._converse(task, deal, trajectory, space)
         except ModelError as error:
-            if error.action == "stop_run":
-                self._halt(f"{self._setup.settings.base_url}: {error}")
-            else:
-                failure = _failure(task, deal, error.kind, str(error))
-        except Exception as error:
-            log.exception("task %s failed by a defect of this program", task.id)
-            message = "".join(traceback.format_exception(error))
-            failure = _failure(task, deal, "internal", message)
-        await space.close(remove=False)
-        self._running.pop(task.key, None)
-        if ending is None and failure is None:
-            self._send("released", key=task.key.hex())
-            return
+            if self._is_the_endpoints(error):
+                self._halt(f"{self._setup.settings.base_url}: {error.kind}: {error}")
+                raise Stopped from error
+            failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
+        finally:
+            await space.close(remove=False)
+        log.info("%s: %s after %d turns", task.id, status, trajectory.turns)
         if failure and deal["attempt"] < self._config.max_attempts:
-            self._send("failed", key=task.key.hex(), failure=failure._asdict())
-            return
+            return pack("failed", key=task.key.hex(), failure=failure._asdict())
         record = make_record(
             task,
             trajectory,
-            status=ending or "failed",
+            status=status,
             failure=failure,
             attempt=deal["attempt"],
             provenance=self._setup.provenance,
         )
+        line = dump_record(record)
         self._not_durable[task.key] = space
-        self._send(
+        return pack(
             "finished",
-            dump_record(record),
+            line,
             key=task.key.hex(),
             fields=index_fields(record),
             failure=failure and failure._asdict(),
         )
+
+    def _is_the_endpoints(self, error: ModelError) -> bool:
+        """Whether a failure stops the run rather than the task alone."""
+        if error.action == "stop_run":
+            return True
+        return not self._answered and error.kind in SAYS_MORE_OF_THE_ENDPOINT
 
     async def _converse(
         self, task: Task, deal: Deal, trajectory: Trajectory, space: TaskSpace
@@ -262,6 +296,7 @@ class Worker:
 
     def _count(self, event: Event) -> None:
         if event["kind"] == "reply":
+            self._answered = True
             usage = event["usage"]
             self._counters["turns"] += 1
             if usage is not None:
@@ -292,13 +327,21 @@ class Worker:
         self._journal.finish(key)
         space = self._not_durable.pop(key, None)
         if space is not None and space.workspace.root.exists():
-            loop = asyncio.get_running_loop()
-            loop.run_in_executor(None, remove_tree, space.workspace.root)
+            removal = asyncio.create_task(space.close(remove=True))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
 
     def _abandon(self) -> None:
         """Grace is over: what runs now is repeated by the next start."""
         for task in self._running.values():
             task.cancel()
+
+    def _on_retry(self, words: str) -> None:
+        """Log every retry; tell the user of the first while the endpoint has never answered."""
+        log.info("%s: %s", self._setup.settings.base_url, words)
+        if not self._answered and not self._told:
+            self._told = True
+            self._send("note", message=f"{self._setup.settings.base_url}: {words}")
 
     def _halt(self, message: str) -> None:
         """Ask the parent to stop the run; conversations rest until it is taken up again."""
@@ -333,7 +376,3 @@ class _Gate:
 
     async def close(self) -> None:
         """The worker closes the model."""
-
-
-def _failure(task: Task, deal: Deal, kind: str, message: str) -> Failure:
-    return Failure(task.id, task.input_digest, deal["attempt"], kind, message)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import threading
 import time
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -15,6 +17,24 @@ from batch.worker import WorkerSetup, worker_main
 
 Inbox = queue.SimpleQueue[tuple["WorkerProcess | None", bytes | None]]
 """What workers say, in order: (worker, message), (worker, None) once it is gone."""
+
+
+_TRACKER_NEEDS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+
+
+def start_tracker_without_secrets() -> None:
+    """Start the helper process of `multiprocessing` with an environment that holds no keys.
+
+    It inherits the environment of whoever starts it, and unlike ours it can be read by every
+    process of this user.
+    """
+    environment = dict(os.environ)
+    try:
+        for name in environment.keys() - set(_TRACKER_NEEDS):
+            del os.environ[name]
+        resource_tracker.ensure_running()
+    finally:
+        os.environ.update(environment)
 
 
 @dataclass(eq=False)
@@ -38,6 +58,7 @@ class WorkerProcess:
     @classmethod
     def start(cls, setup: WorkerSetup, inbox: Inbox) -> WorkerProcess:
         """Start a process for `setup`; what it says goes to `inbox`."""
+        start_tracker_without_secrets()
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(

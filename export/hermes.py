@@ -40,6 +40,8 @@ _OPENS_REASONING = re.compile(r"\s*<(?:think|thinking|reasoning|REASONING_SCRATC
 _MAX_DEPTH = 100
 """Deepest JSON that is written as JSON: widely used readers refuse more than 128 levels."""
 
+_MAX_COLUMN_CHARS = 1000
+
 _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels"
 
 _SQUARE = bytes.maketrans(b"{}", b"[]")
@@ -78,6 +80,8 @@ def to_row(record: Mapping[str, Any]) -> dict[str, Any]:
         "tool_stats": tool_stats,
         "reasoning": {"assistant_turns": len(said), "with_reasoning": with_reasoning},
         "usage": record["usage"],
+        "interrupted_calls": sum(len(resume["interrupted"]) for resume in record["resumes"]),
+        "columns": _small_columns(record["row"]),
         "sandbox": record["sandbox"],
         "seed": record["seed"],
         "config_digest": record["config_digest"],
@@ -93,6 +97,17 @@ def to_row(record: Mapping[str, Any]) -> dict[str, Any]:
         "num_tool_calls": sum(stats["count"] for stats in tool_stats),
         "has_reasoning": with_reasoning > 0,
         "metadata": _write_json(metadata),
+    }
+
+
+def _small_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataset's own columns that one can filter by; long ones stay in the record."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("prompt", "script")
+        and (value is None or isinstance(value, bool | int | float | str))
+        and (not isinstance(value, str) or len(value) <= _MAX_COLUMN_CHARS)
     }
 
 

@@ -21,8 +21,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import orjson
 
+from batch.errors import EnvironmentStop
 from batch.failures import load_failed_attempts
-from batch.files import StorageError, replace_file, sync_directory
+from batch.files import StorageError, replace_file, sync_directory, temporary_for
 from batch.prompts import Scan, tasks
 from batch.records import Entry, load_index
 from export.hermes import dumps_row, to_row
@@ -37,7 +38,7 @@ _HOLDS: dict[Place, str] = {
 }
 
 
-class Sorted(NamedTuple):
+class Routed(NamedTuple):
     """Where one record goes, and the line that goes there."""
 
     place: Place
@@ -62,7 +63,7 @@ class _Output:
         self.size += len(line)
 
 
-def sort_record(record: dict[str, Any]) -> Sorted:
+def route(record: dict[str, Any]) -> Routed:
     """Decide where a record goes and render its line."""
     if record["status"] == "failed":
         error = record["error"]
@@ -71,11 +72,13 @@ def sort_record(record: dict[str, Any]) -> Sorted:
         row = to_row(record)
     except Rejected as rejected:
         return _reject(record, rejected.reason.value, rejected.detail)
-    return Sorted("training" if row["completed"] else "partial", dumps_row(row), None)
+    return Routed("training" if row["completed"] else "partial", dumps_row(row), None)
 
 
 def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
-    """Write all files of a run from its records. Raises `StorageError`.
+    """Write all files of a run from its records.
+
+    Raises `StorageError`, and `EnvironmentStop` where a record has become unreadable.
 
     Tasks without a record are in no file; the manifest counts them as failed (an attempt failed
     and the next start tries again) or as pending.
@@ -104,12 +107,15 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
                 if entry is None:
                     to_retry += task.key in failed_attempts
                     continue
-                sorted_record = sort_record(_read(records, entry))
-                outputs[sorted_record.place].write(sorted_record.line)
-                if sorted_record.reason is not None:
-                    reasons[sorted_record.reason] += 1
+                place, line, reason = route(_read(records, entry, task.id))
+                outputs[place].write(line)
+                if reason is not None:
+                    reasons[reason] += 1
     except OSError as error:
-        msg = f"{exports}: cannot write the training files: {error.strerror or error}"
+        msg = (
+            f"{exports}: cannot write the training files: {error.strerror or error}. The records "
+            "are safe; make room and run the same command again."
+        )
         raise StorageError(msg) from error
     written = sum(output.rows for output in outputs.values())
     manifest = {
@@ -140,15 +146,15 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
     )
 
 
-def _reject(record: dict[str, Any], reason: str, detail: str) -> Sorted:
+def _reject(record: dict[str, Any], reason: str, detail: str) -> Routed:
     line = {"id": record["id"], "status": record["status"], "reason": reason, "detail": detail}
-    return Sorted("rejects", orjson.dumps(line) + b"\n", reason)
+    return Routed("rejects", orjson.dumps(line) + b"\n", reason)
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[_Output]:
     """A file that takes the place of `path` only if all went well."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_for(path)
     try:
         with temporary.open("wb", buffering=1 << 20) as file:
             output = _Output(path, file)
@@ -172,10 +178,22 @@ def _records(run_dir: Path) -> Iterator[BinaryIO | None]:
         yield file
 
 
-def _read(records: BinaryIO | None, entry: Entry) -> dict[str, Any]:
+def _read(records: BinaryIO | None, entry: Entry, task_id: str) -> dict[str, Any]:
     if records is None:
         msg = "records.jsonl vanished while it was read"
         raise OSError(msg)
     records.seek(entry.offset)
-    record: dict[str, Any] = orjson.loads(records.read(entry.length))
+    try:
+        record: dict[str, Any] = orjson.loads(records.read(entry.length))
+        if record["id"] != task_id:
+            raise ValueError(task_id)
+    except (ValueError, TypeError, KeyError) as error:
+        # Without its index the file is read whole at the next start, and what is unreadable in
+        # it is set aside.
+        Path(records.name).with_suffix(".idx").unlink(missing_ok=True)
+        msg = (
+            f"{records.name}: the record at byte {entry.offset} is unreadable. Run the same "
+            "command again: it sets the record aside and runs its task again."
+        )
+        raise EnvironmentStop(msg) from error
     return record

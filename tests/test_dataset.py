@@ -46,6 +46,7 @@ def all_tasks(path: Path, num_samples: int = 1, max_samples: int | None = None) 
         ),
         (b'{"prompt": "a", "n": 1234567890123456789012345}', "does not fit 64 bits"),
         (b'{"prompt": "a", "script": [{"contents": "b"}]}', "script.0.contents"),
+        (b'{"prompt": "a", "x": ' + b"[" * 260 + b"]" * 260 + b"}", "nested deeper than 100"),
         (b'{"prompt": ' + b"[" * 2000, "not JSON"),
     ],
 )
@@ -53,7 +54,7 @@ def test_a_bad_line_has_a_reason_and_stops_nothing(
     tmp_path: Path, line: bytes, reason: str
 ) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "before"}, line, {"prompt": "after"})
-    rows = list(read_rows(path))
+    rows = list(read_rows(path, scripts="allowed"))
     assert isinstance(rows[0], Row)
     assert isinstance(rows[1], BadRow)
     assert isinstance(rows[2], Row)
@@ -100,7 +101,7 @@ def test_a_missing_file_and_a_directory_are_errors(tmp_path: Path) -> None:
         scan(tmp_path, max_samples=None)
 
 
-def test_own_ids_are_kept_where_they_are_unique(tmp_path: Path) -> None:
+def test_own_ids_are_kept_and_repeated_ones_are_counted(tmp_path: Path) -> None:
     path = write(
         tmp_path / "p.jsonl",
         {"id": "one", "prompt": "a"},
@@ -110,9 +111,23 @@ def test_own_ids_are_kept_where_they_are_unique(tmp_path: Path) -> None:
         {"id": "", "prompt": "e"},
     )
     ids = [task.id for task in all_tasks(path)]
-    assert ids[:2] == ["one", "2"]
-    assert all(id.startswith("row-") for id in ids[2:])
-    assert len(set(ids)) == 5
+    assert ids[:4] == ["one", "2", "same", "same#2"]
+    assert ids[4].startswith("row-")
+
+
+def test_appending_a_row_with_a_used_id_renames_nobody(tmp_path: Path) -> None:
+    """Nor does raising --max_samples so that it comes into view: finished work stays finished."""
+    rows = [{"id": "k", "prompt": "a"}, {"id": "l", "prompt": "b"}, {"id": "k", "prompt": "c"}]
+    path = write(tmp_path / "p.jsonl", *rows)
+    before = {task.key for task in all_tasks(path, max_samples=2)}
+    assert before < {task.key for task in all_tasks(path)}
+
+
+def test_a_column_called_script_is_only_read_by_the_scripted_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "x", "script": "echo hi"})
+    assert len(all_tasks(path)) == 1
+    with pytest.raises(DatasetError, match="script: "):
+        scan(path, max_samples=None, scripts="allowed")
 
 
 def test_equal_rows_are_tasks_of_their_own(tmp_path: Path) -> None:

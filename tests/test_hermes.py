@@ -88,7 +88,7 @@ def record_of(*messages: dict[str, Any], **changes: Any) -> dict[str, Any]:
     replies = sum(message["role"] == "assistant" for message in messages)
     return {
         "id": "row-1-0",
-        "row": {"prompt": "Go."},
+        "row": {"prompt": "Go.", "source": "mine", "long": "y" * 2000, "rows": [1]},
         "messages": list(messages),
         "tools": [TEMP],
         "status": "completed",
@@ -106,6 +106,7 @@ def record_of(*messages: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "seed": 7,
         "sandbox": None,
         "prompt_id": "row-1",
+        "resumes": [{"interrupted": ["c1"]}],
         "config_digest": "d1",
         "schema_version": 1,
     } | changes
@@ -195,6 +196,7 @@ class TestWorkedExample:
             ' "sample": 0, "toolsets": ["weather"], "tool_stats": [{"tool": "temp", "count": 3,'
             ' "success": 2, "failure": 1}], "reasoning": {"assistant_turns": 3,'
             ' "with_reasoning": 2}, "usage": {"input_tokens": 10, "output_tokens": null},'
+            ' "interrupted_calls": 1, "columns": {"source": "mine"},'
             ' "sandbox": null, "seed": 7, "config_digest": "d1"}'
         )
         assert line.decode() == (

@@ -195,6 +195,18 @@ def test_an_interrupted_call_is_not_repeated_unless_its_tool_allows_it(tmp_path:
     assert resumed.resumes[0]["interrupted"] == ["call_1_0"]
 
 
+def test_calls_behind_an_interrupted_one_had_not_begun_and_are_run(tmp_path: Path) -> None:
+    """Calls that change the workspace run one after the other, so only the first can have run."""
+    first, second = (call("terminal", command=f"echo {n} >> log") for n in (1, 2))
+    script = [{"tool_calls": [first, second]}, {"content": "done"}]
+    _, _, events = play(tmp_path / "w", script, toolset="terminal")
+    (tmp_path / "w" / "log").unlink()
+    resumed, status, _ = play(tmp_path / "w", script, past=events[:1], toolset="terminal")
+    assert status == "completed"
+    assert [message["is_error"] for message in resumed.messages[2:4]] == [True, False]
+    assert (tmp_path / "w" / "log").read_text() == "2\n"
+
+
 def test_a_finished_conversation_that_is_resumed_asks_for_nothing(tmp_path: Path) -> None:
     """Killed between the last reply and the record: no model call is needed any more."""
     _, _, events = play(tmp_path / "w", SCRIPT)

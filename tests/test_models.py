@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, datetime
 from typing import Any
 
@@ -63,8 +64,11 @@ def test_openai_reasoning_is_found_under_every_name_and_goes_back(message: Any) 
 
 
 def test_openai_reasoning_goes_back_as_reasoning_content() -> None:
-    sent = openai_chat.to_api(openai_reply({"content": "hi", "reasoning": "why"}).message)
+    """Where it did not come from this API; what came from it goes back in its own field alone."""
+    sent = openai_chat.to_api(Message(role="assistant", content="hi", reasoning="why"))
     assert sent["reasoning_content"] == "why"
+    own = openai_chat.to_api(openai_reply({"content": "hi", "reasoning": "why"}).message)
+    assert own == {"role": "assistant", "content": "hi", "reasoning": "why"}
 
 
 def test_openai_messages_carry_nothing_of_ours() -> None:
@@ -107,6 +111,8 @@ def test_openai_arguments_are_kept_as_text() -> None:
         b'{"choices": [{"message": {"tool_calls": "x"}, "finish_reason": "stop"}]}',
         b'{"choices": [{"message": {"tool_calls": [1]}, "finish_reason": "stop"}]}',
         b'{"error": {"message": "boom"}}',
+        b'{"choices": ' + b"[" * 300 + b"]" * 300 + b"}",
+        b'{"a": "\\ud83d", "n": 123456789012345678901234567890}',
     ],
 )
 def test_an_incomplete_openai_reply_is_malformed_and_never_a_result(body: bytes) -> None:
@@ -191,6 +197,33 @@ def test_anthropic_thinking_goes_back_verbatim_and_in_order() -> None:
     assert body["messages"] == [{"role": "assistant", "content": list(blocks)}]
 
 
+def test_anthropic_text_of_white_space_does_not_go_back() -> None:
+    """The API gives such blocks before a tool call, and refuses to take them."""
+    blank = {"type": "text", "text": "\n\n"}
+    for blocks in ([THINKING, blank, TOOL_USE], [blank, TOOL_USE]):
+        read = anthropic_reply(*blocks, stop="tool_use").message
+        (sent,) = anthropic_messages.request_body(SETTINGS, [read], [])["messages"]
+        assert blank not in sent["content"]
+
+
+def test_an_openai_refusal_is_a_refusal_and_its_words_are_kept() -> None:
+    reply = openai_reply({"content": None, "refusal": "I cannot help with that."})
+    assert (reply.finish_reason, reply.message["content"]) == (
+        "refusal",
+        "I cannot help with that.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [("https://api.openai.com/v1", "max_completion_tokens"), ("http://h/v1", "max_tokens")],
+)
+def test_the_bound_on_tokens_has_the_name_that_the_endpoint_knows(url: str, key: str) -> None:
+    settings = resolve("openai:m", base_url=url)
+    body = openai_chat.request_body(dataclasses.replace(settings, max_tokens=5), [], [])
+    assert body[key] == 5
+
+
 def test_anthropic_body_has_system_beside_and_results_together() -> None:
     messages = [
         Message(role="system", content="be brief"),
@@ -237,29 +270,37 @@ def test_anthropic_input_tokens_include_what_was_cached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "kind"),
+    ("status", "code", "message", "kind"),
     [
-        (400, "bad", "bad_request"),
-        (400, "This model's maximum context length is 8192 tokens", "context_exceeded"),
-        (400, "prompt is too long: 250000 tokens", "context_exceeded"),
-        (400, "Your credit balance is too low", "no_credit"),
-        (401, "", "auth"),
-        (402, "", "no_credit"),
-        (403, "", "auth"),
-        (403, "input was flagged", "bad_request"),
-        (404, "", "not_found"),
-        (408, "", "overloaded"),
-        (409, "", "overloaded"),
-        (413, "", "bad_request"),
-        (422, "", "bad_request"),
-        (429, "", "rate_limited"),
-        (429, '{"error": {"code": "insufficient_quota"}}', "no_credit"),
-        (500, "", "overloaded"),
-        (529, "", "overloaded"),
+        (400, "", "bad", "bad_request"),
+        (400, "", "how do I read my billing details?", "bad_request"),
+        (400, "", "This model's maximum context length is 8192 tokens", "context_exceeded"),
+        (400, "", "prompt is too long: 250000 tokens", "context_exceeded"),
+        (400, "", "input length and max_tokens exceed context limit", "context_exceeded"),
+        (400, "", "the request exceeds the available context size", "context_exceeded"),
+        (400, "context_length_exceeded", "x", "context_exceeded"),
+        (400, "", "Your credit balance is too low to access the API", "no_credit"),
+        (401, "", "", "auth"),
+        (402, "", "", "no_credit"),
+        (403, "", "", "forbidden"),
+        (404, "", "", "not_found"),
+        (408, "", "", "overloaded"),
+        (409, "", "", "overloaded"),
+        (413, "", "", "bad_request"),
+        (422, "", "", "bad_request"),
+        (429, "", "", "rate_limited"),
+        (429, "rate_limit_exceeded", "add a payment method under account/billing", "rate_limited"),
+        (429, "insufficient_quota", "You exceeded your current quota", "no_credit"),
+        (500, "", "", "overloaded"),
+        (529, "", "", "overloaded"),
     ],
 )
-def test_the_kind_of_an_http_error(status: int, body: str, kind: str) -> None:
-    assert kind_of_status(status, body) == kind
+def test_the_kind_of_an_http_error(status: int, code: str, message: str, kind: str) -> None:
+    assert kind_of_status(status, code, message) == kind
+
+
+def test_an_error_message_holds_nothing_that_a_terminal_obeys() -> None:
+    assert str(ModelError("bad_request", "a\x1b[31mb\x00c\nd")) == "a [31mb c d"
 
 
 def test_every_kind_has_a_rule_with_words() -> None:
@@ -361,6 +402,13 @@ def test_a_price_is_known_or_none_and_never_zero_by_default() -> None:
     assert known > 0
     assert price(reply, resolve("my-own-model", base_url="http://h/v1")) is None
     assert price(openai_reply({"content": "x"}), resolve("openai:gpt-4o")) is None
+    odd = {
+        "prompt_tokens": 1,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 9},
+    }
+    contradictory = openai_reply({"content": "x"}, usage=odd)
+    assert price(contradictory, resolve("openai:gpt-4o")) is None
 
 
 @pytest.mark.parametrize(

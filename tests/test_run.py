@@ -19,6 +19,7 @@ from benchmarks.fake_endpoint import FakeEndpoint
 from tests.running import (
     ROOT,
     WRITE_A_NOTE,
+    command,
     ids,
     lines,
     run,
@@ -37,6 +38,7 @@ RUN = {
     "enabled_toolsets": "file",
     "num_workers": 2,
     "heartbeat_timeout_s": 20,
+    "grace_s": 20,
 }
 
 
@@ -202,7 +204,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, how: signal.Sig
     """The run finishes by itself, and every record is there once."""
     write_prompts(tmp_path / "p.jsonl", 40)
     with FakeEndpoint(turns=4, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
-        given = options(endpoint, batch_size=5, heartbeat_timeout_s=3)
+        given = options(endpoint, batch_size=5, heartbeat_timeout_s=5)
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 20)
             os.kill(workers_of(process.pid)[0], how)
@@ -314,21 +316,207 @@ def test_passing_faults_are_waited_out(tmp_path: Path) -> None:
 def test_failed_attempts_are_told_retried_by_the_next_start_and_given_up_at_last(
     tmp_path: Path,
 ) -> None:
-    write_prompts(tmp_path / "p.jsonl", 3)
+    write_prompts(tmp_path / "p.jsonl", 1)
+    with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
+        assert run(tmp_path, **options(endpoint)).returncode == 0, "the endpoint has answered once"
+    write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=1, latency_s=0.0, faults={"http500": 1.0}) as endpoint:
         given = options(endpoint, call_attempts=1, max_attempts=2)
         for start in (1, 2):
             done = run(tmp_path, **given)
             assert done.returncode == 1
             assert summary(tmp_path)["failed"] == 3
+            assert summary(tmp_path)["to_retry"] == (3 if start == 1 else 0)
             assert endpoint.journal()["requests"] == 3 * start
         assert run(tmp_path, **given).returncode == 1
         assert endpoint.journal()["requests"] == 6, "what is given up is not asked for again"
-    assert {record["error"]["class"] for record in lines(records(tmp_path))} == {"overloaded"}
+        assert_sums_agree(tmp_path)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         assert run(tmp_path, **options(endpoint, max_attempts=3)).returncode == 0
-    assert summary(tmp_path)["done"] == 3
+    assert summary(tmp_path)["done"] == 4
     assert_sums_agree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "path", "words"),
+    [
+        ("down", "", "connection: Connect"),
+        ("http500", "", "overloaded: HTTP 500"),
+        ("none", "/nowhere", "not_found: HTTP 404"),
+    ],
+)
+def test_an_endpoint_that_never_answered_stops_the_run(
+    tmp_path: Path, fault: str, path: str, words: str
+) -> None:
+    """A wrong URL or a server that is not up must not use up the attempts of all prompts."""
+    write_prompts(tmp_path / "p.jsonl", 50)
+    endpoint = FakeEndpoint(
+        turns=1, latency_s=0.0, faults={"http500": 1.0} if fault == "http500" else {}
+    )
+    with endpoint:
+        given = options(endpoint, call_attempts=1, base_url=endpoint.openai_url + path)
+        if fault != "down":
+            done = run(tmp_path, **given)
+    if fault == "down":
+        done = run(tmp_path, **given)
+    assert done.returncode == 4
+    assert words in done.stderr
+    assert (summary(tmp_path)["pending"], summary(tmp_path)["failed"]) == (50, 0)
+
+
+def test_passing_failures_fail_their_tasks_once_the_endpoint_has_answered(tmp_path: Path) -> None:
+    """After the first answer of a run, a failed call says something of its task."""
+    write_prompts(tmp_path / "p.jsonl", 10)
+    with FakeEndpoint(turns=2, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
+        run(tmp_path, **options(endpoint))
+    write_prompts(tmp_path / "p.jsonl", 40)
+    with FakeEndpoint(turns=2, latency_s=0.0, faults={"disconnect": 0.2}, **WRITE_A_NOTE) as fake:
+        done = run(tmp_path, **options(fake, call_attempts=1))
+    assert done.returncode == 1
+    assert 0 < summary(tmp_path)["failed"] < 30
+    assert summary(tmp_path)["pending"] == 0
+    assert set(summary(tmp_path)["failures"]) == {"connection"}
+
+
+def test_deaths_over_several_starts_convict_nobody_that_was_not_alone(tmp_path: Path) -> None:
+    """An operator who kills workers must not make failed records of what they held."""
+    write_prompts(tmp_path / "p.jsonl", 4)
+    with FakeEndpoint(turns=6, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = options(endpoint, num_workers=1)
+        for start in range(3):
+            with started(tmp_path, **given) as process:
+                asked = endpoint.journal()["requests"]
+                wait_until(lambda: endpoint.journal()["requests"] >= asked + 4)  # noqa: B023
+                if workers := workers_of(process.pid):
+                    os.kill(workers[0], signal.SIGKILL)
+                killed = len(workers)
+                asked = endpoint.journal()["requests"]
+                if start < 2:
+                    wait_until(lambda: endpoint.journal()["requests"] > asked)  # noqa: B023
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.wait(timeout=60)
+            assert killed
+        assert endpoint.journal()["repeated"] <= 6 * 4
+    assert {record["status"] for record in lines(records(tmp_path))} == {"completed"}
+    assert len(lines(records(tmp_path))) == 4
+
+
+def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> None:
+    """They may have gone on in a worker that was started before it: order is not by worker."""
+    write_prompts(tmp_path / "p.jsonl", 12)
+    with FakeEndpoint(turns=12, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = options(endpoint, num_workers=3, batch_size=12)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["replies"] >= 36)
+            os.kill(max(workers_of(process.pid)), signal.SIGKILL)
+            wait_until(lambda: endpoint.journal()["replies"] >= 72)
+            os.killpg(process.pid, signal.SIGKILL)
+        assert run(tmp_path, **given).returncode == 0
+        assert endpoint.journal()["repeated"] <= 4 + 12
+    for record in lines(records(tmp_path)):
+        assert [turn["turn"] for turn in record["turns"]] == list(range(1, 13))
+
+
+def test_a_closed_terminal_stops_in_good_order(tmp_path: Path) -> None:
+    """SIGHUP goes to the whole group; running turns are finished and journaled all the same."""
+    write_prompts(tmp_path / "p.jsonl", 8)
+    with FakeEndpoint(turns=3, latency_s=0.3, **WRITE_A_NOTE) as endpoint:
+        with started(tmp_path, **options(endpoint)) as process:
+            wait_until(lambda: endpoint.journal()["in_flight"] >= 8)
+            os.killpg(process.pid, signal.SIGHUP)
+            assert process.wait(timeout=30) == 128 + signal.SIGHUP
+        assert "8 under way" in (tmp_path / "output.txt").read_text()
+        assert run(tmp_path, **options(endpoint)).returncode == 0
+        assert endpoint.journal()["requests"] == 24
+
+
+def test_damage_that_the_index_does_not_see_is_repaired_by_the_next_start(tmp_path: Path) -> None:
+    """A power loss can leave zeros where a record was."""
+    write_prompts(tmp_path / "p.jsonl", 3)
+    with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
+        run(tmp_path, **options(endpoint))
+        first, second, third = records(tmp_path).read_bytes().splitlines(keepends=True)
+        records(tmp_path).write_bytes(first + b"\0" * (len(second) - 1) + b"\n" + third)
+        damaged = run(tmp_path, **options(endpoint))
+        assert damaged.returncode == 4
+        assert "is unreadable. Run the same command again" in damaged.stderr
+        assert "Traceback" not in damaged.stderr
+        assert run(tmp_path, **options(endpoint)).returncode == 0
+        assert endpoint.journal()["requests"] == 4
+    assert len(set(ids(records(tmp_path)))) == 3
+    assert_sums_agree(tmp_path)
+
+
+def test_records_without_a_run_json_are_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    given = {**RUN, "model": "scripted"}
+    run(tmp_path, **given)
+    (records(tmp_path).parent / "run.json").unlink()
+    refused = run(tmp_path, **given)
+    assert refused.returncode == 2
+    assert "no run.json" in refused.stderr
+
+
+def test_strange_files_in_the_run_directory_stop_nothing(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    given = {**RUN, "model": "scripted"}
+    run(tmp_path, **given)
+    (records(tmp_path).parent / "workspaces" / ".DS_Store").touch()
+    (records(tmp_path).parent / ".run.json.1.tmp").touch()
+    assert run(tmp_path, **given).returncode == 0
+    assert not (records(tmp_path).parent / ".run.json.1.tmp").exists()
+
+
+def test_a_conversation_that_begins_anew_finds_an_empty_workspace(tmp_path: Path) -> None:
+    """What is left of one whose journal was lost belongs to nobody."""
+    look = {"name": "list_files", "arguments": {}}
+    write_rows(
+        tmp_path / "p.jsonl",
+        {"prompt": "x", "script": [{"tool_calls": [look]}, {"content": "y"}]},
+    )
+    given = {**RUN, "model": "scripted"}
+    run(tmp_path, **given)
+    (record,) = lines(records(tmp_path))
+    from batch.prompts import task_key
+
+    key = task_key(record["id"], record["input_digest"]).hex()
+    left = records(tmp_path).parent / "workspaces" / key
+    for name in ("records.jsonl", "records.idx"):
+        (records(tmp_path).parent / name).unlink()
+    left.mkdir()
+    (left / "stale").touch()
+    run(tmp_path, **given)
+    (record,) = lines(records(tmp_path))
+    assert record["messages"][2]["content"] == "[no files]"
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", ">/dev/full", "2>/dev/full"])
+def test_a_run_without_anybody_who_listens_is_not_lost(tmp_path: Path, closed: str) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]}, {})
+    line = " ".join(command(**{**RUN, "model": "scripted"})) + " " + closed
+    assert subprocess.run(["sh", "-c", line], cwd=tmp_path).returncode == 0
+    assert len(ids(tmp_path / "trajectories" / "r.jsonl")) == 1
+
+
+def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path) -> None:
+    """The helper process of multiprocessing would inherit it, and is readable by this user."""
+    write_prompts(tmp_path / "p.jsonl", 1)
+    canary = b"canary-in-environment"
+    os.environ["MY_KEY"] = canary.decode()
+    try:
+        with (
+            FakeEndpoint(turns=1, latency_s=60.0) as endpoint,
+            started(tmp_path, **{**options(endpoint), "key_env": "MY_KEY"}) as process,
+        ):
+            wait_until(lambda: endpoint.journal()["in_flight"] == 1)
+            others = set(session_of(process.pid)) - {process.pid, *workers_of(process.pid)}
+            assert others, "the helper process is there"
+            for pid in others:
+                assert canary not in Path(f"/proc/{pid}/environ").read_bytes()
+    finally:
+        del os.environ["MY_KEY"]
 
 
 def test_endings_are_sorted_into_their_files(tmp_path: Path) -> None:
@@ -438,7 +626,7 @@ def test_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
     done = run(tmp_path, "--dry-run", **{**RUN, "model": "scripted"}, num_samples=3)
     assert done.returncode == 0
-    assert "1 x 3 = 3" in done.stdout
+    assert "1 prompts x 3 samples = 3" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 

@@ -15,7 +15,13 @@ import pytest
 from agent.messages import Event
 from batch.failures import Failure, FailureFile, load_failed_attempts
 from batch.files import AppendFile, StorageError, repair_tail, replace_file
-from batch.journal import Inflight, JournalWriter, next_worker_number, usable_prefix
+from batch.journal import (
+    Inflight,
+    JournalWriter,
+    next_worker_number,
+    turns_under_way,
+    usable_prefix,
+)
 from batch.prompts import task_key
 from batch.records import RecordFile, index_fields, load_index
 from batch.rows import BadRow
@@ -32,6 +38,8 @@ def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, 
         "tool_calls": [],
         "usage": None,
         "cost_usd": None,
+        "messages": [],
+        "tools": [],
         "text": "x" * 50,
     }
 
@@ -102,7 +110,22 @@ def test_a_torn_last_record_is_set_aside_and_nothing_is_glued_to_it(
     assert len(list((records / "quarantine").iterdir())) == 1
 
 
-@pytest.mark.parametrize("garbage", [b"\0" * 500, b"not json\n", b"[]\n", b'{"id": "a"}\n'])
+ODD_RECORDS = [
+    {**record("x"), **odd}
+    for odd in ({"status": 3}, {"cost_usd": "free"}, {"messages": None}, {"error": 1}, {"id": 1})
+]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\0" * 500,
+        b"not json\n",
+        b"[]\n",
+        b'{"id": "a"}\n',
+        *[orjson.dumps(odd) + b"\n" for odd in ODD_RECORDS],
+    ],
+)
 def test_unreadable_records_are_set_aside_and_the_rest_stays(records: Path, garbage: bytes) -> None:
     path = records / "records.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -196,12 +219,8 @@ def journal(
 
 def read_back(path: Path, task: str) -> list[Event]:
     inflight = Inflight(path)
-    inflight.read(finished=nothing_finished)
+    inflight.read(settled=())
     return inflight.events(task_key(task, "d"))
-
-
-def nothing_finished(key: bytes) -> bool:
-    return False
 
 
 def test_journaled_events_are_read_back_by_task(tmp_path: Path) -> None:
@@ -220,7 +239,7 @@ def test_events_are_in_order_whichever_worker_wrote_them(tmp_path: Path) -> None
     turns = [event["turn"] for event in read_back(tmp_path, "a")]
     assert turns == [1, 1, 2, 3, 4]
     inflight = Inflight(tmp_path)
-    inflight.read(finished=nothing_finished)
+    inflight.read(settled=())
     assert inflight.next_deal(task_key("a", "d")) == 4
     assert inflight.next_deal(task_key("b", "d")) == 1
 
@@ -236,7 +255,7 @@ def test_a_later_deal_counts_from_where_it_went_on(tmp_path: Path) -> None:
 def test_a_segment_is_deleted_when_all_its_tasks_have_records(tmp_path: Path) -> None:
     journal(tmp_path, 3, ("a", reply(1)), ("b", reply(1)))
     inflight = Inflight(tmp_path)
-    inflight.read(finished=nothing_finished)
+    inflight.read(settled=())
     inflight.finish(task_key("a", "d"))
     assert len(list(tmp_path.iterdir())) == 1
     inflight.finish(task_key("b", "d"))
@@ -251,13 +270,52 @@ def test_a_worker_deletes_its_own_segments_as_its_tasks_finish(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_segments_of_finished_tasks_and_of_living_workers_are_not_read(tmp_path: Path) -> None:
+def test_segments_of_settled_tasks_are_deleted(tmp_path: Path) -> None:
     journal(tmp_path, 0, ("a", reply(1)))
     journal(tmp_path, 1, ("b", reply(1)))
     inflight = Inflight(tmp_path)
-    inflight.read(finished=task_key("a", "d").__eq__, living=[1])
-    assert inflight.events(task_key("b", "d")) == []
+    inflight.read(settled={task_key("a", "d")})
     assert [path.name for path in tmp_path.iterdir()] == ["worker-1-0.jsonl"]
+    assert turns_under_way(tmp_path, settled=()) == {task_key("b", "d"): 1}
+
+
+def test_the_segments_of_one_dead_worker_are_read_for_the_tasks_it_held(tmp_path: Path) -> None:
+    journal(tmp_path, 0, ("living", reply(1)))
+    journal(tmp_path, 1, ("held", reply(1)), ("finished", reply(1)))
+    inflight = Inflight(tmp_path)
+    inflight.add_worker(1, wanted=task_key("held", "d").__eq__)
+    assert inflight.events(task_key("held", "d")) == [reply(1)]
+    assert inflight.events(task_key("finished", "d")) == []
+    assert inflight.events(task_key("living", "d")) == []
+    inflight.finish(task_key("held", "d"))
+    assert [path.name for path in tmp_path.iterdir()] == ["worker-0-0.jsonl"]
+
+
+def test_a_hole_in_an_older_deal_does_not_hide_what_later_deals_did(tmp_path: Path) -> None:
+    """reply 2 was lost to a power cut; the deals after it went on from reply 1."""
+    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
+    writer.append("a", "d", reply(1), deal=1, position=0)
+    writer.append("a", "d", reply(3), deal=1, position=2)
+    writer.append("a", "d", reply(4), deal=1, position=3)
+    writer.close()
+    journal(tmp_path, 1, ("a", reply(2)), ("a", reply(3)), deal=2, first=1)
+    journal(tmp_path, 2, ("a", reply(4)), deal=3, first=3)
+    assert [event["turn"] for event in read_back(tmp_path, "a")] == [1, 2, 3, 4]
+
+
+def test_full_segments_are_followed_by_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a task whose events lie in several segments is read back whole and deleted whole."""
+    monkeypatch.setattr("batch.journal._SEGMENT_BYTES", 300)
+    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
+    for turn in range(1, 21):
+        writer.append("a", "d", reply(turn), deal=1, position=turn - 1)
+    assert len(list(tmp_path.iterdir())) > 5
+    assert len(read_back(tmp_path, "a")) == 20
+    writer.finish(task_key("a", "d"))
+    writer.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_torn_journal_line_was_never_used(tmp_path: Path) -> None:
@@ -287,7 +345,7 @@ def test_failures_are_counted_over_all_starts(tmp_path: Path) -> None:
     for _ in range(2):
         file = FailureFile(tmp_path, tmp_path / "q")
         file.append(Failure("a", "d", 1, "timeout", "slow"))
-        file.append(Failure("a", "d", 1, "worker_died", "dead", died_with_worker=True))
+        file.append(Failure("a", "d", 1, "worker_died", "dead"))
         file.append_bad_row(Path("p.jsonl"), BadRow(3, "not JSON"))
         file.close()
     file = FailureFile(tmp_path, tmp_path / "q")
@@ -297,3 +355,10 @@ def test_failures_are_counted_over_all_starts(tmp_path: Path) -> None:
     assert load_failed_attempts(tmp_path) == {key: "timeout"}
     text = (tmp_path / "failures.jsonl").read_text()
     assert text.count("bad_row") == 1, "a bad row is named once"
+
+
+def test_unreadable_failures_are_passed_over(tmp_path: Path) -> None:
+    odd = ['{"kind": "attempt"}', '{"kind": "bad_row", "file": [1]}', "[]", "x", '{"kind": 1}']
+    (tmp_path / "failures.jsonl").write_text("\n".join(odd) + "\n")
+    FailureFile(tmp_path, tmp_path / "q").close()
+    assert load_failed_attempts(tmp_path) == {}

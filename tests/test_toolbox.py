@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from toolsets.execution import Limits
 from toolsets.registry import TOOLSETS, tools_of
 from toolsets.sandbox import make_sandbox
 from toolsets.space import TaskSpace
-from toolsets.tool import MAX_RESULT_CHARS, Tool, ToolError, ToolResult, tool
+from toolsets.tool import MAX_RESULT_CHARS, HostError, Tool, ToolError, ToolResult, tool
 from toolsets.toolbox import Toolbox
 from toolsets.workspace import Workspace
 
@@ -242,3 +243,23 @@ def test_closing_removes_the_workspace_only_if_asked(tmp_path: Path, remove: boo
 
     asyncio.run(task())
     assert (tmp_path / "ws").exists() is not remove
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_machine_that_fails_is_no_result(tmp_path: Path, asynchronous: bool) -> None:
+    """A full disk must not become something that a model is told, or trained on."""
+
+    @tool(name="full")
+    def full(space: TaskSpace) -> str:
+        """Write."""
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    @tool(name="full")
+    async def async_full(space: TaskSpace) -> str:
+        """Write."""
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    space = TaskSpace(Workspace(tmp_path / "w"))
+    toolbox = Toolbox([async_full if asynchronous else full], space)
+    with pytest.raises(HostError, match="No space left"):
+        asyncio.run(toolbox.call("full", ""))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from toolsets.execution import ExecResult, SandboxError
+from toolsets.tool import HOST_ERRNOS, HostError
 
 _EOF_GRACE_S = 0.2
 """How long output is awaited after the process ended, when something else holds its pipes."""
@@ -133,6 +134,8 @@ async def run_process(spawn: Spawn, *, timeout_s: float, output_bytes: int) -> E
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
+            raise HostError(f"cannot start a command: {error.strerror}") from error
         raise SandboxError(_explain_spawn(error)) from error
     group = transport.get_pid()
     timed_out = False

@@ -15,8 +15,10 @@ import orjson
 from toolsets.space import TaskSpace
 from toolsets.text import clip, valid_utf8
 from toolsets.tool import (
+    HOST_ERRNOS,
     MAX_RESULT_CHARS,
     ArgumentsError,
+    HostError,
     Tool,
     ToolError,
     ToolResult,
@@ -59,10 +61,11 @@ class Toolbox:
         return tool is not None and tool.sequential
 
     async def call(self, name: str, arguments: str) -> ToolResult:
-        """Call a tool; every failure is a result. Raises only if the caller is cancelled.
+        """Call a tool; every failure of the tool is a result.
 
-        Even running out of memory is a result: it is mostly one oversized value of the tool,
-        gone by then. A sync tool that overruns its time keeps its thread until it returns.
+        Raises `HostError` where the machine failed, and lets cancellation through. Even running
+        out of memory is a result: it is mostly one oversized value of the tool, gone by then. A
+        sync tool that overruns its time keeps its thread until it returns.
         """
         tool = self._tools.get(name)
         if tool is None:
@@ -95,7 +98,7 @@ class Toolbox:
         before = _cancellations()
         try:
             result = _tidy(as_result(await tool.function(self._space, **arguments)))
-        except GeneratorExit:
+        except (GeneratorExit, HostError):
             raise
         except BaseException as error:
             result = self._raised(tool, error)
@@ -109,10 +112,14 @@ class Toolbox:
         # Caught in the thread, because a future cannot carry every exception to its awaiter.
         try:
             return _tidy(as_result(tool.function(self._space, **arguments)))
+        except HostError:
+            raise
         except BaseException as error:
             return self._raised(tool, error)
 
     def _raised(self, tool: Tool, error: BaseException) -> ToolResult:
+        if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
+            raise HostError(f"{tool.name}: {error.strerror}") from error
         kind = type(error).__name__
         try:
             message = str(error).strip() or kind

@@ -114,9 +114,9 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        return blocks["blocks"]
+        return [block for block in blocks["blocks"] if not _is_blank(block)]
     built: list[dict[str, Any]] = []
-    if message["content"]:
+    if message["content"].strip():
         built.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
         built.append(
@@ -128,6 +128,11 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
             }
         )
     return built
+
+
+def _is_blank(block: Mapping[str, Any]) -> bool:
+    """The API gives text blocks of white space and refuses to take them back."""
+    return block.get("type") == "text" and not str(block.get("text") or "").strip()
 
 
 def _input_object(arguments: str) -> dict[str, Any]:

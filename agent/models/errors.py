@@ -16,6 +16,7 @@ Kind = Literal[
     "context_exceeded",
     "bad_request",
     "not_found",
+    "forbidden",
     "auth",
     "no_credit",
 ]
@@ -36,30 +37,39 @@ RULES: Mapping[Kind, Rule] = {
     "malformed": Rule("retry", "the reply was not a complete chat reply"),
     "context_exceeded": Rule("end", "the conversation no longer fits the model's context"),
     "bad_request": Rule("fail_task", "the endpoint refused this request (4xx)"),
-    "not_found": Rule("stop_run", "the endpoint does not know this model or path (404)"),
-    "auth": Rule("stop_run", "the endpoint rejected the credentials (401, 403)"),
+    "not_found": Rule("fail_task", "the endpoint does not know this model or path (404)"),
+    "forbidden": Rule("fail_task", "the endpoint does not allow this request (403)"),
+    "auth": Rule("stop_run", "the endpoint rejected the credentials (401)"),
     "no_credit": Rule("stop_run", "the account has no credit left (402)"),
 }
 
-_NO_CREDIT_WORDS = ("insufficient_quota", "credit balance", "insufficient credit", "billing")
+SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
+    {"overloaded", "connection", "timeout", "malformed", "not_found", "forbidden"}
+)
+"""While an endpoint has never answered, these failures are its own and not the task's."""
+
+_NO_CREDIT_CODES = ("insufficient_quota", "billing_error", "insufficient_credits")
+_NO_CREDIT_WORDS = ("credit balance is too low",)
 _CONTEXT_WORDS = (
     "context_length_exceeded",
-    "maximum context length",
+    "context length",
     "context window",
+    "context size",
+    "context limit",
     "prompt is too long",
     "too many tokens",
 )
-_MODERATION_WORDS = ("moderation", "flagged", "content_policy", "content policy")
 
 
 class ModelError(Exception):
     """A model call failed. `kind` decides what happens next (see `RULES`).
 
-    `retry_after_s` is what the endpoint asked for, None where it said nothing usable.
+    `retry_after_s` is what the endpoint asked for, None where it said nothing usable. The
+    message may quote the endpoint, so what a terminal would obey is taken out of it.
     """
 
     def __init__(self, kind: Kind, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
+        super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
 
@@ -69,21 +79,25 @@ class ModelError(Exception):
         return RULES[self.kind].action
 
 
-def kind_of_status(status: int, body: str) -> Kind:
-    """Classify an HTTP error reply by its status code and, where that is not enough, its text."""
-    text = body.lower()
-    if status == 402 or (status in (400, 403, 429) and _says(text, _NO_CREDIT_WORDS)):
+def kind_of_status(status: int, code: str, message: str) -> Kind:
+    """Classify an HTTP error by its status and, where that is not enough, the body's words.
+
+    `code` is what the body gives as the error's code or type, `message` its text. Texts are
+    searched only for what no prompt would hold, because some servers quote the request.
+    """
+    text = message.lower()
+    if status == 402 or code in _NO_CREDIT_CODES or _says(text, _NO_CREDIT_WORDS):
         return "no_credit"
     if status == 429:
         return "rate_limited"
     if status in (408, 409) or status >= 500:
         return "overloaded"
-    if status in (400, 413, 422) and _says(text, _CONTEXT_WORDS):
+    if status in (400, 413, 422) and (code in _CONTEXT_WORDS or _says(text, _CONTEXT_WORDS)):
         return "context_exceeded"
-    if status == 403 and _says(text, _MODERATION_WORDS):
-        return "bad_request"
-    if status in (401, 403):
+    if status == 401:
         return "auth"
+    if status == 403:
+        return "forbidden"
     if status == 404:
         return "not_found"
     return "bad_request"

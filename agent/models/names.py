@@ -10,7 +10,7 @@ NAME or VENDOR/NAME      the OpenAI dialect at --base_url, by default OpenRouter
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from agent.models.model import Model, ModelSettings
@@ -107,12 +107,15 @@ def read_key(settings: ModelSettings) -> str:
     return key
 
 
-def open_model(settings: ModelSettings, *, api_key: str) -> Model:
-    """A model ready to be asked, in the running event loop."""
+def open_model(settings: ModelSettings, *, api_key: str, on_retry: Callable[[str], None]) -> Model:
+    """A model ready to be asked, in the running event loop; see `PatientModel` for `on_retry`."""
+    adapter: Model
     if settings.api == "anthropic_messages":
         from agent.models.anthropic_messages import AnthropicMessages
 
-        return PatientModel(AnthropicMessages(settings, api_key), settings)
-    from agent.models.openai_chat import OpenAIChat
+        adapter = AnthropicMessages(settings, api_key)
+    else:
+        from agent.models.openai_chat import OpenAIChat
 
-    return PatientModel(OpenAIChat(settings, api_key), settings)
+        adapter = OpenAIChat(settings, api_key)
+    return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry)

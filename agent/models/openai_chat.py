@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import orjson
@@ -71,9 +72,13 @@ def request_body(
     }
     if tools:
         body["tools"] = list(tools)
-    for key in ("temperature", "top_p", "max_tokens"):
+    for key in ("temperature", "top_p"):
         if (value := getattr(settings, key)) is not None:
             body[key] = value
+    if settings.max_tokens is not None:
+        # OpenAI's own reasoning models refuse the older name, other servers know only that.
+        is_openai = urlsplit(settings.base_url or "").hostname == "api.openai.com"
+        body["max_completion_tokens" if is_openai else "max_tokens"] = settings.max_tokens
     body.update(settings.extra_body or {})
     return body
 
@@ -81,8 +86,9 @@ def request_body(
 def to_api(message: Message) -> dict[str, Any]:
     """One recorded message as this API wants it; the record is not altered.
 
-    Reasoning goes back as `reasoning_content`, and whatever field it came in goes back
-    verbatim, so that signed or encrypted thoughts stay valid.
+    Reasoning goes back in the field that it came in, verbatim, so that signed or encrypted
+    thoughts stay valid and no server sees a field that it does not know itself. Reasoning from
+    elsewhere goes as `reasoning_content`.
     """
     match message["role"]:
         case "assistant":
@@ -124,8 +130,11 @@ def read_reply(body: bytes) -> Completion:
         raise ModelError(
             "malformed", f"the reply's finish_reason is {choice.get('finish_reason')!r}"
         )
+    message = _read_message(raw)
+    if isinstance(raw.get("refusal"), str) and not message["content"].strip():
+        message["content"], finish_reason = raw["refusal"], "refusal"
     return Completion(
-        message=_read_message(raw),
+        message=message,
         finish_reason=finish_reason,
         usage=_read_usage(reply.get("usage")),
         model=text_or_none(reply.get("model")),
@@ -145,8 +154,6 @@ def _read_message(raw: Mapping[str, Any]) -> Message:
             raise ModelError("malformed", "the reply's tool_calls are not a list")
         message["tool_calls"] = [_read_call(call) for call in calls]
     verbatim = {key: raw[key] for key in _REASONING_FIELDS if raw.get(key)}
-    if verbatim and "reasoning" in message:
-        verbatim.setdefault("reasoning_content", message["reasoning"])
     if inline is not None:
         verbatim["content"] = received
     if verbatim:

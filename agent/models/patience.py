@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,27 @@ _backoff = wait_exponential_jitter(initial=1, max=MAX_WAIT_S, jitter=1)
 class PatientModel:
     """A model whose passing failures are waited out, and whose replies carry their price."""
 
-    def __init__(self, adapter: Model, settings: ModelSettings) -> None:
+    def __init__(
+        self,
+        adapter: Model,
+        settings: ModelSettings,
+        *,
+        api_key: str,
+        on_retry: Callable[[str], None],
+    ) -> None:
+        """`on_retry` is told, in words, about every failure that is waited out.
+
+        `api_key` is taken out of error messages: some gateways quote what they were sent.
+        """
         self._adapter = adapter
+        self._api_key = api_key
+        self._on_retry = on_retry
         self._settings = settings
         self._retrying = AsyncRetrying(
             retry=retry_if_exception(_is_passing),
             stop=self._is_enough,
             wait=_wait,
+            before_sleep=self._tell,
             reraise=True,
         )
 
@@ -37,9 +51,7 @@ class PatientModel:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> Completion:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
-        completion: Completion = await self._retrying.copy()(
-            self._adapter.complete, messages, tools
-        )
+        completion: Completion = await self._retrying.copy()(self._ask, messages, tools)
         if completion.cost_usd is None:
             return replace(completion, cost_usd=price(completion, self._settings))
         return completion
@@ -47,6 +59,21 @@ class PatientModel:
     async def close(self) -> None:
         """See `Model.close`."""
         await self._adapter.close()
+
+    async def _ask(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Completion:
+        try:
+            return await self._adapter.complete(messages, tools)
+        except ModelError as error:
+            error.args = (str(error).replace(self._api_key, "[API key]"),)
+            raise
+
+    def _tell(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        wait_s = state.next_action.sleep if state.next_action else 0.0
+        kind = error.kind if isinstance(error, ModelError) else "?"
+        self._on_retry(f"{kind}: {error}; attempt {state.attempt_number}, next in {wait_s:.1f} s")
 
     def _is_enough(self, state: RetryCallState) -> bool:
         """A rate limit says nothing about the task, so it only counts against the clock."""

@@ -29,7 +29,10 @@ def price(completion: Completion, settings: ModelSettings) -> float | None:
         cache_read_tokens=usage["cache_read_tokens"],
         cache_write_tokens=usage["cache_write_tokens"],
     )
-    return float(found.model.calc_price(tokens, found.provider).total_price)
+    try:
+        return float(found.model.calc_price(tokens, found.provider).total_price)
+    except ValueError:  # counts that contradict each other: more tokens cached than read
+        return None
 
 
 @lru_cache(maxsize=64)
@@ -39,5 +42,5 @@ def _find(name: str, provider: str | None) -> PriceCalculation | None:
 
     try:
         return calc_price(Usage(input_tokens=0), model_ref=name, provider_id=provider)
-    except LookupError:
+    except (LookupError, ValueError):
         return None

@@ -14,6 +14,7 @@ import httpx2
 import orjson
 
 from agent.models.errors import ModelError, kind_of_status
+from agent.nesting import MAX_NESTING, is_nested_deeper
 
 _SHOWN = 500
 """Characters of a foreign text that an error message repeats."""
@@ -33,10 +34,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
         try:
             text = json.dumps(json.loads(body.decode()), ensure_ascii=False)
             reply = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        except (ValueError, RecursionError) as error:
+            orjson.dumps(reply)  # what cannot be written again must not be taken in
+        except (ValueError, TypeError, RecursionError) as error:
             raise ModelError("malformed", f"not JSON: {_excerpt(body)}") from error
     if not isinstance(reply, dict):
         raise ModelError("malformed", f"not a JSON object: {_excerpt(body)}")
+    if is_nested_deeper(body, MAX_NESTING):
+        raise ModelError("malformed", f"nested deeper than {MAX_NESTING} levels")
     if reply.get("error"):
         raise _error_in_reply(reply["error"])
     return reply
@@ -80,8 +84,10 @@ def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) ->
 
 
 def count_or_none(value: Any) -> int | None:
-    """`value` if it is a whole number, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """`value` if it can be a count of tokens, else None."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
+        return value
+    return None
 
 
 def text_or_none(value: Any) -> str | None:
@@ -93,41 +99,51 @@ def _sdk_error(error: Exception) -> ModelError:
     status = getattr(error, "status_code", None)
     response = getattr(error, "response", None)
     if isinstance(status, int) and response is not None:
-        body = response.text
+        code, message = _read_error(response.content)
         return ModelError(
-            kind_of_status(status, body),
-            f"HTTP {status}: {_message_in(body)}",
+            kind_of_status(status, code, message),
+            f"HTTP {status}: {message}",
             retry_after_s=retry_after_s(response.headers),
         )
+    root = _root_of(error)
+    if isinstance(root, OSError) and not isinstance(root, TimeoutError):
+        return ModelError("connection", root.strerror or str(root) or type(root).__name__)
     names = {base.__name__ for base in type(error).__mro__}
-    if "APITimeoutError" in names:
+    if "APITimeoutError" in names and "Timeout" in type(root).__name__:
         return ModelError("timeout", str(error))
-    if "APIConnectionError" in names:
-        return ModelError("connection", f"{error} ({error.__cause__ or 'no cause given'})")
-    if isinstance(error, OSError):
-        return ModelError("connection", f"{type(error).__name__}: {error}")
+    if "APIConnectionError" in names or "APITimeoutError" in names:
+        return ModelError("connection", f"{error} ({type(root).__name__}: {root})")
     raise error
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """The first failure of a chain: the transport wraps it several times, by other names."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
 
 
 def _error_in_reply(error: Any) -> ModelError:
     """Some routers answer 200 and put the provider's error in the body."""
-    code = error.get("code") if isinstance(error, dict) else None
-    text = orjson.dumps(error, default=str).decode()
-    if isinstance(code, int) and 400 <= code < 600:
-        return ModelError(kind_of_status(code, text), f"error in a 200 reply: {text[:_SHOWN]}")
-    return ModelError("malformed", f"error in a 200 reply: {text[:_SHOWN]}")
+    status = error.get("code") if isinstance(error, dict) else None
+    code, message = _read_error(orjson.dumps({"error": error}, default=str))
+    if isinstance(status, int) and 400 <= status < 600:
+        return ModelError(kind_of_status(status, code, message), f"error in a 200 reply: {message}")
+    return ModelError("malformed", f"error in a 200 reply: {message}")
 
 
-def _message_in(body: str) -> str:
-    """The message of an error body in either dialect, else the body's start."""
+def _read_error(body: bytes) -> tuple[str, str]:
+    """Code (or type) and message of an error body in either dialect, else "" and its start."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return body[:_SHOWN].strip() or "(empty body)"
+        return "", body[:_SHOWN].decode(errors="replace").strip() or "(empty body)"
     error = parsed.get("error") if isinstance(parsed, dict) else None
-    if isinstance(error, dict) and isinstance(error.get("message"), str):
-        return str(error["message"])[:_SHOWN]
-    return body[:_SHOWN]
+    if not isinstance(error, dict):
+        return "", body[:_SHOWN].decode(errors="replace")
+    message = error.get("message")
+    shown = message if isinstance(message, str) else orjson.dumps(error, default=str).decode()
+    return str(error.get("code") or error.get("type") or ""), shown[:_SHOWN]
 
 
 def _excerpt(body: bytes) -> str:

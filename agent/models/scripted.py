@@ -40,15 +40,16 @@ class ScriptedTurn(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     reasoning: str = ""
     content: str = ""
-    tool_calls: tuple[ScriptedCall, ...] = ()
+    tool_calls: list[ScriptedCall] = Field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
-Script = Annotated[tuple[ScriptedTurn, ...], Field(min_length=1)]
-_SCRIPT: TypeAdapter[tuple[ScriptedTurn, ...]] = TypeAdapter(Script)
+_SCRIPT: TypeAdapter[list[ScriptedTurn]] = TypeAdapter(
+    Annotated[list[ScriptedTurn], Field(min_length=1)]
+)
 
 
-def parse_script(turns: Any) -> tuple[ScriptedTurn, ...]:
+def parse_script(turns: Any) -> list[ScriptedTurn]:
     """Check a script that came from a file or a row.
 
     Raises `ValueError` naming the turn and key that is wrong.
