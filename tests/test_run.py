@@ -379,27 +379,28 @@ def test_passing_failures_fail_their_tasks_once_the_endpoint_has_answered(tmp_pa
 
 
 def test_deaths_over_several_starts_convict_nobody_that_was_not_alone(tmp_path: Path) -> None:
-    """An operator who kills workers must not make failed records of what they held."""
+    """An operator who kills a worker in each start convicts at most the one task held alone."""
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=6, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
         given = options(endpoint, num_workers=1)
-        for start in range(3):
+        for start in (1, 2, 3):
             with started(tmp_path, **given) as process:
-                asked = endpoint.journal()["requests"]
-                wait_until(lambda: endpoint.journal()["requests"] >= asked + 4)  # noqa: B023
-                if workers := workers_of(process.pid):
-                    os.kill(workers[0], signal.SIGKILL)
-                killed = len(workers)
-                asked = endpoint.journal()["requests"]
-                if start < 2:
-                    wait_until(lambda: endpoint.journal()["requests"] > asked)  # noqa: B023
-                    os.killpg(process.pid, signal.SIGKILL)
+                wait_for_calls(endpoint, 4)
+                (worker,) = workers_of(process.pid)
+                os.kill(worker, signal.SIGKILL)
+                if start == 3:
+                    assert process.wait(timeout=60) in (0, 1)
                 else:
-                    process.wait(timeout=60)
-            assert killed
-        assert endpoint.journal()["repeated"] <= 6 * 4
-    assert {record["status"] for record in lines(records(tmp_path))} == {"completed"}
-    assert len(lines(records(tmp_path))) == 4
+                    wait_for_calls(endpoint, 1)
+                    os.killpg(process.pid, signal.SIGKILL)
+    statuses = [record["status"] for record in lines(records(tmp_path))]
+    assert len(statuses) == 4
+    assert statuses.count("completed") >= 3
+
+
+def wait_for_calls(endpoint: FakeEndpoint, more: int) -> None:
+    enough = endpoint.journal()["requests"] + more
+    wait_until(lambda: endpoint.journal()["requests"] >= enough)
 
 
 def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> None:
