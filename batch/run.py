@@ -21,6 +21,7 @@ from batch.console import say
 from batch.errors import ConfigError, DatasetError
 from batch.failures import FailureFile
 from batch.journal import Inflight
+from batch.process import allow_many_files, hide_environment, log_to
 from batch.progress import Progress
 from batch.prompts import Scan, Task, scan, tasks
 from batch.record import Provenance
@@ -29,7 +30,7 @@ from batch.rows import script_use
 from batch.run_dir import RunDir
 from batch.standing import is_settled
 from batch.supervisor import Supervisor
-from batch.worker import WorkerSetup, allow_many_files, hide_environment, log_to
+from batch.worker import WorkerSetup
 from toolsets.registry import UnknownToolset, resolve_toolsets, tools_of
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem

@@ -8,14 +8,11 @@ record is durable. A worker never outlives its parent.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
 import logging
 import os
 import queue
-import resource
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -35,6 +32,7 @@ from batch.config import RunConfig
 from batch.failures import Failure
 from batch.files import StorageError
 from batch.journal import JournalWriter
+from batch.process import allow_many_files, die_with_parent, log_to
 from batch.prompts import Task
 from batch.record import Provenance, dump_record, make_record
 from batch.records import index_fields
@@ -52,7 +50,6 @@ from toolsets.workspace import Workspace
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,40 +83,6 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     if setup.provenance.sandbox:
         sandbox_problem(setup.provenance.sandbox)  # probes once, before there is a loop to block
     asyncio.run(Worker(connection, setup).serve())
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, and hide its environment."""
-    hide_environment()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os._exit(1)
-
-
-def hide_environment() -> None:
-    """Keep other processes of this user from reading the API keys in /proc/PID/environ."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
-
-
-def allow_many_files() -> None:
-    """Raise the soft limit of open files to the hard one: every conversation needs several."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def log_to(path: Path, level: str) -> None:
-    """Log to `path`; the SDKs' own loggers, which quote requests, only from warnings on."""
-    logging.basicConfig(
-        filename=path,
-        level=level.upper(),
-        format="%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
-    logging.raiseExceptions = False  # a log that cannot be written must not stop the work
-    for name in ("openai", "anthropic", "httpx2", "httpcore2", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 class Worker:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import httpx2
 import orjson
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings
-from agent.models.replies import count_or_none, guarded, parse_object, text_or_none
+from agent.models.replies import count_or_none, parse_object, post, text_or_none
 
 API = "anthropic_messages"
 
@@ -53,9 +52,10 @@ class AnthropicMessages:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> Completion:
         """See `Model.complete`."""
-        body = orjson.dumps(request_body(self._settings, messages, tools))
-        call = self._client.post("/v1/messages", cast_to=httpx2.Response, content=body)
-        return read_reply(await guarded(call, timeout_s=self._settings.attempt_timeout_s))
+        body = request_body(self._settings, messages, tools)
+        return read_reply(
+            await post(self._client, "/v1/messages", body, self._settings.attempt_timeout_s)
+        )
 
     async def close(self) -> None:
         """See `Model.close`."""

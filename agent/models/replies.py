@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Protocol
 
 import httpx2
 import orjson
@@ -46,15 +46,23 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return reply
 
 
-async def guarded(call: Awaitable[Any], *, timeout_s: float) -> bytes:
-    """Await an SDK call that gives a raw response; return its body.
+class SdkClient(Protocol):
+    """What the clients of both SDKs have in common."""
+
+    def post(self, path: str, *, cast_to: type[httpx2.Response], content: bytes) -> Awaitable[Any]:
+        """Send `content` and give the response as it came."""
+
+
+async def post(client: SdkClient, path: str, request: Mapping[str, Any], timeout_s: float) -> bytes:
+    """Send one request; return the body of the reply. Raises `ModelError`.
 
     Both SDKs are generated from one template and name their errors alike, so that one place
     can classify them without importing either.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            response = await call
+            content = orjson.dumps(request)
+            response = await client.post(path, cast_to=httpx2.Response, content=content)
             body: bytes = response.content
             return body
     except TimeoutError as error:

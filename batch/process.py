@@ -1,0 +1,47 @@
+"""What a process of a run does to itself before it works: limits, logging, life and privacy."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, and hide its environment."""
+    hide_environment()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def hide_environment() -> None:
+    """Keep other processes of this user from reading the API keys in /proc/PID/environ."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit of open files to the hard one: every conversation needs several."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def log_to(path: Path, level: str) -> None:
+    """Log to `path`; the SDKs' own loggers, which quote requests, only from warnings on."""
+    logging.basicConfig(
+        filename=path,
+        level=level.upper(),
+        format="%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    logging.raiseExceptions = False  # a log that cannot be written must not stop the work
+    for name in ("openai", "anthropic", "httpx2", "httpcore2", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
