@@ -15,7 +15,10 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
-WRITE_A_NOTE = {"tool": "write_file", "arguments": '{"path": "n{turn}", "content": "{turn}"}'}
+WRITE_A_NOTE: dict[str, Any] = {
+    "tool": "write_file",
+    "arguments": '{"path": "n{turn}", "content": "{turn}"}',
+}
 """Options of the fake endpoint: each turn but the last asks to write a file."""
 
 

@@ -22,7 +22,7 @@ ANSWER = [{"reasoning": "easy", "content": "42"}]
 LOOK = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
 
 
-def scripted(tmp_path: Path, script: list[dict[str, Any]], **more: Any) -> AIAgent:
+def scripted(tmp_path: Path, script: list[Any], **more: Any) -> AIAgent:
     return AIAgent(
         "scripted", script=script, enabled_toolsets=["file"], output_dir=tmp_path, **more
     )
@@ -137,7 +137,7 @@ def test_the_row_is_the_same_as_that_of_a_batch_run(tmp_path: Path) -> None:
     """One converter serves both doors."""
     from tests.running import run, write_rows
 
-    script = [LOOK, *ANSWER]
+    script: list[Any] = [LOOK, *ANSWER]
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
     run(tmp_path, dataset_file="p.jsonl", run_name="r", model="scripted", enabled_toolsets="file")
     (batch_row,) = lines(tmp_path / "trajectories" / "r.jsonl")

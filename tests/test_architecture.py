@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,18 @@ def test_a_module_fits_in_the_head(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES
     assert ast.get_docstring(ast.parse(text))
+
+
+def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
+    """Every package is named in pyproject.toml; tests, benchmarks and configs stay outside."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    rooms = [ROOT / name for name in MAY_IMPORT if (ROOT / name).is_dir()]
+    packages = {
+        str(path.parent.relative_to(ROOT)).replace("/", ".")
+        for room in rooms
+        for path in room.rglob("__init__.py")
+    }
+    assert set(project["packages"]) == packages
+    assert set(project["py-modules"]) == {
+        name for name in MAY_IMPORT if (ROOT / f"{name}.py").exists()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def open_toolbox(root: Path, toolset: str = "file") -> Toolbox:
 
 def play(
     root: Path,
-    script: list[dict[str, Any]],
+    script: Sequence[Any],
     *,
     max_turns: int | None = 20,
     past: list[Event] | None = None,
@@ -63,7 +64,7 @@ def play(
     return trajectory, asyncio.run(run()), events
 
 
-SCRIPT = [
+SCRIPT: list[Any] = [
     {"reasoning": "two files", "tool_calls": [
         call("write_file", path="a", content="A"), call("write_file", path="b", content="B")]},
     {"tool_calls": [call("read_file", path="a"), call("read_file", path="b"), call("nothing")]},

@@ -183,9 +183,9 @@ def test_openai_usage_keeps_unknown_unknown() -> None:
     assert usage.cost_usd == 0.25
 
 
-THINKING = {"type": "thinking", "thinking": "why", "signature": "sig"}
-REDACTED = {"type": "redacted_thinking", "data": "opaque"}
-TOOL_USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+THINKING: dict[str, Any] = {"type": "thinking", "thinking": "why", "signature": "sig"}
+REDACTED: dict[str, Any] = {"type": "redacted_thinking", "data": "opaque"}
+TOOL_USE: dict[str, Any] = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
 
 
 def test_anthropic_thinking_goes_back_verbatim_and_in_order() -> None:
@@ -199,7 +199,7 @@ def test_anthropic_thinking_goes_back_verbatim_and_in_order() -> None:
 
 def test_anthropic_text_of_white_space_does_not_go_back() -> None:
     """The API gives such blocks before a tool call, and refuses to take them."""
-    blank = {"type": "text", "text": "\n\n"}
+    blank: dict[str, Any] = {"type": "text", "text": "\n\n"}
     for blocks in ([THINKING, blank, TOOL_USE], [blank, TOOL_USE]):
         read = anthropic_reply(*blocks, stop="tool_use").message
         (sent,) = anthropic_messages.request_body(SETTINGS, [read], [])["messages"]

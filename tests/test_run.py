@@ -31,8 +31,8 @@ from tests.running import (
     write_rows,
 )
 
-OPENAI = {"model": "openai:m", "key_env": "none"}
-RUN = {
+OPENAI: dict[str, Any] = {"model": "openai:m", "key_env": "none"}
+RUN: dict[str, Any] = {
     "run_name": "r",
     "dataset_file": "p.jsonl",
     "enabled_toolsets": "file",
@@ -42,7 +42,7 @@ RUN = {
 }
 
 
-def options(endpoint: FakeEndpoint, **more: object) -> dict[str, object]:
+def options(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
     return {**RUN, **OPENAI, "base_url": endpoint.openai_url, **more}
 
 
