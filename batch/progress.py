@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections import deque
+from typing import Any
 
 from tqdm import tqdm
 
@@ -15,6 +17,15 @@ from batch.wire import Counters, no_counters
 _PLAIN_EVERY_S = 10.0
 _DRAW_EVERY_S = 0.25
 _RATE_OVER_S = 30.0
+_WIDTH = 120
+
+
+def _size() -> dict[str, Any]:
+    """How large to draw; some terminals do not say, and tqdm alone would then draw nothing."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if min(os.get_terminal_size(sys.stderr.fileno())) > 0:
+            return {"dynamic_ncols": True}
+    return {"ncols": _WIDTH, "nrows": 2}
 
 
 class Progress:
@@ -32,7 +43,7 @@ class Progress:
             total=total,
             unit="task",
             disable=not self._is_terminal,
-            dynamic_ncols=True,
+            **_size(),
             mininterval=_DRAW_EVERY_S,
         )
 
@@ -84,7 +95,9 @@ class Progress:
         return self._total - self._done - self._failed
 
     def close(self) -> None:
-        """Leave the last line as it is."""
+        """Draw the last state and leave it."""
+        if self._is_terminal:
+            self._bar.set_postfix_str(self._details(0, time.monotonic()), refresh=False)
         with contextlib.suppress(OSError):
             self._bar.close()
 
