@@ -187,7 +187,7 @@ def run(
             "the same command again.",
             4,
         )
-    if outcome.signal is not None and accounts.pending:
+    if outcome.signal is not None and (accounts.pending or accounts.to_retry):
         _fail("interrupted; run the same command again to go on", SIGNALLED + outcome.signal)
     sys.exit(1 if accounts.failed else 0)
 
@@ -266,14 +266,21 @@ def export(run: str, output_dir: Path) -> None:
 
 def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]:
     """Find a run by name or directory and scan its dataset as its last start did."""
+    from pydantic import ValidationError
+
     from batch.config import RunConfig
+    from batch.errors import RunDirError
     from batch.prompts import scan
     from batch.rows import script_use
     from batch.run_dir import read_run_json
 
     path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
     identity = read_run_json(path)
-    config = RunConfig.model_validate(identity["config"])
+    try:
+        config = RunConfig.model_validate(identity["config"])
+    except ValidationError as error:
+        msg = f"{path}/run.json: its config is not one of this version: {error.errors()[0]['msg']}"
+        raise RunDirError(msg) from error
     found = scan(
         Path(identity["dataset"]["path"]),
         max_samples=config.max_samples,
@@ -318,6 +325,18 @@ def _fail(message: str, exit_code: int) -> NoReturn:
     sys.exit(exit_code)
 
 
-if __name__ == "__main__":
+def cli() -> NoReturn:
+    """`main` for a shell: like click's own, but an interrupt has the exit code of its signal."""
     open_missing_streams()
-    main()
+    try:
+        code = main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted", SIGNALLED + signal.SIGINT)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    cli()

@@ -17,7 +17,7 @@ from batch.failures import load_failed_attempts
 from batch.journal import turns_under_way
 from batch.prompts import Scan, tasks
 from batch.records import Entry, load_index
-from batch.standing import is_settled
+from batch.standing import WORKER_DIED, is_settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def as_table(accounts: Accounts) -> str:
     ]
     if accounts.to_retry:
         lines.append(f"the same command tries {accounts.to_retry:,} failed tasks again")
-    elif accounts.failed:
+    elif accounts.failed > accounts.failures.get(WORKER_DIED, 0):
         lines.append("failed for good; a larger --max_attempts tries them again")
     if accounts.gone:
         lines.append(f"{accounts.gone:,} records belong to rows that the dataset no longer holds")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import orjson
 
 from agent.messages import Event
-from batch.files import AppendFile, StorageError
+from batch.files import AppendFile, StorageError, set_aside
 from batch.prompts import task_key
 
 _SYNC_EVERY_S = 0.02
@@ -155,19 +155,25 @@ class Inflight:
     def _add(self, segment: Path, *, wanted: Callable[[bytes], bool]) -> None:
         """Note where the events of wanted tasks lie; delete a segment without any.
 
-        A torn last line was never used for anything and is passed over.
+        A torn last line was never used for anything and is passed over. A segment with other
+        unreadable lines is set aside in the quarantine once nobody needs it.
         """
         tasks = set()
-        offset = 0
+        offset = damaged = 0
         for line in segment.read_bytes().splitlines(keepends=True):
             key, deal, position = _key_and_order(line)
             if key is not None and wanted(key):
                 tasks.add(key)
                 place = Place(deal, position, segment, offset, len(line))
                 self._places.setdefault(key, []).append(place)
+            damaged += key is None and line.endswith(b"\n")
             offset += len(line)
         if tasks:
             self._open_tasks[segment] = tasks
+        elif damaged:
+            quarantine = self._inflight.parent / "quarantine"
+            set_aside(quarantine, segment.name, segment.read_bytes())
+            segment.unlink()
         else:
             segment.unlink()
 
@@ -209,17 +215,17 @@ def next_worker_number(inflight: Path) -> int:
 
 def turns_under_way(inflight: Path, *, settled: Container[bytes]) -> dict[bytes, int]:
     """How many replies are journaled for each unfinished task; writes nothing."""
-    turns: Counter[bytes] = Counter()
+    turns: defaultdict[bytes, set[int]] = defaultdict(set)
     for segment in _segments(inflight):
         try:
             content = segment.read_bytes()
         except FileNotFoundError:
             continue  # its last task has just got its record
         for line in content.splitlines():
-            key, _, _ = _key_and_order(line)
+            key, _, position = _key_and_order(line)
             if key is not None and key not in settled and b'"kind":"reply"' in line:
-                turns[key] += 1
-    return dict(turns)
+                turns[key].add(position)  # a later deal may have replaced what stood there
+    return {key: len(positions) for key, positions in turns.items()}
 
 
 def usable_prefix(events: list[Event]) -> list[Event]:

@@ -25,7 +25,7 @@ from batch.process import allow_many_files, hide_environment, log_to
 from batch.progress import Progress
 from batch.prompts import Scan, Task, scan, tasks
 from batch.record import Provenance
-from batch.records import RecordFile, load_index
+from batch.records import Entry, RecordFile, load_index
 from batch.rows import script_use
 from batch.run_dir import RunDir
 from batch.standing import is_settled
@@ -175,12 +175,8 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
         index = load_index(run_dir.path)
-        settled = {
-            key: entry.status == "failed"
-            for key, entry in index.items()
-            if is_settled(entry, config.max_attempts)
-        }
-        proven = any(entry.turns for entry in index.values())
+        settled = _settled(index, config.max_attempts)
+        proven = run_dir.same_endpoint and any(entry.turns for entry in index.values())
         del index
         inflight.read(settled=settled)
         _remove_workspaces(run_dir, settled)
@@ -196,11 +192,22 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
         )
         with _signals_to(supervisor) as received:
             stopped_by = supervisor.run()
+        if any(run_dir.workspaces.iterdir()):
+            _remove_workspaces(run_dir, _settled(load_index(run_dir.path), config.max_attempts))
     finally:
         progress.close()
         records.close()
         failures.close()
     return Outcome(received[0] if received else None, stopped_by or None)
+
+
+def _settled(index: Mapping[bytes, Entry], max_attempts: int) -> dict[bytes, bool]:
+    """The tasks that need no more work, each with whether it failed for good."""
+    return {
+        key: entry.status == "failed"
+        for key, entry in index.items()
+        if is_settled(entry, max_attempts)
+    }
 
 
 def _owed(plan: Plan, settled: Mapping[bytes, bool], progress: Progress) -> Iterator[Task]:

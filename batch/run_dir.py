@@ -58,6 +58,8 @@ class RunDir:
     digest: str
     """Semantic digest of the config that this start runs with."""
     versions: dict[str, str]
+    same_endpoint: bool
+    """The last start of this run spoke to the same base URL."""
     lock_fd: int
 
     @property
@@ -113,7 +115,8 @@ def open_run(
             (path / name).mkdir(exist_ok=True, mode=0o700)
         for litter in (*path.glob(".*.tmp"), *path.glob("exports/.*.tmp")):
             litter.unlink()
-        run = _run_json(path, config, scan, accept_changes) | {"api": api}
+        before = read_run_json(path) if (path / "run.json").exists() else None
+        run = _run_json(path, config, scan, before, accept_changes) | {"api": api}
         replace_file(path / "run.json", orjson.dumps(run, option=orjson.OPT_INDENT_2) + b"\n")
     except BaseException as error:
         if lock_fd is not None:
@@ -122,7 +125,8 @@ def open_run(
             msg = f"{path}: cannot use this run directory: {error.strerror or error}"
             raise RunDirError(msg) from error
         raise
-    return RunDir(path, run["digest"], run["versions"], lock_fd)
+    same_endpoint = before is not None and before["config"].get("base_url") == config.base_url
+    return RunDir(path, run["digest"], run["versions"], same_endpoint, lock_fd)
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
@@ -158,11 +162,12 @@ def holder_of(path: Path) -> dict[str, Any] | None:
     Asks the kernel's list of locks: trying the lock would make a start at that moment fail.
     """
     try:
-        inode = (path / "lock").stat().st_ino
+        lock = (path / "lock").stat()
         locks = Path("/proc/locks").read_text().splitlines()
     except FileNotFoundError:
         return None
-    if not any("FLOCK" in line and f":{inode} " in line for line in locks):
+    name = f" {os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino} "
+    if not any("FLOCK" in line and name in line for line in locks):
         return None
     fd = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -172,21 +177,34 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 
 def _lock(path: Path) -> int:
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = _holder(fd)
-        os.close(fd)
-        msg = (
-            f"{path}: another process is working on this run: pid {holder.get('pid')} on host "
-            f"{holder.get('host')}. Wait for it, or stop it and run the same command again."
-        )
-        raise RunLocked(msg) from None
+    while True:
+        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(fd)
+            os.close(fd)
+            msg = (
+                f"{path}: another process is working on this run: pid {holder.get('pid')} on "
+                f"host {holder.get('host')}. Wait for it, or stop it and run the same command "
+                "again."
+            )
+            raise RunLocked(msg) from None
+        if _is_same_file(fd, path / "lock"):
+            break
+        os.close(fd)  # the directory was moved aside between the opening and the locking
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     os.ftruncate(fd, 0)
     os.pwrite(fd, orjson.dumps(me), 0)
     return fd
+
+
+def _is_same_file(fd: int, path: Path) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), there)
 
 
 def _holder(fd: int) -> dict[str, Any]:
@@ -210,7 +228,11 @@ def _move_aside(path: Path) -> None:
 
 
 def _run_json(
-    path: Path, config: RunConfig, scan: Scan, accept_changes: Sequence[str]
+    path: Path,
+    config: RunConfig,
+    scan: Scan,
+    before: dict[str, Any] | None,
+    accept_changes: Sequence[str],
 ) -> dict[str, Any]:
     meaning = config.meaning()
     if unknown := [key for key in accept_changes if key not in meaning]:
@@ -221,7 +243,7 @@ def _run_json(
         raise ConfigError(msg)
     history: list[dict[str, Any]] = []
     created = time.time()
-    if not (path / "run.json").exists():
+    if before is None:
         if _holds_work(path):
             msg = (
                 f"{path}: it holds records but no run.json, so nobody can tell what config they "
@@ -229,7 +251,6 @@ def _run_json(
             )
             raise RunDirError(msg)
     else:
-        before = read_run_json(path)
         created, history = before["created"], before["history"]
         changes = {
             key: {"from": before["meaning"].get(key), "to": meaning[key]}

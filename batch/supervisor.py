@@ -159,6 +159,8 @@ class Supervisor:
                 self._failed_starts = 0
             case "alive":
                 self._progress.add(header["counters"])
+                if header["counters"]["turns"]:
+                    self._setup = replace(self._setup, endpoint_proven=True)
             case "finished":
                 key = bytes.fromhex(header["key"])
                 self._release(worker, key)
@@ -291,7 +293,10 @@ class Supervisor:
                 break
             hands.setdefault(worker, []).append(self._hold(worker, task))
         for worker in self._workers:
-            if worker.ready and not worker.held and (suspect := self._queue.next_suspect()):
+            # A worker that died idle must not make a convict of a task it never saw.
+            if worker.held or not worker.ready or not worker.process.is_alive():
+                continue
+            if suspect := self._queue.next_suspect():
                 worker.alone = True
                 hands[worker] = [self._hold(worker, suspect)]
         for worker, deals in hands.items():
@@ -320,7 +325,9 @@ class Supervisor:
 
     def _on_signal(self) -> None:
         self._signals += 1
-        if self._signals == 1 and self._stop_reason is None:
+        if self._signals == 1 and self._stop_reason is not None:
+            self._progress.say("already stopping; interrupt again to stop at once")
+        elif self._signals == 1:
             self._progress.say(
                 f"stopping: running turns get {self._config.grace_s:g} s to finish; "
                 "interrupt again to stop at once (nothing that was finished is lost)"
@@ -331,6 +338,7 @@ class Supervisor:
 
     def _stop(self, reason: str) -> None:
         if self._stop_reason is not None:
+            self._stop_reason = self._stop_reason or reason
             return
         self._stop_reason = reason
         self._kill_at = time.monotonic() + self._config.grace_s + _KILL_AFTER_GRACE_S

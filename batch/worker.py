@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from agent.loop import run_agent, take_up
@@ -43,7 +44,7 @@ from toolsets.registry import resolve_toolsets, tools_of
 from toolsets.removal import remove_tree
 from toolsets.sandbox import Limits, make_sandbox, sandbox_problem
 from toolsets.space import TaskSpace
-from toolsets.tool import HostError
+from toolsets.tool import HOST_ERRNOS, HostError
 from toolsets.toolbox import Toolbox
 from toolsets.workspace import Workspace
 
@@ -74,15 +75,20 @@ class Stopped(Exception):
 def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     """Entry point of a worker process."""
     die_with_parent(setup.parent_pid)
-    # The parent decides what a Ctrl-C, a scheduler's SIGTERM or a closed terminal means.
+    # The parent decides what a Ctrl-C, a scheduler's SIGTERM or a closed terminal means. Not
+    # SIG_IGN: commands would inherit that, and `kill` would do nothing in them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _leave_to_the_parent)
     allow_many_files()
     log_to(setup.run_dir / "run.log", setup.config.log_level)
     use_pidfd_watcher()
     if setup.provenance.sandbox:
         sandbox_problem(setup.provenance.sandbox)  # probes once, before there is a loop to block
     asyncio.run(Worker(connection, setup).serve())
+
+
+def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:
+    """A signal that the whole process group got."""
 
 
 class Worker:
@@ -165,18 +171,29 @@ class Worker:
         """Run one task and tell the parent how it went: whatever happens, it must hear of it."""
         try:
             message = await self._carry_out(task, deal)
-        except (Stopped, asyncio.CancelledError):
+        except Stopped:
             message = pack("released", key=task.key.hex())
         except (StorageError, HostError) as error:
             self._halt(str(error))
             message = pack("released", key=task.key.hex())
-        except Exception as error:
-            log.exception("%s: a defect of this program", task.id)
-            trace = "".join(traceback.format_exception(error))
-            failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
-            message = pack("failed", key=task.key.hex(), failure=failure._asdict())
+        except (Exception, asyncio.CancelledError) as error:
+            message = self._sort_out(task, deal, error)
         self._running.pop(task.key, None)
         self._outbox.put(message)
+
+    def _sort_out(self, task: Task, deal: Deal, error: BaseException) -> bytes:
+        """The message about a task that ended in a way which nothing foresaw."""
+        if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
+            self._halt(str(error))
+        if self._stopping:
+            return pack("released", key=task.key.hex())
+        log.error("%s: a defect of this program", task.id, exc_info=error)
+        trace = "".join(traceback.format_exception(error))
+        failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
+        if deal["attempt"] < self._config.max_attempts:
+            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        opening = opening_messages(task.columns, self._config.system_prompt)
+        return self._finished(task, deal, Trajectory(opening, deal["events"]), "failed", failure)
 
     async def _carry_out(self, task: Task, deal: Deal) -> bytes:
         """Run one task; give the message that says how it ended, with its record if there is one.
@@ -205,6 +222,17 @@ class Worker:
         log.info("%s: %s after %d turns", task.id, status, trajectory.turns)
         if failure and deal["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        self._not_durable[task.key] = space
+        return self._finished(task, deal, trajectory, status, failure)
+
+    def _finished(
+        self,
+        task: Task,
+        deal: Deal,
+        trajectory: Trajectory,
+        status: Status,
+        failure: Failure | None,
+    ) -> bytes:
         record = make_record(
             task,
             trajectory,
@@ -213,11 +241,9 @@ class Worker:
             attempt=deal["attempt"],
             provenance=self._setup.provenance,
         )
-        line = dump_record(record)
-        self._not_durable[task.key] = space
         return pack(
             "finished",
-            line,
+            dump_record(record),
             key=task.key.hex(),
             fields=index_fields(record),
             failure=failure and failure._asdict(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 
 from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat
-from agent.models.errors import RULES, ModelError, kind_of_status
+from agent.models.errors import RULES, ModelError, kind_of_status, redact
 from agent.models.model import Completion, ModelSettings
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
 from agent.models.prices import price
 from agent.models.replies import parse_object, retry_after_s
 from agent.models.scripted import parse_script
+from agent.nesting import is_nested_deeper
 from agent.reasoning import split_inline_reasoning
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
@@ -301,6 +303,23 @@ def test_the_kind_of_an_http_error(status: int, code: str, message: str, kind: s
 
 def test_an_error_message_holds_nothing_that_a_terminal_obeys() -> None:
     assert str(ModelError("bad_request", "a\x1b[31mb\x00c\nd")) == "a [31mb c d"
+
+
+def test_a_key_is_taken_out_of_texts_and_a_placeholder_is_not() -> None:
+    assert redact("Bearer sk-secret-123 refused", "sk-secret-123") == "Bearer [API key] refused"
+    assert redact("no-key for e", "no-key") == "no-key for e"
+
+
+def test_looking_for_deep_nesting_takes_little_memory() -> None:
+    """Every reply with a good deal of brackets in it is looked at, also one of many megabytes."""
+    text = b'{"a": "' + b"x[\\n" * 1_000_000 + b'"}'
+    tracemalloc.start()
+    assert not is_nested_deeper(text, 100)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * len(text)
+    assert is_nested_deeper(b"[" * 101 + b"]" * 101, 100)
+    assert not is_nested_deeper(b"[" * 100 + b"]" * 100, 100)
 
 
 def test_every_kind_has_a_rule_with_words() -> None:

@@ -30,6 +30,7 @@ from tests.running import (
     write_prompts,
     write_rows,
 )
+from toolsets.sandbox import sandbox_problem
 
 OPENAI: dict[str, Any] = {"model": "openai:m", "key_env": "none"}
 RUN: dict[str, Any] = {
@@ -237,6 +238,38 @@ def test_a_task_that_kills_its_workers_fails_alone(tmp_path: Path) -> None:
     assert_sums_agree(tmp_path)
 
 
+@pytest.mark.parametrize("sandbox", ["bwrap", "local"])
+def test_commands_obey_signals(tmp_path: Path, sandbox: str) -> None:
+    """What the workers leave to their parent must not be ignored in the agents' shells."""
+    if problem := sandbox_problem(sandbox):
+        pytest.skip(problem)
+    look = {"name": "terminal", "arguments": {"command": "grep SigIgn /proc/self/status"}}
+    write_rows(
+        tmp_path / "p.jsonl", {"prompt": "x", "script": [{"tool_calls": [look]}, {"content": "y"}]}
+    )
+    given = {**RUN, "model": "scripted", "sandbox": sandbox, "enabled_toolsets": "terminal"}
+    assert run(tmp_path, **given).returncode == 0
+    (record,) = lines(records(tmp_path))
+    assert "SigIgn:\\t0000000000000000" in record["messages"][2]["content"]
+
+
+def test_an_interrupt_during_start_up_has_its_exit_code(tmp_path: Path) -> None:
+    """Exit code 1 would read as: complete, some tasks failed."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "x" * 1000}) + "\n")
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    given = {**RUN, "model": "openai:m", "key_env": "none", "dataset_file": "fifo.jsonl"}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with started(tmp_path, **given) as process:
+            # It now waits for somebody to write the dataset.
+            wait_until(lambda: "fifo" in stack_of(process.pid))
+            process.send_signal(number)
+            assert process.wait(timeout=10) == 128 + number
+
+
+def stack_of(pid: int) -> str:
+    return "fifo" if b"wait_for_partner" in Path(f"/proc/{pid}/wchan").read_bytes() else ""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_stops_in_good_order(tmp_path: Path, number: signal.Signals) -> None:
     """Running turns are finished and journaled: the next start repeats no call at all."""
@@ -319,8 +352,9 @@ def test_failed_attempts_are_told_retried_by_the_next_start_and_given_up_at_last
     write_prompts(tmp_path / "p.jsonl", 1)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         assert run(tmp_path, **options(endpoint)).returncode == 0, "the endpoint has answered once"
+        port = endpoint.port
     write_prompts(tmp_path / "p.jsonl", 4)
-    with FakeEndpoint(turns=1, latency_s=0.0, faults={"http500": 1.0}) as endpoint:
+    with FakeEndpoint(turns=1, latency_s=0.0, port=port, faults={"http500": 1.0}) as endpoint:
         given = options(endpoint, call_attempts=1, max_attempts=2)
         for start in (1, 2):
             done = run(tmp_path, **given)
@@ -331,7 +365,7 @@ def test_failed_attempts_are_told_retried_by_the_next_start_and_given_up_at_last
         assert run(tmp_path, **given).returncode == 1
         assert endpoint.journal()["requests"] == 6, "what is given up is not asked for again"
         assert_sums_agree(tmp_path)
-    with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
+    with FakeEndpoint(turns=1, latency_s=0.0, port=port) as endpoint:
         assert run(tmp_path, **options(endpoint, max_attempts=3)).returncode == 0
     assert summary(tmp_path)["done"] == 4
     assert_sums_agree(tmp_path)

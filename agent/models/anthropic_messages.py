@@ -39,6 +39,7 @@ class AnthropicMessages:
 
         samples = settings.temperature is not None or settings.top_p is not None
         self._settings = settings
+        self._api_key = api_key
         self._client = AsyncAnthropic(
             api_key=api_key,
             base_url=settings.base_url,
@@ -53,9 +54,9 @@ class AnthropicMessages:
     ) -> Completion:
         """See `Model.complete`."""
         body = request_body(self._settings, messages, tools)
-        return read_reply(
-            await post(self._client, "/v1/messages", body, self._settings.attempt_timeout_s)
-        )
+        timeout_s = self._settings.attempt_timeout_s
+        reply = await post(self._client, "/v1/messages", body, timeout_s, secret=self._api_key)
+        return read_reply(reply)
 
     async def close(self) -> None:
         """See `Model.close`."""

@@ -44,9 +44,11 @@ RULES: Mapping[Kind, Rule] = {
 }
 
 SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
-    {"overloaded", "connection", "timeout", "malformed", "not_found", "forbidden"}
+    {"overloaded", "connection", "timeout", "malformed", "not_found"}
 )
 """While an endpoint has never answered, these failures are its own and not the task's."""
+
+_SHORTEST_KEY = 8
 
 _NO_CREDIT_CODES = ("insufficient_quota", "billing_error", "insufficient_credits")
 _NO_CREDIT_WORDS = ("credit balance is too low",)
@@ -105,3 +107,8 @@ def kind_of_status(status: int, code: str, message: str) -> Kind:
 
 def _says(text: str, words: tuple[str, ...]) -> bool:
     return any(word in text for word in words)
+
+
+def redact(text: str, secret: str) -> str:
+    """Take a key out of a text. Short ones are placeholders, and common words besides."""
+    return text.replace(secret, "[API key]") if len(secret) >= _SHORTEST_KEY else text

@@ -31,7 +31,7 @@ class Model(Protocol):
     ) -> Completion:
         """Ask for the next message.
 
-        `tools` are schemas in OpenAI form. Raises `ModelError` and nothing else.
+        `tools` are schemas in OpenAI form. Raises `ModelError` where the endpoint failed.
         """
         ...
 

@@ -40,6 +40,7 @@ class OpenAIChat:
         from openai import AsyncOpenAI, DefaultAioHttpClient
 
         self._settings = settings
+        self._api_key = api_key
         self._client = AsyncOpenAI(
             api_key=api_key,
             base_url=settings.base_url,
@@ -53,9 +54,9 @@ class OpenAIChat:
     ) -> Completion:
         """See `Model.complete`."""
         body = request_body(self._settings, messages, tools)
-        return read_reply(
-            await post(self._client, "/chat/completions", body, self._settings.attempt_timeout_s)
-        )
+        timeout_s = self._settings.attempt_timeout_s
+        reply = await post(self._client, "/chat/completions", body, timeout_s, secret=self._api_key)
+        return read_reply(reply)
 
     async def close(self) -> None:
         """See `Model.close`."""

@@ -10,7 +10,7 @@ from typing import Any
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
 
 from agent.messages import Message
-from agent.models.errors import ModelError
+from agent.models.errors import ModelError, redact
 from agent.models.model import Completion, Model, ModelSettings
 from agent.models.prices import price
 
@@ -66,7 +66,7 @@ class PatientModel:
         try:
             return await self._adapter.complete(messages, tools)
         except ModelError as error:
-            error.args = (str(error).replace(self._api_key, "[API key]"),)
+            error.args = (redact(str(error), self._api_key),)
             raise
 
     def _tell(self, state: RetryCallState) -> None:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import httpx2
 import orjson
 
-from agent.models.errors import ModelError, kind_of_status
+from agent.models.errors import ModelError, kind_of_status, redact
 from agent.nesting import MAX_NESTING, is_nested_deeper
+from toolsets.tool import HOST_ERRNOS, HostError
 
 _SHOWN = 500
 """Characters of a foreign text that an error message repeats."""
@@ -53,8 +54,18 @@ class SdkClient(Protocol):
         """Send `content` and give the response as it came."""
 
 
-async def post(client: SdkClient, path: str, request: Mapping[str, Any], timeout_s: float) -> bytes:
-    """Send one request; return the body of the reply. Raises `ModelError`.
+async def post(
+    client: SdkClient,
+    path: str,
+    request: Mapping[str, Any],
+    timeout_s: float,
+    *,
+    secret: str,
+) -> bytes:
+    """Send one request; return the body of the reply.
+
+    Raises `ModelError`, and `HostError` where this machine ran out of what a call needs.
+    `secret` is taken out of what error messages quote, before they are cut to size.
 
     Both SDKs are generated from one template and name their errors alike, so that one place
     can classify them without importing either.
@@ -70,7 +81,7 @@ async def post(client: SdkClient, path: str, request: Mapping[str, Any], timeout
     except httpx2.HTTPError as error:
         raise ModelError("connection", f"{type(error).__name__}: {error}") from error
     except Exception as error:
-        raise _sdk_error(error) from error
+        raise _sdk_error(error, secret) from error
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) -> float | None:
@@ -103,17 +114,19 @@ def text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _sdk_error(error: Exception) -> ModelError:
+def _sdk_error(error: Exception, secret: str) -> ModelError:
     status = getattr(error, "status_code", None)
     response = getattr(error, "response", None)
     if isinstance(status, int) and response is not None:
-        code, message = _read_error(response.content)
+        code, message = _read_error(redact(response.content.decode(errors="replace"), secret))
         return ModelError(
             kind_of_status(status, code, message),
             f"HTTP {status}: {message}",
             retry_after_s=retry_after_s(response.headers),
         )
     root = _root_of(error)
+    if isinstance(root, OSError) and root.errno in HOST_ERRNOS:
+        raise HostError(f"model call: {root.strerror}") from error
     if isinstance(root, OSError) and not isinstance(root, TimeoutError):
         return ModelError("connection", root.strerror or str(root) or type(root).__name__)
     names = {base.__name__ for base in type(error).__mro__}
@@ -126,7 +139,9 @@ def _sdk_error(error: Exception) -> ModelError:
 
 def _root_of(error: BaseException) -> BaseException:
     """The first failure of a chain: the transport wraps it several times, by other names."""
-    while (cause := error.__cause__ or error.__context__) is not None:
+    while not isinstance(error, TimeoutError):
+        if (cause := error.__cause__ or error.__context__) is None:
+            break
         error = cause
     return error
 
@@ -134,21 +149,21 @@ def _root_of(error: BaseException) -> BaseException:
 def _error_in_reply(error: Any) -> ModelError:
     """Some routers answer 200 and put the provider's error in the body."""
     status = error.get("code") if isinstance(error, dict) else None
-    code, message = _read_error(orjson.dumps({"error": error}, default=str))
+    code, message = _read_error(orjson.dumps({"error": error}, default=str).decode())
     if isinstance(status, int) and 400 <= status < 600:
         return ModelError(kind_of_status(status, code, message), f"error in a 200 reply: {message}")
     return ModelError("malformed", f"error in a 200 reply: {message}")
 
 
-def _read_error(body: bytes) -> tuple[str, str]:
+def _read_error(body: str) -> tuple[str, str]:
     """Code (or type) and message of an error body in either dialect, else "" and its start."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return "", body[:_SHOWN].decode(errors="replace").strip() or "(empty body)"
+        return "", body[:_SHOWN].strip() or "(empty body)"
     error = parsed.get("error") if isinstance(parsed, dict) else None
     if not isinstance(error, dict):
-        return "", body[:_SHOWN].decode(errors="replace")
+        return "", body[:_SHOWN]
     message = error.get("message")
     shown = message if isinstance(message, str) else orjson.dumps(error, default=str).decode()
     return str(error.get("code") or error.get("type") or ""), shown[:_SHOWN]
