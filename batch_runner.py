@@ -314,7 +314,7 @@ def _show(path: Path, accounts: Accounts) -> None:
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
     lines = [as_table(accounts)]
     for file in manifest["files"]:
-        if file["rows"]:
+        if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
     show("\n".join(lines))

@@ -27,8 +27,9 @@ from batch.rows import BadRow, Row, ScriptUse, read_rows
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
-_LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}")
-"""Own ids of this form could be taken for generated ones, so the content hash stands in."""
+_LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}|^\d{4}-\d\d-\d\d([T ]|$)")
+"""Own ids that the content hash stands in for: they could be taken for generated ones, or, being
+dates, the Hugging Face loader would turn the whole column into timestamps."""
 
 
 class Task(NamedTuple):

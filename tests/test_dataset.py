@@ -145,6 +145,15 @@ def test_identity_survives_reordering_inserting_and_more_samples(tmp_path: Path)
     assert len(keys) == 12
 
 
+@pytest.mark.parametrize("own", ["2026-01-01", "2026-01-01T00:00:00Z", "2026-01-01 10:00:00"])
+def test_an_own_id_that_is_a_date_is_not_used(tmp_path: Path, own: str) -> None:
+    """The Hugging Face loader would turn a column of such ids into timestamps."""
+    path = write(tmp_path / "p.jsonl", {"id": own, "prompt": "x"}, {"id": "2026-x", "prompt": "y"})
+    first, second = (task.id for task in all_tasks(path))
+    assert first.startswith("row-")
+    assert second == "2026-x"
+
+
 def test_an_own_id_that_looks_generated_is_not_trusted(tmp_path: Path) -> None:
     """Otherwise sample 1 of "a" and sample 0 of "a#s1" would be one task."""
     path = write(tmp_path / "p.jsonl", {"id": "a", "prompt": "x"}, {"id": "a#s1", "prompt": "y"})
