@@ -112,13 +112,6 @@ def load_index(run_dir: Path) -> dict[bytes, Entry]:
     return entries
 
 
-def read_record(records: Path, entry: Entry) -> bytes:
-    """The line of one record."""
-    with records.open("rb") as file:
-        file.seek(entry.offset)
-        return file.read(entry.length)
-
-
 def _index_line(fields: list[Any], offset: int, length: int) -> bytes:
     task_id, digest, *numbers = fields
     return orjson.dumps([task_id, digest, offset, length, *numbers]) + b"\n"
