@@ -402,10 +402,14 @@ def test_passing_failures_fail_their_tasks_once_the_endpoint_has_answered(tmp_pa
     """After the first answer of a run, a failed call says something of its task."""
     write_prompts(tmp_path / "p.jsonl", 10)
     with FakeEndpoint(turns=2, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
-        run(tmp_path, **options(endpoint))
+        assert run(tmp_path, **options(endpoint)).returncode == 0
     write_prompts(tmp_path / "p.jsonl", 40)
-    with FakeEndpoint(turns=2, latency_s=0.0, faults={"disconnect": 0.2}, **WRITE_A_NOTE) as fake:
-        done = run(tmp_path, **options(fake, call_attempts=1))
+    # The same port, or it would be another endpoint, which has not answered yet.
+    faults = {"disconnect": 0.2}
+    with FakeEndpoint(
+        turns=2, latency_s=0.0, port=endpoint.port, faults=faults, **WRITE_A_NOTE
+    ) as endpoint:
+        done = run(tmp_path, **options(endpoint, call_attempts=1))
     assert done.returncode == 1
     assert 0 < summary(tmp_path)["failed"] < 30
     assert summary(tmp_path)["pending"] == 0
