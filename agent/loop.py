@@ -13,7 +13,7 @@ import time
 
 from agent.messages import Event, Message, ReplyEvent, ResultEvent, ResumedEvent, ToolCall
 from agent.models.errors import ModelError
-from agent.models.model import Model
+from agent.models.model import Model, Request
 from agent.trajectory import Journal, Status, Trajectory
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
@@ -88,7 +88,7 @@ def take_up(trajectory: Trajectory, *, toolbox: Toolbox, journal: Journal, kept:
 
 async def _ask(model: Model, trajectory: Trajectory, toolbox: Toolbox) -> ReplyEvent:
     started_at, clock = time.time(), time.monotonic()
-    completion = await model.complete(trajectory.messages, toolbox.schemas)
+    completion = await model.complete(Request(trajectory.messages, toolbox.schemas))
     return ReplyEvent(
         kind="reply",
         turn=trajectory.turns + 1,

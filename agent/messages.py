@@ -1,9 +1,9 @@
 """Messages, and the events that a conversation is made of.
 
 A message has the shape of the OpenAI chat API, with `reasoning` beside it on assistants and
-`is_error` on tool results. An event is one thing that cost money or time and must survive a
-crash: a model reply, a tool result, or the mark that a conversation was taken up again. Events
-are what the journal holds; replaying them gives the conversation back exactly.
+`is_error` on tool results. An event is one thing that cost money or time, or that the model was
+shown, and must survive a crash. Events are what the journal holds; replaying them gives the
+conversation back exactly.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class ProviderBlocks(TypedDict):
 class Message(TypedDict, total=False):
     """One message; which keys beside `role` and `content` are present depends on the role.
 
-    Assistant: `reasoning`, `tool_calls`, `provider_blocks`, each absent where there is none.
+    Assistant: `reasoning`, `tool_calls`, `provider_blocks`, each absent where there is none, and
+    `repairs` where something of it is not as the model wrote it: {"call": id, "name": as written}.
     Tool: `tool_call_id`, `name`, `is_error`, and `details` (machine facts such as an exit code,
-    never shown to the model).
+    never shown to the model). `notes` names the notes that the runtime, not a tool or a user,
+    added to the content.
     """
 
     role: Required[Role]
@@ -58,6 +60,8 @@ class Message(TypedDict, total=False):
     name: str
     is_error: bool
     details: dict[str, Any]
+    notes: list[str]
+    repairs: list[dict[str, str]]
 
 
 class Usage(TypedDict):
@@ -75,7 +79,12 @@ class Usage(TypedDict):
 
 
 class ReplyEvent(TypedDict):
-    """One accepted model reply. `turn` counts from 1; times are epoch seconds and seconds."""
+    """One model reply. `turn` counts from 1; times are epoch seconds and seconds.
+
+    `discarded` says why a reply is no part of the conversation although it was paid for: it was
+    unusable and the model was asked again. It then has the number of the turn that it would
+    have been.
+    """
 
     kind: Literal["reply"]
     turn: int
@@ -87,6 +96,7 @@ class ReplyEvent(TypedDict):
     response_id: str | None
     started_at: float
     duration_s: float
+    discarded: NotRequired[str]
 
 
 class ResultEvent(TypedDict):
@@ -98,6 +108,28 @@ class ResultEvent(TypedDict):
     message: Message
     started_at: float
     duration_s: float
+
+
+class NoteEvent(TypedDict):
+    """Words of the runtime to the model after turn `turn`; `reason` names the rule that wrote them.
+
+    They become part of the last tool result, where the conversation ends in one, else a message
+    of the user: so roles alternate as every API and every trainer wants it.
+    """
+
+    kind: Literal["note"]
+    turn: int
+    reason: str
+    text: str
+    at: float
+    details: NotRequired[dict[str, Any]]
+
+
+class OpeningEvent(TypedDict):
+    """The messages that the conversation starts with, where they are not those of the prompt."""
+
+    kind: Literal["opening"]
+    messages: list[Message]
 
 
 class ResumedEvent(TypedDict):
@@ -115,4 +147,17 @@ class ResumedEvent(TypedDict):
     workspace_kept: NotRequired[bool]
 
 
-Event = ReplyEvent | ResultEvent | ResumedEvent
+class SubEvent(TypedDict):
+    """An event of a conversation inside this one.
+
+    `key` tells which: the id of the call that a subagent answers, or the stage it belongs to
+    ("preparation#1", "summary#2"); `name` is the subagent's or the stage's.
+    """
+
+    kind: Literal["sub"]
+    key: str
+    name: str
+    event: Event
+
+
+Event = ReplyEvent | ResultEvent | NoteEvent | OpeningEvent | ResumedEvent | SubEvent

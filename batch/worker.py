@@ -15,7 +15,6 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,9 +22,9 @@ from types import FrameType
 from typing import Any
 
 from agent.loop import run_agent, take_up
-from agent.messages import Event, Message
+from agent.messages import Event
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
-from agent.models.model import Completion, Model, ModelSettings
+from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.names import SCRIPTED, open_model, read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.trajectory import Status, Trajectory
@@ -356,12 +355,10 @@ class _Gate:
         self._worker = worker
         self._model = model
 
-    async def complete(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         if self._worker._stopping:
             raise Stopped
-        return await self._model.complete(messages, tools)
+        return await self._model.complete(request)
 
     async def close(self) -> None:
         """The worker closes the model."""

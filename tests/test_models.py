@@ -13,7 +13,7 @@ import pytest
 from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat
 from agent.models.errors import RULES, ModelError, kind_of_status, redact
-from agent.models.model import Completion, ModelSettings
+from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
 from agent.models.prices import price
 from agent.models.replies import parse_object, retry_after_s
@@ -195,7 +195,7 @@ def test_anthropic_thinking_goes_back_verbatim_and_in_order() -> None:
     read = anthropic_reply(*blocks, stop="tool_use").message
     assert (read["content"], read["reasoning"]) == ("hi", "why")
     assert read["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a":1}'}
-    body = anthropic_messages.request_body(SETTINGS, [read], [])
+    body = anthropic_messages.request_body(SETTINGS, Request([read]))
     assert body["messages"] == [{"role": "assistant", "content": list(blocks)}]
 
 
@@ -204,7 +204,7 @@ def test_anthropic_text_of_white_space_does_not_go_back() -> None:
     blank: dict[str, Any] = {"type": "text", "text": "\n\n"}
     for blocks in ([THINKING, blank, TOOL_USE], [blank, TOOL_USE]):
         read = anthropic_reply(*blocks, stop="tool_use").message
-        (sent,) = anthropic_messages.request_body(SETTINGS, [read], [])["messages"]
+        (sent,) = anthropic_messages.request_body(SETTINGS, Request([read]))["messages"]
         assert blank not in sent["content"]
 
 
@@ -222,7 +222,7 @@ def test_an_openai_refusal_is_a_refusal_and_its_words_are_kept() -> None:
 )
 def test_the_bound_on_tokens_has_the_name_that_the_endpoint_knows(url: str, key: str) -> None:
     settings = resolve("openai:m", base_url=url)
-    body = openai_chat.request_body(dataclasses.replace(settings, max_tokens=5), [], [])
+    body = openai_chat.request_body(dataclasses.replace(settings, max_tokens=5), Request([]))
     assert body[key] == 5
 
 
@@ -234,7 +234,7 @@ def test_anthropic_body_has_system_beside_and_results_together() -> None:
         Message(role="tool", tool_call_id="t1", name="f", content="A", is_error=False),
         Message(role="tool", tool_call_id="t2", name="f", content="B", is_error=True),
     ]
-    body = anthropic_messages.request_body(SETTINGS, messages, TOOLS)
+    body = anthropic_messages.request_body(SETTINGS, Request(messages, TOOLS))
     assert body["system"] == "be brief"
     assert body["max_tokens"] == anthropic_messages.DEFAULT_MAX_TOKENS
     assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
@@ -247,7 +247,7 @@ def test_broken_arguments_reach_anthropic_inside_an_object(arguments: str) -> No
     message = Message(role="assistant", content="")
     function: Any = {"name": "f", "arguments": arguments}
     message["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
-    body = anthropic_messages.request_body(SETTINGS, [message], [])
+    body = anthropic_messages.request_body(SETTINGS, Request([message]))
     assert body["messages"][0]["content"][0]["input"] == {"raw_arguments": arguments}
 
 

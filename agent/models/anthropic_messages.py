@@ -9,7 +9,7 @@ import orjson
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings
+from agent.models.model import Completion, ModelSettings, Request
 from agent.models.replies import count_or_none, parse_object, post, text_or_none
 
 API = "anthropic_messages"
@@ -49,11 +49,9 @@ class AnthropicMessages:
             default_headers=_OLDER_VERSION if samples else None,
         )
 
-    async def complete(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        body = request_body(self._settings, messages, tools)
+        body = request_body(self._settings, request)
         timeout_s = self._settings.attempt_timeout_s
         reply = await post(self._client, "/v1/messages", body, timeout_s, secret=self._api_key)
         return read_reply(reply)
@@ -63,19 +61,17 @@ class AnthropicMessages:
         await self._client.close()
 
 
-def request_body(
-    settings: ModelSettings, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     """The JSON body of one request; the system message travels beside the others."""
     body: dict[str, Any] = {
         "model": settings.name,
         "max_tokens": settings.max_tokens or DEFAULT_MAX_TOKENS,
-        "messages": list(_to_api(messages)),
+        "messages": list(_to_api(request.messages)),
     }
-    if messages and messages[0]["role"] == "system":
-        body["system"] = messages[0]["content"]
-    if tools:
-        body["tools"] = [_tool_to_api(tool) for tool in tools]
+    if request.messages and request.messages[0]["role"] == "system":
+        body["system"] = request.messages[0]["content"]
+    if request.tools:
+        body["tools"] = [_tool_to_api(tool) for tool in request.tools]
     for key in ("temperature", "top_p"):
         if (value := getattr(settings, key)) is not None:
             body[key] = value

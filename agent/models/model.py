@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from agent.messages import FinishReason, Message, Usage
+from agent.stream import StreamHandler
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,27 @@ class Completion:
     """What this call cost, where the endpoint said so or its price is known."""
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a model is asked with."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas in OpenAI form."""
+    tool_choice: Literal["auto", "none"] = "auto"
+    """With "none" the tools are told but must not be called."""
+    on_delta: StreamHandler | None = None
+    """Told of the reply's parts as they arrive; None asks for the reply in one piece."""
+
+
 class Model(Protocol):
     """A model that can be asked for the next assistant message."""
 
-    async def complete(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """Ask for the next message.
 
-        `tools` are schemas in OpenAI form. Raises `ModelError` where the endpoint failed.
+        The reply is the same whether or not its parts are streamed. Raises `ModelError` where
+        the endpoint failed.
         """
         ...
 

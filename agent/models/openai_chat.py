@@ -7,7 +7,7 @@ history, and its reply objects let incomplete replies through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +15,7 @@ import orjson
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings
+from agent.models.model import Completion, ModelSettings, Request
 from agent.models.replies import count_or_none, parse_object, post, text_or_none
 from agent.reasoning import split_inline_reasoning
 
@@ -49,11 +49,9 @@ class OpenAIChat:
             http_client=DefaultAioHttpClient(),
         )
 
-    async def complete(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        body = request_body(self._settings, messages, tools)
+        body = request_body(self._settings, request)
         timeout_s = self._settings.attempt_timeout_s
         reply = await post(self._client, "/chat/completions", body, timeout_s, secret=self._api_key)
         return read_reply(reply)
@@ -63,16 +61,14 @@ class OpenAIChat:
         await self._client.close()
 
 
-def request_body(
-    settings: ModelSettings, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     """The JSON body of one request."""
     body: dict[str, Any] = {
         "model": settings.name,
-        "messages": [to_api(message) for message in messages],
+        "messages": [to_api(message) for message in request.messages],
     }
-    if tools:
-        body["tools"] = list(tools)
+    if request.tools:
+        body["tools"] = list(request.tools)
     for key in ("temperature", "top_p"):
         if (value := getattr(settings, key)) is not None:
             body[key] = value

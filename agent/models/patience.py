@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
 
-from agent.messages import Message
 from agent.models.errors import ModelError, redact
-from agent.models.model import Completion, Model, ModelSettings
+from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import price
 
 MAX_WAIT_S = 60.0
@@ -47,11 +45,9 @@ class PatientModel:
             reraise=True,
         )
 
-    async def complete(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
-        completion: Completion = await self._retrying.copy()(self._ask, messages, tools)
+        completion: Completion = await self._retrying.copy()(self._ask, request)
         if completion.cost_usd is None:
             return replace(completion, cost_usd=price(completion, self._settings))
         return completion
@@ -60,11 +56,9 @@ class PatientModel:
         """See `Model.close`."""
         await self._adapter.close()
 
-    async def _ask(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Completion:
+    async def _ask(self, request: Request) -> Completion:
         try:
-            return await self._adapter.complete(messages, tools)
+            return await self._adapter.complete(request)
         except ModelError as error:
             error.args = (redact(str(error), self._api_key),)
             raise

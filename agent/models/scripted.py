@@ -13,7 +13,7 @@ Records of such runs carry `"api": "scripted"` and `"model_returned": "scripted"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
-from agent.models.model import Completion
+from agent.models.model import Completion, Request
 
 API = "scripted"
 
@@ -74,11 +74,9 @@ class ScriptedModel:
         self._script = script
         self._prompt_replies = prompt_replies
 
-    async def complete(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. A script that is played out is a `bad_request`."""
-        replies = sum(message["role"] == "assistant" for message in messages)
+        replies = sum(message["role"] == "assistant" for message in request.messages)
         number = replies - self._prompt_replies
         if number >= len(self._script):
             raise ModelError("bad_request", f"the script ends after turn {len(self._script)}")

@@ -1,0 +1,45 @@
+"""What a caller can watch while a conversation runs.
+
+Watching changes nothing but what is told: the record is the same with and without a handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Required, TypedDict
+
+StreamEventType = Literal[
+    "turn_start",
+    "text_delta",
+    "thinking_delta",
+    "tool_use_start",
+    "tool_use_delta",
+    "tool_use_stop",
+    "tool_result",
+]
+
+
+class StreamEvent(TypedDict, total=False):
+    """One thing that happened; which keys beside `type` are present depends on the type.
+
+    turn_start       turn_index (from 0; not sent for the first turn)
+    text_delta, thinking_delta   text: the next part
+    tool_use_start   tool_id, tool_name
+    tool_use_delta   tool_id, tool_input: the next part of the arguments' JSON
+    tool_use_stop    tool_id, tool_name
+    tool_result      tool_id, tool_name, tool_output, is_error, duration_ms
+    """
+
+    type: Required[StreamEventType]
+    turn_index: int
+    text: str
+    tool_id: str
+    tool_name: str
+    tool_input: str
+    tool_output: str
+    is_error: bool
+    duration_ms: int
+
+
+StreamHandler = Callable[[StreamEvent], None]
+"""Called in the event loop; it must not block."""
