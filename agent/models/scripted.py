@@ -1,7 +1,6 @@
 """The scripted model: plays given turns, offline and deterministic. No model is behind it.
 
-A script is a list of turns; turn n answers when n - 1 of them were played before it, so a resumed
-conversation plays on where it was. A turn is an object with any of
+A script is a list of turns, played in order. A turn is an object with any of
 
     reasoning    text
     content      text
@@ -64,22 +63,21 @@ def parse_script(turns: Any) -> list[ScriptedTurn]:
 
 
 class ScriptedModel:
-    """Plays one script; stateless, so it can be asked again and again.
+    """Plays one script, a turn per call, from turn number `start` (from 0) on.
 
-    `prompt_replies` is how many assistant messages the prompt itself holds: those are no turns
-    of the script.
+    A conversation that is taken up again starts behind the replies that it already has.
     """
 
-    def __init__(self, script: Sequence[ScriptedTurn], *, prompt_replies: int = 0) -> None:
+    def __init__(self, script: Sequence[ScriptedTurn], *, start: int = 0) -> None:
         self._script = script
-        self._prompt_replies = prompt_replies
+        self._next = start
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. A script that is played out is a `bad_request`."""
-        replies = sum(message["role"] == "assistant" for message in request.messages)
-        number = replies - self._prompt_replies
+        number = self._next
         if number >= len(self._script):
             raise ModelError("bad_request", f"the script ends after turn {len(self._script)}")
+        self._next += 1
         turn = self._script[number]
         message = Message(role="assistant", content=turn.content)
         if turn.reasoning:
