@@ -271,7 +271,6 @@ def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig
     from batch.config import RunConfig
     from batch.errors import RunDirError
     from batch.prompts import scan
-    from batch.rows import script_use
     from batch.run_dir import read_run_json
 
     path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
@@ -284,7 +283,7 @@ def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig
     found = scan(
         Path(identity["dataset"]["path"]),
         max_samples=config.max_samples,
-        scripts=script_use(identity["api"], has_script_file=config.script_file is not None),
+        rules=config.row_rules(identity["api"]),
     )
     return path, found, config
 
@@ -297,7 +296,9 @@ def _export_and_account(path: Path, scan: Scan, config: RunConfig) -> Accounts:
     from batch.files import replace_file
     from export.training_files import export_run
 
-    export_run(path, scan, num_samples=config.num_samples)
+    export_run(
+        path, scan, num_samples=config.num_samples, require_reasoning=config.require_reasoning
+    )
     accounts = account(path, scan, config)
     replace_file(
         path / "summary.json",

@@ -8,42 +8,31 @@ print(agent.chat("Write a haiku about sandboxes to haiku.txt, then read it back.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import click
+from pydantic import ValidationError
 
-from agent.loop import run_agent
 from agent.messages import Event, Message
-from agent.models.errors import ModelError
-from agent.models.model import Model
-from agent.models.names import (
-    SCRIPTED,
-    Api,
-    MissingKey,
-    UnknownModel,
-    open_model,
-    read_key,
-    resolve_model,
-)
-from agent.models.scripted import ScriptedModel, parse_script
-from agent.trajectory import Status, Trajectory
+from agent.models.names import Api, read_key, resolve_model
+from agent.models.scripted import parse_script
+from agent.options import AgentOptions
+from agent.session import AgentSession, AgentSetup, run_here
+from agent.setup import set_up
+from agent.stream import StreamHandler
+from agent.tools import Approve
 from batch.files import AppendFile
+from export.completion import plain_ending
 from export.hermes import dumps_row, to_conversations
 from export.row_rules import Rejected
-from toolsets.registry import UnknownToolset, resolve_toolsets, tools_of
-from toolsets.sandbox import Limits, SandboxError, make_sandbox, sandbox_problem
-from toolsets.space import TaskSpace
-from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.sandbox import SandboxError, sandbox_problem
 
 log = logging.getLogger("run_agent")
 
@@ -70,36 +59,58 @@ class AIAgent:
         save_trajectories: bool = False,
         api: Api | None = None,
         key_env: str | None = None,
+        model_options: Mapping[str, Any] | None = None,
         sandbox: str = "bwrap",
         system_prompt: str | None = None,
         script: Sequence[dict[str, Any]] | None = None,
         output_dir: Path | str = "trajectories",
+        transcript_dir: Path | str | None = None,
+        stream_handler: StreamHandler | None = None,
+        approve_calls: Approve | None = None,
+        **options: Any,
     ) -> None:
         """Check the settings; nothing is asked or written yet.
 
         `model` and `base_url` are read as by batch_runner.py: a bare name goes to OpenRouter
         unless `base_url` says otherwise. `api_key` None takes the key from the environment.
-        `key_env` names its variable, "none" says that none is needed.
+        `key_env` names its variable, "none" says that none is needed. `model_options` are
+        further fields of `ModelSettings`, such as temperature or reasoning_effort.
         `max_turns` bounds the model replies. Toolsets None means all. `sandbox` "local" runs
         commands with your own rights. `script` holds the turns that model "scripted" plays.
         With `save_trajectories`, each conversation is appended to `output_dir`, as ShareGPT.
+        `transcript_dir` gets a JSONL file per conversation that grows as things happen.
+        `stream_handler` is told of each `StreamEvent`, `approve_calls` is asked before each
+        tool call. `options` are the fields of `AgentOptions`.
 
-        Raises `ValueError` (unknown model or toolset, missing key) and `SandboxError`.
+        Raises `ValueError` (unknown model, toolset or option, missing key) and `SandboxError`.
         """
-        if max_turns < 1:
-            msg = f"max_turns is {max_turns}; it must be at least 1"
-            raise ValueError(msg)
-        self._settings = resolve_model(model, base_url=base_url, api=api, key_env=key_env)
-        self._api_key = api_key or read_key(self._settings)
-        self._model_name = model
-        self._max_turns = max_turns
-        toolsets = resolve_toolsets(_names(enabled_toolsets), _names(disabled_toolsets) or ())
-        self._tools = tools_of(toolsets)
-        self._sandbox = sandbox if any(toolset.needs_sandbox for toolset in toolsets) else None
-        if self._sandbox and (problem := sandbox_problem(self._sandbox)):
+        settings = resolve_model(
+            model, base_url=base_url, api=api, key_env=key_env, **(model_options or {})
+        )
+        checked = _check_options({"max_turns": max_turns, **options})
+        common = set_up(
+            checked,
+            settings,
+            enabled_toolsets=_names(enabled_toolsets),
+            disabled_toolsets=_names(disabled_toolsets) or (),
+        )
+        if common.sandboxed() and (problem := sandbox_problem(sandbox)):
             raise SandboxError(problem)
-        self._system_prompt = system_prompt
-        self._script = parse_script(script) if script is not None else None
+        if approve_calls is not None:
+            common = replace(common, approve=approve_calls)
+        self._setup = AgentSetup(
+            settings=settings,
+            api_key=api_key or read_key(settings),
+            common=common,
+            options=checked,
+            sandbox=sandbox if common.sandboxed() else None,
+            system_prompt=system_prompt,
+            script=parse_script(script) if script is not None else (),
+            on_event=stream_handler,
+            on_retry=log.warning,
+            transcript_dir=Path(transcript_dir) if transcript_dir is not None else None,
+        )
+        self._model_name = model
         self._save_trajectories = save_trajectories
         self._output_dir = Path(output_dir)
         if verbose_logging:
@@ -121,19 +132,13 @@ class AIAgent:
 
         Returns `final_response`, `messages` (the whole conversation as sent and received),
         `status`, `completed`, `partial` (ended early after at least one reply), `failed`,
-        `error` (None or text), `api_calls`, `usage`, `cost_usd`, `task_id`. An endpoint that
-        fails is a result with `failed`, not an exception. `conversation_history` is copied.
+        `interrupted`, `error` (None or text), `api_calls`, `last_reasoning`, `usage`, `cost_usd`,
+        `model`, `task_id`. An endpoint that fails is a result with `failed`, not an exception.
+        `conversation_history` is copied; its system message gives way to `system_message`.
         """
-        conversation = self.arun_conversation(
-            user_message, system_message, conversation_history, task_id
+        return run_here(
+            self.arun_conversation(user_message, system_message, conversation_history, task_id)
         )
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(conversation)
-        # Called from inside an event loop (a notebook, say): the conversation gets its own.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, conversation).result()
 
     async def arun_conversation(
         self,
@@ -144,33 +149,21 @@ class AIAgent:
     ) -> dict[str, Any]:
         """`run_conversation` for callers that have an event loop."""
         task_id = task_id or uuid.uuid4().hex
-        trajectory = Trajectory(
-            self._opening(user_message, system_message, conversation_history or ())
-        )
-        status: Status = "failed"
-        error = None
-        model = self._open_model(conversation_history or ())
-        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as root:
-            workspace = Workspace(Path(root) / "workspace")
-            limits = Limits()
-            sandbox = make_sandbox(self._sandbox, workspace, limits) if self._sandbox else None
-            toolbox = Toolbox(self._tools, TaskSpace(workspace, sandbox))
+        history = list(conversation_history or ())
+        setup = replace(self._setup, journal=lambda event: _log_event(task_id, event))
+        system = system_message or setup.system_prompt
+        if system and history and history[0].get("role") == "system":
+            del history[0]
+        setup = replace(setup, system_prompt=system)
+        with AgentSession(setup, history=history, session_id=task_id) as session:
             try:
-                status = await run_agent(
-                    trajectory,
-                    model=model,
-                    toolbox=toolbox,
-                    max_turns=self._max_turns,
-                    journal=lambda event: _log_event(task_id, event),
-                )
-            except ModelError as failure:
-                error = f"{failure.kind}: {failure}"
-                log.warning("%s: %s", task_id, error)
+                await session.anew_prompt(user_message)
             finally:
-                await toolbox.close(remove_workspace=True)
-                await model.close()
                 if self._save_trajectories:
-                    self._save(trajectory, toolbox, status)
+                    self._save(session)
+        trajectory, status = session.trajectory, session.end.status
+        if session.error is not None:
+            log.warning("%s: %s", task_id, session.end.reason)
         return {
             "final_response": trajectory.final_text(),
             "messages": trajectory.messages,
@@ -178,30 +171,23 @@ class AIAgent:
             "completed": status == "completed",
             "partial": status not in ("completed", "failed") and trajectory.turns > 0,
             "failed": status == "failed",
-            "error": error,
-            "api_calls": trajectory.turns,
+            "interrupted": status == "cancelled",
+            "error": session.end.reason,
+            "api_calls": trajectory.api_calls(),
+            "last_reasoning": trajectory.last_reasoning(),
             "usage": trajectory.usage(),
             "cost_usd": trajectory.cost_usd(),
+            "model": self._model_name,
             "task_id": task_id,
         }
 
-    def _open_model(self, history: Sequence[Message]) -> Model:
-        if self._settings.api != SCRIPTED:
-            return open_model(self._settings, api_key=self._api_key, on_retry=log.warning)
-        replies = sum(message["role"] == "assistant" for message in history)
-        return ScriptedModel(self._script or (), prompt_replies=replies)
+    def start_session(self, history: Sequence[Message] = ()) -> AgentSession:
+        """A session: one prompt after the other, in one workspace. Close it when done."""
+        return AgentSession(self._setup, history=history)
 
-    def _opening(
-        self, user_message: str, system_message: str | None, history: Sequence[Message]
-    ) -> list[Message]:
-        system = system_message or self._system_prompt
-        opening = [Message(role="system", content=system)] if system else []
-        opening += [message.copy() for message in history if message["role"] != "system"]
-        opening.append(Message(role="user", content=user_message))
-        return opening
-
-    def _save(self, trajectory: Trajectory, toolbox: Toolbox, status: Status) -> None:
+    def _save(self, session: AgentSession) -> None:
         """Append the conversation to its file; one that breaks a row rule goes to the failed."""
+        messages, status = session.messages, session.end.status
         row: dict[str, Any] = {
             "conversations": [],
             "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -210,12 +196,13 @@ class AIAgent:
             "status": status,
         }
         try:
-            row["conversations"] = to_conversations(trajectory.messages, toolbox.schemas)
+            told = plain_ending(messages, session.schemas(), completed=status == "completed")
+            row["conversations"] = to_conversations(told.messages, told.tools)
         except Rejected as rejected:
             row |= {
                 "completed": False,
                 "rejected": str(rejected),
-                "messages": trajectory.messages,
+                "messages": messages,
             }
         self._output_dir.mkdir(parents=True, exist_ok=True)
         file = AppendFile(self._output_dir / (COMPLETED_FILE if row["completed"] else FAILED_FILE))
@@ -230,10 +217,28 @@ def _log_event(task_id: str, event: Event) -> None:
         case "reply":
             message = event["message"]
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            log.info("%s turn %d: %s", task_id, event["turn"], calls or message["content"][:200])
+            log.info("%s assistant %s", task_id, _one_line(str(calls or message["content"])))
         case "result":
             message = event["message"]
-            log.info("%s %s: %s", task_id, message["name"], message["content"][:200])
+            log.info("%s %s %s", task_id, message["name"], _one_line(message["content"]))
+
+
+def _one_line(text: str) -> str:
+    """A text for the log: one line, at most 120 characters."""
+    text = " ".join(text[:240].split())
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _check_options(options: Mapping[str, Any]) -> AgentOptions:
+    try:
+        return AgentOptions.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        allowed = ", ".join(AgentOptions.model_fields)
+        hint = f"; options are {allowed}" if first["type"] == "extra_forbidden" else ""
+        msg = f"{key}: {first['msg'].removeprefix('Value error, ')}{hint}"
+        raise ValueError(msg) from error
 
 
 def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
@@ -287,7 +292,7 @@ def main(
             save_trajectories=save_trajectories,
             verbose_logging=verbose_logging,
         )
-    except (UnknownModel, MissingKey, UnknownToolset, SandboxError) as error:
+    except (ValueError, SandboxError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     result = agent.run_conversation(prompt)

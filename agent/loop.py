@@ -3,7 +3,7 @@
 Every reply and every tool result is journaled before anything is done with it. The model's own
 mistakes (unknown tool, bad arguments, a failing handler) come back to it as error results; only
 a failing endpoint or a cancelled task leaves the loop as an exception, and what was journaled
-until then is where the next attempt goes on.
+until then is where the next attempt goes on. What happens next is decided in `agent.rules`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,30 @@ from __future__ import annotations
 import asyncio
 import time
 
-from agent.messages import Event, Message, ReplyEvent, ResultEvent, ResumedEvent, ToolCall
+from agent.acceptance import make_ids_unique, repair_names, why_unusable
+from agent.events import note_event, result_event
+from agent.messages import Event, ReplyEvent, ToolCall
 from agent.models.errors import ModelError
 from agent.models.model import Model, Request
-from agent.trajectory import Journal, Status, Trajectory
+from agent.moves import Answer, Ask, Continue, End, Note
+from agent.rules import Terms, next_move
+from agent.stream import StreamEvent, StreamHandler
+from agent.tools import AgentTools, question_in
+from agent.trajectory import Journal, Trajectory
 from toolsets.tool import ToolResult
-from toolsets.toolbox import Toolbox
 
-INTERRUPTED = (
-    "Error: this call was interrupted before its result was known. It may have run in part; "
-    "check the state of things before you repeat it."
-)
+_NOT_RUN = "Error: this call was not run, because the conversation ended before it ({})."
 
 
 async def run_agent(
     trajectory: Trajectory,
     *,
     model: Model,
-    toolbox: Toolbox,
-    max_turns: int | None,
+    tools: AgentTools,
+    terms: Terms,
     journal: Journal,
-) -> Status:
+    on_event: StreamHandler | None = None,
+) -> End:
     """Carry `trajectory` on to its ending and return how it ended.
 
     Raises `ModelError` where the endpoint failed for good, and lets cancellation through;
@@ -43,56 +46,42 @@ async def run_agent(
         trajectory.apply(event)
 
     while True:
-        if calls := trajectory.open_calls():
-            await _answer(calls, turn=trajectory.turns, toolbox=toolbox, record=record)
-        elif status := trajectory.ending(max_turns):
-            return status
-        else:
-            try:
-                record(await _ask(model, trajectory, toolbox))
-            except ModelError as error:
-                if error.kind == "context_exceeded":
-                    return "context_exceeded"
-                raise
+        match next_move(trajectory, terms):
+            case Ask(tool_choice):
+                try:
+                    request = Request(trajectory.messages, tools.schemas, tool_choice, on_event)
+                    record(await _ask(model, request, trajectory, tools, terms))
+                except ModelError as error:
+                    if error.kind == "context_exceeded":
+                        return End("context_exceeded", str(error))
+                    raise
+            case Answer(calls):
+                await _answer(calls, trajectory.turns, tools, terms, record, on_event)
+            case Continue(n, call, reply):
+                record(await _continue(n, call, reply, trajectory.turns, tools))
+            case Note(reason, text, details):
+                record(note_event(trajectory.turns, reason, text, details))
+            case End() as end:
+                close_calls(trajectory, end, journal)
+                return end
 
 
-def take_up(trajectory: Trajectory, *, toolbox: Toolbox, journal: Journal, kept: bool) -> None:
-    """Prepare a replayed trajectory to go on after a crash.
-
-    A call without a result may have run: it is left to be run (again) only if its tool says
-    that repeating is safe, else its result says that it was interrupted. `kept` tells whether
-    the task's workspace survived.
-    """
-    calls = trajectory.open_calls()
-    names = [call["function"]["name"] for _, call in calls]
-    # Of calls that run one after the other, those behind the first had not begun.
-    begun = calls[:1] if any(map(toolbox.is_sequential, names)) else calls
-    interrupted = [
-        (n, call) for n, call in begun if not toolbox.is_idempotent(call["function"]["name"])
-    ]
-    mark = ResumedEvent(
-        kind="resumed",
-        turn=trajectory.turns,
-        interrupted=[call["id"] for _, call in interrupted],
-        repeated=[call["id"] for n, call in begun if (n, call) not in interrupted],
-        workspace_kept=kept,
-    )
-    journal(mark)
-    trajectory.apply(mark)
-    for n, call in interrupted:
-        result = ToolResult(INTERRUPTED, is_error=True)
-        event = _result_event(trajectory.turns, n, call, result, time.time(), 0.0)
-        journal(event)
-        trajectory.apply(event)
-
-
-async def _ask(model: Model, trajectory: Trajectory, toolbox: Toolbox) -> ReplyEvent:
+async def _ask(
+    model: Model, request: Request, trajectory: Trajectory, tools: AgentTools, terms: Terms
+) -> ReplyEvent:
+    turn = trajectory.turns + 1
+    if request.on_delta is not None and turn > 1:
+        request.on_delta({"type": "turn_start", "turn_index": turn - 1})
     started_at, clock = time.time(), time.monotonic()
-    completion = await model.complete(Request(trajectory.messages, toolbox.schemas))
-    return ReplyEvent(
+    completion = await model.complete(request)
+    message = completion.message
+    make_ids_unique(message, trajectory.call_ids, turn=turn)
+    if terms.options.repair_tool_names:
+        repair_names(message, tools.names)
+    event = ReplyEvent(
         kind="reply",
-        turn=trajectory.turns + 1,
-        message=_with_unique_call_ids(completion.message, trajectory),
+        turn=turn,
+        message=message,
         finish_reason=completion.finish_reason,
         usage=completion.usage,
         cost_usd=completion.cost_usd,
@@ -101,63 +90,61 @@ async def _ask(model: Model, trajectory: Trajectory, toolbox: Toolbox) -> ReplyE
         started_at=started_at,
         duration_s=time.monotonic() - clock,
     )
+    if why := why_unusable(message, completion.finish_reason, terms.options):
+        event["discarded"] = why
+    return event
 
 
 async def _answer(
     calls: list[tuple[int, ToolCall]],
-    *,
     turn: int,
-    toolbox: Toolbox,
+    tools: AgentTools,
+    terms: Terms,
     record: Journal,
+    on_event: StreamHandler | None,
 ) -> None:
     async def answer(n: int, call: ToolCall) -> None:
         started_at, clock = time.time(), time.monotonic()
-        function = call["function"]
-        result = await toolbox.call(function["name"], function["arguments"])
-        record(_result_event(turn, n, call, result, started_at, time.monotonic() - clock))
+        result = await tools.call(call)
+        duration_s = time.monotonic() - clock
+        record(result_event(turn, n, call, result, started_at, duration_s))
+        if on_event is not None:
+            on_event(_told(call, result, duration_s))
 
-    if any(toolbox.is_sequential(call["function"]["name"]) for _, call in calls):
+    if not terms.options.parallel_tools or tools.need_order(calls):
         for n, call in calls:
             await answer(n, call)
-    else:
-        await asyncio.gather(*(answer(n, call) for n, call in calls))
+        return
+    # Where one fails for good, what its neighbours are doing must still be recorded.
+    done = await asyncio.gather(*(answer(n, call) for n, call in calls), return_exceptions=True)
+    for failure in done:
+        if failure is not None:
+            raise failure
 
 
-def _result_event(
-    turn: int, n: int, call: ToolCall, result: ToolResult, started_at: float, duration_s: float
-) -> ResultEvent:
-    message = Message(
-        role="tool",
-        tool_call_id=call["id"],
-        name=call["function"]["name"],
-        content=result.content,
-        is_error=result.is_error,
-    )
-    if result.details:
-        message["details"] = dict(result.details)
-    return ResultEvent(
-        kind="result",
-        turn=turn,
-        call=n,
-        message=message,
-        started_at=started_at,
-        duration_s=duration_s,
-    )
+async def _continue(n: int, call: ToolCall, reply: str, turn: int, tools: AgentTools) -> Event:
+    """Run a call again with the user's reply; what comes of it is told beside the first result."""
+    result = await tools.call(call, user_reply=reply)
+    text = f"User: {reply}\n\n{result.content}"
+    pending = question_in(result)
+    return note_event(turn, "user_reply", text, {"call": n, "pending": pending or False})
 
 
-def _with_unique_call_ids(message: Message, trajectory: Trajectory) -> Message:
-    """Some servers send empty or repeated call ids; a pairing by id needs unique ones."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    used = set(trajectory.call_ids)
-    for n, call in enumerate(calls):
-        if not call["id"] or call["id"] in used:
-            call["id"] = f"call_{trajectory.turns + 1}_{n}"
-        used.add(call["id"])
-    # The same calls stand in the verbatim blocks of some dialects and must keep their pairing.
-    ids = iter(call["id"] for call in calls)
-    for block in message.get("provider_blocks", {"blocks": []})["blocks"]:
-        if block.get("type") == "tool_use":
-            block["id"] = next(ids)
-    return message
+def close_calls(trajectory: Trajectory, end: End, journal: Journal) -> None:
+    """Give each call that was not run a result that says so: every call id has exactly one."""
+    result = ToolResult(_NOT_RUN.format(end.status), True, {"failure": "not_run"})
+    for n, call in trajectory.open_calls():
+        event = result_event(trajectory.turns, n, call, result, time.time(), 0.0)
+        journal(event)
+        trajectory.apply(event)
+
+
+def _told(call: ToolCall, result: ToolResult, duration_s: float) -> StreamEvent:
+    return {
+        "type": "tool_result",
+        "tool_id": call["id"],
+        "tool_name": call["function"]["name"],
+        "tool_output": result.content,
+        "is_error": result.is_error,
+        "duration_ms": round(duration_s * 1000),
+    }

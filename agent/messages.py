@@ -113,8 +113,8 @@ class ResultEvent(TypedDict):
 class NoteEvent(TypedDict):
     """Words of the runtime to the model after turn `turn`; `reason` names the rule that wrote them.
 
-    They become part of the last tool result, where the conversation ends in one, else a message
-    of the user: so roles alternate as every API and every trainer wants it.
+    They become part of the last message, where that is a tool result or the user's, else a
+    message of the user: so roles alternate as every API and every trainer wants it.
     """
 
     kind: Literal["note"]

@@ -10,6 +10,8 @@ _OPENING = re.compile(
     re.DOTALL,
 )
 
+_OPENS = re.compile(r"\s*<(?:think|thinking|reasoning|REASONING_SCRATCHPAD)>")
+
 
 class InlineReasoning(NamedTuple):
     """A text split into the reasoning at its start (None if there is none) and the rest."""
@@ -30,3 +32,8 @@ def split_inline_reasoning(text: str) -> InlineReasoning:
     if not thoughts:
         return InlineReasoning(None, text)
     return InlineReasoning("\n\n".join(filter(None, thoughts)) or None, text.lstrip())
+
+
+def opens_reasoning(text: str) -> bool:
+    """Whether `text`, its closed blocks lifted out, begins a block that it never closes."""
+    return _OPENS.match(text) is not None

@@ -6,19 +6,21 @@ point and replayed from its journal is in the state it would have been in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from agent.completion import Finish, finish_in
 from agent.messages import (
     Event,
-    FinishReason,
     Message,
+    NoteEvent,
     ReplyEvent,
     ResultEvent,
     ResumedEvent,
     ToolCall,
     Usage,
 )
+from agent.tally import Tally
 
 Status = Literal[
     "completed",
@@ -37,26 +39,38 @@ Status = Literal[
 ]
 """How a conversation ended; `completed` alone means that the model gave its final answer."""
 
-_CALLS_NOT_RUN: frozenset[FinishReason] = frozenset({"length", "refusal", "context_exceeded"})
-"""A reply that ended like this is cut or withheld: its tool calls cannot be trusted."""
-
 
 class Trajectory:
     """A growing conversation: `messages` as sent and received, and what each turn cost.
 
-    Messages are only ever appended. Results of one turn are appended together, in call order,
+    Messages are only ever appended, but for a note, which goes into the last message where that
+    is a tool result or the user's. The results of one turn are appended together, in call order,
     once all of them are known.
     """
 
     def __init__(self, opening: Sequence[Message], events: Iterable[Event] = ()) -> None:
-        self.messages: list[Message] = list(opening)
-        self.call_ids = {
-            call["id"] for message in opening for call in message.get("tool_calls", ())
-        }
         self.replies: list[ReplyEvent] = []
+        """The replies that are part of the conversation."""
+        self.discarded: list[ReplyEvent] = []
+        """Replies that were unusable and asked for again."""
         self.results: list[ResultEvent] = []
+        self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
+        self.inner: dict[str, InnerConversation] = {}
+        """Conversations inside this one by their key (see `SubEvent`)."""
+        self.tally = Tally()
+        self.spent_usd = 0.0
+        """Dollars of all replies whose price is known, for budgets."""
+        self.unpriced = 0
+        """Replies whose price is unknown."""
+        self.reasks = 0
+        """How many replies were discarded since the last one that was not."""
+        self.noted: list[NoteEvent] = []
+        """The notes since the last reply."""
+        self.is_reopened = False
+        """The conversation does not start with the messages of its prompt."""
         self._results_of_turn: dict[int, ResultEvent] = {}
+        self._open(opening)
         for event in events:
             self.apply(event)
 
@@ -67,55 +81,79 @@ class Trajectory:
 
     def apply(self, event: Event) -> None:
         """Take one event into the conversation."""
-        if event["kind"] == "reply":
-            self.replies.append(event)
-            self.messages.append(event["message"])
-            self.call_ids.update(call["id"] for call in event["message"].get("tool_calls", ()))
-            self._results_of_turn = {}
-        elif event["kind"] == "result":
-            self._results_of_turn[event["call"]] = event
-            calls = self._calls()
-            if len(self._results_of_turn) == len(calls):
-                in_call_order = [self._results_of_turn[n] for n in range(len(calls))]
-                self.results.extend(in_call_order)
-                self.messages.extend(result["message"] for result in in_call_order)
-        else:
-            self.resumes.append(event)
+        match event["kind"]:
+            case "reply":
+                self._apply_reply(event)
+            case "result":
+                self._apply_result(event)
+            case "note":
+                self._apply_note(event)
+            case "opening":
+                self._open(event["messages"])
+                self.is_reopened = True
+            case "resumed":
+                self.resumes.append(event)
+            case "sub":
+                self.inner_conversation(event["key"], event["name"]).apply(event["event"])
+                self.pay(event["event"])
+
+    def inner_conversation(self, key: str, name: str) -> Trajectory:
+        """The conversation inside this one with this key (see `SubEvent`), a new one if need be.
+
+        Its events are applied to it, and paid for here: by `apply`, or by whoever runs it.
+        """
+        if key not in self.inner:
+            self.inner[key] = InnerConversation(name)
+        return self.inner[key].trajectory
+
+    def pay(self, event: Event) -> None:
+        """Count what an event cost."""
+        if event["kind"] == "sub":
+            self.pay(event["event"])
+        elif event["kind"] == "reply":
+            self.spent_usd += event["cost_usd"] or 0.0
+            self.unpriced += event["cost_usd"] is None
 
     def open_calls(self) -> list[tuple[int, ToolCall]]:
         """The calls of the last reply that have no result yet, with their number in it."""
-        return [(n, call) for n, call in enumerate(self._calls()) if n not in self._results_of_turn]
+        return [
+            (n, call) for n, call in enumerate(self.last_calls()) if n not in self._results_of_turn
+        ]
 
-    def ending(self, max_turns: int | None) -> Status | None:
-        """How the conversation has ended, or None while it goes on.
+    def last_calls(self) -> list[ToolCall]:
+        """The calls of the last reply."""
+        return self.replies[-1]["message"].get("tool_calls", []) if self.replies else []
 
-        Asked when no call is open. `max_turns` bounds the model replies; None means no bound.
-        """
-        if not self.replies:
-            return "max_turns" if max_turns == 0 else None
-        reply = self.replies[-1]
-        match reply["finish_reason"]:
-            case "length" | "refusal" | "context_exceeded" as cut:
-                return cut
-            case "stop" | "tool_calls" if not reply["message"].get("tool_calls"):
-                # A blank answer is no answer: nothing in it could be trained on.
-                return "completed" if reply["message"]["content"].strip() else "errors"
-        if max_turns is not None and self.turns >= max_turns:
-            return "max_turns"
+    def last_results(self) -> list[Message]:
+        """The results of the last reply's calls, as far as they are known, in call order."""
+        return [self._results_of_turn[n]["message"] for n in sorted(self._results_of_turn)]
+
+    def finish(self) -> Finish | None:
+        """What the last reply said with a reserved tool that it was offered, if it did."""
+        for n, call in enumerate(self.last_calls()):
+            result = self._results_of_turn.get(n)
+            if result and not result["message"]["is_error"] and (finish := finish_in(call)):
+                return finish
         return None
 
     def final_text(self) -> str:
-        """The text of the last reply, or "" where the last turn asked for tools or none came."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        """The answer of the last reply, or "" where it only asked for tools or none came."""
+        if not self.replies:
             return ""
-        last = self.messages[-1]
-        return "" if last.get("tool_calls") else last["content"]
+        if finish := self.finish():
+            return finish.text
+        return "" if self.last_calls() else self.replies[-1]["message"]["content"]
+
+    def last_reasoning(self) -> str | None:
+        """The reasoning of the last reply, None where it had none."""
+        return self.replies[-1]["message"].get("reasoning") if self.replies else None
 
     def usage(self) -> Usage | None:
-        """Tokens summed over the turns; a count that any turn left unknown is None."""
-        if not self.replies:
+        """Tokens of all that was paid for; a count that any reply left unknown is None."""
+        paid = list(self._paid_replies())
+        if not paid:
             return None
-        usages = [reply["usage"] for reply in self.replies]
+        usages = [reply["usage"] for reply in paid]
         return Usage(
             input_tokens=_sum_known(usages, "input_tokens"),
             output_tokens=_sum_known(usages, "output_tokens"),
@@ -125,18 +163,24 @@ class Trajectory:
         )
 
     def cost_usd(self) -> float | None:
-        """Dollars summed over the turns, or None where the price of any turn is unknown."""
-        costs = [reply["cost_usd"] for reply in self.replies]
+        """Dollars of all that was paid for, or None where the price of any reply is unknown."""
+        costs = [reply["cost_usd"] for reply in self._paid_replies()]
         known = [cost for cost in costs if cost is not None]
         return sum(known) if known and len(known) == len(costs) else None
+
+    def api_calls(self) -> int:
+        """How many replies were paid for: those of inner conversations and unusable ones too."""
+        return sum(1 for _ in self._paid_replies())
 
     def to_record(self) -> dict[str, Any]:
         """The conversation's part of a record: JSON-ready, lossless.
 
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
         response_id, started_at, duration_s), `tool_calls` (one per result, in call order: turn,
-        call, name, is_error, started_at, duration_s), `resumes`, `usage`, `cost_usd`,
-        `model_returned`.
+        call, name, is_error, started_at, duration_s), `notes` (turn, reason, text, at),
+        `discarded` (replies that were asked for again, whole, with the reason), `inner` (one per
+        subagent or stage: key, name, and the keys of a record), `resumes`, `api_calls`, `usage`
+        and `cost_usd` (both with all that was paid for), `model_returned`.
         """
         return {
             "messages": self.messages,
@@ -155,16 +199,83 @@ class Trajectory:
                 }
                 for result in self.results
             ],
-            "resumes": [{k: v for k, v in r.items() if k != "kind"} for r in self.resumes],
+            "notes": [_without_kind(note) for note in self.notes],
+            "discarded": [_without_kind(reply) for reply in self.discarded],
+            "inner": [
+                {"key": key, "name": inner.name, **inner.trajectory.to_record()}
+                for key, inner in self.inner.items()
+            ],
+            "resumes": [_without_kind(resume) for resume in self.resumes],
+            "api_calls": self.api_calls(),
             "usage": self.usage(),
             "cost_usd": self.cost_usd(),
             "model_returned": self.replies[-1]["model"] if self.replies else None,
         }
 
-    def _calls(self) -> list[ToolCall]:
-        if not self.replies or self.replies[-1]["finish_reason"] in _CALLS_NOT_RUN:
-            return []
-        return self.replies[-1]["message"].get("tool_calls", [])
+    def _open(self, opening: Sequence[Message]) -> None:
+        self.messages: list[Message] = list(opening)
+        self.call_ids = {
+            call["id"] for message in opening for call in message.get("tool_calls", ())
+        }
+
+    def _apply_reply(self, event: ReplyEvent) -> None:
+        self.pay(event)
+        if "discarded" in event:
+            self.discarded.append(event)
+            self.reasks += 1
+            return
+        message = event["message"]
+        self.reasks = 0
+        self.noted = []
+        self.replies.append(event)
+        self.messages.append(message)
+        self._results_of_turn = {}
+        if calls := message.get("tool_calls"):
+            self.call_ids.update(call["id"] for call in calls)
+        else:
+            self.tally.count_text(unusable="notes" in message)
+
+    def _apply_result(self, event: ResultEvent) -> None:
+        self._results_of_turn[event["call"]] = event
+        calls = self.last_calls()
+        if len(self._results_of_turn) == len(calls):
+            in_call_order = [self._results_of_turn[n] for n in range(len(calls))]
+            messages = [result["message"] for result in in_call_order]
+            self.results.extend(in_call_order)
+            self.messages.extend(messages)
+            self.tally.count_turn(calls, messages)
+
+    def _apply_note(self, event: NoteEvent) -> None:
+        self.notes.append(event)
+        self.noted.append(event)
+        self.tally.notes[event["reason"]] += 1
+        last = self.messages[-1]
+        if last["role"] in ("tool", "user"):
+            last = last.copy()
+            last["content"] += "\n\n" + event["text"]
+            last["notes"] = [*last.get("notes", ()), event["reason"]]
+            self.messages[-1] = last
+        else:
+            note = Message(role="user", content=event["text"], notes=[event["reason"]])
+            self.messages.append(note)
+
+    def _paid_replies(self) -> Iterator[ReplyEvent]:
+        yield from self.replies
+        yield from self.discarded
+        for inner in self.inner.values():
+            yield from inner.trajectory._paid_replies()
+
+
+class InnerConversation:
+    """A subagent's or a stage's conversation inside another one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trajectory = Trajectory(())
+
+
+def _without_kind(event: Event) -> dict[str, Any]:
+    return {k: v for k, v in event.items() if k != "kind"}
 
 
 def _sum_known(usages: Sequence[Usage | None], key: str) -> int | None:

@@ -17,9 +17,7 @@ import orjson
 import yaml
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -27,25 +25,17 @@ from pydantic import (
     field_validator,
 )
 
+from agent.options import AgentOptions, meaning, parse_json
 from batch.errors import ConfigError
+from batch.row_rules import RowRules, script_use
 
-_INPUT_PATHS = ("dataset_file", "script_file")
+_INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
 
 
 def _split_commas(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
-
-
-def _parse_json(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            msg = f"not JSON: {error}"
-            raise ValueError(msg) from error
     return value
 
 
@@ -62,20 +52,13 @@ def _plain_name(value: str) -> str:
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
 
 
-def _meaning(default: Any, help: str, **more: Any) -> Any:
-    """A field that decides what the data is; changing it needs a new run."""
-    return Field(default, description=help, json_schema_extra={"meaning": True}, **more)
-
-
 def _running(default: Any, help: str, **more: Any) -> Any:
     """A field that decides how the work is done; it may change from start to start."""
     return Field(default, description=help, **more)
 
 
-class RunConfig(BaseModel):
-    """All that a user decides about a run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class RunConfig(AgentOptions):
+    """All that a user decides about a run: about its conversations, and about itself."""
 
     dataset_file: Path = _running(..., "JSONL file with one prompt per line.")
     run_name: Annotated[str, AfterValidator(_plain_name)] = _running(
@@ -84,7 +67,7 @@ class RunConfig(BaseModel):
     output_dir: Path = _running(
         Path("trajectories"), "Where run directories and training files go."
     )
-    model: str = _meaning(
+    model: str = meaning(
         "anthropic/claude-sonnet-4",
         "Model: scripted, openai:NAME, anthropic:NAME, openrouter:NAME, or the NAME that the "
         "endpoint at --base_url knows.",
@@ -93,38 +76,52 @@ class RunConfig(BaseModel):
     base_url: str | None = _running(
         None, "Root URL of the endpoint; default: that of the model's prefix, else OpenRouter."
     )
-    api: Literal["openai_chat", "anthropic_messages"] | None = _meaning(
+    api: Literal["openai_chat", "anthropic_messages"] | None = meaning(
         None, "Dialect of the endpoint, where the model's prefix does not say it."
     )
     key_env: str | None = _running(
         None, "Environment variable that holds the API key; 'none' for endpoints without keys."
     )
-    system_prompt: str | None = _meaning(
+    system_prompt: str | None = meaning(
         None, "System prompt of every conversation whose row brings none."
     )
-    enabled_toolsets: Names | None = _meaning(
+    enabled_toolsets: Names | None = meaning(
         None, "Toolsets to offer, separated by commas; default: all. 'none' offers no tools."
     )
-    disabled_toolsets: Names = _meaning((), "Toolsets never to offer; wins over enabled ones.")
-    sandbox: Literal["bwrap", "local"] = _meaning(
+    disabled_toolsets: Names = meaning((), "Toolsets never to offer; wins over enabled ones.")
+    sandbox: Literal["bwrap", "local"] = meaning(
         "bwrap",
         "Where commands run: bwrap (isolated), or local (NOT isolated: commands run with your "
         "rights).",
     )
-    network: bool = _meaning(False, "Let commands in the sandbox use the network.")
-    max_turns: PositiveInt = _meaning(20, "Bound on model replies per conversation.")
-    temperature: float | None = _meaning(None, "Sampling temperature; unset sends none.", ge=0)
-    top_p: float | None = _meaning(None, "Nucleus sampling bound; unset sends none.", gt=0, le=1)
-    max_tokens: PositiveInt | None = _meaning(
+    network: bool = meaning(False, "Let commands in the sandbox use the network.")
+    temperature: float | None = meaning(None, "Sampling temperature; unset sends none.", ge=0)
+    top_p: float | None = meaning(None, "Nucleus sampling bound; unset sends none.", gt=0, le=1)
+    max_tokens: PositiveInt | None = meaning(
         None, "Bound on tokens per reply; unset sends none (16,000 for Anthropic)."
     )
-    extra_body: Annotated[dict[str, Any] | None, BeforeValidator(_parse_json)] = _meaning(
+    extra_body: Annotated[dict[str, Any] | None, BeforeValidator(parse_json)] = meaning(
         None, "JSON object merged into every request body, for options of one provider."
     )
-    script_file: Path | None = _meaning(
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        meaning(None, "How much the model is to reason; unset leaves it to the endpoint.")
+    )
+    blank_reasoning: bool = meaning(
+        False, "OpenAI dialect: send a blank reasoning_content where a reply had none."
+    )
+    prompt_caching: bool = _running(
+        True, "Anthropic: keep the system message and the tools in the prompt cache."
+    )
+    script_file: Path | None = meaning(
         None, "YAML file with the turns that --model scripted plays for rows without a script."
     )
-    seed: int = _meaning(0, "Seed of everything that is drawn at random.")
+    prefill_messages_file: Path | None = _running(
+        None, "JSON file with `prefill_messages`; they count by their content."
+    )
+    require_reasoning: bool = _running(
+        False, "Leave completed conversations without any reasoning out of the training file."
+    )
+    seed: int = meaning(0, "Seed of everything that is drawn at random.")
     num_samples: PositiveInt = _running(1, "Independent conversations per prompt.")
     max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
     on_bad_row: Literal["skip", "fail"] = _running(
@@ -138,8 +135,8 @@ class RunConfig(BaseModel):
     max_attempts: PositiveInt = _running(
         3, "Attempts per conversation, over all starts, before it counts as failed for good."
     )
-    command_timeout_s: PositiveFloat = _meaning(120.0, "Deadline of one command, in seconds.")
-    tool_timeout_s: PositiveFloat = _meaning(300.0, "Deadline of one tool call, in seconds.")
+    command_timeout_s: PositiveFloat = meaning(120.0, "Deadline of one command, in seconds.")
+    tool_timeout_s: PositiveFloat = meaning(300.0, "Deadline of one tool call, in seconds.")
     attempt_timeout_s: PositiveFloat = _running(
         600.0, "Deadline of one attempt of a model call, in seconds."
     )
@@ -166,6 +163,21 @@ class RunConfig(BaseModel):
         return value
 
     @property
+    def agent_options(self) -> AgentOptions:
+        """The options of conversations alone."""
+        return AgentOptions.model_construct(
+            **{name: getattr(self, name) for name in AgentOptions.model_fields}
+        )
+
+    def row_rules(self, api: str) -> RowRules:
+        """How the rows of the dataset are read, for a model of this API."""
+        return RowRules(
+            self.system_prompt,
+            self.agent_options,
+            script_use(api, has_script_file=self.script_file is not None),
+        )
+
+    @property
     def agents_per_worker(self) -> int:
         """Conversations in flight per worker."""
         return self.concurrency or self.batch_size
@@ -180,13 +192,19 @@ class RunConfig(BaseModel):
 
         A script counts by its content; the order in which toolsets are named does not count.
         """
-        fields = {
-            name: value for name, value in self.model_dump(mode="json").items() if is_meaning(name)
-        }
+        fields = {name: value for name, value in self.to_json().items() if is_meaning(name)}
         if self.script_file is not None:
             fields["script_file"] = hashlib.sha256(self.script_file.read_bytes()).hexdigest()
         for name in ("enabled_toolsets", "disabled_toolsets"):
             fields[name] = fields[name] and sorted(set(fields[name]))
+        return fields
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, for run.json; of a prompt that is for no file only its digest."""
+        fields = self.model_dump(mode="json")
+        if self.ephemeral_system_prompt is not None:
+            digest = hashlib.sha256(self.ephemeral_system_prompt.encode()).hexdigest()
+            fields["ephemeral_system_prompt"] = f"sha256:{digest}"
         return fields
 
 
@@ -210,11 +228,21 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     """
     values = _read_yaml(config_file) if config_file is not None else {}
     values.update(flags)
+    if (path := values.get("prefill_messages_file")) and "prefill_messages" not in values:
+        values["prefill_messages"] = _read_json(Path(path))
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         lines = [_explain(detail, config_file, flags) for detail in error.errors()]
         raise ConfigError("\n".join(lines)) from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        msg = f"{path}: cannot read it as JSON: {error}"
+        raise ConfigError(msg) from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -241,6 +241,9 @@ def usable_prefix(events: list[Event]) -> list[Event]:
         if event["kind"] == "reply":
             if event["turn"] != turn + 1 or len(results) < calls:
                 break
+            if "discarded" in event:  # the turn was asked for again
+                usable.append(event)
+                continue
             turn, results = event["turn"], set()
             calls = len(event["message"].get("tool_calls", ()))
         elif event["kind"] == "result":

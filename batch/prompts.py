@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from batch.errors import DatasetError
-from batch.rows import BadRow, Row, ScriptUse, read_rows
+from batch.row_rules import RowRules
+from batch.rows import BadRow, Row, read_rows
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
@@ -59,16 +60,17 @@ class Scan:
     bad_rows: tuple[BadRow, ...]
     repeated: frozenset[int]
     """Short hashes of the ids that occur more than once."""
-    scripts: ScriptUse
+    rules: RowRules
 
 
-def scan(path: Path, *, max_samples: int | None, scripts: ScriptUse = "ignored") -> Scan:
+def scan(path: Path, *, max_samples: int | None, rules: RowRules | None = None) -> Scan:
     """Read the whole file once. Raises `DatasetError` where nothing in it is usable."""
+    rules = rules or RowRules()
     seen = _Repeats()
     bad_rows = []
     rows = 0
     fingerprint = hashlib.sha256()
-    for row in read_rows(path, scripts=scripts):
+    for row in read_rows(path, rules):
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
@@ -91,7 +93,7 @@ def scan(path: Path, *, max_samples: int | None, scripts: ScriptUse = "ignored")
         rows=rows,
         bad_rows=tuple(bad_rows),
         repeated=seen.repeated(),
-        scripts=scripts,
+        rules=rules,
     )
 
 
@@ -99,11 +101,11 @@ def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
     """Stream the tasks of a scanned file in its order, the samples of a prompt side by side."""
     occurrences: Counter[str] = Counter()
     rows = 0
-    for row in read_rows(scan.path, scripts=scan.scripts):
+    for row in read_rows(scan.path, scan.rules):
         if isinstance(row, BadRow):
             continue
         prompt_id = _prompt_id(row, scan.repeated, occurrences)
-        digest = input_digest(row.columns, scan.scripts)
+        digest = input_digest(row.columns, scan.rules)
         for sample in range(num_samples):
             task_id = f"{prompt_id}#s{sample}" if sample else prompt_id
             yield Task(task_id, prompt_id, sample, digest, row.columns)
@@ -112,12 +114,9 @@ def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
             return
 
 
-def input_digest(columns: dict[str, Any], scripts: ScriptUse) -> str:
+def input_digest(columns: dict[str, Any], rules: RowRules) -> str:
     """16 hex digits over the columns that decide what a conversation is."""
-    deciding = {"prompt": columns["prompt"]}
-    if scripts != "ignored" and "script" in columns:
-        deciding["script"] = columns["script"]
-    return hashlib.blake2b(_canonical(deciding), digest_size=8).hexdigest()
+    return hashlib.blake2b(_canonical(rules.deciding(columns)), digest_size=8).hexdigest()
 
 
 def task_key(task_id: str, digest: str) -> bytes:

@@ -1,8 +1,10 @@
 """The record of one finished task: everything that was sent, received and decided, lossless.
 
-Keys, in this order: `id`, `status`, `error` (null or {"class", "message"}), `prompt_id`,
-`sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then the conversation (see
-`Trajectory.to_record`), `tools` (schemas as offered), and where it came from: `model` (as
+Keys, in this order: `id`, `status`, `status_reason` (null or words), `error` (null or {"class",
+"message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
+the conversation (see `Trajectory.to_record`), `tools` (schemas as offered), `options` (those of
+the conversation that are not the defaults), `view_compacted` (the model saw parts of it in short
+or as a summary), and where it came from: `model` (as
 asked), `api`, `endpoint`, `toolsets`, `sandbox`, `seed`, `config_digest`, `versions`,
 `finished_at` (epoch seconds), `schema_version`.
 """
@@ -10,13 +12,16 @@ asked), `api`, `endpoint`, `toolsets`, `sandbox`, `seed`, `config_digest`, `vers
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from agent.trajectory import Status, Trajectory
+from agent.conversation import was_compacted
+from agent.moves import End
+from agent.rules import Terms
+from agent.trajectory import Trajectory
 from batch.failures import Failure
 from batch.prompts import Task
 from batch.run_dir import SCHEMA_VERSION
@@ -30,7 +35,6 @@ class Provenance:
     api: str
     endpoint: str | None
     toolsets: Sequence[str]
-    tools: Sequence[dict[str, Any]]
     sandbox: str | None
     seed: int
     config_digest: str
@@ -41,15 +45,18 @@ def make_record(
     task: Task,
     trajectory: Trajectory,
     *,
-    status: Status,
+    end: End,
+    terms: Terms,
+    tools: Sequence[Mapping[str, Any]],
     failure: Failure | None,
     attempt: int,
     provenance: Provenance,
 ) -> dict[str, Any]:
-    """Build the record of a task that has ended."""
+    """Build the record of a task that has ended; `tools` are the schemas that were offered."""
     return {
         "id": task.id,
-        "status": status,
+        "status": end.status,
+        "status_reason": end.reason,
         "error": failure and {"class": failure.error_class, "message": failure.message},
         "prompt_id": task.prompt_id,
         "sample": task.sample,
@@ -57,7 +64,9 @@ def make_record(
         "attempt": attempt,
         "row": task.columns,
         **trajectory.to_record(),
-        "tools": provenance.tools,
+        "tools": tools,
+        "options": terms.options.given(),
+        "view_compacted": was_compacted(trajectory, terms.options),
         "model": provenance.model,
         "api": provenance.api,
         "endpoint": provenance.endpoint,

@@ -9,15 +9,13 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
-from agent.messages import Message
-from agent.models.names import SCRIPTED
-from agent.models.scripted import parse_script
 from agent.nesting import MAX_NESTING, is_nested_deeper
 from batch.errors import DatasetError
+from batch.row_rules import RowRules, kind_of
 
 MAX_LINE_BYTES = 256 << 20
 """A longer line is a bad row: it is no prompt, and memory must stay bounded."""
@@ -40,18 +38,7 @@ class BadRow(NamedTuple):
     reason: str
 
 
-ScriptUse = Literal["ignored", "allowed", "needed"]
-"""What a row's `script` column is: a column like any other, or the turns to be played."""
-
-
-def script_use(api: str, *, has_script_file: bool) -> ScriptUse:
-    """What a row's `script` column is to a model of this API."""
-    if api != SCRIPTED:
-        return "ignored"
-    return "allowed" if has_script_file else "needed"
-
-
-def read_rows(path: Path, *, scripts: ScriptUse) -> Iterator[Row | BadRow]:
+def read_rows(path: Path, rules: RowRules) -> Iterator[Row | BadRow]:
     """Read a JSONL file; blank lines are skipped.
 
     Raises `DatasetError` where the file as a whole cannot be read.
@@ -60,32 +47,7 @@ def read_rows(path: Path, *, scripts: ScriptUse) -> Iterator[Row | BadRow]:
         if len(text) >= MAX_LINE_BYTES:
             yield BadRow(line, f"longer than {MAX_LINE_BYTES >> 20} MiB")
         elif text := text.strip():
-            yield _read_row(line, text, scripts)
-
-
-def opening_messages(columns: dict[str, Any], system_prompt: str | None) -> list[Message]:
-    """The messages that the conversation of a row starts with.
-
-    A system message of the row's own takes the place of `system_prompt`. Raises `ValueError`
-    with the reason where `prompt` is neither text nor a list of chat messages that ends in one
-    of the user.
-    """
-    if "prompt" not in columns:
-        names = ", ".join(sorted(columns)[:8]) or "none"
-        msg = f"no `prompt` field (fields: {names})"
-        raise ValueError(msg)
-    prompt = columns["prompt"]
-    if isinstance(prompt, str):
-        messages = [Message(role="user", content=prompt)]
-    elif isinstance(prompt, list):
-        messages = [_chat_message(n, item) for n, item in enumerate(prompt)]
-    else:
-        msg = f"`prompt` is {_kind(prompt)}; it must be text or a list of chat messages"
-        raise ValueError(msg)
-    _check_chat(messages)
-    if system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, Message(role="system", content=system_prompt))
-    return messages
+            yield _read_row(line, text, rules)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -120,24 +82,19 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise DatasetError(msg) from error
 
 
-def _read_row(line: int, text: bytes, scripts: ScriptUse) -> Row | BadRow:
+def _read_row(line: int, text: bytes, rules: RowRules) -> Row | BadRow:
     try:
         columns = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         return BadRow(line, _why_not_json(text, error))
     if not isinstance(columns, dict):
-        return BadRow(line, f"the line is {_kind(columns)}; it must be a JSON object")
+        return BadRow(line, f"the line is {kind_of(columns)}; it must be a JSON object")
     if _LONG_INTEGER.search(text) and (number := _integer_beyond_64_bits(text)):
         return BadRow(line, f"the integer {number}… does not fit 64 bits; write it as text")
     if is_nested_deeper(text, MAX_NESTING):
         return BadRow(line, f"nested deeper than {MAX_NESTING} levels")
     try:
-        opening_messages(columns, None)
-        if scripts != "ignored" and "script" in columns:
-            parse_script(columns["script"])
-        elif scripts == "needed":
-            msg = "no `script` field, which the scripted model plays (or give --script_file)"
-            return BadRow(line, msg)
+        rules.read(columns)
     except ValueError as error:
         return BadRow(line, str(error))
     return Row(line, columns)
@@ -168,47 +125,3 @@ def _integer_beyond_64_bits(text: bytes) -> str | None:
     except RecursionError:
         return None
     return found[0] if found else None
-
-
-def _chat_message(n: int, item: Any) -> Message:
-    role = item.get("role") if isinstance(item, dict) else None
-    content = item.get("content") if isinstance(item, dict) else None
-    match role:
-        case "system" | "user" | "assistant" if isinstance(content, str):
-            return Message(role=role, content=content)
-    msg = (
-        f"prompt[{n}] must be an object with `role` (system, user or assistant) "
-        "and `content` (text)"
-    )
-    raise ValueError(msg)
-
-
-def _check_chat(messages: list[Message]) -> None:
-    if any(not message["content"].strip() for message in messages):
-        msg = "`prompt` is empty" if len(messages) == 1 else "`prompt` holds an empty message"
-        raise ValueError(msg)
-    roles = [message["role"] for message in messages]
-    turns = roles[1:] if roles[:1] == ["system"] else roles
-    if not turns or turns[-1] != "user":
-        msg = "`prompt` must end in a user message"
-        raise ValueError(msg)
-    expected = ["user", "assistant"] * (len(turns) // 2) + ["user"]
-    if turns != expected:
-        msg = f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
-        raise ValueError(msg)
-
-
-def _kind(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case str():
-            return "text"
-        case list():
-            return "an array"
-        case _:
-            return "an object"

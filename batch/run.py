@@ -14,8 +14,9 @@ from types import FrameType
 import yaml
 
 from agent.models.model import ModelSettings
-from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
+from agent.models.names import read_key, resolve_model
 from agent.models.scripted import ScriptedTurn, parse_script
+from agent.setup import Setup, offered, set_up
 from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
@@ -26,15 +27,12 @@ from batch.progress import Progress
 from batch.prompts import Scan, Task, scan, tasks
 from batch.record import Provenance
 from batch.records import Entry, RecordFile, load_index
-from batch.rows import script_use
 from batch.run_dir import RunDir
 from batch.standing import is_settled
 from batch.supervisor import Supervisor
 from batch.worker import WorkerSetup
-from toolsets.registry import UnknownToolset, resolve_toolsets, tools_of
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
-from toolsets.tool import Tool
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +45,7 @@ class Plan:
 
     config: RunConfig
     settings: ModelSettings
-    toolsets: tuple[str, ...]
-    tools: tuple[Tool, ...]
+    setup: Setup
     sandbox: str | None
     """None where no tool runs commands."""
     script: list[ScriptedTurn] | None
@@ -83,13 +80,20 @@ def make_plan(config: RunConfig) -> Plan:
             attempt_timeout_s=config.attempt_timeout_s,
             call_attempts=config.call_attempts,
             call_timeout_s=config.call_timeout_s,
+            reasoning_effort=config.reasoning_effort,
+            blank_reasoning=config.blank_reasoning,
+            prompt_caching=config.prompt_caching,
         )
         read_key(settings)
-        toolsets = resolve_toolsets(config.enabled_toolsets, config.disabled_toolsets)
-        tools = tools_of(toolsets)
-    except (UnknownModel, MissingKey, UnknownToolset) as error:
+        setup = set_up(
+            config.agent_options,
+            settings,
+            enabled_toolsets=config.enabled_toolsets,
+            disabled_toolsets=config.disabled_toolsets,
+        )
+    except ValueError as error:
         raise ConfigError(str(error)) from error
-    needs_sandbox = [toolset.name for toolset in toolsets if toolset.needs_sandbox]
+    needs_sandbox = setup.sandboxed()
     if needs_sandbox and (problem := sandbox_problem(config.sandbox)):
         names = ",".join(needs_sandbox)
         msg = (
@@ -102,14 +106,13 @@ def make_plan(config: RunConfig) -> Plan:
     return Plan(
         config=config,
         settings=settings,
-        toolsets=tuple(toolset.name for toolset in toolsets),
-        tools=tools,
+        setup=setup,
         sandbox=config.sandbox if needs_sandbox else None,
         script=script,
         scan=scan(
             config.dataset_file,
             max_samples=config.max_samples,
-            scripts=script_use(settings.api, has_script_file=script is not None),
+            rules=config.row_rules(settings.api),
         ),
     )
 
@@ -117,6 +120,7 @@ def make_plan(config: RunConfig) -> Plan:
 def describe(plan: Plan) -> str:
     """What a start of `plan` would do, for `--dry_run`."""
     config, scan = plan.config, plan.scan
+    names = [schema["function"]["name"] for schema in offered(plan.setup, config.agent_options)]
     model = f"{plan.settings.name} ({plan.settings.api}"
     model += f" at {plan.settings.base_url})" if plan.settings.base_url else ", offline)"
     return "\n".join(
@@ -126,8 +130,8 @@ def describe(plan: Plan) -> str:
             f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
             f"{scan.rows * config.num_samples}",
             f"model      {model}",
-            f"toolsets   {', '.join(plan.toolsets) or 'none'} "
-            f"({', '.join(tool.name for tool in plan.tools) or 'no tools'})",
+            f"toolsets   {', '.join(plan.setup.names()) or 'none'} "
+            f"({', '.join(names) or 'no tools'})",
             f"sandbox    {plan.sandbox or 'not needed'}",
             f"bounds     {config.max_turns} turns, {config.max_attempts} attempts",
             f"workers    {config.num_workers} x {config.agents_per_worker} conversations",
@@ -183,6 +187,7 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
         supervisor = Supervisor(
             run_dir=run_dir,
             config=config,
+            common=plan.setup,
             setup=_worker_setup(plan, run_dir, endpoint_proven=proven),
             tasks=_owed(plan, settled, progress),
             records=records,
@@ -250,8 +255,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, endpoint_proven: bool) -> Work
             model=plan.config.model,
             api=plan.settings.api,
             endpoint=plan.settings.base_url,
-            toolsets=plan.toolsets,
-            tools=[tool.schema for tool in plan.tools],
+            toolsets=plan.setup.names(),
             sandbox=plan.sandbox,
             seed=plan.config.seed,
             config_digest=run_dir.digest,

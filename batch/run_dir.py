@@ -35,7 +35,7 @@ from batch.errors import ConfigError, RunDirError, RunLocked
 from batch.files import replace_file
 from batch.prompts import Scan
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of records and run.json; raised when a reader of the older form would misread the newer."""
 
 _RUN_KEYS = {
@@ -268,7 +268,7 @@ def _run_json(
         "created": created,
         "digest": digest_of(meaning),
         "meaning": meaning,
-        "config": config.model_dump(mode="json"),
+        "config": config.to_json(),
         "dataset": {
             "path": str(scan.path.resolve()),
             "rows": scan.rows,

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from agent.moves import End
+from agent.setup import Setup, offered
 from agent.trajectory import Trajectory
 from batch.config import RunConfig
 from batch.errors import EnvironmentStop
@@ -27,7 +29,6 @@ from batch.progress import Progress
 from batch.prompts import Task
 from batch.record import dump_record, make_record
 from batch.records import RecordFile, index_fields
-from batch.rows import opening_messages
 from batch.run_dir import RunDir
 from batch.standing import WORKER_DIED
 from batch.task_queue import TaskQueue
@@ -51,6 +52,7 @@ class Supervisor:
         *,
         run_dir: RunDir,
         config: RunConfig,
+        common: Setup,
         setup: WorkerSetup,
         tasks: Iterator[Task],
         records: RecordFile,
@@ -60,6 +62,7 @@ class Supervisor:
     ) -> None:
         self._run_dir = run_dir
         self._config = config
+        self._common = common
         self._setup = setup
         self._queue = TaskQueue(tasks, failures.deaths)
         self._records = records
@@ -247,11 +250,13 @@ class Supervisor:
         self._failures.sync()
 
     def _convict(self, key: bytes, task: Task, failure: Failure) -> None:
-        opening = opening_messages(task.columns, self._config.system_prompt)
+        row = self._config.row_rules(self._setup.settings.api).read(task.columns)
         record = make_record(
             task,
-            Trajectory(opening, self._inflight.events(key)),
-            status="failed",
+            Trajectory(row.opening, self._inflight.events(key)),
+            end=End("failed"),
+            terms=row.terms,
+            tools=offered(self._common, row.terms.options),
             failure=failure,
             attempt=failure.attempt,
             provenance=self._setup.provenance,

@@ -21,13 +21,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from agent.loop import run_agent, take_up
+from agent.conversation import Conversation
 from agent.messages import Event
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.names import SCRIPTED, open_model, read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
-from agent.trajectory import Status, Trajectory
+from agent.moves import End
+from agent.rules import Terms
+from agent.setup import Home, SubagentModels, offered, replies_played, set_up
+from agent.trajectory import Trajectory
 from batch.config import RunConfig
 from batch.failures import Failure
 from batch.files import StorageError
@@ -36,15 +39,12 @@ from batch.process import allow_many_files, die_with_parent, log_to
 from batch.prompts import Task
 from batch.record import Provenance, dump_record, make_record
 from batch.records import index_fields
-from batch.rows import opening_messages
 from batch.wire import Deal, no_counters, pack, unpack
 from toolsets.process import use_pidfd_watcher
-from toolsets.registry import resolve_toolsets, tools_of
 from toolsets.removal import remove_tree
 from toolsets.sandbox import Limits, make_sandbox, sandbox_problem
 from toolsets.space import TaskSpace
 from toolsets.tool import HOST_ERRNOS, HostError
-from toolsets.toolbox import Toolbox
 from toolsets.workspace import Workspace
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,12 @@ class Worker:
         self._connection = connection
         self._setup = setup
         self._config = setup.config
-        self._tools = tools_of(
-            resolve_toolsets(self._config.enabled_toolsets, self._config.disabled_toolsets)
+        self._rules = self._config.row_rules(setup.settings.api)
+        self._common = set_up(
+            self._rules.options,
+            setup.settings,
+            enabled_toolsets=self._config.enabled_toolsets,
+            disabled_toolsets=self._config.disabled_toolsets,
         )
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._not_durable: dict[bytes, TaskSpace] = {}
@@ -126,6 +130,9 @@ class Worker:
             if settings.api == SCRIPTED
             else open_model(settings, api_key=read_key(settings), on_retry=self._on_retry)
         )
+        self._subagent_models = SubagentModels(
+            self._common, self._on_retry, gate=lambda model: _Gate(self, model)
+        )
         loop.add_reader(self._connection.fileno(), self._receive)
         self._send("ready")
         while not self._exit.is_set():
@@ -140,6 +147,7 @@ class Worker:
         await asyncio.gather(*self._removals)
         if self._model is not None:
             await self._model.close()
+        await self._subagent_models.close()
         self._journal.close()
         self._outbox.put(None)
         sender.join()
@@ -191,8 +199,9 @@ class Worker:
         failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
         if deal["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
-        opening = opening_messages(task.columns, self._config.system_prompt)
-        return self._finished(task, deal, Trajectory(opening, deal["events"]), "failed", failure)
+        row = self._rules.read(task.columns)
+        trajectory = Trajectory(row.opening, deal["events"])
+        return self._finished(task, deal, trajectory, row.terms, End("failed"), failure)
 
     async def _carry_out(self, task: Task, deal: Deal) -> bytes:
         """Run one task; give the message that says how it ended, with its record if there is one.
@@ -201,16 +210,15 @@ class Worker:
         """
         workspace = Workspace(self._setup.run_dir / "workspaces" / task.key.hex())
         space = TaskSpace(workspace, self._sandbox_for(workspace))
-        trajectory = Trajectory(
-            opening_messages(task.columns, self._config.system_prompt), deal["events"]
-        )
-        status: Status = "failed"
+        row = self._rules.read(task.columns)
+        trajectory = Trajectory(row.opening, deal["events"])
+        end = End("failed")
         failure = None
         try:
             if not deal["events"]:
                 # What a conversation left whose journal was lost is not this one's.
                 await asyncio.to_thread(remove_tree, workspace.root)
-            status = await self._converse(task, deal, trajectory, space)
+            end = await self._converse(task, deal, trajectory, row.terms, space)
         except ModelError as error:
             if self._is_the_endpoints(error):
                 self._halt(f"{self._setup.settings.base_url}: {error.kind}: {error}")
@@ -218,24 +226,27 @@ class Worker:
             failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
         finally:
             await space.close(remove=False)
-        log.info("%s: %s after %d turns", task.id, status, trajectory.turns)
+        log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
         if failure and deal["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = space
-        return self._finished(task, deal, trajectory, status, failure)
+        return self._finished(task, deal, trajectory, row.terms, end, failure)
 
     def _finished(
         self,
         task: Task,
         deal: Deal,
         trajectory: Trajectory,
-        status: Status,
+        terms: Terms,
+        end: End,
         failure: Failure | None,
     ) -> bytes:
         record = make_record(
             task,
             trajectory,
-            status=status,
+            end=end,
+            terms=terms,
+            tools=offered(self._common, terms.options),
             failure=failure,
             attempt=deal["attempt"],
             provenance=self._setup.provenance,
@@ -255,9 +266,9 @@ class Worker:
         return not self._answered and error.kind in SAYS_MORE_OF_THE_ENDPOINT
 
     async def _converse(
-        self, task: Task, deal: Deal, trajectory: Trajectory, space: TaskSpace
-    ) -> Status:
-        toolbox = Toolbox(self._tools, space, call_timeout_s=self._config.tool_timeout_s)
+        self, task: Task, deal: Deal, trajectory: Trajectory, terms: Terms, space: TaskSpace
+    ) -> End:
+        home = Home(self._common, space, self._subagent_models, self._config.tool_timeout_s)
         positions = itertools.count(len(deal["events"]))
 
         def journal(event: Event) -> None:
@@ -270,20 +281,24 @@ class Worker:
             )
             self._count(event)
 
-        if deal["events"]:
-            take_up(
-                trajectory, toolbox=toolbox, journal=journal, kept=space.workspace.root.exists()
-            )
-        return await run_agent(
-            trajectory,
+        conversation = Conversation(
+            trajectory=trajectory,
+            terms=terms,
             model=_Gate(self, self._model_for(task, trajectory)),
-            toolbox=toolbox,
-            max_turns=self._config.max_turns,
+            toolbox=home.toolbox(),
             journal=journal,
+            host=home,
+            subagents=terms.options.subagents,
+            approve=self._common.approve,
+        )
+        return await conversation.run(
+            taken_up=bool(deal["events"]), workspace_kept=space.workspace.root.exists()
         )
 
     def _count(self, event: Event) -> None:
-        if event["kind"] == "reply":
+        if event["kind"] == "sub":
+            self._count(event["event"])
+        elif event["kind"] == "reply":
             self._answered = True
             usage = event["usage"]
             self._counters["turns"] += 1
@@ -300,8 +315,7 @@ class Worker:
             return self._model
         own = task.columns.get("script")
         script = self._setup.script if own is None else parse_script(own)
-        replies = sum(message["role"] == "assistant" for message in trajectory.messages)
-        return ScriptedModel(script or (), prompt_replies=replies - trajectory.turns)
+        return ScriptedModel(script or (), start=replies_played(trajectory, self._common))
 
     def _sandbox_for(self, workspace: Workspace) -> Any:
         kind = self._setup.provenance.sandbox
@@ -361,4 +375,5 @@ class _Gate:
         return await self._model.complete(request)
 
     async def close(self) -> None:
-        """The worker closes the model."""
+        """See `Model.close`."""
+        await self._model.close()

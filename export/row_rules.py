@@ -10,6 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from agent.completion import FINAL_ANSWER, finish_in
+from agent.messages import ToolCall
+
 
 class Reason(StrEnum):
     """Why a record is not converted."""
@@ -19,7 +22,10 @@ class Reason(StrEnum):
     UNFINISHED = "unfinished"
     """The record counts as completed, but does not end with an answer of the model."""
     ROLES_OUT_OF_ORDER = "roles_out_of_order"
-    """The roles are not: system, then user, assistant, (results, assistant)*, user and so on."""
+    """The roles are not: system, then user, assistant, (results, assistant)*, user and so on.
+
+    An assistant may go on after itself where it asked for no tools: the provider had paused it.
+    """
     UNKNOWN_TOOL = "unknown_tool"
     """A tool was called that the model was not offered."""
     REPEATED_CALL_ID = "repeated_call_id"
@@ -33,7 +39,7 @@ class Reason(StrEnum):
     ARGUMENTS_NOT_OBJECT = "arguments_not_object"
     """The arguments of a call are JSON, but not an object."""
     EMPTY_VALUE = "empty_value"
-    """A user message or an assistant turn says nothing."""
+    """A user message, an assistant turn or a final answer says nothing."""
     REASONING_ONLY = "reasoning_only"
     """An assistant turn holds reasoning, but neither text nor calls."""
     UNCLOSED_THINK = "unclosed_think"
@@ -41,7 +47,9 @@ class Reason(StrEnum):
     MARKER_IN_TEXT = "marker_in_text"
     """A tag of the format stands in the model's text or reasoning, where it would be structure."""
     NOT_TEXT = "not_text"
-    """The content of a message is not a string."""
+    """The content of a message, or a final answer, is not a string."""
+    NO_REASONING = "no_reasoning"
+    """No turn of the model holds reasoning, and the run is exported with reasoning only."""
 
 
 class Rejected(Exception):
@@ -61,7 +69,7 @@ _MAY_FOLLOW = {
     "": ("system", "user"),
     "system": ("system", "user"),
     "user": ("assistant",),
-    "assistant": ("user",),
+    "assistant": ("user", "assistant"),
     "tool": ("assistant",),
 }
 """Which role may stand after which; tool results are judged by the calls they answer."""
@@ -94,7 +102,7 @@ def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[
             after = f"after {before!r}" if before else "as the first"
             raise Rejected(Reason.ROLES_OUT_OF_ORDER, f"message {position}: role {role!r} {after}")
         if role == "assistant":
-            turn += 1
+            turn += before != "assistant"  # else it goes on with the same turn
             open_calls = _check_calls(message.get("tool_calls") or (), tools, turn=turn)
         before = role
     if turn == 0:
@@ -102,12 +110,39 @@ def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[
 
 
 def check_finished(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise Rejected unless the conversation ends with an assistant turn without calls."""
+    """Raise Rejected unless the conversation ends with an answer.
+
+    That is an assistant turn without calls, or one with an answered call of `final_answer`.
+    """
+    if final_answer_call(messages) is not None:
+        return
     last = messages[-1]
     if last["role"] != "assistant":
         raise Rejected(Reason.UNFINISHED, f"completed, but the last message is a {last['role']}'s")
     if last.get("tool_calls"):
         raise Rejected(Reason.UNFINISHED, "completed, but the last turn asks for tools")
+
+
+def final_answer_call(messages: Sequence[Mapping[str, Any]]) -> ToolCall | None:
+    """The call of `final_answer` in the last turn, once all calls of that turn have results.
+
+    Of several it is the first that the runtime could accept.
+    """
+    results = {}
+    for message in reversed(messages):
+        if message["role"] != "tool":
+            break
+        results[message["tool_call_id"]] = message
+    else:
+        return None
+    calls: Sequence[ToolCall] = message.get("tool_calls") or ()
+    if results.keys() != {call["id"] for call in calls}:
+        return None
+    answers = [call for call in calls if call["function"]["name"] == FINAL_ANSWER]
+    for call in answers:
+        if not results[call["id"]].get("is_error") and finish_in(call) is not None:
+            return call
+    return answers[0] if answers else None
 
 
 def _check_calls(

@@ -4,6 +4,7 @@
     exports/partial.jsonl  conversations that ended early, in the same form
     exports/rejects.jsonl  {"id", "status", "reason", "detail"} of records that cannot be exported
     exports/manifest.json  what each file holds; its counts sum to all tasks
+    statistics.json        what the models of all these records did; no file above depends on it
 
 Every file is written beside its place and renamed, so a reader never sees half of one.
 """
@@ -27,7 +28,8 @@ from batch.files import StorageError, replace_file, sync_directory, temporary_fo
 from batch.prompts import Scan, tasks
 from batch.records import Entry, load_index
 from export.hermes import dumps_row, to_row
-from export.row_rules import Rejected
+from export.row_rules import Reason, Rejected
+from export.statistics import Statistics
 
 Place = Literal["training", "partial", "rejects"]
 
@@ -63,8 +65,11 @@ class _Output:
         self.size += len(line)
 
 
-def route(record: dict[str, Any]) -> Routed:
-    """Decide where a record goes and render its line."""
+def route(record: dict[str, Any], *, require_reasoning: bool = False) -> Routed:
+    """Decide where a record goes and render its line.
+
+    `require_reasoning` keeps completed conversations without any reasoning out of training.
+    """
     if record["status"] == "failed":
         error = record["error"]
         return _reject(record, "failed", f"{error['class']}: {error['message']}")
@@ -72,10 +77,14 @@ def route(record: dict[str, Any]) -> Routed:
         row = to_row(record)
     except Rejected as rejected:
         return _reject(record, rejected.reason.value, rejected.detail)
+    if require_reasoning and row["completed"] and not row["has_reasoning"]:
+        return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
     return Routed("training" if row["completed"] else "partial", dumps_row(row), None)
 
 
-def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
+def export_run(
+    run_dir: Path, scan: Scan, *, num_samples: int, require_reasoning: bool = False
+) -> None:
     """Write all files of a run from its records.
 
     Raises `StorageError`, and `EnvironmentStop` where a record has become unreadable.
@@ -93,6 +102,7 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
     failed_attempts = load_failed_attempts(run_dir)
     to_retry = 0
     reasons: Counter[str] = Counter()
+    statistics = Statistics()
     total = 0
     try:
         exports.mkdir(exist_ok=True)
@@ -107,7 +117,9 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
                 if entry is None:
                     to_retry += task.key in failed_attempts
                     continue
-                place, line, reason = route(_read(records, entry, task.id))
+                record = _read(records, entry, task.id)
+                statistics.add(record)
+                place, line, reason = route(record, require_reasoning=require_reasoning)
                 outputs[place].write(line)
                 if reason is not None:
                     reasons[reason] += 1
@@ -141,9 +153,12 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int) -> None:
             for place, output in outputs.items()
         ],
     }
-    replace_file(
-        exports / "manifest.json", orjson.dumps(manifest, option=orjson.OPT_INDENT_2) + b"\n"
-    )
+    _replace_json(exports / "manifest.json", manifest)
+    _replace_json(run_dir / "statistics.json", statistics.to_json())
+
+
+def _replace_json(path: Path, value: dict[str, Any]) -> None:
+    replace_file(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def _reject(record: dict[str, Any], reason: str, detail: str) -> Routed:

@@ -119,7 +119,8 @@ def test_the_command_line_prints_the_answer_and_its_errors(tmp_path: Path) -> No
             capture_output=True,
             text=True,
         )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == "the price of model m is unknown, and so is what its calls cost\n"
     assert done.stdout.strip()
     (row,) = lines(tmp_path / "trajectories" / COMPLETED_FILE)
     assert row["conversations"][-1]["value"].endswith(done.stdout.strip())

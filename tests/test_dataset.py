@@ -9,7 +9,8 @@ import pytest
 
 from batch.errors import DatasetError
 from batch.prompts import Task, scan, tasks
-from batch.rows import BadRow, Row, opening_messages, read_rows
+from batch.row_rules import RowRules, opening_messages
+from batch.rows import BadRow, Row, read_rows
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -54,7 +55,7 @@ def test_a_bad_line_has_a_reason_and_stops_nothing(
     tmp_path: Path, line: bytes, reason: str
 ) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "before"}, line, {"prompt": "after"})
-    rows = list(read_rows(path, scripts="allowed"))
+    rows = list(read_rows(path, RowRules(script="allowed")))
     assert isinstance(rows[0], Row)
     assert isinstance(rows[1], BadRow)
     assert isinstance(rows[2], Row)
@@ -127,7 +128,7 @@ def test_a_column_called_script_is_only_read_by_the_scripted_model(tmp_path: Pat
     path = write(tmp_path / "p.jsonl", {"prompt": "x", "script": "echo hi"})
     assert len(all_tasks(path)) == 1
     with pytest.raises(DatasetError, match="script: "):
-        scan(path, max_samples=None, scripts="allowed")
+        scan(path, max_samples=None, rules=RowRules(script="allowed"))
 
 
 def test_equal_rows_are_tasks_of_their_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from export.hermes import dumps_row, to_conversations, to_row
-from export.row_rules import Reason, Rejected
+from export.row_rules import Reason, Rejected, check_finished
 
 TEMP: dict[str, Any] = {
     "type": "function",
@@ -26,6 +26,11 @@ TEMP: dict[str, Any] = {
         },
     },
 }
+RESERVED: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("cannot_complete", "final_answer")
+]
+OFFERED = [RESERVED[0], TEMP, RESERVED[1]]
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 MARKERS = [
     "<tool_call>",
@@ -133,6 +138,28 @@ def arguments_of(gpt_value: str) -> Any:
     return json.loads(block)["arguments"]
 
 
+def final(answer: str, *, id: str = "f") -> dict[str, Any]:
+    return call(json.dumps({"answer": answer}), id=id, name="final_answer")
+
+
+def ended_by(turn: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A record of one call of `temp` and then `turn`, whose calls are answered."""
+    results = [result("ok", id=one["id"]) for one in turn.get("tool_calls", ())]
+    messages = (user(), assistant("", call()), result("r"), turn, *results)
+    return record_of(*messages, **{"tools": OFFERED, **changes})
+
+
+def said(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """The entries of a row after the system entry."""
+    return [(entry["from"], entry["value"]) for entry in row["conversations"][1:]]
+
+
+def rejected_row(record: dict[str, Any]) -> Rejected:
+    with pytest.raises(Rejected) as caught:
+        to_row(record)
+    return caught.value
+
+
 def rejection(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> Rejected:
     with pytest.raises(Rejected) as caught:
         to_conversations(messages, [TEMP] if tools is None else tools)
@@ -192,8 +219,9 @@ class TestWorkedExample:
         tools = json.dumps(json.dumps([TEMP]))
         metadata = json.dumps(
             '{"model": "m", "model_returned": "m-2026", "api": "openai_chat",'
-            ' "status": "completed", "finish_reason": "stop", "prompt_id": "row-1",'
-            ' "sample": 0, "toolsets": ["weather"], "tool_stats": [{"tool": "temp", "count": 3,'
+            ' "status": "completed", "completion": "text", "finish_reason": "stop",'
+            ' "prompt_id": "row-1", "sample": 0, "toolsets": ["weather"],'
+            ' "tool_stats": [{"tool": "temp", "count": 3,'
             ' "success": 2, "failure": 1}], "reasoning": {"assistant_turns": 3,'
             ' "with_reasoning": 2}, "usage": {"input_tokens": 10, "output_tokens": null},'
             ' "interrupted_calls": 1, "columns": {"source": "mine"},'
@@ -480,6 +508,8 @@ class TestResults:
             text = json.dumps([value], ensure_ascii=ensure_ascii, indent=indent)
             assert repr(content_of(answered(text))) == repr([value])
             written = json.dumps([value], ensure_ascii=False)
+            for marker in (*MARKERS, "<tools>", "</tools>"):
+                written = written.replace(marker, f"\\u003c{marker[1:]}")
             assert f'"content": {written}}}' in answered(text)
 
     @given(st.permutations(range(5)))
@@ -495,8 +525,8 @@ class TestConversationRules:
         "messages",
         [
             [user(), user(), assistant("Hi.")],
-            [user(), assistant("Hi."), assistant("Hi.")],
             [assistant("Hi.")],
+            [assistant("Hi."), assistant("Hi."), user()],
             [user(), {"role": "system", "content": "s"}, assistant("Hi.")],
             [user(), assistant("", call()), result("r"), user(), assistant("Hi.")],
             [{"role": "developer", "content": "d"}, user(), assistant("Hi.")],
@@ -558,7 +588,256 @@ class TestConversationRules:
         assert str(copied) == "no_reply: the conversation holds no assistant turn"
 
 
+class TestFinalAnswer:
+    def test_the_only_call_of_the_last_turn_becomes_its_text(self) -> None:
+        """C8, S4.24: think block, the turn's own text, a blank line, the answer; no result."""
+        record = ended_by(assistant("Both known.\n", final(" 14.5 \n"), reasoning="Hm."))
+        row = to_row(record)
+        assert said(row)[-2:] == [
+            ("tool", '<tool_response>\n{"tool_call_id": "c1", "name": "temp", "content": "r"}\n'
+             "</tool_response>"),
+            ("gpt", "<think>\nHm.\n</think>\nBoth known.\n\n14.5"),
+        ]  # fmt: skip
+        assert (row["completed"], row["partial"]) == (True, False)
+        assert (row["num_turns"], row["num_tool_calls"], row["has_reasoning"]) == (2, 1, True)
+        metadata = json.loads(row["metadata"])
+        assert metadata["completion"] == "final_answer"
+        assert metadata["reasoning"] == {"assistant_turns": 2, "with_reasoning": 1}
+        assert [stats["tool"] for stats in metadata["tool_stats"]] == ["temp"]
+
+    def test_without_text_or_reasoning_the_answer_stands_behind_an_empty_block(self) -> None:
+        """C8."""
+        row = to_row(ended_by(assistant("", final("14.5"))))
+        assert said(row)[-1] == ("gpt", "<think>\n</think>\n14.5")
+        assert row["has_reasoning"] is False
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_other_calls_of_the_turn_keep_their_results_and_the_answer_follows(
+        self, order: int
+    ) -> None:
+        """C8: they were answered before the run ended, wherever in the turn they stood."""
+        calls = [call(id="c2"), final("Done: é")][::order]
+        results = [result("two", id="c2"), result("ok", id="f")][::order]
+        row = to_row(record_of(user(), assistant("Last.", *calls, reasoning="A"), *results,
+                               tools=OFFERED))  # fmt: skip
+        assert said(row) == [
+            ("human", "Go."),
+            ("gpt", '<think>\nA\n</think>\nLast.\n<tool_call>\n{"name": "temp", "arguments": {}}'
+             "\n</tool_call>"),
+            ("tool", '<tool_response>\n{"tool_call_id": "c2", "name": "temp", "content": "two"}\n'
+             "</tool_response>"),
+            ("gpt", "<think>\n</think>\nDone: é"),
+        ]  # fmt: skip
+        assert (row["num_turns"], row["num_tool_calls"]) == (1, 1)
+        assert json.loads(row["metadata"])["reasoning"] == {
+            "assistant_turns": 2,
+            "with_reasoning": 1,
+        }
+
+    def test_the_reserved_tools_are_not_on_offer_in_a_row_that_calls_neither(self) -> None:
+        """C8: neither in the preamble nor in the column, so all rows offer the same tools."""
+        by_call = to_row(ended_by(assistant("", final("14.5"))))
+        by_text = to_row(ended_by(assistant("14.5")))
+        plain = to_row(ended_by(assistant("14.5"), tools=[TEMP]))
+        for row in (by_call, by_text):
+            assert row["conversations"] == plain["conversations"]
+            assert json.loads(row["tools"]) == [TEMP]
+        assert json.loads(by_text["metadata"])["completion"] == "text"
+
+    def test_an_earlier_call_stays_and_keeps_both_tools_on_offer(self) -> None:
+        """C8: an answer that was sent back is part of what happened."""
+        told = {**result("ok\n\nThat is wrong.", id="f"), "notes": ["expected"]}
+        refused = [assistant("", final("13")), told]
+        row = to_row(
+            record_of(user(), *refused, assistant("", final("14")), result("ok", id="f"),
+                      tools=OFFERED)
+        )  # fmt: skip
+        assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
+        assert '{"name": "final_answer", "arguments": {"answer": "13"}}' in said(row)[1][1]
+        assert said(row)[-1] == ("gpt", "<think>\n</think>\n14")
+        assert json.loads(row["tools"]) == OFFERED
+        assert row["conversations"][0]["value"].count('"name": "cannot_complete"') == 1
+
+    @pytest.mark.parametrize(("answer", "is_error"), [(" ", False), ("13", True)])
+    def test_of_several_the_first_that_was_accepted_is_the_answer(
+        self, answer: str, is_error: bool
+    ) -> None:
+        """C8: the runtime took that one, so the other is a call like any other."""
+        turn = assistant("", final(answer, id="f1"), final("14", id="f2"), final("15", id="f3"))
+        results = [result("r", id="f1", is_error=is_error), result("ok", id="f2")]
+        results.append(result("ok", id="f3"))
+        row = to_row(record_of(user(), turn, *results, tools=OFFERED))
+        assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
+        assert said(row)[-1][1].endswith("\n14")
+        assert json.loads(row["tools"]) == OFFERED
+
+    def test_giving_up_is_a_partial_row_with_its_call(self) -> None:
+        """C8, S4.24."""
+        gives_up = call('{"reason": "no network"}', id="f", name="cannot_complete")
+        record = ended_by(assistant("", gives_up), status="cannot_complete")
+        row = to_row(record)
+        assert (row["completed"], row["partial"]) == (False, True)
+        assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt", "tool"]
+        assert '"arguments": {"reason": "no network"}' in said(row)[-2][1]
+        assert json.loads(row["tools"]) == OFFERED
+        assert "completion" not in json.loads(row["metadata"])
+
+    def test_a_conversation_that_is_not_completed_keeps_the_call(self) -> None:
+        """C8: the answer did not end it, so it is no ending."""
+        row = to_row(ended_by(assistant("", final("14")), status="budget"))
+        assert said(row)[-1][0] == "tool"
+        assert row["num_tool_calls"] == 2
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            ('{"answer": "14', "arguments_not_json"),
+            ('{"answer": "1", "answer": "2"}', "arguments_not_json"),
+            ('["14"]', "arguments_not_object"),
+            ("", "empty_value"),
+            ('{"text": "14"}', "empty_value"),
+            ('{"answer": " \\n"}', "empty_value"),
+            ('{"answer": 14}', "not_text"),
+            ('{"answer": null}', "not_text"),
+            ('{"answer": "a </tool_call> b"}', "marker_in_text"),
+        ],
+    )
+    @pytest.mark.parametrize("is_error", [False, True])
+    def test_arguments_without_an_answer_are_rejected(
+        self, arguments: str, reason: str, is_error: bool
+    ) -> None:
+        """C6, C8: never an empty or a made-up answer."""
+        turn = assistant("Text.", call(arguments, id="f", name="final_answer"))
+        record = record_of(user(), turn, result("r", id="f", is_error=is_error), tools=OFFERED)
+        if reason == "marker_in_text" and is_error:
+            reason = "unfinished"
+        assert rejected_row(record).reason == reason
+
+    def test_an_answer_that_was_refused_or_never_answered_is_no_ending(self) -> None:
+        """C8: the runtime's own flag says whether the answer was taken."""
+        turn = assistant("", final("14"), call(id="c2"))
+        refused = record_of(user(), turn, result("no", id="f", is_error=True), result("r", id="c2"),
+                            tools=OFFERED)  # fmt: skip
+        assert rejected_row(refused).reason == "unfinished"
+        unanswered = record_of(user(), turn, result("ok", id="f"), tools=OFFERED)
+        assert rejected_row(unanswered).reason == "unfinished"
+        with pytest.raises(Rejected, match="the last message is a tool's"):
+            check_finished(unanswered["messages"])
+        check_finished([*unanswered["messages"], result("r", id="c2")])
+
+    def test_a_final_answer_that_was_not_offered_is_an_invented_tool(self) -> None:
+        """C8, S2.54."""
+        assert rejected_row(ended_by(assistant("", final("1")), tools=[TEMP])).reason == (
+            "unknown_tool"
+        )
+
+    def test_lone_surrogates_of_an_answer_are_replaced(self) -> None:
+        turn = assistant("", call('{"answer": "a\\udead"}', id="f", name="final_answer"))
+        line = json.loads(dumps_row(to_row(ended_by(turn))))
+        assert said(line)[-1] == ("gpt", "<think>\n</think>\na\ufffd")
+
+
+class TestPausedTurn:
+    def test_is_one_gpt_entry_with_its_continuation(self) -> None:
+        """Reasoning and text of both, a blank line between, and the calls of the second."""
+        messages = [
+            user(),
+            assistant("One.\n", reasoning="A"),
+            assistant("<think>B</think>Two.", call()),
+            result("r"),
+            assistant("Done."),
+        ]
+        row = to_row(record_of(*messages))
+        assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
+        assert said(row)[1][1] == (
+            "<think>\nA\n\nB\n</think>\nOne.\n\nTwo.\n"
+            '<tool_call>\n{"name": "temp", "arguments": {}}\n</tool_call>'
+        )
+        assert (row["num_turns"], row["api_calls"]) == (3, 3)
+        metadata = json.loads(row["metadata"])
+        assert metadata["reasoning"] == {"assistant_turns": 2, "with_reasoning": 1}
+
+    @pytest.mark.parametrize(
+        ("parts", "value"),
+        [
+            ([assistant(), assistant("B")], "<think>\n</think>\nB"),
+            ([assistant("A"), assistant(" \n")], "<think>\n</think>\nA"),
+            ([assistant("", reasoning="R"), assistant("B")], "<think>\nR\n</think>\nB"),
+            ([assistant("A"), assistant("B"), assistant("C")], "<think>\n</think>\nA\n\nB\n\nC"),
+        ],
+    )
+    def test_leaves_out_what_is_blank(self, parts: list[dict[str, Any]], value: str) -> None:
+        assert values(user(), *parts)[1:] == [value]
+
+    def test_of_blank_parts_alone_is_rejected(self) -> None:
+        assert rejection(user(), assistant(), assistant()).reason == "empty_value"
+        assert rejection(user(), assistant(reasoning="A"), assistant()).reason == "reasoning_only"
+
+    def test_may_end_in_a_final_answer(self) -> None:
+        row = to_row(
+            record_of(user(), assistant("One."), assistant("Two.", final("14")),
+                      result("ok", id="f"), tools=OFFERED)
+        )  # fmt: skip
+        assert said(row)[1:] == [("gpt", "<think>\n</think>\nOne.\n\nTwo.\n\n14")]
+
+    def test_a_turn_with_calls_is_not_gone_on_with_before_their_results(self) -> None:
+        two = [assistant("", call()), assistant("Hi.")]
+        assert rejection(user(), *two).reason == "unanswered_call"
+
+    def test_counts_as_one_turn_in_what_a_rejection_says(self) -> None:
+        bad = call("{")
+        rejected = rejection(user(), assistant("a"), assistant("b", bad), result("r"))
+        assert rejected.detail.startswith("turn 1, call 1 (temp): ")
+        unknown = rejection(user(), assistant("a"), assistant("b", call(name="x")))
+        assert unknown.detail.startswith("turn 1, call 1: ")
+
+    def test_that_the_prompt_began_counts_once(self) -> None:
+        record = record_of(user(), assistant("A"), user(), assistant("B"), assistant("C"))
+        record["turns"] = record["turns"][2:]
+        metadata = json.loads(to_row(record)["metadata"])
+        assert metadata["reasoning"] == {"assistant_turns": 1, "with_reasoning": 0}
+
+
+class TestNotes:
+    def test_stand_where_the_model_saw_them_and_are_counted_by_rule(self) -> None:
+        """C13: the runtime's words are part of the content already."""
+        noted = {**result("r\n\nNote: again."), "notes": ["repeat", "plan"]}
+        told = {**user("That is wrong."), "notes": ["repeat"]}
+        row = to_row(
+            record_of(user(), assistant("", call()), noted, assistant("A"), told, assistant("B"))
+        )
+        assert content_of(said(row)[2][1]) == "r\n\nNote: again."
+        assert said(row)[4] == ("human", "That is wrong.")
+        assert '"notes": {"plan": 1, "repeat": 2}' in row["metadata"]
+
+    def test_repairs_are_counted_over_all_messages(self) -> None:
+        """S2.21: the row says that names were repaired."""
+        repairs = [{"call": "c1", "name": "tmep"}, {"call": "c2", "name": "tepm"}]
+        turn = {**assistant("", call(), call(id="c2")), "repairs": repairs}
+        results = [result("r"), result("r", id="c2")]
+        last = {**assistant("", final("14")), "repairs": [{"call": "f", "name": "finalanswer"}]}
+        row = to_row(record_of(user(), turn, *results, last, result("ok", id="f"), tools=OFFERED))
+        assert json.loads(row["metadata"])["repairs"] == 3
+
+    def test_a_row_without_any_does_not_speak_of_them(self) -> None:
+        metadata = json.loads(to_row(record_of(*EXAMPLE, status_reason=None))["metadata"])
+        assert metadata.keys().isdisjoint({"notes", "repairs", "status_reason"})
+
+
 class TestRow:
+    def test_unknown_keys_of_a_record_are_not_read(self) -> None:
+        """S2.54: a record may hold more than a row tells."""
+        record = record_of(*EXAMPLE)
+        more = record | {
+            "subagents": [{"messages": None}], "discarded": [{"message": {}}], "openings": 3,
+            "notes": [{"reason": "repeat"}], "inner": None, "status_reason": None,
+        }  # fmt: skip
+        assert dumps_row(to_row(more)) == dumps_row(to_row(record))
+
+    def test_the_reason_of_an_ending_is_told_where_there_is_one(self) -> None:
+        record = record_of(*EXAMPLE[:5], status="errors", status_reason="5 errors")
+        assert json.loads(to_row(record)["metadata"])["status_reason"] == "5 errors"
+
     @pytest.mark.parametrize(
         "messages",
         [

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given as given_any
+from hypothesis import strategies as st
 
 from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat
@@ -235,11 +238,256 @@ def test_anthropic_body_has_system_beside_and_results_together() -> None:
         Message(role="tool", tool_call_id="t2", name="f", content="B", is_error=True),
     ]
     body = anthropic_messages.request_body(SETTINGS, Request(messages, TOOLS))
-    assert body["system"] == "be brief"
+    assert body["system"][0]["text"] == "be brief"
     assert body["max_tokens"] == anthropic_messages.DEFAULT_MAX_TOKENS
     assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
     assert [b["is_error"] for b in body["messages"][2]["content"]] == [False, True]
     assert body["tools"] == [{"name": "f", "description": "F.", "input_schema": {"type": "object"}}]
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def said(content: str, *ids: str, kept: Any = None) -> Message:
+    """An assistant message that calls `f` once for each id."""
+    message = Message(role="assistant", content=content)
+    if ids:
+        function: Any = {"name": "f", "arguments": "{}"}
+        message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id in ids]
+    if kept is not None:
+        message["provider_blocks"] = kept
+    return message
+
+
+def result(id: str) -> Message:
+    return Message(role="tool", tool_call_id=id, name="f", content="x", is_error=False)
+
+
+def sent_to_openai(*messages: Message, **settings: Any) -> list[dict[str, Any]]:
+    body = openai_chat.request_body(
+        dataclasses.replace(SETTINGS, **settings), Request(list(messages))
+    )
+    views: list[dict[str, Any]] = body["messages"]
+    return views
+
+
+def sent_to_anthropic(*messages: Message) -> list[dict[str, Any]]:
+    body = anthropic_messages.request_body(SETTINGS, Request(list(messages)))
+    views: list[dict[str, Any]] = body["messages"]
+    return views
+
+
+def test_tools_can_be_told_and_forbidden() -> None:
+    """Without tools the field itself would be refused."""
+    forbidden = Request([user("hi")], TOOLS, tool_choice="none")
+    body = openai_chat.request_body(SETTINGS, forbidden)
+    assert (body["tools"], body["tool_choice"]) == (TOOLS, "none")
+    body = anthropic_messages.request_body(SETTINGS, forbidden)
+    assert (len(body["tools"]), body["tool_choice"]) == (1, {"type": "none"})
+    for request in (Request([user("hi")], tool_choice="none"), Request([user("hi")], TOOLS)):
+        for dialect in (openai_chat, anthropic_messages):
+            assert "tool_choice" not in dialect.request_body(SETTINGS, request)
+
+
+def test_what_one_role_says_in_a_row_is_one_message_to_anthropic() -> None:
+    text = {"type": "text", "text": "go on"}
+    calls, outcome = said("", "1"), result("1")
+    sent = sent_to_anthropic(user("hi"), calls, outcome, user("go on"))
+    assert [block["type"] for block in sent[2]["content"]] == ["tool_result", "text"]
+    assert sent[2]["content"][1] == text
+    assert sent_to_anthropic(user("a"), user("go on"))[0]["content"] == [
+        {**text, "text": "a"},
+        text,
+    ]
+    assert sent_to_anthropic(user("hi")) == [{"role": "user", "content": "hi"}]
+
+
+def test_an_interrupted_anthropic_reply_goes_back_with_its_continuation() -> None:
+    server: dict[str, Any] = {"type": "server_tool_use", "id": "s", "name": "search", "input": {}}
+    paused = anthropic_reply(THINKING, server, stop="pause_turn")
+    assert paused.finish_reason == "pause"
+    later = anthropic_reply(THINKING, TOOL_USE, stop="tool_use")
+    sent = sent_to_anthropic(user("hi"), paused.message, later.message)
+    assert [message["role"] for message in sent] == ["user", "assistant"]
+    assert sent[1]["content"] == [THINKING, server, THINKING, TOOL_USE]
+
+
+def test_an_assistant_message_with_nothing_in_it_is_not_sent_to_anthropic() -> None:
+    """It would be refused; those around it become one."""
+    sent = sent_to_anthropic(user("a"), said(" "), user("b"))
+    assert [(message["role"], len(message["content"])) for message in sent] == [("user", 2)]
+
+
+def test_what_one_role_says_in_a_row_is_one_message_to_openai() -> None:
+    first = openai_reply({"content": "one ", "reasoning_content": "why"}).message
+    second = openai_reply(
+        {
+            "content": "two",
+            "reasoning_content": "because",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        "tool_calls",
+    ).message
+    before = orjson.dumps([first, second])
+    sent = sent_to_openai(user("a"), user("b"), first, second, result("1"))
+    assert sent[0] == {"role": "user", "content": "a\n\nb"}
+    assert (sent[1]["content"], sent[1]["reasoning_content"]) == ("one two", "because")
+    assert sent[1]["tool_calls"] == second["tool_calls"]
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
+    assert orjson.dumps([first, second]) == before, "what is recorded is not altered"
+    assert len(sent_to_openai(said("", "1"), said("a"))) == 2, "open calls are not continued"
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Message]:
+    """Any legal conversation: replies may be interrupted, and anybody may speak twice."""
+    text = st.sampled_from(["", " ", "a", "b\n"])
+    messages = [Message(role="system", content=draw(text))] if draw(st.booleans()) else []
+    messages.append(user(draw(text)))
+    for turn in range(draw(st.integers(0, 4))):
+        for n in range(draw(st.integers(0, 2))):
+            messages.append(draw(st.sampled_from([user(f"{turn}.{n}"), user("")])))
+        pauses = draw(st.integers(0, 2))
+        messages += [said(draw(text), kept=draw(kept_parts(None))) for _ in range(pauses)]
+        ids = [f"{turn}_{n}" for n in range(draw(st.integers(0, 2)))]
+        messages.append(said(draw(text), *ids, kept=draw(kept_parts(ids))))
+        messages += [result(id) for id in draw(st.permutations(ids))]
+    return messages
+
+
+def kept_parts(ids: list[str] | None) -> st.SearchStrategy[dict[str, Any] | None]:
+    """What the dialects keep of their own replies."""
+    calls = [{**TOOL_USE, "id": id} for id in ids or ()]
+    anthropic = {"api": "anthropic_messages", "blocks": [THINKING, *calls]}
+    openai = {"api": "openai_chat", "blocks": [{"reasoning_content": "why"}]}
+    return st.sampled_from([None, anthropic, openai])
+
+
+@given_any(conversations())
+def test_roles_alternate_on_anthropic(messages: list[Message]) -> None:
+    before = orjson.dumps(messages)
+    sent = sent_to_anthropic(*messages)
+    roles = [message["role"] for message in sent]
+    assert roles == (["user", "assistant"] * len(sent))[: len(sent)]
+    called: list[str] = []
+    for message in sent:
+        content = message["content"]
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        assert len(blocks) == 1 or all(block.get("text", "x").strip() for block in blocks)
+        assert blocks
+        results = [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"]
+        assert sorted(results) == sorted(called)
+        assert all(block["type"] == "tool_result" for block in blocks[: len(results)])
+        called = [block["id"] for block in blocks if block["type"] == "tool_use"]
+    assert orjson.dumps(messages) == before
+
+
+@given_any(conversations())
+def test_nobody_speaks_twice_in_a_row_on_openai(messages: list[Message]) -> None:
+    before = orjson.dumps(messages)
+    sent = sent_to_openai(*messages)
+    for earlier, later in pairwise(sent):
+        assert earlier["role"] != later["role"] or later["role"] == "tool"
+    called: list[str] = []
+    for message in sent:
+        if message["role"] == "tool":
+            assert message["tool_call_id"] in called
+            called.remove(message["tool_call_id"])
+        else:
+            assert not called
+            called = [call["id"] for call in message.get("tool_calls", ())]
+    assert orjson.dumps(messages) == before
+
+
+def test_one_anthropic_cache_mark_on_the_system_message_else_on_the_last_tool() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    system = Message(role="system", content="be brief")
+    two = [*TOOLS, *TOOLS]
+
+    def body(*messages: Message, tools: Any = (), caching: bool = True) -> dict[str, Any]:
+        settings = dataclasses.replace(SETTINGS, prompt_caching=caching)
+        return anthropic_messages.request_body(settings, Request(messages, tools))
+
+    whole = body(system, user("hi"), tools=two)
+    assert whole["system"] == [{"type": "text", "text": "be brief", **mark}]
+    assert orjson.dumps(whole).count(b"cache_control") == 1
+    assert [tool.get("cache_control") for tool in body(user("hi"), tools=two)["tools"]] == [
+        None,
+        {"type": "ephemeral"},
+    ]
+    blank = body(Message(role="system", content=" "), user("hi"), tools=two)
+    assert "cache_control" in blank["tools"][1], "a blank text cannot be marked"
+    assert b"cache_control" not in orjson.dumps(body(user("hi")))
+    plain = body(system, user("hi"), tools=two, caching=False)
+    assert plain["system"] == "be brief"
+    assert b"cache_control" not in orjson.dumps(plain)
+
+
+def test_blank_reasoning_stands_where_there_is_none() -> None:
+    own = openai_reply({"content": "b", "reasoning": "why"}).message
+    messages = (user("hi"), said("a"), user("go on"), own)
+    assert sent_to_openai(*messages, blank_reasoning=True)[1::2] == [
+        {"role": "assistant", "content": "a", "reasoning_content": " "},
+        {"role": "assistant", "content": "b", "reasoning": "why"},
+    ]
+    assert "reasoning_content" not in sent_to_openai(*messages)[1]
+
+
+@pytest.mark.parametrize(
+    ("effort", "openai", "openrouter", "anthropic"),
+    [
+        (None, {}, {}, {}),
+        (
+            "none",
+            {"reasoning_effort": "none"},
+            {"reasoning": {"enabled": False}},
+            {"thinking": {"type": "disabled"}},
+        ),
+        (
+            "minimal",
+            {"reasoning_effort": "minimal"},
+            {"reasoning": {"effort": "minimal"}},
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
+        ),
+        (
+            "max",
+            {"reasoning_effort": "max"},
+            {"reasoning": {"effort": "max"}},
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}},
+        ),
+    ],
+)
+def test_reasoning_effort_in_each_dialect(
+    effort: str | None, openai: Any, openrouter: Any, anthropic: Any
+) -> None:
+    settings = dataclasses.replace(SETTINGS, reasoning_effort=effort)
+    routed = dataclasses.replace(settings, provider="openrouter")
+    for dialect, asked, means in (
+        (openai_chat, settings, openai),
+        (openai_chat, routed, openrouter),
+        (anthropic_messages, settings, anthropic),
+    ):
+        plain = dialect.request_body(SETTINGS, Request([]))
+        body = dialect.request_body(asked, Request([]))
+        assert {key: body[key] for key in body.keys() - plain.keys()} == means
+        assert body.keys() >= plain.keys()
+
+
+def test_fields_of_the_user_win_over_those_of_an_option() -> None:
+    own = {"reasoning_effort": "high", "thinking": {"type": "enabled"}, "stream": False}
+    settings = dataclasses.replace(SETTINGS, reasoning_effort="low", extra_body=own)
+    request = Request([user("hi")], on_delta=lambda event: None)
+    for dialect in (openai_chat, anthropic_messages):
+        assert dialect.request_body(settings, request).items() >= own.items()
+
+
+def test_an_input_that_was_cut_goes_back_inside_an_object() -> None:
+    """Beside thinking the blocks go back as they came, and this one would be refused."""
+    read = anthropic_reply(THINKING, {**TOOL_USE, "input": '{"a": '}, stop="max_tokens").message
+    assert read["tool_calls"][0]["function"]["arguments"] == '{"a": '
+    (sent,) = sent_to_anthropic(read)
+    assert sent["content"][1]["input"] == {"raw_arguments": '{"a": '}
 
 
 @pytest.mark.parametrize("arguments", ["{broken", "[1]", "null", '"x"'])

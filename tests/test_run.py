@@ -88,6 +88,7 @@ def test_a_run_makes_one_record_and_one_training_row_per_prompt(
     left = {path.name for path in records(tmp_path).parent.iterdir() if any_file(path)}
     assert left == {
         *("run.json", "records.jsonl", "records.idx", "failures.jsonl", "summary.json"),
+        "statistics.json",
         *("run.log", "lock", "exports"),
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import Event
+from agent.messages import Event, ReplyEvent
 from batch.failures import Failure, FailureFile, load_failed_attempts
 from batch.files import AppendFile, StorageError, repair_tail, replace_file
 from batch.journal import (
@@ -223,6 +223,17 @@ def read_back(path: Path, task: str) -> list[Event]:
     return inflight.events(task_key(task, "d"))
 
 
+def turns_of(events: list[Event]) -> list[int]:
+    return [event["turn"] for event in events if event["kind"] in ("reply", "result")]
+
+
+def test_a_reply_that_was_asked_for_again_leaves_no_hole(tmp_path: Path) -> None:
+    discarded = ReplyEvent(**{**reply(1), "discarded": "blank"})
+    events: list[Event] = [discarded, discarded, reply(1), reply(2)]
+    journal(tmp_path, 0, *(("a", event) for event in events))
+    assert read_back(tmp_path, "a") == events
+
+
 def test_journaled_events_are_read_back_by_task(tmp_path: Path) -> None:
     journal(tmp_path, 0, ("a", reply(1, calls=1)), ("b", reply(1)), ("a", result(1, 0)))
     assert read_back(tmp_path, "a") == [reply(1, calls=1), result(1, 0)]
@@ -236,7 +247,7 @@ def test_events_are_in_order_whichever_worker_wrote_them(tmp_path: Path) -> None
     journal(tmp_path, 7, ("a", reply(1, calls=1)), ("a", result(1, 0)))
     journal(tmp_path, 2, ("a", reply(2)), ("a", reply(3)), deal=2, first=2)
     journal(tmp_path, 5, ("a", reply(4)), deal=3, first=4)
-    turns = [event["turn"] for event in read_back(tmp_path, "a")]
+    turns = turns_of(read_back(tmp_path, "a"))
     assert turns == [1, 1, 2, 3, 4]
     inflight = Inflight(tmp_path)
     inflight.read(settled=())
@@ -300,7 +311,7 @@ def test_a_hole_in_an_older_deal_does_not_hide_what_later_deals_did(tmp_path: Pa
     writer.close()
     journal(tmp_path, 1, ("a", reply(2)), ("a", reply(3)), deal=2, first=1)
     journal(tmp_path, 2, ("a", reply(4)), deal=3, first=3)
-    assert [event["turn"] for event in read_back(tmp_path, "a")] == [1, 2, 3, 4]
+    assert turns_of(read_back(tmp_path, "a")) == [1, 2, 3, 4]
 
 
 def test_full_segments_are_followed_by_new_ones(

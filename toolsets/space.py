@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from toolsets.execution import Sandbox
 from toolsets.removal import remove_tree
@@ -21,6 +23,10 @@ class TaskSpace:
     """The files of the task; its directory is made when a tool first needs it."""
     sandbox: Sandbox | None = None
     """Runs commands; None where no tool that runs commands is enabled."""
+    conversation: Sequence[Mapping[str, Any]] = ()
+    """The live messages of the conversation, while a call runs; not to be changed."""
+    user_reply: str | None = None
+    """What the user said, where the tool had asked for input and is called again with it."""
 
     @property
     def home(self) -> str:

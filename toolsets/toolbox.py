@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -60,8 +61,19 @@ class Toolbox:
         tool = self._tools.get(name)
         return tool is not None and tool.sequential
 
-    async def call(self, name: str, arguments: str) -> ToolResult:
+    async def call(
+        self,
+        name: str,
+        arguments: str,
+        *,
+        conversation: Sequence[Mapping[str, Any]] = (),
+        user_reply: str | None = None,
+        others: Sequence[str] = (),
+    ) -> ToolResult:
         """Call a tool; every failure of the tool is a result.
+
+        `conversation` and `user_reply` are what the tool finds in its space during the call;
+        `others` are names that the model can call beside the toolbox's own.
 
         Raises `HostError` where the machine failed, and lets cancellation through. Even running
         out of memory is a result: it is mostly one oversized value of the tool, gone by then. A
@@ -69,7 +81,7 @@ class Toolbox:
         """
         tool = self._tools.get(name)
         if tool is None:
-            available = ", ".join(self._tools) or "none"
+            available = ", ".join(sorted({*self._tools, *others})) or "none"
             shown = clip(name, max_chars=_MAX_MESSAGE_CHARS)
             text = f"Error: Tool '{shown}' not found. Available: {available}"
             return self._failure(text, "unknown_tool")
@@ -80,9 +92,10 @@ class Toolbox:
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
             return self._failure(text, "invalid_arguments")
+        space = replace(self._space, conversation=conversation, user_reply=user_reply)
         try:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
-                result = await self._run(tool, parsed)
+                result = await self._run(tool, space, parsed)
         except TimeoutError:
             result = self._late(tool)
         # A tool may have turned the cancellation by the deadline into something else.
@@ -92,12 +105,12 @@ class Toolbox:
         """Close the task's space; may be called again."""
         await self._space.close(remove=remove_workspace)
 
-    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+    async def _run(self, tool: Tool, space: TaskSpace, arguments: dict[str, Any]) -> ToolResult:
         if not inspect.iscoroutinefunction(tool.function):
-            return await asyncio.to_thread(self._run_sync, tool, arguments)
+            return await asyncio.to_thread(self._run_sync, tool, space, arguments)
         before = _cancellations()
         try:
-            result = _tidy(as_result(await tool.function(self._space, **arguments)))
+            result = _tidy(as_result(await tool.function(space, **arguments)))
         except (GeneratorExit, HostError):
             raise
         except BaseException as error:
@@ -108,10 +121,10 @@ class Toolbox:
             raise asyncio.CancelledError
         return result
 
-    def _run_sync(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+    def _run_sync(self, tool: Tool, space: TaskSpace, arguments: dict[str, Any]) -> ToolResult:
         # Caught in the thread, because a future cannot carry every exception to its awaiter.
         try:
-            return _tidy(as_result(tool.function(self._space, **arguments)))
+            return _tidy(as_result(tool.function(space, **arguments)))
         except HostError:
             raise
         except BaseException as error:
@@ -147,6 +160,9 @@ def _cancellations() -> int:
 def _tidy(result: ToolResult) -> ToolResult:
     """Return the result with content and details that a record can hold."""
     content = clip(valid_utf8(str(result.content)), max_chars=MAX_RESULT_CHARS)
+    if result.is_error and "error" not in content.lower():
+        # The OpenAI dialect has no error flag: what the model is to know must be in the text.
+        content = f"Tool error: {content}"
     details = dict(result.details)
     try:
         orjson.dumps(details)

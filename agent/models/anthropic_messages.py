@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.anthropic_stream import MessagesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.replies import count_or_none, parse_object, post, text_or_none
@@ -51,9 +52,14 @@ class AnthropicMessages:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        body = request_body(self._settings, request)
-        timeout_s = self._settings.attempt_timeout_s
-        reply = await post(self._client, "/v1/messages", body, timeout_s, secret=self._api_key)
+        reply = await post(
+            self._client,
+            "/v1/messages",
+            request_body(self._settings, request),
+            self._settings.attempt_timeout_s,
+            secret=self._api_key,
+            assembly=None if request.on_delta is None else MessagesAssembly(request.on_delta),
+        )
         return read_reply(reply)
 
     async def close(self) -> None:
@@ -66,42 +72,82 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": settings.name,
         "max_tokens": settings.max_tokens or DEFAULT_MAX_TOKENS,
-        "messages": list(_to_api(request.messages)),
+        "messages": _to_api(request.messages),
     }
     if request.messages and request.messages[0]["role"] == "system":
         body["system"] = request.messages[0]["content"]
     if request.tools:
         body["tools"] = [_tool_to_api(tool) for tool in request.tools]
+        if request.tool_choice == "none":
+            body["tool_choice"] = {"type": "none"}
+    if settings.prompt_caching:
+        _mark_cache(body)
     for key in ("temperature", "top_p"):
         if (value := getattr(settings, key)) is not None:
             body[key] = value
+    body.update(_effort(settings.reasoning_effort))
+    if request.on_delta is not None:
+        body["stream"] = True
     body.update(settings.extra_body or {})
     return body
 
 
-def _to_api(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """User and assistant messages; consecutive tool results become one user message."""
-    results: list[dict[str, Any]] = []
+def _mark_cache(body: dict[str, Any]) -> None:
+    """One mark keeps all before it, and the API puts the tools before the system message.
+
+    A blank text cannot be marked.
+    """
+    mark = {"cache_control": {"type": "ephemeral"}}
+    if (body.get("system") or "").strip():
+        body["system"] = [{"type": "text", "text": body["system"], **mark}]
+    elif "tools" in body:
+        body["tools"][-1].update(mark)
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"thinking": {"type": "disabled"}}
+    known = "low" if effort == "minimal" else effort
+    return {"thinking": {"type": "adaptive"}, "output_config": {"effort": known}}
+
+
+def _to_api(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """User and assistant messages in turns; what one role says in a row becomes one message.
+
+    An assistant message with nothing in it is left out: it would be refused.
+    """
+    turns: list[tuple[str, list[dict[str, Any]]]] = []
     for message in messages:
-        if message["role"] == "tool":
-            results.append(
-                {
-                    "type": "tool_result",
-                    "tool_use_id": message["tool_call_id"],
-                    "content": message["content"],
-                    "is_error": message["is_error"],
-                }
-            )
+        if message["role"] == "system":
             continue
-        if results:
-            yield {"role": "user", "content": results}
-            results = []
-        if message["role"] == "assistant":
-            yield {"role": "assistant", "content": _assistant_blocks(message)}
-        elif message["role"] == "user":
-            yield {"role": "user", "content": message["content"]}
-    if results:
-        yield {"role": "user", "content": results}
+        role = "assistant" if message["role"] == "assistant" else "user"
+        blocks = _assistant_blocks(message) if role == "assistant" else [_user_block(message)]
+        if turns and turns[-1][0] == role:
+            turns[-1][1].extend(blocks)
+        elif blocks:
+            turns.append((role, blocks))
+    return [{"role": role, "content": _content(role, blocks)} for role, blocks in turns]
+
+
+def _content(role: str, blocks: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    said = [block for block in blocks if not _is_blank(block)] or blocks[:1]
+    if role == "user" and len(said) == 1 and said[0]["type"] == "text":
+        text: str = said[0]["text"]
+        return text
+    return said
+
+
+def _user_block(message: Message) -> dict[str, Any]:
+    if message["role"] == "user":
+        return {"type": "text", "text": message["content"]}
+    return {
+        "type": "tool_result",
+        "tool_use_id": message["tool_call_id"],
+        "content": message["content"],
+        "is_error": message["is_error"],
+    }
 
 
 def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
@@ -111,7 +157,7 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        return [block for block in blocks["blocks"] if not _is_blank(block)]
+        return [_with_object(block) for block in blocks["blocks"] if not _is_blank(block)]
     built: list[dict[str, Any]] = []
     if message["content"].strip():
         built.append({"type": "text", "text": message["content"]})
@@ -125,6 +171,13 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
             }
         )
     return built
+
+
+def _with_object(block: dict[str, Any]) -> dict[str, Any]:
+    """A stream that the token limit cut leaves an input that is text; it would be refused."""
+    if isinstance(block.get("input"), str):
+        return {**block, "input": _input_object(block["input"])}
+    return block
 
 
 def _is_blank(block: Mapping[str, Any]) -> bool:

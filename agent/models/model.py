@@ -73,6 +73,15 @@ class ModelSettings:
     """Bound on one reply's tokens; None sends none (Anthropic demands one: 16,000)."""
     extra_body: Mapping[str, Any] | None = None
     """Fields merged into each request body as they are, such as {"thinking": …}."""
+    reasoning_effort: str | None = None
+    """none, minimal, low, medium, high, xhigh or max; None leaves it to the endpoint."""
+    blank_reasoning: bool = False
+    """OpenAI dialect: give assistant messages without reasoning a blank one.
+
+    Some providers of thinking models refuse a history in which it is missing.
+    """
+    prompt_caching: bool = True
+    """Anthropic: have the system message and the tools kept in the prompt cache."""
     attempt_timeout_s: float = 600.0
     """Deadline of one attempt of one call, first byte to last."""
     call_attempts: int = 8

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from agent.models.model import Model, ModelSettings
@@ -83,6 +84,23 @@ def resolve_model(
         provider=None if own_endpoint and not known else endpoint.provider,
         **options,
     )
+
+
+def resolve_sibling(name: str, settings: ModelSettings) -> ModelSettings:
+    """Resolve the name of a model that is asked beside the one of `settings`.
+
+    It is asked at the same endpoint, unless its prefix names another one. Raises `UnknownModel`.
+    """
+    prefix, colon, rest = name.partition(":")
+    known = ENDPOINTS.get(prefix) if colon and rest else None
+    if name != SCRIPTED and known is None and settings.api != SCRIPTED:
+        return replace(settings, name=name)
+    if known and known.provider == settings.provider and known.api == settings.api:
+        return replace(settings, name=rest)
+    other = resolve_model(name, base_url=None, api=None, key_env=None)
+    same = ("temperature", "top_p", "max_tokens", "reasoning_effort", "prompt_caching")
+    timing = ("attempt_timeout_s", "call_attempts", "call_timeout_s")
+    return replace(other, **{key: getattr(settings, key) for key in same + timing})
 
 
 def read_key(settings: ModelSettings) -> str:

@@ -7,7 +7,7 @@ history, and its reply objects let incomplete replies through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +16,7 @@ import orjson
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
+from agent.models.openai_stream import ChatAssembly
 from agent.models.replies import count_or_none, parse_object, post, text_or_none
 from agent.reasoning import split_inline_reasoning
 
@@ -51,9 +52,14 @@ class OpenAIChat:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        body = request_body(self._settings, request)
-        timeout_s = self._settings.attempt_timeout_s
-        reply = await post(self._client, "/chat/completions", body, timeout_s, secret=self._api_key)
+        reply = await post(
+            self._client,
+            "/chat/completions",
+            request_body(self._settings, request),
+            self._settings.attempt_timeout_s,
+            secret=self._api_key,
+            assembly=None if request.on_delta is None else ChatAssembly(request.on_delta),
+        )
         return read_reply(reply)
 
     async def close(self) -> None:
@@ -65,10 +71,12 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     """The JSON body of one request."""
     body: dict[str, Any] = {
         "model": settings.name,
-        "messages": [to_api(message) for message in request.messages],
+        "messages": _views(request.messages, blank_reasoning=settings.blank_reasoning),
     }
     if request.tools:
         body["tools"] = list(request.tools)
+        if request.tool_choice == "none":
+            body["tool_choice"] = "none"
     for key in ("temperature", "top_p"):
         if (value := getattr(settings, key)) is not None:
             body[key] = value
@@ -76,8 +84,46 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         # OpenAI's own reasoning models refuse the older name, other servers know only that.
         is_openai = urlsplit(settings.base_url or "").hostname == "api.openai.com"
         body["max_completion_tokens" if is_openai else "max_tokens"] = settings.max_tokens
+    body.update(_effort(settings))
+    if request.on_delta is not None:
+        body.update(stream=True, stream_options={"include_usage": True})
     body.update(settings.extra_body or {})
     return body
+
+
+def _effort(settings: ModelSettings) -> dict[str, Any]:
+    effort = settings.reasoning_effort
+    if effort is None:
+        return {}
+    if settings.provider == "openrouter":
+        return {"reasoning": {"enabled": False} if effort == "none" else {"effort": effort}}
+    return {"reasoning_effort": effort}
+
+
+def _views(messages: Sequence[Message], *, blank_reasoning: bool) -> list[dict[str, Any]]:
+    """The messages as this API wants them, with roles in an order that every server takes."""
+    views: list[dict[str, Any]] = []
+    for view in map(to_api, messages):
+        if views and _is_continued(views[-1], view["role"]):
+            view = _joined(views.pop(), view)
+        views.append(view)
+    for view in views if blank_reasoning else ():
+        if view["role"] == "assistant" and not view.keys() & set(_REASONING_FIELDS):
+            view["reasoning_content"] = " "
+    return views
+
+
+def _is_continued(earlier: Mapping[str, Any], role: str) -> bool:
+    """Whether a message of `role` goes on with the earlier one; open calls want results first."""
+    is_speech = role in ("user", "assistant") and "tool_calls" not in earlier
+    return is_speech and earlier["role"] == role
+
+
+def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Two user messages are paragraphs; an assistant goes on where it was interrupted."""
+    between = "\n\n" if later["role"] == "user" else ""
+    content = between.join(filter(None, (earlier["content"], later["content"])))
+    return {**earlier, **later, "content": content}
 
 
 def to_api(message: Message) -> dict[str, Any]:

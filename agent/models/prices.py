@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from agent.models.model import Completion, ModelSettings
 
 if TYPE_CHECKING:
     from genai_prices.types import PriceCalculation
+
+log = logging.getLogger(__name__)
 
 
 def price(completion: Completion, settings: ModelSettings) -> float | None:
@@ -20,6 +23,7 @@ def price(completion: Completion, settings: ModelSettings) -> float | None:
         completion.model and _find(completion.model, settings.provider)
     )
     if not found:
+        _warn(settings.name)
         return None
     from genai_prices import Usage
 
@@ -35,6 +39,11 @@ def price(completion: Completion, settings: ModelSettings) -> float | None:
         return None
 
 
+def is_known(settings: ModelSettings) -> bool:
+    """Whether calls of a model will have a price; those of the scripted one cost nothing."""
+    return settings.api == "scripted" or _find(settings.name, settings.provider) is not None
+
+
 @lru_cache(maxsize=64)
 def _find(name: str, provider: str | None) -> PriceCalculation | None:
     """The table's entry for a model. Searching the table costs more than a whole model call."""
@@ -44,3 +53,9 @@ def _find(name: str, provider: str | None) -> PriceCalculation | None:
         return calc_price(Usage(input_tokens=0), model_ref=name, provider_id=provider)
     except (LookupError, ValueError):
         return None
+
+
+@lru_cache(maxsize=64)
+def _warn(name: str) -> None:
+    """Once per model, which is what the cache is for."""
+    log.warning("the price of model %s is unknown, and so is what its calls cost", name)

@@ -14,6 +14,7 @@ import httpx2
 import orjson
 
 from agent.models.errors import ModelError, kind_of_status, redact
+from agent.models.streaming import Assembly
 from agent.nesting import MAX_NESTING, is_nested_deeper
 from toolsets.tool import HOST_ERRNOS, HostError
 
@@ -47,11 +48,34 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return reply
 
 
+_STATUS_OF: Mapping[str, int] = {
+    "invalid_request_error": 400,
+    "context_length_exceeded": 400,
+    "authentication_error": 401,
+    "invalid_api_key": 401,
+    "billing_error": 402,
+    "insufficient_quota": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "model_not_found": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "rate_limit_exceeded": 429,
+    "api_error": 500,
+    "server_error": 500,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
+"""The status that each API gives to its errors, which those inside a stream come without."""
+
+
 class SdkClient(Protocol):
     """What the clients of both SDKs have in common."""
 
-    def post(self, path: str, *, cast_to: type[httpx2.Response], content: bytes) -> Awaitable[Any]:
-        """Send `content` and give the response as it came."""
+    def post(
+        self, path: str, *, cast_to: type[Any], content: bytes, stream: bool
+    ) -> Awaitable[Any]:
+        """Send `content` and give the response as it came, or the SDK's stream of events."""
 
 
 async def post(
@@ -61,11 +85,13 @@ async def post(
     timeout_s: float,
     *,
     secret: str,
+    assembly: Assembly | None = None,
 ) -> bytes:
     """Send one request; return the body of the reply.
 
-    Raises `ModelError`, and `HostError` where this machine ran out of what a call needs.
-    `secret` is taken out of what error messages quote, before they are cut to size.
+    With an `assembly` the request must ask for a stream, whose parts it puts together. Raises
+    `ModelError`, and `HostError` where this machine ran out of what a call needs. `secret` is
+    taken out of what error messages quote, before they are cut to size.
 
     Both SDKs are generated from one template and name their errors alike, so that one place
     can classify them without importing either.
@@ -73,15 +99,34 @@ async def post(
     try:
         async with asyncio.timeout(timeout_s):
             content = orjson.dumps(request)
-            response = await client.post(path, cast_to=httpx2.Response, content=content)
+            if assembly is not None:
+                stream = await client.post(path, cast_to=object, content=content, stream=True)
+                return await _assemble(stream, assembly)
+            response = await client.post(
+                path, cast_to=httpx2.Response, content=content, stream=False
+            )
             body: bytes = response.content
             return body
     except TimeoutError as error:
         raise ModelError("timeout", f"no complete reply within {timeout_s:g} s") from error
     except httpx2.HTTPError as error:
         raise ModelError("connection", f"{type(error).__name__}: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError("malformed", f"in the stream: {type(error).__name__}: {error}") from error
     except Exception as error:
         raise _sdk_error(error, secret) from error
+
+
+async def _assemble(stream: Any, assembly: Assembly) -> bytes:
+    async with stream:
+        # Some servers know no streams, or not for this model, and answer in one piece.
+        if stream.response.headers.get("content-type", "").startswith("application/json"):
+            body: bytes = await stream.response.aread()
+            return body
+        async for part in stream:
+            if isinstance(part, dict):
+                assembly.add(part)
+    return assembly.finish()
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) -> float | None:
@@ -117,6 +162,9 @@ def text_or_none(value: Any) -> str | None:
 def _sdk_error(error: Exception, secret: str) -> ModelError:
     status = getattr(error, "status_code", None)
     response = getattr(error, "response", None)
+    body = getattr(error, "body", None)
+    if body is not None and (status is None or status < 400):
+        return _error_in_stream(body, secret)
     if isinstance(status, int) and response is not None:
         code, message = _read_error(redact(response.content.decode(errors="replace"), secret))
         return ModelError(
@@ -153,6 +201,19 @@ def _error_in_reply(error: Any) -> ModelError:
     if isinstance(status, int) and 400 <= status < 600:
         return ModelError(kind_of_status(status, code, message), f"error in a 200 reply: {message}")
     return ModelError("malformed", f"error in a 200 reply: {message}")
+
+
+def _error_in_stream(body: Any, secret: str) -> ModelError:
+    """An error behind a 200 that was sent long before; its code or type stands for the status."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    code, message = _read_error(redact(json.dumps({"error": error}), secret))
+    fields = error if isinstance(error, dict) else {}
+    names = [str(fields.get(name)) for name in ("code", "type")]
+    statuses = [int(name) if name.isdecimal() else _STATUS_OF.get(name, 0) for name in names]
+    status = next((status for status in statuses if 400 <= status < 600), None)
+    if status is None:
+        return ModelError("malformed", f"error in the stream: {message}")
+    return ModelError(kind_of_status(status, code, message), f"error in the stream: {message}")
 
 
 def _read_error(body: str) -> tuple[str, str]:

@@ -21,6 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
+from agent.models.streaming import guarded
+from agent.stream import StreamHandler
 
 API = "scripted"
 
@@ -86,6 +88,8 @@ class ScriptedModel:
             message["tool_calls"] = [
                 _to_call(call, f"call_{number + 1}_{n}") for n, call in enumerate(turn.tool_calls)
             ]
+        if request.on_delta is not None:
+            _tell(message, guarded(request.on_delta))
         return Completion(
             message=message,
             finish_reason=turn.finish_reason or ("tool_calls" if turn.tool_calls else "stop"),
@@ -118,3 +122,16 @@ def _to_call(call: ScriptedCall, id: str) -> ToolCall:
         "type": "function",
         "function": {"name": call.name, "arguments": arguments},
     }
+
+
+def _tell(message: Message, handler: StreamHandler) -> None:
+    """Tell of a reply as if it had arrived in parts, one for each thing in it."""
+    if reasoning := message.get("reasoning"):
+        handler({"type": "thinking_delta", "text": reasoning})
+    if message["content"]:
+        handler({"type": "text_delta", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        id, function = call["id"], call["function"]
+        handler({"type": "tool_use_start", "tool_id": id, "tool_name": function["name"]})
+        handler({"type": "tool_use_delta", "tool_id": id, "tool_input": function["arguments"]})
+        handler({"type": "tool_use_stop", "tool_id": id, "tool_name": function["name"]})

@@ -1,0 +1,87 @@
+"""What is done with a model's reply before it becomes part of the conversation.
+
+It may be set aside, because nothing in it can be used. Otherwise it is taken as it came, but for
+call ids, which must be unique, and tool names where repairing them was asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+
+import orjson
+
+from agent.messages import FinishReason, Message
+from agent.options import AgentOptions
+from agent.reasoning import opens_reasoning
+
+_CLOSE = 0.8
+"""How alike a misspelt name must be (ratio of difflib) to be taken for another."""
+
+
+def why_unusable(
+    message: Message, finish_reason: FinishReason, options: AgentOptions
+) -> str | None:
+    """Why a reply cannot be used and should be asked for again; None where it can.
+
+    A reply that was cut or withheld is never asked for again: the same would come.
+    """
+    if finish_reason not in ("stop", "tool_calls"):
+        return None
+    if opens_reasoning(message["content"]):
+        return "unclosed_reasoning"
+    calls = message.get("tool_calls")
+    if not calls:
+        return None if message["content"].strip() else "blank"
+    if options.bad_arguments == "resample":
+        for call in calls:
+            if not _is_object(call["function"]["arguments"]):
+                return "bad_arguments"
+    return None
+
+
+def repair_names(message: Message, names: Sequence[str]) -> None:
+    """Replace each unknown tool name by the one known name that it is close to, with a mark."""
+    repairs = []
+    for call in message.get("tool_calls", ()):
+        written = call["function"]["name"]
+        if written not in names and (meant := _nearest(written, names)):
+            call["function"]["name"] = meant
+            repairs.append({"call": call["id"], "name": written})
+    if repairs:
+        message["repairs"] = message.get("repairs", []) + repairs
+
+
+def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> None:
+    """Some servers send empty or repeated call ids; a pairing by id needs unique ones."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return
+    taken = set(used)
+    for n, call in enumerate(calls):
+        if not call["id"] or call["id"] in taken:
+            call["id"] = f"call_{turn}_{n}"
+        taken.add(call["id"])
+    # The same calls stand in the verbatim blocks of some dialects and must keep their pairing.
+    ids = iter(call["id"] for call in calls)
+    for block in message.get("provider_blocks", {"blocks": []})["blocks"]:
+        if block.get("type") == "tool_use":
+            block["id"] = next(ids)
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return not arguments.strip() or isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def _nearest(written: str, names: Sequence[str]) -> str | None:
+    plain = {_plain(name): name for name in names}
+    near = difflib.get_close_matches(_plain(written), plain, n=2, cutoff=_CLOSE)
+    sure = len(near) == 1 or near[:1] == [_plain(written)]
+    return plain[near[0]] if sure else None
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())

@@ -1,0 +1,78 @@
+"""The two reserved tools by which a model can say that it is done.
+
+Their names are never free for other tools. They are offered only where `completion_tools` is on;
+a call of one ends the conversation once the other calls of its turn are answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from agent.messages import ToolCall
+
+FINAL_ANSWER = "final_answer"
+CANNOT_COMPLETE = "cannot_complete"
+RESERVED = frozenset({FINAL_ANSWER, CANNOT_COMPLETE})
+
+_TEXT_OF = {FINAL_ANSWER: "answer", CANNOT_COMPLETE: "reason"}
+
+
+class Finish(NamedTuple):
+    """What a model said with one of the two."""
+
+    tool: Literal["final_answer", "cannot_complete"]
+    text: str
+
+
+def _schema(name: str, description: str, parameter: str, meaning: str) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {parameter: {"type": "string", "description": meaning}},
+                "required": [parameter],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+SCHEMAS: tuple[Mapping[str, Any], ...] = (
+    _schema(
+        FINAL_ANSWER,
+        "Give the final answer and end the task.",
+        "answer",
+        "The whole answer, as the user is to read it.",
+    ),
+    _schema(
+        CANNOT_COMPLETE,
+        "End the task without an answer, because it cannot be done.",
+        "reason",
+        "Why it cannot be done.",
+    ),
+)
+
+
+def finish_in(call: ToolCall) -> Finish | None:
+    """What a call of a reserved tool says; None for other calls and for unusable arguments."""
+    function = call["function"]
+    match function["name"]:
+        case "final_answer" | "cannot_complete" as name:
+            text = _text(function["arguments"], _TEXT_OF[name])
+            return Finish(name, text) if text else None
+    return None
+
+
+def _text(arguments: str, key: str) -> str:
+    try:
+        loaded = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return ""
+    text = loaded.get(key) if isinstance(loaded, dict) else None
+    return text.strip() if isinstance(text, str) else ""

@@ -1,0 +1,211 @@
+"""One conversation put together: model and views, tools, inner conversations, and the loop.
+
+Batch workers, `AIAgent` and subagents all run conversations through this one door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from agent import preparation, summary
+from agent.loop import run_agent
+from agent.messages import Event, Message, OpeningEvent, SubEvent
+from agent.models.model import Model
+from agent.moves import End
+from agent.options import AgentOptions, Subagent
+from agent.react import ReActModel
+from agent.resume import take_up
+from agent.rules import Terms
+from agent.stream import StreamHandler
+from agent.subagents import SubagentTool, options_of
+from agent.tools import AgentTools, Approve
+from agent.trajectory import Journal, Trajectory
+from agent.views import is_compacted, with_views
+from toolsets.toolbox import Toolbox
+
+
+class Host(Protocol):
+    """Where a conversation lives: gives its subagents their models and tools."""
+
+    def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
+        """The model that a subagent asks in its conversation; None where it is its caller's."""
+        ...
+
+    def subagent_toolbox(self, agent: Subagent) -> Toolbox:
+        """The tools of a subagent, in the workspace of the conversation."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """All that one conversation needs; `run` carries it to its ending."""
+
+    trajectory: Trajectory
+    terms: Terms
+    model: Model
+    toolbox: Toolbox
+    journal: Journal
+    host: Host
+    subagents: Sequence[Subagent] = ()
+    """All that there are."""
+    callable_names: Collection[str] | None = None
+    """Those of them that this conversation may call; None means all."""
+    approve: Approve | None = None
+    on_event: StreamHandler | None = None
+    depth: int = 0
+    """How many conversations this one is inside of."""
+
+    async def run(self, *, taken_up: bool = False, workspace_kept: bool = True) -> End:
+        """Carry the conversation to its ending; see `run_agent` for what is raised.
+
+        With `taken_up`, its events so far come from a process that has died.
+        """
+        tools = self.tools()
+        terms = replace(self.terms, tool_names=tuple(tools.names))
+        if taken_up:
+            take_up(
+                self.trajectory,
+                tools=tools,
+                terms=terms,
+                journal=self.journal,
+                kept=workspace_kept,
+            )
+        if terms.options.preparation and not self._is_prepared():
+            end = await self._prepare(terms.options.preparation)
+            if end is not None:
+                return end
+        return await run_agent(
+            self.trajectory,
+            model=self._seen_through_views(),
+            tools=tools,
+            terms=terms,
+            journal=self.journal,
+            on_event=self.on_event,
+        )
+
+    def tools(self) -> AgentTools:
+        """What the model can call."""
+        return AgentTools(
+            self.toolbox,
+            self.trajectory,
+            self.terms.options,
+            subagents={
+                subagent.name: SubagentTool(subagent, self._run_subagent)
+                for subagent in self.subagents
+                if self.callable_names is None or subagent.name in self.callable_names
+            },
+            approve=self.approve,
+        )
+
+    def _seen_through_views(self) -> Model:
+        options = self.terms.options
+        model = self.model
+        if options.text_protocol == "react":
+            model = ReActModel(model, max_turns=options.max_turns)
+        model = with_views(model, options)
+        if options.summarize_over_tokens or options.summarize_over_messages:
+            model = summary.SummarizingModel(model, self.trajectory, options, self._record_inner)
+        return model
+
+    def _record_inner(self, key: str, name: str, event: Event) -> None:
+        """Record an event of an inner conversation that nobody else applies to it."""
+        sub = SubEvent(kind="sub", key=key, name=name, event=event)
+        self.journal(sub)
+        self.trajectory.apply(sub)
+
+    def _inner(
+        self, key: str, name: str, opening: Sequence[Message], options: AgentOptions
+    ) -> Conversation:
+        """An inner conversation, begun or taken up."""
+        inner = self.trajectory.inner_conversation(key, name)
+
+        def journal(event: Event) -> None:
+            # The inner loop applies its events itself; here they are kept and paid for.
+            self.journal(SubEvent(kind="sub", key=key, name=name, event=event))
+            self.trajectory.pay(event)
+
+        if not inner.messages:
+            event = OpeningEvent(kind="opening", messages=list(opening))
+            journal(event)
+            inner.apply(event)
+        return replace(
+            self,
+            trajectory=inner,
+            terms=Terms(options),
+            journal=journal,
+            callable_names=(),
+            on_event=None,
+            depth=self.depth + 1,
+        )
+
+    async def _run_subagent(
+        self, subagent: Subagent, call_id: str, task: str
+    ) -> tuple[End, Trajectory]:
+        budget = self.terms.options.max_cost_usd
+        if budget is not None:
+            # What it has spent before a crash is part of both sums.
+            spent = self.trajectory.inner_conversation(call_id, subagent.name).spent_usd
+            budget -= self.trajectory.spent_usd - spent
+            if budget <= 0:
+                return End("budget", "nothing is left of the budget"), Trajectory(())
+        system = subagent.system_prompt
+        opening = [Message(role="system", content=system)] if system else []
+        opening.append(Message(role="user", content=task))
+        options = options_of(subagent, self.terms.options, budget)
+        inner = self._inner(call_id, subagent.name, opening, options)
+        deepest = options.max_subagent_depth
+        inner = replace(
+            inner,
+            model=self.host.subagent_model(subagent, inner.trajectory) or self.model,
+            toolbox=self.host.subagent_toolbox(subagent),
+            callable_names=subagent.subagents if deepest is None or inner.depth < deepest else (),
+        )
+        end = await inner.run(taken_up=inner.trajectory.turns > 0)
+        return end, inner.trajectory
+
+    def _is_prepared(self) -> bool:
+        return self.trajectory.is_reopened or bool(self.trajectory.replies)
+
+    async def _prepare(self, task: str) -> End | None:
+        """Gather context and put it into the prompts; the ending where that did not work."""
+        prompt = self.trajectory.messages
+        options = self.terms.options
+        own = options.model_copy(update=_PLAIN)
+        end = End("failed")
+        for attempt in range(1, options.preparation_attempts + 1):
+            key = f"{preparation.STAGE}#{attempt}"
+            opening = preparation.preparation_opening(task, prompt)
+            inner = self._inner(key, preparation.STAGE, opening, own)
+            end = await inner.run(taken_up=inner.trajectory.turns > 0)
+            if end.status == "completed":
+                findings = preparation.findings_in(inner.trajectory.final_text())
+                event = OpeningEvent(
+                    kind="opening", messages=preparation.with_findings(prompt, findings)
+                )
+                self.journal(event)
+                self.trajectory.apply(event)
+                return None
+            if end.status == "budget":
+                return end
+        why = f": {end.reason}" if end.reason else ""
+        return End("errors", f"the preparation ended as {end.status}{why}")
+
+
+_PLAIN = {
+    "preparation": None,
+    "plan": False,
+    "check_expected": False,
+    "completion_tools": False,
+    "awaiting_input": False,
+    "final_summary": False,
+    "state_max_turns": False,
+}
+"""What a preparation does without."""
+
+
+def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
+    """Whether the model was shown any part of a conversation in short or as a summary."""
+    summarized = any(inner.name == summary.STAGE for inner in trajectory.inner.values())
+    return summarized or is_compacted(trajectory.messages, options.compact_after)

@@ -1,0 +1,46 @@
+"""The check of a history that a caller brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def check_history(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ValueError` naming the message unless a new prompt can follow `messages`.
+
+    Roles and contents must be known and not empty, and every tool call must be answered before
+    anything else is said.
+    """
+    waiting: set[str] = set()
+    for n, message in enumerate(messages):
+        where = f"message {n} of the history"
+        role = message.get("role")
+        if role not in ("system", "user", "assistant", "tool"):
+            raise ValueError(f"{where}: its role is {role!r}; known: system, user, assistant, tool")
+        if role == "tool":
+            if message.get("tool_call_id") not in waiting:
+                raise ValueError(f"{where}: a tool result that answers no open call")
+            waiting.remove(message["tool_call_id"])
+        elif waiting:
+            raise ValueError(f"{where}: the calls {sorted(waiting)} before it have no result")
+        if role == "system" and n:
+            raise ValueError(f"{where}: a system message must be the first")
+        calls = message.get("tool_calls") or ()
+        content = message.get("content")
+        if not isinstance(content, str) or not (content.strip() or calls or role == "tool"):
+            raise ValueError(f"{where}: its content must be text that is not blank")
+        if role == "assistant":
+            waiting = {_call_id(call, where) for call in calls}
+    if waiting:
+        raise ValueError(f"the history ends with calls that have no result: {sorted(waiting)}")
+
+
+def _call_id(call: Any, where: str) -> str:
+    try:
+        name, arguments, id = call["function"]["name"], call["function"]["arguments"], call["id"]
+    except (KeyError, TypeError):
+        raise ValueError(f"{where}: a call needs an id and a function with arguments") from None
+    if not all(isinstance(text, str) for text in (name, arguments, id)):
+        raise ValueError(f"{where}: the id, name and arguments of a call must be texts")
+    return str(id)

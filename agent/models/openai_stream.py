@@ -1,0 +1,156 @@
+"""Streams of the OpenAI chat dialect.
+
+Servers differ in how they send tool calls: with an index, with ids alone or with neither, with
+the role, name or id repeated in each part, and with arguments in one piece or many.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from agent.models.streaming import Growing, guarded, to_body
+from agent.stream import StreamHandler
+
+_TEXTS = ("content", "refusal", "reasoning_content", "reasoning")
+_DETAIL_TEXTS = {"reasoning.text": "text", "reasoning.summary": "summary"}
+"""Kinds of reasoning details that arrive in parts, and the field that grows."""
+
+
+class ChatAssembly:
+    """Puts one `chat.completion` together from its chunks; see `Assembly`."""
+
+    def __init__(self, on_delta: StreamHandler) -> None:
+        self._tell = guarded(on_delta)
+        self._reply: dict[str, Any] = {"choices": []}
+        self._message = Growing({"role": "assistant"})
+        self._details: list[Growing] = []
+        self._calls: list[_Call] = []
+        self._finish_reason: Any = None
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """See `Assembly.add`."""
+        for key in ("id", "model", "usage"):
+            if part.get(key):
+                self._reply[key] = part[key]
+        for choice in _objects(part.get("choices")):
+            if choice.get("index"):
+                continue
+            self._reply["choices"] = [{}]
+            if isinstance(delta := choice.get("delta"), dict):
+                self._add_delta(delta)
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+
+    def finish(self) -> bytes:
+        """See `Assembly.finish`. The calls end here: nothing in the stream marks their ends."""
+        if self._finish_reason is not None:
+            for call in self._calls:
+                self._tell({"type": "tool_use_stop", "tool_id": call.id, "tool_name": call.name})
+        message = self._message.build()
+        if self._details:
+            message["reasoning_details"] = [detail.build() for detail in self._details]
+        if self._calls:
+            message["tool_calls"] = [call.build() for call in self._calls]
+        for choice in self._reply["choices"]:
+            choice.update(message=message, finish_reason=self._finish_reason)
+        return to_body(self._reply)
+
+    def _add_delta(self, delta: Mapping[str, Any]) -> None:
+        texts = {key: text for key in _TEXTS if (text := _text_of(delta.get(key)))}
+        for key, text in texts.items():
+            self._message.append(key, text)
+        details = [self._add_detail(detail) for detail in _objects(delta.get("reasoning_details"))]
+        # Some servers say the same thought under two or three names.
+        thought = texts.get("reasoning_content") or texts.get("reasoning") or "".join(details)
+        if thought:
+            self._tell({"type": "thinking_delta", "text": thought})
+        for key in ("content", "refusal"):
+            if key in texts:
+                self._tell({"type": "text_delta", "text": texts[key]})
+        for call in _objects(delta.get("tool_calls")):
+            self._add_call(call)
+
+    def _add_detail(self, detail: Mapping[str, Any]) -> str:
+        """Take a part of `reasoning_details`; returns its text."""
+        key = _DETAIL_TEXTS.get(str(detail.get("type")))
+        if key is None:
+            self._details.append(Growing(detail))
+            return ""
+        if not self._details or _place(self._details[-1].fields) != _place(detail):
+            self._details.append(Growing({}))
+        grown = self._details[-1]
+        for name in detail.keys() - {key}:
+            if detail[name] is not None or name not in grown.fields:
+                grown.fields[name] = detail[name]
+        text = _text_of(detail.get(key))
+        grown.append(key, text)
+        return text
+
+    def _add_call(self, part: Mapping[str, Any]) -> None:
+        given = part.get("function")
+        function: Mapping[str, Any] = given if isinstance(given, dict) else {}
+        call = self._call_of(part, has_name=bool(function.get("name")))
+        call.id = call.id or str(part.get("id") or "")
+        if not call.name and (name := function.get("name")):
+            call.name = str(name)
+            self._tell({"type": "tool_use_start", "tool_id": call.id, "tool_name": call.name})
+        if arguments := _arguments_of(function.get("arguments")):
+            call.arguments.append(arguments)
+            self._tell({"type": "tool_use_delta", "tool_id": call.id, "tool_input": arguments})
+
+    def _call_of(self, part: Mapping[str, Any], *, has_name: bool) -> _Call:
+        """The call that a part belongs to, by its index, else its id, else the latest one.
+
+        A part with a name and an id of its own begins a call, whatever its index: some servers
+        give all calls the same. An id alone does not: some servers invent one for every part.
+        """
+        index, id = part.get("index"), part.get("id")
+        same = [call for call in self._calls if index is not None and call.index == index]
+        if index is None:
+            same = [call for call in self._calls if id and call.id == id] or self._calls
+        call = same[-1] if same else None
+        if call is not None and call.name and has_name:
+            is_repeated = call.id == id if id else index is not None
+            call = call if is_repeated else None
+        if call is None:
+            call = _Call(index)
+            self._calls.append(call)
+        return call
+
+
+class _Call:
+    """One tool call as far as it is known."""
+
+    def __init__(self, index: Any) -> None:
+        self.index = index
+        self.id = ""
+        self.name = ""
+        self.arguments: list[str] = []
+
+    def build(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def _place(detail: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What two parts of one reasoning detail have in common."""
+    return detail.get("type"), detail.get("index")
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _text_of(value: Any) -> str:
+    """Text as it is, or that of a list of parts."""
+    if isinstance(value, list):
+        return "".join(_text_of(part.get("text")) for part in _objects(value))
+    return value if isinstance(value, str) else ""
+
+
+def _arguments_of(value: Any) -> str:
+    """Some servers send the object itself, as they do where nothing is streamed."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,69 @@
+"""A reply that arrives in parts: who is told of them, and what they are put together in.
+
+An assembly gives the very body that the endpoint would have sent in one piece. So there is one
+way to read a reply, and the record cannot tell whether it was streamed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from agent.stream import StreamEvent, StreamHandler
+
+_log = logging.getLogger(__name__)
+
+
+class Assembly(Protocol):
+    """Puts one streamed reply together."""
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Take the next part; what a part should hold and does not is passed over."""
+        ...
+
+    def finish(self) -> bytes:
+        """The body of the whole reply; where the stream was cut, one that reads as cut."""
+        ...
+
+
+def guarded(handler: StreamHandler) -> StreamHandler:
+    """`handler`, which is left alone once it has raised: its failure must not lose a paid reply."""
+    has_failed = False
+
+    def tell(event: StreamEvent) -> None:
+        nonlocal has_failed
+        if has_failed:
+            return
+        try:
+            handler(event)
+        except Exception:
+            has_failed = True
+            _log.exception("on_delta failed and is not told of the rest of this reply")
+
+    return tell
+
+
+class Growing:
+    """A JSON object whose texts arrive in parts: adding to a text must not copy what is there."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = dict(fields)
+        self._texts: dict[str, list[str]] = {}
+
+    def append(self, key: str, text: str) -> None:
+        """Add to the text under `key`; one that was there from the start is its beginning."""
+        if key not in self._texts:
+            start = self.fields.get(key)
+            self._texts[key] = [start] if isinstance(start, str) else []
+        self._texts[key].append(text)
+
+    def build(self) -> dict[str, Any]:
+        """The object as it is now."""
+        return self.fields | {key: "".join(parts) for key, parts in self._texts.items()}
+
+
+def to_body(reply: Mapping[str, Any]) -> bytes:
+    """Escaped to ASCII, which joins an emoji that two parts held a half of each."""
+    return json.dumps(reply).encode()

@@ -1,0 +1,255 @@
+"""What a user can decide about one conversation: every option once, with its default and help.
+
+The config of a run holds these options among its own, `AIAgent` takes them as keywords, and a row
+of the dataset can set most of them for itself in its column `agent_options`. All of them are part
+of what the data is, so a run keeps to one set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from agent.completion import RESERVED
+
+ROW_COLUMN = "agent_options"
+
+_NOT_PER_ROW = frozenset({"approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"})
+"""Options that name code, other endpoints, or texts that must appear in no file."""
+
+
+def parse_json(value: Any) -> Any:
+    """Before-validator: JSON text, as flags give it, becomes the value it stands for."""
+    if isinstance(value, str):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            msg = f"not JSON: {error}"
+            raise ValueError(msg) from error
+    return value
+
+
+def meaning(default: Any, help: str, **more: Any) -> Any:
+    """A field that decides what the data is; changing it needs a new run."""
+    return Field(default, description=help, json_schema_extra={"meaning": True}, **more)
+
+
+class ChatMessage(BaseModel):
+    """One message of `prefill_messages`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    role: Literal["user", "assistant"]
+    content: str = Field(min_length=1)
+
+
+class Subagent(BaseModel):
+    """An agent that another one can call as a tool; it works in the same workspace."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
+    """The name of the tool."""
+    description: str = Field(min_length=1)
+    """What the calling model is told about it."""
+    system_prompt: str | None = None
+    model: str | None = None
+    """As `--model`, at the same endpoint where it has no prefix; None takes the caller's."""
+    enabled_toolsets: tuple[str, ...] = ("none",)
+    subagents: tuple[str, ...] = ()
+    """Names of the subagents that it can call itself."""
+    max_turns: PositiveInt = 10
+    script: list[Any] | None = None
+    """The turns of model "scripted"."""
+
+
+class AgentOptions(BaseModel):
+    """The options of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_turns: PositiveInt = meaning(20, "Bound on model replies per conversation.")
+    max_errors: NonNegativeInt = meaning(
+        5,
+        "Failing tool calls (unknown tool, bad arguments, exception, timeout) after which a "
+        "conversation ends as `errors`; 0: no bound.",
+    )
+    repeat_limit: NonNegativeInt = meaning(
+        3,
+        "Equal calls with equal results in a row that end a conversation as `repeat`, after a "
+        "note to the model at the one before; 0: no bound.",
+    )
+    max_reasks: NonNegativeInt = meaning(
+        2, "How often in a row an unusable reply (blank, unclosed reasoning) is asked for again."
+    )
+    max_cost_usd: PositiveFloat | None = meaning(
+        None,
+        "Dollars per conversation: the reply that goes beyond ends it as `budget`, before its "
+        "tools run.",
+    )
+    parallel_tools: bool = meaning(
+        True, "Run the calls of one reply at the same time where their tools allow it."
+    )
+    bad_arguments: Literal["feedback", "resample"] = meaning(
+        "feedback",
+        "Arguments that are no JSON object: tell the model, or discard the reply and ask again.",
+    )
+    repair_tool_names: bool = meaning(
+        False, "Take a misspelt tool name for the one tool it is close to; recorded as a repair."
+    )
+    continue_cut: NonNegativeInt = meaning(
+        0, "How often a text reply that was cut by the token limit is asked to be continued."
+    )
+    final_summary: bool = meaning(
+        False,
+        "At the bound of turns, ask once more for an answer without tools; the conversation "
+        "still counts as `max_turns`.",
+    )
+    completion_tools: bool = meaning(
+        False, "Offer final_answer and cannot_complete, by which the model can end its task."
+    )
+    check_expected: bool = meaning(
+        False,
+        "Compare answers with the row's column `expected`; the model is told that an answer is "
+        "wrong, never what is right.",
+    )
+    expected_attempts: PositiveInt = meaning(
+        3, "Answers per conversation that are compared with `expected`, all in all."
+    )
+    awaiting_input: bool = meaning(
+        False,
+        "A tool result that asks for confirmation or input is answered from the row's list "
+        "`user_replies`; without one left the conversation ends as `awaiting_input`.",
+    )
+    result_references: bool = meaning(
+        False, "Number the tool results, and let the model use them in arguments as $$NAME."
+    )
+    observation_chars: PositiveInt | None = meaning(
+        None, "Cut tool results to this many characters; the whole stays in the record."
+    )
+    state_max_turns: bool = meaning(False, "State the bound of turns in the system prompt.")
+    text_protocol: Literal["react"] | None = meaning(
+        None, "For models without tool calling: react writes calls as Thought / Action lines."
+    )
+    plan: bool = meaning(
+        False, "Have the model write a plan first, and work on its steps one by one."
+    )
+    plan_step_turns: PositiveInt = meaning(5, "Bound on replies per step of a plan.")
+    preparation: str | None = meaning(
+        None,
+        "Task of a conversation before the main one that gathers context; what it finds is "
+        "added to the prompts.",
+    )
+    preparation_attempts: PositiveInt = meaning(2, "Attempts of the preparation.")
+    ephemeral_system_prompt: str | None = meaning(
+        None, "System prompt that the model sees and that is written to no file."
+    )
+    prefill_messages: Annotated[tuple[ChatMessage, ...], BeforeValidator(parse_json)] = meaning(
+        (), "JSON list of messages that the model sees after the system prompt; not recorded."
+    )
+    compact_after: NonNegativeInt = meaning(
+        0,
+        "Show reasoning and call arguments in short once this many later replies had text; the "
+        "record keeps them; 0: never.",
+    )
+    summarize_over_tokens: PositiveInt | None = meaning(
+        None, "Show older messages as a summary beyond about this many tokens (characters / 4)."
+    )
+    summarize_over_messages: PositiveInt | None = meaning(
+        None, "Show older messages as a summary beyond this many messages."
+    )
+    summarize_keep: PositiveInt = meaning(8, "Messages at the end that no summary replaces.")
+    approve: str | None = meaning(
+        None,
+        "MODULE:FUNCTION that is asked before each tool call; see ARCHITECTURE.md.",
+        pattern=r"^[\w.]+:[\w.]+$",
+    )
+    subagents: Annotated[tuple[Subagent, ...], BeforeValidator(parse_json)] = meaning(
+        (), "JSON list of agents that the model can call as tools."
+    )
+    max_subagent_depth: PositiveInt | None = meaning(
+        None, "How deep subagents may call each other; needed where one can reach itself."
+    )
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not the defaults, JSON-ready, without what is for no file."""
+        given = self.model_dump(mode="json", exclude_defaults=True)
+        if "ephemeral_system_prompt" in given:
+            given["ephemeral_system_prompt"] = True
+        return given
+
+    @model_validator(mode="after")
+    def _subagents_fit(self) -> AgentOptions:
+        names = [subagent.name for subagent in self.subagents]
+        for name in names:
+            if name in RESERVED:
+                msg = f"subagent {name!r}: the name is reserved"
+                raise ValueError(msg)
+            if names.count(name) > 1:
+                msg = f"two subagents are called {name!r}"
+                raise ValueError(msg)
+        for subagent in self.subagents:
+            if unknown := set(subagent.subagents) - set(names):
+                msg = (
+                    f"subagent {subagent.name!r} calls unknown ones: {', '.join(sorted(unknown))} "
+                    f"(known: {', '.join(sorted(names))})"
+                )
+                raise ValueError(msg)
+        if self.max_subagent_depth is None and (circle := _circle(self.subagents)):
+            msg = f"subagent {circle!r} can reach itself without a bound; give max_subagent_depth"
+            raise ValueError(msg)
+        return self
+
+
+def _circle(subagents: Sequence[Subagent]) -> str | None:
+    """The name of a subagent that can come to call itself."""
+    calls = {subagent.name: set(subagent.subagents) for subagent in subagents}
+    for name in calls:
+        reached: set[str] = set()
+        pending = list(calls[name])
+        while pending:
+            other = pending.pop()
+            if other not in reached:
+                reached.add(other)
+                pending.extend(calls[other])
+        if name in reached:
+            return name
+    return None
+
+
+def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
+    """The options of one row: those of the run, with what its column `agent_options` sets.
+
+    Raises `ValueError` naming the key and what is allowed.
+    """
+    own = columns.get(ROW_COLUMN)
+    if own is None:
+        return options
+    if not isinstance(own, dict):
+        msg = f"`{ROW_COLUMN}` must be an object of options"
+        raise ValueError(msg)
+    allowed = sorted(set(AgentOptions.model_fields) - _NOT_PER_ROW)
+    for key in own:
+        if key not in allowed:
+            msg = f"`{ROW_COLUMN}.{key}` is no option of a row; allowed: {', '.join(allowed)}"
+            raise ValueError(msg)
+    fields = {name: getattr(options, name) for name in AgentOptions.model_fields}
+    try:
+        return AgentOptions.model_validate({**fields, **own})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        msg = f"`{ROW_COLUMN}.{key}`: {first['msg']} (got {first['input']!r})"
+        raise ValueError(msg) from error

@@ -1,0 +1,65 @@
+"""Taking a conversation up again after a crash."""
+
+from __future__ import annotations
+
+import time
+
+from agent.events import note_event, result_event
+from agent.messages import Event, ResumedEvent, ToolCall
+from agent.moves import Answer, Continue, Move
+from agent.rules import Terms, next_move
+from agent.tools import AgentTools
+from agent.trajectory import Journal, Trajectory
+from toolsets.tool import ToolResult
+
+INTERRUPTED = (
+    "Error: this call was interrupted before its result was known. It may have run in part; "
+    "check the state of things before you repeat it."
+)
+
+
+def take_up(
+    trajectory: Trajectory, *, tools: AgentTools, terms: Terms, journal: Journal, kept: bool
+) -> None:
+    """Prepare a replayed trajectory to go on after a crash.
+
+    A call without a result may have run: it is left to be run (again) only if its tool says
+    that repeating is safe, else its result says that it was interrupted. `kept` tells whether
+    the task's workspace survived.
+    """
+
+    def record(event: Event) -> None:
+        journal(event)
+        trajectory.apply(event)
+
+    move = next_move(trajectory, terms)
+    calls = _under_way(move, tools, parallel=terms.options.parallel_tools)
+    interrupted = [
+        (n, call) for n, call in calls if not tools.is_idempotent(call["function"]["name"])
+    ]
+    record(
+        ResumedEvent(
+            kind="resumed",
+            turn=trajectory.turns,
+            interrupted=[call["id"] for _, call in interrupted],
+            repeated=[call["id"] for n, call in calls if (n, call) not in interrupted],
+            workspace_kept=kept,
+        )
+    )
+    result = ToolResult(INTERRUPTED, is_error=True, details={"failure": "interrupted"})
+    for n, call in interrupted:
+        if isinstance(move, Continue):
+            text = f"User: {move.reply}\n\n{INTERRUPTED}"
+            record(note_event(trajectory.turns, "user_reply", text, {"call": n, "pending": False}))
+        else:
+            record(result_event(trajectory.turns, n, call, result, time.time(), 0.0))
+
+
+def _under_way(move: Move, tools: AgentTools, *, parallel: bool) -> list[tuple[int, ToolCall]]:
+    """The calls that may have been running when the process died."""
+    if isinstance(move, Continue):
+        return [(move.n, move.call)]
+    if not isinstance(move, Answer):
+        return []
+    # Of calls that run one after the other, those behind the first had not begun.
+    return move.calls if parallel and not tools.need_order(move.calls) else move.calls[:1]

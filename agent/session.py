@@ -1,0 +1,295 @@
+"""A session: one prompt after the other to the same agent, in the same workspace."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from agent.conversation import Conversation
+from agent.events import note_event
+from agent.history import check_history
+from agent.loop import close_calls
+from agent.messages import Event, Message
+from agent.models.errors import ModelError
+from agent.models.model import Model, ModelSettings
+from agent.models.names import SCRIPTED, open_model
+from agent.models.scripted import ScriptedModel, ScriptedTurn
+from agent.moves import End
+from agent.options import AgentOptions
+from agent.rules import Terms
+from agent.setup import Home, Setup, SubagentModels, offered, replies_played
+from agent.stream import StreamHandler
+from agent.trajectory import Trajectory
+from agent.transcript import Transcript
+from toolsets.execution import Limits
+from toolsets.sandbox import make_sandbox
+from toolsets.space import TaskSpace
+from toolsets.workspace import Workspace
+
+T = TypeVar("T")
+
+State = Literal["idle", "running", "done", "awaiting_input", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSetup:
+    """All that the sessions of one agent have in common, checked."""
+
+    settings: ModelSettings
+    api_key: str
+    common: Setup
+    options: AgentOptions
+    sandbox: str | None
+    """None where no tool runs commands."""
+    system_prompt: str | None = None
+    script: Sequence[ScriptedTurn] = ()
+    on_event: StreamHandler | None = None
+    on_retry: Callable[[str], None] = lambda words: None
+    journal: Callable[[Event], None] = lambda event: None
+    """Told of every event as it happens."""
+    transcript_dir: Path | None = None
+    call_timeout_s: float = 300.0
+
+
+class AgentSession:
+    """Prompts and answers that build on each other. Use as a context manager, or `close` it.
+
+    `messages` is the whole conversation so far, as sent and received.
+    """
+
+    def __init__(
+        self,
+        setup: AgentSetup,
+        *,
+        history: Sequence[Message] = (),
+        session_id: str | None = None,
+    ) -> None:
+        """`history` is copied. Raises `ValueError` where no prompt could follow it."""
+        check_history(history)
+        self._setup = setup
+        self._id = session_id
+        self._root = Path(tempfile.mkdtemp(prefix="agent-"))
+        self._state: State = "idle"
+        self._failed_prompts = 0
+        self._last_failure: str | None = None
+        self._played = 0
+        self._announce = ""
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._cancel_reason = ""
+        self.messages: list[Message] = copy.deepcopy(list(history))
+        self.trajectory = Trajectory(self.messages)
+        """The conversation since the last prompt."""
+        self.end = End("completed")
+        """How the last prompt ended."""
+        self.error: ModelError | None = None
+        """Why the endpoint failed the last prompt, if it did."""
+        self._terms = Terms(setup.options)
+
+    def __enter__(self) -> AgentSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def new_prompt(self, text: str, *, expected: str | None = None) -> str:
+        """Answer one prompt; see `anew_prompt`. Works inside a running event loop too."""
+        return run_here(self.anew_prompt(text, expected=expected))
+
+    async def anew_prompt(self, text: str, *, expected: str | None = None) -> str:
+        """Answer one prompt, after a tool asked for input the user's reply to it.
+
+        `expected` is compared with the answer (see option `check_expected`). Gives the answer,
+        "" without one; `end` says how it ended, `error` what was wrong with the endpoint.
+        Raises `ValueError` where `text` is blank.
+        """
+        if not text.strip():
+            msg = "a prompt must not be blank"
+            raise ValueError(msg)
+        if self._state == "awaiting_input":
+            self._terms = replace(
+                self._terms, user_replies=(*self._terms.user_replies, text), expected=expected
+            )
+        else:
+            self.trajectory = Trajectory(self._opening(text))
+            self._terms = Terms(self._setup.options, expected=expected)
+        self._state = "running"
+        self.error = None
+        played = replies_played(self.trajectory, self._setup.common)
+        try:
+            self.end = await self._converse()
+        finally:
+            self.messages = self.trajectory.messages
+            self._played += replies_played(self.trajectory, self._setup.common) - played
+        self._state = _STATES.get(self.end.status, "failed")
+        if self._state in ("failed", "interrupted"):
+            self._failed_prompts += 1
+            self._last_failure = self.end.reason or self.end.status
+        return self.get_last_result()
+
+    def get_last_result(self) -> str:
+        """The last answer; what a tool asks, where one asks for input; "" where there is none."""
+        if self._state == "awaiting_input":
+            return self.end.reason or ""
+        return self.trajectory.final_text()
+
+    def get_variables(self) -> dict[str, Any]:
+        """`last_answer`, `status` (idle, running, done, awaiting_input, interrupted or failed) and
+        `failed_turns`, the number of prompts that failed."""
+        return {
+            "last_answer": self.get_last_result(),
+            "status": self._state,
+            "failed_turns": self._failed_prompts,
+        }
+
+    def finalize_failures(self) -> dict[str, str] | None:
+        """Sum failed prompts up as a `cannot_complete`; None where none failed."""
+        if not self._failed_prompts:
+            return None
+        reason = f"{self._failed_prompts} prompts failed; the last one: {self._last_failure}"
+        return {"tool": "cannot_complete", "reason": reason}
+
+    def cancel(self, reason: str = "") -> None:
+        """Stop the prompt that is being answered, from any thread; the session can go on."""
+        running = self._running
+        if running is not None:
+            loop, task = running
+            self._cancel_reason = reason
+            loop.call_soon_threadsafe(task.cancel)
+
+    def fork(self) -> AgentSession:
+        """A session of its own that begins as this one is now, files included."""
+        other = AgentSession(self._setup, history=self.messages)
+        other._played = self._played
+        if (self._root / "workspace").exists():
+            shutil.copytree(self._root / "workspace", other._root / "workspace", symlinks=True)
+        return other
+
+    def set_tools(self, common: Setup) -> None:
+        """Replace the tools from the next prompt on; the model is told what changed."""
+        before = set(self._names(self._setup.common))
+        after = set(self._names(common))
+        changes = [
+            f"{word}: {', '.join(sorted(names))}"
+            for word, names in (("added", after - before), ("removed", before - after))
+            if names
+        ]
+        self._setup = replace(self._setup, common=common)
+        self._announce = f"[Tools have changed; {'; '.join(changes)}]\n\n" if changes else ""
+
+    def close(self) -> None:
+        """Remove the workspace."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools on offer, in OpenAI form."""
+        return [dict(schema) for schema in offered(self._setup.common, self._setup.options)]
+
+    def _names(self, common: Setup) -> list[str]:
+        return [s["function"]["name"] for s in offered(common, self._setup.options)]
+
+    def _opening(self, text: str) -> list[Message]:
+        opening = list(self.messages)
+        system = self._setup.system_prompt
+        if system and (not opening or opening[0]["role"] != "system"):
+            opening.insert(0, Message(role="system", content=system))
+        prompt = Message(role="user", content=self._announce + text)
+        if self._announce:
+            prompt["notes"] = ["tools_changed"]
+            self._announce = ""
+        return [*opening, prompt]
+
+    async def _converse(self) -> End:
+        """Run the conversation on, from opening what it needs to closing it."""
+        setup = self._setup
+        transcript = Transcript(setup.transcript_dir, self._id) if setup.transcript_dir else None
+
+        def journal(event: Event) -> None:
+            if transcript is not None:
+                transcript.write_event(event)
+            setup.journal(event)
+
+        if transcript is not None:
+            asked = {"model": setup.settings.name, "messages": self.trajectory.messages}
+            transcript.write("request", **asked, tools=self.schemas())
+        workspace = Workspace(self._root / "workspace")
+        sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
+        models = SubagentModels(setup.common, setup.on_retry)
+        space = TaskSpace(workspace, sandbox)
+        home = Home(setup.common, space, models, setup.call_timeout_s)
+        model = self._open_model()
+        conversation = Conversation(
+            trajectory=self.trajectory,
+            terms=self._terms,
+            model=model,
+            toolbox=home.toolbox(),
+            journal=journal,
+            host=home,
+            subagents=setup.options.subagents,
+            approve=setup.common.approve,
+            on_event=setup.on_event,
+        )
+        try:
+            return await self._cancellable(conversation, journal)
+        except ModelError as error:
+            self.error = error
+            if transcript is not None:
+                transcript.write("error", kind=error.kind, message=str(error))
+            return End("failed", f"{error.kind}: {error}")
+        finally:
+            await space.close(remove=False)
+            await models.close()
+            await model.close()
+            if transcript is not None:
+                usage, cost = self.trajectory.usage(), self.trajectory.cost_usd()
+                transcript.write("accounting", usage=usage, cost_usd=cost)
+                transcript.close()
+
+    async def _cancellable(
+        self, conversation: Conversation, journal: Callable[[Event], None]
+    ) -> End:
+        task = asyncio.create_task(conversation.run())
+        self._running = (asyncio.get_running_loop(), task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not task.cancelled() or (me := asyncio.current_task()) is None or me.cancelling():
+                raise
+            end = End("cancelled", self._cancel_reason or None)
+            close_calls(self.trajectory, end, journal)
+            words = f"[The request was cancelled{': ' + end.reason if end.reason else ''}]"
+            note = note_event(self.trajectory.turns, "cancelled", words, None)
+            journal(note)
+            self.trajectory.apply(note)
+            return end
+        finally:
+            self._running = None
+
+    def _open_model(self) -> Model:
+        settings = self._setup.settings
+        if settings.api == SCRIPTED:
+            return ScriptedModel(self._setup.script, start=self._played)
+        return open_model(settings, api_key=self._setup.api_key, on_retry=self._setup.on_retry)
+
+
+_STATES: dict[str, State] = {
+    "completed": "done",
+    "awaiting_input": "awaiting_input",
+    "cancelled": "interrupted",
+}
+
+
+def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also from inside an event loop (a notebook, say)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

@@ -1,0 +1,190 @@
+"""What the conversations of a run or an `AIAgent` have in common, checked before any call."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent.completion import SCHEMAS
+from agent.models.model import Model, ModelSettings
+from agent.models.names import SCRIPTED, open_model, read_key, resolve_sibling
+from agent.models.prices import is_known
+from agent.models.scripted import ScriptedModel, parse_script
+from agent.options import AgentOptions, Subagent
+from agent.subagents import schema_of
+from agent.tools import Approve, check_names
+from agent.trajectory import Trajectory
+from toolsets.registry import Toolset, resolve_toolsets, tools_of
+from toolsets.space import TaskSpace
+from toolsets.tool import Tool
+from toolsets.toolbox import Toolbox
+
+
+@dataclass(frozen=True, slots=True)
+class SubagentSetup:
+    """What one subagent works with."""
+
+    settings: ModelSettings | None
+    """None where it asks its caller's model."""
+    toolsets: tuple[Toolset, ...]
+    tools: tuple[Tool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Tools, subagents and hooks of all conversations."""
+
+    toolsets: tuple[Toolset, ...]
+    tools: tuple[Tool, ...]
+    subagents: dict[str, SubagentSetup]
+    approve: Approve | None
+
+    def names(self) -> list[str]:
+        """The names of the toolsets of the conversations themselves."""
+        return [toolset.name for toolset in self.toolsets]
+
+    def sandboxed(self) -> list[str]:
+        """The names of the toolsets in use that run commands."""
+        used = [*self.toolsets]
+        for subagent in self.subagents.values():
+            used += subagent.toolsets
+        return sorted({toolset.name for toolset in used if toolset.needs_sandbox})
+
+
+def set_up(
+    options: AgentOptions,
+    settings: ModelSettings,
+    *,
+    enabled_toolsets: Sequence[str] | None,
+    disabled_toolsets: Sequence[str],
+) -> Setup:
+    """Check and resolve what options and toolsets name.
+
+    Raises `ValueError` with a message for the user (among them `UnknownToolset`, `UnknownModel`
+    and `MissingKey`).
+    """
+    toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets)
+    tools = tools_of(toolsets)
+    check_names([*(tool.name for tool in tools), *(agent.name for agent in options.subagents)])
+    subagents = {agent.name: _set_up_subagent(agent, settings) for agent in options.subagents}
+    if options.max_cost_usd is not None:
+        for asked in [settings, *(agent.settings for agent in subagents.values())]:
+            if asked is not None and not is_known(asked):
+                msg = (
+                    f"max_cost_usd: the price of model {asked.name!r} is unknown, so a budget in "
+                    "dollars cannot be kept; leave it out"
+                )
+                raise ValueError(msg)
+    approve = None if options.approve is None else _load(options.approve)
+    return Setup(toolsets, tools, subagents, approve)
+
+
+def _set_up_subagent(agent: Subagent, caller: ModelSettings) -> SubagentSetup:
+    settings = None
+    if agent.model is not None:
+        settings = resolve_sibling(agent.model, caller)
+    elif agent.script is not None and caller.api == SCRIPTED:
+        settings = caller
+    if settings is not None:
+        read_key(settings)
+        if settings.api == SCRIPTED:
+            try:
+                parse_script(agent.script)
+            except ValueError as error:
+                msg = f"subagent {agent.name!r}: {error}"
+                raise ValueError(msg) from error
+    toolsets = resolve_toolsets(agent.enabled_toolsets, ())
+    tools = tools_of(toolsets)
+    check_names([*(tool.name for tool in tools), *agent.subagents])
+    return SubagentSetup(settings, toolsets, tools)
+
+
+def _load(place: str) -> Approve:
+    try:
+        hook = pkgutil.resolve_name(place)
+    except (ImportError, AttributeError, ValueError) as error:
+        msg = f"approve: cannot import {place!r}: {error}"
+        raise ValueError(msg) from error
+    if not callable(hook):
+        msg = f"approve: {place!r} is not callable"
+        raise ValueError(msg)
+    approve: Approve = hook
+    return approve
+
+
+class SubagentModels:
+    """The models of the subagents, each opened once, in the running event loop."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        on_retry: Callable[[str], None],
+        *,
+        gate: Callable[[Model], Model] = lambda model: model,
+    ) -> None:
+        """`gate` is put around each model; see `PatientModel` for `on_retry`."""
+        self._setup = setup
+        self._on_retry = on_retry
+        self._gate = gate
+        self._open: dict[str, Model] = {}
+
+    def model_of(self, agent: Subagent, conversation: Trajectory) -> Model | None:
+        """The model that a subagent asks in `conversation`; None where it is its caller's."""
+        settings = self._setup.subagents[agent.name].settings
+        if settings is None:
+            return None
+        if settings.api == SCRIPTED:
+            start = replies_played(conversation, self._setup)
+            return self._gate(ScriptedModel(parse_script(agent.script), start=start))
+        if agent.name not in self._open:
+            key = read_key(settings)
+            model = open_model(settings, api_key=key, on_retry=self._on_retry)
+            self._open[agent.name] = self._gate(model)
+        return self._open[agent.name]
+
+    async def close(self) -> None:
+        """Close the models."""
+        for model in self._open.values():
+            await model.close()
+
+
+def offered(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
+    """The schemas of all that the model of a conversation can call."""
+    schemas: list[Mapping[str, Any]] = [tool.schema for tool in setup.tools]
+    schemas += [schema_of(agent) for agent in options.subagents]
+    return schemas + list(SCHEMAS) if options.completion_tools else schemas
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where one conversation and its subagents work; a `Host`."""
+
+    setup: Setup
+    space: TaskSpace
+    models: SubagentModels
+    call_timeout_s: float
+
+    def toolbox(self) -> Toolbox:
+        """The tools of the conversation itself."""
+        return Toolbox(self.setup.tools, self.space, call_timeout_s=self.call_timeout_s)
+
+    def subagent_toolbox(self, agent: Subagent) -> Toolbox:
+        """See `Host`."""
+        tools = self.setup.subagents[agent.name].tools
+        return Toolbox(tools, self.space, call_timeout_s=self.call_timeout_s)
+
+    def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
+        """See `Host`."""
+        return self.models.model_of(agent, conversation)
+
+
+def replies_played(conversation: Trajectory, setup: Setup) -> int:
+    """How many turns of its script a conversation has used up, with what it lent to others."""
+    played = len(conversation.replies) + len(conversation.discarded)
+    for inner in conversation.inner.values():
+        subagent = setup.subagents.get(inner.name)
+        if subagent is None or subagent.settings is None:
+            played += replies_played(inner.trajectory, setup)
+    return played

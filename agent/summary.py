@@ -1,0 +1,143 @@
+"""Long conversations shown with their older part as a summary; the record stays whole.
+
+The summary is written by the same model. It is paid for, so it is an event of its own (an inner
+conversation "summary#N", where N messages are replaced by it), and a conversation that is taken
+up again goes on with the summary that it had.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import orjson
+
+from agent.messages import Event, Message, ReplyEvent
+from agent.models.errors import ModelError
+from agent.models.model import Completion, Model, Request
+from agent.options import AgentOptions
+from agent.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+STAGE = "summary"
+
+_INSTRUCTION = (
+    "Summarize the conversation below for someone who will continue it: the task, what was done "
+    "and found, what failed, exact names and values that matter, and what is still open. "
+    "Write the summary only, in at most 900 words."
+)
+_CHARS_PER_TOKEN = 4
+
+
+class SummarizingModel:
+    """A model that is shown the older messages of a long conversation as a summary."""
+
+    def __init__(
+        self,
+        model: Model,
+        trajectory: Trajectory,
+        options: AgentOptions,
+        record_inner: Callable[[str, str, Event], None],
+    ) -> None:
+        """`record_inner` records an event of an inner conversation, given its key and name."""
+        self._model = model
+        self._trajectory = trajectory
+        self._options = options
+        self._record_inner = record_inner
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`. A summary that cannot be had is done without."""
+        shown = self._shown(request.messages)
+        if self._is_long(shown) and (upto := self._boundary(request.messages)):
+            try:
+                await self._summarize(request.messages, upto)
+            except ModelError as error:
+                log.warning("no summary, the conversation goes on without: %s", error)
+            shown = self._shown(request.messages)
+        return await self._model.complete(replace(request, messages=shown))
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._model.close()
+
+    def _latest(self) -> tuple[int, str]:
+        """How many messages the latest summary replaces, and its text; (0, "") without one."""
+        found = (0, "")
+        for key, inner in self._trajectory.inner.items():
+            if inner.name == STAGE and (text := inner.trajectory.final_text().strip()):
+                found = max(found, (int(key.partition("#")[2]), text))
+        return found
+
+    def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
+        upto, summary = self._latest()
+        if not upto:
+            return messages
+        # The task itself is never summarized away.
+        task = _task_length(messages)
+        last = messages[task - 1].copy()
+        last["content"] += f"\n\n[Summary of the conversation so far]\n{summary}"
+        return [*messages[: task - 1], last, *messages[upto:]]
+
+    def _is_long(self, messages: Sequence[Message]) -> bool:
+        over = self._options.summarize_over_messages
+        if over is not None and len(messages) > over:
+            return True
+        over = self._options.summarize_over_tokens
+        return over is not None and _estimated_tokens(messages) > over
+
+    def _boundary(self, messages: Sequence[Message]) -> int:
+        """How many messages to replace: whole turns, and the last ones stay; 0 for none."""
+        upto = len(messages) - self._options.summarize_keep
+        while upto > 0 and messages[upto]["role"] != "assistant":
+            upto -= 1
+        return upto if upto > max(self._latest()[0], _task_length(messages)) else 0
+
+    async def _summarize(self, messages: Sequence[Message], upto: int) -> None:
+        shown = self._shown(messages)
+        older = shown[: len(shown) - (len(messages) - upto)]
+        asked = [
+            Message(role="system", content=_INSTRUCTION),
+            Message(role="user", content="\n\n".join(map(_as_text, older))),
+        ]
+        key = f"{STAGE}#{upto}"
+        started_at, clock = time.time(), time.monotonic()
+        completion = await self._model.complete(Request(asked))
+        self._record_inner(key, STAGE, {"kind": "opening", "messages": asked})
+        reply = ReplyEvent(
+            kind="reply",
+            turn=1,
+            message=completion.message,
+            finish_reason=completion.finish_reason,
+            usage=completion.usage,
+            cost_usd=completion.cost_usd,
+            model=completion.model,
+            response_id=completion.response_id,
+            started_at=started_at,
+            duration_s=time.monotonic() - clock,
+        )
+        if completion.finish_reason != "stop" or not completion.message["content"].strip():
+            reply["discarded"] = "no_summary"
+        self._record_inner(key, STAGE, reply)
+
+
+def _task_length(messages: Sequence[Message]) -> int:
+    """How many messages the task is: all up to the first one of the model."""
+    for n, message in enumerate(messages):
+        if message["role"] == "assistant":
+            return n
+    return len(messages)
+
+
+def _estimated_tokens(messages: Sequence[Message]) -> int:
+    return -(-len(orjson.dumps(messages)) // _CHARS_PER_TOKEN)
+
+
+def _as_text(message: Message) -> str:
+    calls = "".join(
+        f"\n[calls {call['function']['name']} with {call['function']['arguments']}]"
+        for call in message.get("tool_calls", ())
+    )
+    return f"{message['role']}: {message['content']}{calls}"

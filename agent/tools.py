@@ -1,0 +1,210 @@
+"""The tools of one conversation as the loop sees them: the toolbox and what is put around it.
+
+A caller takes a call and gives its result. What an option asks for is a caller around the next
+one; options that are off are not there at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from agent.completion import RESERVED, SCHEMAS, finish_in
+from agent.interaction import question_of
+from agent.messages import ToolCall
+from agent.options import AgentOptions
+from agent.references import UnknownReference, name_for, resolve, tag
+from agent.trajectory import Trajectory
+from toolsets.text import clip
+from toolsets.tool import ToolResult
+from toolsets.toolbox import Toolbox
+
+log = logging.getLogger(__name__)
+
+Caller = Callable[[ToolCall, str | None], Awaitable[ToolResult]]
+"""Gives the result of a call; the second argument is the user's reply where there is one."""
+
+Approve = Callable[[str, Mapping[str, Any]], str | Awaitable[str]]
+"""Asked with a tool's name and its arguments; says "approve", "deny" or "always".
+
+"always" approves this tool with these arguments for the rest of the conversation.
+"""
+
+
+class CallableAgent(Protocol):
+    """An agent that is called like a tool."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """What the calling model is told, in OpenAI form."""
+        ...
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Work on what a call asks for."""
+        ...
+
+
+class AgentTools:
+    """What the model can call in one conversation."""
+
+    def __init__(
+        self,
+        toolbox: Toolbox,
+        trajectory: Trajectory,
+        options: AgentOptions,
+        *,
+        subagents: Mapping[str, CallableAgent] | None = None,
+        approve: Approve | None = None,
+    ) -> None:
+        """Raises `ValueError` where two tools have one name, or one that is reserved."""
+        self._toolbox = toolbox
+        self._trajectory = trajectory
+        self._subagents = subagents or {}
+        own = [subagent.schema for subagent in self._subagents.values()]
+        self.schemas: list[Mapping[str, Any]] = [*toolbox.schemas, *own]
+        check_names(schema["function"]["name"] for schema in self.schemas)
+        if options.completion_tools:
+            self.schemas += SCHEMAS
+        self.names = sorted(schema["function"]["name"] for schema in self.schemas)
+        call: Caller = self._call_toolbox
+        if self._subagents:
+            call = _delegating(call, self._subagents)
+        if options.observation_chars is not None:
+            call = _shortening(call, options.observation_chars)
+        if approve is not None:
+            call = _approving(call, approve)
+        if options.result_references:
+            call = _referring(call, trajectory)
+        if options.completion_tools:
+            call = _finishing(call)
+        self._call = call
+
+    async def call(self, call: ToolCall, user_reply: str | None = None) -> ToolResult:
+        """Answer a call. Every failure of the model or a tool is a result; see `Toolbox.call`."""
+        return await self._call(call, user_reply)
+
+    def is_idempotent(self, name: str) -> bool:
+        """Whether a call may be repeated; a subagent goes on where it was instead."""
+        return name in self._subagents or self._toolbox.is_idempotent(name)
+
+    def need_order(self, calls: Sequence[tuple[int, ToolCall]]) -> bool:
+        """Whether these calls must run one after the other."""
+        return len(calls) == 1 or any(
+            self._toolbox.is_sequential(call["function"]["name"]) for _, call in calls
+        )
+
+    async def _call_toolbox(self, call: ToolCall, user_reply: str | None) -> ToolResult:
+        function = call["function"]
+        return await self._toolbox.call(
+            function["name"],
+            function["arguments"],
+            conversation=self._trajectory.messages,
+            user_reply=user_reply,
+            others=self.names,
+        )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `ValueError` where a name is reserved or there twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in RESERVED:
+            msg = f"the tool name {name!r} is reserved"
+            raise ValueError(msg)
+        if name in seen:
+            msg = f"two tools have the name {name!r}"
+            raise ValueError(msg)
+        seen.add(name)
+
+
+def question_in(result: ToolResult) -> str | None:
+    """What a result asks the user, None where it asks nothing."""
+    return None if result.is_error else question_of(result.content)
+
+
+def _finishing(next_caller: Caller) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        name = call["function"]["name"]
+        if name not in RESERVED:
+            return await next_caller(call, user_reply)
+        if finish_in(call) is None:
+            text = f"Error: invalid arguments for {name}: they need a text that is not blank"
+            return ToolResult(text, True, {"failure": "invalid_arguments"})
+        return ToolResult("The task is ended.")
+
+    return call
+
+
+def _referring(next_caller: Caller, trajectory: Trajectory) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        function = call["function"]
+        if "$$" in function["arguments"]:
+            try:
+                arguments = resolve(function["arguments"], trajectory)
+            except UnknownReference as error:
+                text = f"Error: there is no result with the name $${error}"
+                return ToolResult(text, True, {"failure": "unknown_reference"})
+            call = {**call, "function": {"name": function["name"], "arguments": arguments}}
+        result = await next_caller(call, user_reply)
+        if result.is_error or user_reply is not None:
+            return result
+        stored = result.content + tag(name_for(call, trajectory))
+        return ToolResult(stored, details=result.details)
+
+    return call
+
+
+def _approving(next_caller: Caller, approve: Approve) -> Caller:
+    always: set[tuple[str, bytes]] = set()
+
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        name = call["function"]["name"]
+        try:
+            arguments = orjson.loads(call["function"]["arguments"] or "{}")
+            key = (name, orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS))
+        except orjson.JSONDecodeError:
+            # No handler will run with these: the check of arguments refuses them.
+            return await next_caller(call, user_reply)
+        if key not in always:
+            decision = await _decide(approve, name, arguments)
+            if decision == "always":
+                always.add(key)
+            elif decision != "approve":
+                text = f"Error: the call of {name} was not approved"
+                return ToolResult(text, True, {"failure": "denied"})
+        return await next_caller(call, user_reply)
+
+    return call
+
+
+async def _decide(approve: Approve, name: str, arguments: Mapping[str, Any]) -> str:
+    """Ask the hook; one that fails has not approved."""
+    try:
+        decision = approve(name, arguments)
+        return await decision if inspect.isawaitable(decision) else decision
+    except Exception:
+        log.exception("the approval hook failed; the call of %s is denied", name)
+        return "deny"
+
+
+def _shortening(next_caller: Caller, limit: int) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        result = await next_caller(call, user_reply)
+        if len(result.content) <= limit:
+            return result
+        details = {**result.details, "whole_content": result.content}
+        return ToolResult(clip(result.content, max_chars=limit), result.is_error, details)
+
+    return call
+
+
+def _delegating(next_caller: Caller, subagents: Mapping[str, CallableAgent]) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        subagent = subagents.get(call["function"]["name"])
+        return await (next_caller(call, user_reply) if subagent is None else subagent.call(call))
+
+    return call

@@ -1,0 +1,193 @@
+"""What a row of the dataset means: the messages its conversation starts with, and its terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from agent.messages import Message
+from agent.models.names import SCRIPTED
+from agent.models.scripted import parse_script
+from agent.options import ROW_COLUMN, AgentOptions, of_row
+from agent.rules import Terms
+
+ScriptUse = Literal["ignored", "allowed", "needed"]
+"""What a row's `script` column is: a column like any other, or the turns to be played."""
+
+_CHAT_COLUMNS = ("messages", "conversations")
+_ROLES = {"human": "user", "user": "user", "system": "system"}
+
+
+class RowTask(NamedTuple):
+    """What the conversation of one row starts with and is held to."""
+
+    opening: list[Message]
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """How the rows of a run are read."""
+
+    system_prompt: str | None = None
+    """For rows that bring no system message of their own."""
+    options: AgentOptions = field(default_factory=AgentOptions)
+    script: ScriptUse = "ignored"
+
+    def read(self, columns: Mapping[str, Any]) -> RowTask:
+        """Read a row. Raises `ValueError` with the reason where it cannot be used."""
+        options = of_row(self.options, columns)
+        opening = opening_messages(columns, self.system_prompt)
+        if options.state_max_turns:
+            _state(opening, f"You have at most {options.max_turns} replies for this task.")
+        if self.script != "ignored" and "script" in columns:
+            parse_script(columns["script"])
+        elif self.script == "needed":
+            msg = "no `script` field, which the scripted model plays (or give --script_file)"
+            raise ValueError(msg)
+        terms = Terms(
+            options,
+            expected=_expected(columns) if options.check_expected else None,
+            user_replies=_user_replies(columns) if options.awaiting_input else (),
+        )
+        return RowTask(opening, terms)
+
+    def deciding(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns that decide what the conversation is."""
+        names = ["prompt" if "prompt" in columns else _chat_column(columns), ROW_COLUMN]
+        if self.script != "ignored":
+            names.append("script")
+        options = of_row(self.options, columns)
+        if options.check_expected:
+            names.append("expected")
+        if options.awaiting_input:
+            names.append("user_replies")
+        return {name: columns[name] for name in names if name in columns}
+
+
+def script_use(api: str, *, has_script_file: bool) -> ScriptUse:
+    """What a row's `script` column is to a model of this API."""
+    if api != SCRIPTED:
+        return "ignored"
+    return "allowed" if has_script_file else "needed"
+
+
+def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> list[Message]:
+    """The messages that the conversation of a row starts with.
+
+    Of a row with `messages` or `conversations` instead of a `prompt`, the system message and the
+    first message of the user are taken: what follows them is what a run makes anew. A system
+    message of the row's own takes the place of `system_prompt`. Raises `ValueError` with the
+    reason where the row holds neither text nor a list of chat messages that ends in one of the
+    user.
+    """
+    if "prompt" in columns:
+        messages = _prompt_messages(columns["prompt"])
+    elif any(isinstance(columns.get(name), list) for name in _CHAT_COLUMNS):
+        messages = _first_messages(_chat_column(columns), columns)
+    else:
+        names = ", ".join(sorted(columns)[:8]) or "none"
+        msg = f"no `prompt` field (fields: {names})"
+        raise ValueError(msg)
+    _check_chat(messages)
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, Message(role="system", content=system_prompt))
+    return messages
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in a user's words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def _chat_column(columns: Mapping[str, Any]) -> str:
+    return next((name for name in _CHAT_COLUMNS if isinstance(columns.get(name), list)), "prompt")
+
+
+def _prompt_messages(prompt: Any) -> list[Message]:
+    if isinstance(prompt, str):
+        return [Message(role="user", content=prompt)]
+    if isinstance(prompt, list):
+        return [_chat_message(n, item) for n, item in enumerate(prompt)]
+    msg = f"`prompt` is {kind_of(prompt)}; it must be text or a list of chat messages"
+    raise ValueError(msg)
+
+
+def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
+    messages: list[Message] = []
+    for n, item in enumerate(columns[column]):
+        item = item if isinstance(item, dict) else {}
+        role = _ROLES.get(str(item.get("role", item.get("from"))))
+        content = item.get("content", item.get("value"))
+        if role is None or not isinstance(content, str):
+            msg = f"{column}[{n}] is no text of the system or the user, and no user's came before"
+            raise ValueError(msg)
+        messages.append(Message(role="user" if role == "user" else "system", content=content))
+        if role == "user":
+            return messages
+    msg = f"`{column}` holds no message of the user"
+    raise ValueError(msg)
+
+
+def _chat_message(n: int, item: Any) -> Message:
+    role = item.get("role") if isinstance(item, dict) else None
+    content = item.get("content") if isinstance(item, dict) else None
+    match role:
+        case "system" | "user" | "assistant" if isinstance(content, str):
+            return Message(role=role, content=content)
+    msg = (
+        f"prompt[{n}] must be an object with `role` (system, user or assistant) "
+        "and `content` (text)"
+    )
+    raise ValueError(msg)
+
+
+def _check_chat(messages: list[Message]) -> None:
+    if any(not message["content"].strip() for message in messages):
+        msg = "`prompt` is empty" if len(messages) == 1 else "`prompt` holds an empty message"
+        raise ValueError(msg)
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns or turns[-1] != "user":
+        msg = "`prompt` must end in a user message"
+        raise ValueError(msg)
+    expected = ["user", "assistant"] * (len(turns) // 2) + ["user"]
+    if turns != expected:
+        msg = f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
+        raise ValueError(msg)
+
+
+def _state(opening: list[Message], text: str) -> None:
+    if opening[0]["role"] == "system":
+        opening[0]["content"] += f"\n\n{text}"
+    else:
+        opening.insert(0, Message(role="system", content=text))
+
+
+def _expected(columns: Mapping[str, Any]) -> str:
+    expected = columns.get("expected")
+    if isinstance(expected, bool) or not isinstance(expected, str | int | float):
+        msg = f"`expected` must be text or a number, for check_expected (got {kind_of(expected)})"
+        raise ValueError(msg)
+    return str(expected)
+
+
+def _user_replies(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    replies = columns.get("user_replies", [])
+    if not isinstance(replies, list) or not all(isinstance(reply, str) for reply in replies):
+        msg = "`user_replies` must be a list of texts"
+        raise ValueError(msg)
+    return tuple(replies)

@@ -1,0 +1,76 @@
+"""A conversation that was ended by a call of `final_answer`, told as one that ends in plain text.
+
+How the runtime is told that a conversation is over is the runtime's affair. A row says what the
+user was answered, so rows look alike whichever way the model had to end them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from agent.completion import RESERVED
+from export.row_json import arguments_json
+from export.row_rules import Reason, Rejected, check_conversation, final_answer_call
+
+
+class Told(NamedTuple):
+    """A conversation as a row tells it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    """Those on offer, without the reserved ones where the messages hold no call of either."""
+    completion: Literal["final_answer", "text"] | None
+    """How a completed conversation was ended; None for one that is not completed."""
+
+
+def plain_ending(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    completed: bool,
+) -> Told:
+    """Tell a completed conversation with its answer as text; raises Rejected.
+
+    One that is not completed keeps its calls, also those of the reserved tools.
+    """
+    call = final_answer_call(messages) if completed else None
+    if call is not None:
+        check_conversation(messages, {tool["function"]["name"] for tool in tools})
+        messages = _with_answer_as_text(messages, call)
+    called = {
+        made["function"]["name"] for message in messages for made in message.get("tool_calls") or ()
+    }
+    if called.isdisjoint(RESERVED):
+        tools = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
+    if not completed:
+        return Told(messages, tools, None)
+    return Told(messages, tools, "text" if call is None else "final_answer")
+
+
+def _with_answer_as_text(
+    messages: Sequence[Mapping[str, Any]], call: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """The messages with `call` and its result replaced by a last message that holds the answer.
+
+    Where the turn had no other calls, that message stands next to it and goes on with it, as a
+    continuation does.
+    """
+    start = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+    turn, *results = messages[start:]
+    others = [other for other in turn["tool_calls"] if other is not call]
+    kept = [result for result in results if result["tool_call_id"] != call["id"]]
+    last = {"role": "assistant", "content": _answer(call)}
+    if any(result.get("is_error") for result in results if result not in kept):
+        raise Rejected(Reason.UNFINISHED, "completed, but the final answer was refused")
+    return [*messages[:start], {**turn, "tool_calls": others}, *kept, last]
+
+
+def _answer(call: Mapping[str, Any]) -> str:
+    answer = json.loads(arguments_json(call, where="last turn")).get("answer", "")
+    if not isinstance(answer, str):
+        raise Rejected(Reason.NOT_TEXT, f"last turn: the answer is a {type(answer).__name__}")
+    if not answer.strip():
+        raise Rejected(Reason.EMPTY_VALUE, "last turn: the final answer says nothing")
+    return answer.strip()

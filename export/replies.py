@@ -1,0 +1,34 @@
+"""What a model did in a conversation, apart from the turns that the prompt brought along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def first_reply(messages: Sequence[Mapping[str, Any]], *, turns: int) -> int:
+    """The place of the first of the last `turns` assistant messages, or the end if there is none.
+
+    Those are the model's own; assistant messages before them were given.
+    """
+    starts = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    own = starts[-turns:] if turns else []
+    return own[0] if own else len(messages)
+
+
+def tool_stats(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How often each tool was called in `messages` and how it went, sorted by tool.
+
+    A call without a result is neither a success nor a failure.
+    """
+    stats: dict[str, dict[str, Any]] = {}
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            name = names[call["id"]] = call["function"]["name"]
+            zero = {"tool": name, "count": 0, "success": 0, "failure": 0}
+            stats.setdefault(name, zero)["count"] += 1
+        if message["role"] == "tool" and message["tool_call_id"] in names:
+            outcome = "failure" if message.get("is_error") else "success"
+            stats[names[message["tool_call_id"]]][outcome] += 1
+    return [stats[name] for name in sorted(stats)]

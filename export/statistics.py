@@ -1,0 +1,134 @@
+"""What the models of a run did: how their tools fared, and how much of it they reasoned about.
+
+Counted over every record that goes into an export, whichever file it lands in, since a run is
+judged by its rejects too. Each record is looked at once and forgotten, so the memory taken is
+that of the tools on offer. Whether a call failed is what its result says, never what it reads
+like.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from agent.reasoning import split_inline_reasoning
+from export.replies import first_reply, tool_stats
+
+_UNNAMED_FAILURE = "reported"
+"""The kind of a failure that the tool itself reported, without an exception."""
+
+
+class Statistics:
+    """The statistics of the records given to `add` so far."""
+
+    def __init__(self) -> None:
+        self._offered: set[str] = set()
+        self._calls: Counter[str] = Counter()
+        self._successes: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._tool_errors: Counter[str] = Counter()
+        self._replies = 0
+        self._with_reasoning = 0
+        self._rows_with_reasoning = 0
+        self._statuses: Counter[str] = Counter()
+        self._turns = 0
+        self._most_turns = 0
+        self._first_started_at: float | None = None
+        self._last_ended_at: float | None = None
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one record; what its prompt brought along of a conversation is not counted."""
+        turns = record["turns"]
+        messages = record["messages"]
+        replies = messages[first_reply(messages, turns=len(turns)) :]
+        self._statuses[record["status"]] += 1
+        self._turns += len(turns)
+        self._most_turns = max(self._most_turns, len(turns))
+        self._add_tools(record["tools"] or [], replies)
+        self._add_reasoning(replies)
+        self._add_times(turns)
+
+    def to_json(self) -> dict[str, Any]:
+        """For statistics.json. Rates are percentages of the calls that have a result."""
+        rows = self._statuses.total()
+        first, last = self._first_started_at, self._last_ended_at
+        return {
+            "schema_version": 1,
+            "tools": [self._tool(name) for name in sorted(self._offered)],
+            "tool_errors": dict(sorted(self._tool_errors.items())),
+            "reasoning": {
+                "assistant_turns": self._replies,
+                "with_reasoning": self._with_reasoning,
+                "without_reasoning": self._replies - self._with_reasoning,
+                "rows_with_any": self._rows_with_reasoning,
+            },
+            "rows": dict(sorted(self._statuses.items())),
+            "turns_per_row": {
+                "mean": round(self._turns / rows, 2) if rows else None,
+                "max": self._most_turns if rows else None,
+            },
+            "duration_s": {
+                "first_started_at": first,
+                "last_ended_at": last,
+                "wall": None if first is None or last is None else last - first,
+            },
+        }
+
+    def _add_tools(
+        self, tools: Iterable[Mapping[str, Any]], replies: Sequence[Mapping[str, Any]]
+    ) -> None:
+        offered = {tool["function"]["name"] for tool in tools}
+        self._offered |= offered
+        for stats in tool_stats(replies):
+            # Names that a model invents have no end; they are errors, not tools.
+            if (name := stats["tool"]) in offered:
+                self._calls[name] += stats["count"]
+                self._successes[name] += stats["success"]
+                self._failures[name] += stats["failure"]
+        for message in replies:
+            if message["role"] == "tool" and message.get("is_error"):
+                self._tool_errors[_kind_of_failure(message)] += 1
+
+    def _add_reasoning(self, replies: Iterable[Mapping[str, Any]]) -> None:
+        said = [message for message in replies if message["role"] == "assistant"]
+        with_reasoning = sum(map(_has_reasoning, said))
+        self._replies += len(said)
+        self._with_reasoning += with_reasoning
+        self._rows_with_reasoning += with_reasoning > 0
+
+    def _add_times(self, turns: Iterable[Mapping[str, Any]]) -> None:
+        for turn in turns:
+            started_at = turn["started_at"]
+            ended_at = started_at + turn["duration_s"]
+            if self._first_started_at is None or started_at < self._first_started_at:
+                self._first_started_at = started_at
+            if self._last_ended_at is None or ended_at > self._last_ended_at:
+                self._last_ended_at = ended_at
+
+    def _tool(self, name: str) -> dict[str, Any]:
+        success, failure = self._successes[name], self._failures[name]
+        return {
+            "tool": name,
+            "count": self._calls[name],
+            "success": success,
+            "failure": failure,
+            "success_rate": _percent(success, success + failure),
+            "failure_rate": _percent(failure, success + failure),
+        }
+
+
+def _kind_of_failure(message: Mapping[str, Any]) -> str:
+    kind = (message.get("details") or {}).get("failure")
+    return kind if isinstance(kind, str) else _UNNAMED_FAILURE
+
+
+def _has_reasoning(message: Mapping[str, Any]) -> bool:
+    if (message.get("reasoning") or "").strip():
+        return True
+    content = message.get("content")
+    return isinstance(content, str) and split_inline_reasoning(content).reasoning is not None
+
+
+def _percent(part: int, whole: int) -> float:
+    return round(100 * part / whole, 2) if whole else 0.0

@@ -1,0 +1,193 @@
+"""Playing whole conversations offline: a script for the model, real tools, real policies."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import orjson
+from pydantic import Field
+
+from agent.conversation import Conversation
+from agent.messages import Event, Message
+from agent.models.model import Completion, Model, ModelSettings, Request
+from agent.models.scripted import ScriptedModel, parse_script
+from agent.moves import End
+from agent.options import AgentOptions
+from agent.rules import Terms
+from agent.setup import Home, Setup, SubagentModels, replies_played, set_up
+from agent.stream import StreamEvent
+from agent.tools import Approve
+from agent.trajectory import Trajectory
+from toolsets.sandbox import Limits, make_sandbox
+from toolsets.space import TaskSpace
+from toolsets.tool import Tool, ToolResult, tool
+from toolsets.workspace import Workspace
+
+OPENING = [Message(role="user", content="go")]
+SETTINGS = ModelSettings(name="scripted", api="scripted", base_url=None, key_env=None)
+
+
+class Played(NamedTuple):
+    """What came of a conversation."""
+
+    trajectory: Trajectory
+    end: End
+    events: list[Event]
+    requests: list[Request]
+    """What the model was asked with, as it was at that moment."""
+    told: list[StreamEvent]
+
+    @property
+    def status(self) -> str:
+        return self.end.status
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.trajectory.messages
+
+    @property
+    def roles(self) -> list[str]:
+        return [message["role"] for message in self.messages]
+
+    @property
+    def results(self) -> list[Message]:
+        return [message for message in self.messages if message["role"] == "tool"]
+
+    def seen(self, n: int = -1) -> str:
+        """All text that the model was shown in its nth request."""
+        return orjson.dumps(self.requests[n].messages).decode()
+
+
+class Watched:
+    """A model that keeps what it was asked with."""
+
+    def __init__(self, model: Model, requests: list[Request]) -> None:
+        self._model, self._requests = model, requests
+
+    async def complete(self, request: Request) -> Completion:
+        self._requests.append(replace(request, messages=copy.deepcopy(list(request.messages))))
+        return await self._model.complete(request)
+
+    async def close(self) -> None:
+        await self._model.close()
+
+
+@tool(idempotent=True)
+def echo(space: TaskSpace, text: Annotated[str, Field(description="What to say.")] = "") -> str:
+    """Say the text again."""
+    return text
+
+
+@tool()
+def fail(space: TaskSpace) -> str:
+    """Raise an exception."""
+    raise RuntimeError("out of order")
+
+
+_counters: dict[Path, int] = {}
+
+
+@tool()
+def count(space: TaskSpace) -> int:
+    """Give a higher number each time."""
+    root = space.workspace.root
+    _counters[root] = _counters.get(root, 0) + 1
+    return _counters[root]
+
+
+@tool()
+def delete(space: TaskSpace, name: str) -> Any:
+    """Delete something, once the user has confirmed."""
+    if space.user_reply is None:
+        return {"requiresConfirmation": True, "message": f"Delete {name}?"}
+    if space.user_reply == "which?":
+        return {"requiresInput": True, "message": "Say yes or no."}
+    return f"deleted {name}: {space.user_reply}"
+
+
+@tool()
+def report_failure(space: TaskSpace) -> ToolResult:
+    """Report a failure without raising."""
+    return ToolResult("no such thing", is_error=True)
+
+
+TOOLS = (echo, fail, count, delete, report_failure)
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}
+
+
+def calls(*listed: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"tool_calls": list(listed), **more}
+
+
+def say(text: str, **more: Any) -> dict[str, Any]:
+    return {"content": text, **more}
+
+
+def play(
+    root: Path,
+    script: Sequence[Any],
+    *,
+    past: list[Event] | None = None,
+    toolset: str | None = None,
+    tools: Sequence[Tool] = TOOLS,
+    opening: Sequence[Message] = OPENING,
+    expected: str | None = None,
+    user_replies: Sequence[str] = (),
+    approve: Approve | None = None,
+    **options: Any,
+) -> Played:
+    """Play a script from `past` on; `toolset` names a real one in the place of `tools`."""
+    checked = AgentOptions(**options)
+    setup = set_up(checked, SETTINGS, enabled_toolsets=[toolset or "none"], disabled_toolsets=())
+    if toolset is None:
+        setup = replace(setup, tools=tuple(tools))
+    if approve is not None:
+        setup = replace(setup, approve=approve)
+    return asyncio.run(
+        _play(root, setup, checked, script, past, opening, Terms(
+            checked, expected=expected, user_replies=tuple(user_replies)
+        ))
+    )  # fmt: skip
+
+
+async def _play(
+    root: Path,
+    setup: Setup,
+    options: AgentOptions,
+    script: Sequence[Any],
+    past: list[Event] | None,
+    opening: Sequence[Message],
+    terms: Terms,
+) -> Played:
+    events = copy.deepcopy(past or [])
+    requests: list[Request] = []
+    told: list[StreamEvent] = []
+    trajectory = Trajectory(opening, events)
+    workspace = Workspace(root)
+    space = TaskSpace(workspace, make_sandbox("local", workspace, Limits()))
+    home = Home(
+        setup, space, SubagentModels(setup, print, gate=lambda m: Watched(m, requests)), 30.0
+    )
+    model = ScriptedModel(parse_script(script), start=replies_played(trajectory, setup))
+    conversation = Conversation(
+        trajectory=trajectory,
+        terms=terms,
+        model=Watched(model, requests),
+        toolbox=home.toolbox(),
+        journal=lambda event: events.append(copy.deepcopy(event)),
+        host=home,
+        subagents=options.subagents,
+        approve=setup.approve,
+        on_event=told.append,
+    )
+    end = await conversation.run(taken_up=past is not None)
+    await space.close(remove=False)
+    return Played(trajectory, end, events, requests, told)
