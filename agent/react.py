@@ -47,7 +47,6 @@ _MARK = re.compile(rf"^{_LABEL}|(?:^|(?<=[::*])){_FENCE}$", re.MULTILINE | re.IG
 _LABEL_NEXT = re.compile(rf"\s*+{_LABEL}", re.IGNORECASE | re.ASCII)
 _BLOCK = re.compile(rf"{_FENCE}\n(?s:.*?)^[ \t]*+(?P=fence)[`~]*+[ \t\r]*+$", re.MULTILINE)
 _FENCED = re.compile(r"(`{3,}+|~{3,}+)(?:[\w+-]*+[ \t\r]*+\n|(?:json\b)?)(.*)\1", re.DOTALL)
-_BOLD_END = re.compile(r"\*\*[ \t\r]*+$", re.MULTILINE)
 
 
 class ReActModel:
@@ -151,21 +150,19 @@ def read_completion(completion: Completion, request: Request) -> Completion:
 
 
 class Step(NamedTuple):
-    """What one reply says."""
+    """What one reply says; `content` is the answer, or all of a reply that holds no step."""
 
     thoughts: Sequence[str]
     content: str
-    """The answer, or all of a reply that has neither action nor answer."""
     action: str = ""
     action_input: str = ""
     cut: str = ""
-    """The reply's end, from where it goes on without waiting for the action's result."""
 
 
 def parse_step(text: str) -> Step:
     """Read a reply; the first action that names a tool counts, before any answer.
 
-    Once it has its input, whatever label comes next begins words that know no result.
+    Once it has its input, whatever label comes next begins words that know no result: the cut.
     """
     thoughts: list[str] = []
     answers: list[str] = []
@@ -200,24 +197,24 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
     position, has_action, is_wrapped, has_unclosed = 0, False, False, False
     while mark := _MARK.search(text, position):
         start, position = mark.span()
-        label, _, body = heads[-1]
+        label, fence, body = heads[-1]
+        has_text = bool(text[body:start].strip())
         if mark["label"]:
             found = " ".join(mark["label"].lower().split())
             has_action |= found == "action"
             if has_action or found != "observation":
-                heads.append((found, start, position))
+                is_first = is_wrapped and not label and not has_text
+                heads.append((found, fence if is_first else start, position))
             continue
         # Where one fence has no end, a later one has none either: do not search again.
         block = None if has_unclosed else _BLOCK.match(text, start)
         has_unclosed |= block is None
         is_whole = block is not None and block[0].strip() == text.strip()
-        opens = label in ("", "thought", "action") and (
-            is_whole or _LABEL_NEXT.match(text, position)
-        )
+        opens = is_whole or _LABEL_NEXT.match(text, position)
         # An input is one block at most; of the fences in an answer only the last can be the outer.
-        is_over = block is None if label == "final answer" else text[body:start].strip()
+        is_over = block is None if label == "final answer" else has_text
         closes = is_wrapped and is_over and mark[0].strip() == mark["fence"]
-        if opens or closes:
+        if closes or (opens and label != "final answer" and (has_text or label != "action input")):
             is_wrapped = not closes
             heads.append(("", start, position))
         elif block:
@@ -227,7 +224,7 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
         value = text[body:end].strip()
         # Bold type that begins before the label and does not end with it ends with its line.
         is_bold = text.count("**", start, body) == 1
-        yield label, start, _BOLD_END.sub("", value, count=1) if is_bold else value
+        yield label, start, re.sub(r"(?m)\*\*[ \t\r]*$", "", value, count=1) if is_bold else value
 
 
 def _arguments(given: str, name: str, tools: Sequence[Mapping[str, Any]]) -> str:

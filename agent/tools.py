@@ -77,10 +77,10 @@ class AgentTools:
             call = _shortening(call, options.observation_chars)
         if approve is not None:
             call = _approving(call, approve)
-        if options.result_references:
-            call = _referring(call, trajectory)
         if options.completion_tools:
             call = _finishing(call)
+        if options.result_references:
+            call = _referring(call, trajectory)
         self._call = call
 
     async def call(self, call: ToolCall, user_reply: str | None = None) -> ToolResult:
@@ -131,10 +131,11 @@ def _finishing(next_caller: Caller) -> Caller:
         name = call["function"]["name"]
         if name not in RESERVED:
             return await next_caller(call, user_reply)
-        if finish_in(call) is None:
+        finish = finish_in(call)
+        if finish is None:
             text = f"Error: invalid arguments for {name}: they need a text that is not blank"
             return ToolResult(text, True, {"failure": "invalid_arguments"})
-        return ToolResult("The task is ended.")
+        return ToolResult("The task is ended.", details={"text": finish.text})
 
     return call
 
@@ -150,7 +151,7 @@ def _referring(next_caller: Caller, trajectory: Trajectory) -> Caller:
                 return ToolResult(text, True, {"failure": "unknown_reference"})
             call = {**call, "function": {"name": function["name"], "arguments": arguments}}
         result = await next_caller(call, user_reply)
-        if result.is_error or user_reply is not None:
+        if result.is_error or user_reply is not None or function["name"] in RESERVED:
             return result
         stored = result.content + tag(name_for(call, trajectory))
         return ToolResult(stored, details=result.details)

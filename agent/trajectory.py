@@ -133,7 +133,8 @@ class Trajectory:
         for n, call in enumerate(self.last_calls()):
             result = self._results_of_turn.get(n)
             if result and not result["message"]["is_error"] and (finish := finish_in(call)):
-                return finish
+                # The text as the runtime took it: references in it stand for what they name.
+                return Finish(finish.tool, result["message"]["details"]["text"])
         return None
 
     def final_text(self) -> str:

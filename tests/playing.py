@@ -66,12 +66,12 @@ class Played(NamedTuple):
 class Watched:
     """A model that keeps what it was asked with."""
 
-    def __init__(self, model: Model, requests: list[Request]) -> None:
-        self._model, self._requests = model, requests
+    def __init__(self, model: Model, requests: list[Request], cost_usd: float | None) -> None:
+        self._model, self._requests, self._cost_usd = model, requests, cost_usd
 
     async def complete(self, request: Request) -> Completion:
         self._requests.append(replace(request, messages=copy.deepcopy(list(request.messages))))
-        return await self._model.complete(request)
+        return replace(await self._model.complete(request), cost_usd=self._cost_usd)
 
     async def close(self) -> None:
         await self._model.close()
@@ -119,7 +119,7 @@ def report_failure(space: TaskSpace) -> ToolResult:
 TOOLS = (echo, fail, count, delete, report_failure)
 
 
-def call(name: str, **arguments: Any) -> dict[str, Any]:
+def call(name: str, /, **arguments: Any) -> dict[str, Any]:
     return {"name": name, "arguments": arguments}
 
 
@@ -142,30 +142,31 @@ def play(
     expected: str | None = None,
     user_replies: Sequence[str] = (),
     approve: Approve | None = None,
+    cost_usd: float | None = 0.0,
     **options: Any,
 ) -> Played:
-    """Play a script from `past` on; `toolset` names a real one in the place of `tools`."""
+    """Play a script from `past` on; `toolset` names a real one in the place of `tools`.
+
+    Each reply costs `cost_usd`.
+    """
     checked = AgentOptions(**options)
     setup = set_up(checked, SETTINGS, enabled_toolsets=[toolset or "none"], disabled_toolsets=())
     if toolset is None:
         setup = replace(setup, tools=tuple(tools))
     if approve is not None:
         setup = replace(setup, approve=approve)
-    return asyncio.run(
-        _play(root, setup, checked, script, past, opening, Terms(
-            checked, expected=expected, user_replies=tuple(user_replies)
-        ))
-    )  # fmt: skip
+    terms = Terms(checked, expected=expected, user_replies=tuple(user_replies))
+    return asyncio.run(_play(root, setup, terms, script, past, opening, cost_usd))
 
 
 async def _play(
     root: Path,
     setup: Setup,
-    options: AgentOptions,
+    terms: Terms,
     script: Sequence[Any],
     past: list[Event] | None,
     opening: Sequence[Message],
-    terms: Terms,
+    cost_usd: float | None,
 ) -> Played:
     events = copy.deepcopy(past or [])
     requests: list[Request] = []
@@ -174,17 +175,20 @@ async def _play(
     workspace = Workspace(root)
     space = TaskSpace(workspace, make_sandbox("local", workspace, Limits()))
     home = Home(
-        setup, space, SubagentModels(setup, print, gate=lambda m: Watched(m, requests)), 30.0
+        setup,
+        space,
+        SubagentModels(setup, print, gate=lambda m: Watched(m, requests, cost_usd)),
+        30.0,
     )
     model = ScriptedModel(parse_script(script), start=replies_played(trajectory, setup))
     conversation = Conversation(
         trajectory=trajectory,
         terms=terms,
-        model=Watched(model, requests),
+        model=Watched(model, requests, cost_usd),
         toolbox=home.toolbox(),
         journal=lambda event: events.append(copy.deepcopy(event)),
         host=home,
-        subagents=options.subagents,
+        subagents=terms.options.subagents,
         approve=setup.approve,
         on_event=told.append,
     )

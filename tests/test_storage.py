@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import Event, ReplyEvent
+from agent.messages import Event
 from batch.failures import Failure, FailureFile, load_failed_attempts
 from batch.files import AppendFile, StorageError, repair_tail, replace_file
 from batch.journal import (
@@ -228,7 +228,7 @@ def turns_of(events: list[Event]) -> list[int]:
 
 
 def test_a_reply_that_was_asked_for_again_leaves_no_hole(tmp_path: Path) -> None:
-    discarded = ReplyEvent(**{**reply(1), "discarded": "blank"})
+    discarded: Any = {**reply(1), "discarded": "blank"}
     events: list[Event] = [discarded, discarded, reply(1), reply(2)]
     journal(tmp_path, 0, *(("a", event) for event in events))
     assert read_back(tmp_path, "a") == events

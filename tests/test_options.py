@@ -1,0 +1,435 @@
+"""The options of a conversation: what is put around its tools and its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.messages import Message
+from agent.options import AgentOptions, of_row
+from agent.setup import set_up
+from agent.views import compact, is_compacted
+from tests.playing import SETTINGS, call, calls, play, say
+
+ANSWER = say("done")
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+USER: Message = {"role": "user", "content": "go"}
+
+
+def echo(text: str = "x", **more: Any) -> dict[str, Any]:
+    return calls(call("echo", text=text), **more)
+
+
+class TestReferences:
+    """S4.15-S4.18: results by name."""
+
+    def test_a_result_stands_in_for_its_name(self, tmp_path: Path) -> None:
+        script = [
+            echo("a"),
+            calls(call("count"), call("echo", text="<$$echo-res-1> $$ $5")),
+            echo("$$echo-res-3"),
+            ANSWER,
+        ]
+        played = play(tmp_path, script, result_references=True)
+        texts = [result["content"].partition("\n[stored as")[0] for result in played.results]
+        assert texts[0] == "a"
+        assert texts[2:] == ["<a> $$ $5", "<a> $$ $5"]
+        assert "$$count-res-2" in played.results[1]["content"]
+
+    def test_the_record_keeps_what_the_model_wrote(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo("a"), echo("$$echo-res-1"), ANSWER], result_references=True)
+        arguments = played.messages[3]["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(arguments) == {"text": "$$echo-res-1"}
+
+    @pytest.mark.parametrize("name", ["echo-res-7", "other-res-1", "echo", "fail-res-1"])
+    def test_an_unknown_name_is_an_error_and_nothing_runs(self, tmp_path: Path, name: str) -> None:
+        script = [calls(call("fail")), echo(f"$${name}"), ANSWER]
+        played = play(tmp_path, script, result_references=True)
+        assert played.results[1]["details"] == {"failure": "unknown_reference"}
+        assert played.trajectory.tally.errors == 2
+
+    def test_it_works_in_a_final_answer(self, tmp_path: Path) -> None:
+        script = [echo("a"), calls(call("final_answer", answer="$$echo-res-1!"))]
+        played = play(tmp_path, script, result_references=True, completion_tools=True)
+        assert played.trajectory.final_text() == "a!"
+
+    def test_names_survive_a_crash(self, tmp_path: Path) -> None:
+        script = [calls(call("echo", text="a"), call("echo", text="b")), echo("$$echo-res-2")]
+        whole = play(tmp_path, [*script, ANSWER], result_references=True)
+        for length in range(1, 5):
+            past = whole.events[:length]
+            again = play(tmp_path, [*script, ANSWER], past=past, result_references=True)
+            assert again.messages == whole.messages
+
+
+class TestApproval:
+    """S4.33: a hook before each call."""
+
+    def test_a_denied_call_is_not_run_and_the_model_is_told(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [calls(call("count")), ANSWER], approve=lambda name, args: "deny")
+        (result,) = played.results
+        assert result["content"] == "Error: the call of count was not approved"
+        assert result["details"] == {"failure": "denied"}
+
+    def test_always_holds_for_these_arguments_in_any_order(self, tmp_path: Path) -> None:
+        asked: list[tuple[str, Mapping[str, Any]]] = []
+
+        def approve(name: str, arguments: Mapping[str, Any]) -> str:
+            asked.append((name, arguments))
+            return "always"
+
+        again = calls({"name": "delete", "arguments": ' {"name":"x"}'})
+        script = [calls(call("delete", name="x")), again, calls(call("delete", name="y")), ANSWER]
+        play(tmp_path, script, approve=approve)
+        assert asked == [("delete", {"name": "x"}), ("delete", {"name": "y"})]
+
+    @pytest.mark.parametrize("decision", ["", "yes", None])
+    def test_anything_but_a_decision_denies(self, tmp_path: Path, decision: Any) -> None:
+        played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: decision)
+        assert played.results[0]["is_error"]
+
+    def test_a_hook_may_be_async_and_one_that_fails_denies(self, tmp_path: Path) -> None:
+        async def approve(name: str, arguments: Mapping[str, Any]) -> str:
+            return "approve"
+
+        def broken(name: str, arguments: Mapping[str, Any]) -> str:
+            raise RuntimeError("hook")
+
+        assert not play(tmp_path, [echo(), ANSWER], approve=approve).results[0]["is_error"]
+        assert play(tmp_path, [echo(), ANSWER], approve=broken).results[0]["is_error"]
+
+    @pytest.mark.parametrize(
+        ("place", "words"),
+        [("no.such:hook", "cannot import"), ("tests.playing:OPENING", "not callable")],
+    )
+    def test_a_hook_is_named_by_its_place(self, place: str, words: str) -> None:
+        """For the batch runner: MODULE:FUNCTION."""
+        options = AgentOptions(approve=place)
+        with pytest.raises(ValueError, match=words):
+            set_up(options, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
+
+
+def test_long_results_are_cut_and_the_whole_is_kept(tmp_path: Path) -> None:
+    """S5.14: a visible mark with the size of the cut; the whole in the record."""
+    played = play(tmp_path, [echo("x" * 50), ANSWER], observation_chars=10)
+    (result,) = played.results
+    assert result["content"] == "xxxxx\n[... 40 characters cut ...]\nxxxxx"
+    assert result["details"]["whole_content"] == "x" * 50
+
+
+class TestNameRepair:
+    """S2.21: off by default; what was repaired says so."""
+
+    @pytest.mark.parametrize("written", ["Echo", "echos", "e_cho", "ECHO"])
+    def test_a_near_miss_is_repaired_with_a_mark(self, tmp_path: Path, written: str) -> None:
+        played = play(tmp_path, [calls(call(written)), ANSWER], repair_tool_names=True)
+        message = played.messages[1]
+        assert message["tool_calls"][0]["function"]["name"] == "echo"
+        assert message["repairs"] == [{"call": "call_1_0", "name": written}]
+
+    def test_a_far_miss_and_a_known_name_are_left(self, tmp_path: Path) -> None:
+        played = play(
+            tmp_path, [calls(call("write"), call("echo")), ANSWER], repair_tool_names=True
+        )
+        assert "repairs" not in played.messages[1]
+        assert played.results[0]["is_error"]
+
+    def test_off_by_default(self, tmp_path: Path) -> None:
+        assert play(tmp_path, [calls(call("Echo")), ANSWER]).results[0]["is_error"]
+
+
+class TestViews:
+    """What the model is shown and the record does not hold, and the other way round."""
+
+    def test_ephemeral_prompt_and_prefill_are_seen_and_not_recorded(self, tmp_path: Path) -> None:
+        """S2.7, S2.8, C16."""
+        prefill = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        played = play(
+            tmp_path, [ANSWER], ephemeral_system_prompt="secret", prefill_messages=prefill
+        )
+        roles = [message["role"] for message in played.requests[0].messages]
+        assert roles == ["system", "user", "assistant", "user"]
+        assert "secret" in played.seen()
+        assert played.roles == ["user", "assistant"]
+        assert "secret" not in json.dumps(played.trajectory.to_record())
+
+    def test_a_system_message_of_its_own_wins(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [ANSWER], opening=[SYSTEM, USER], ephemeral_system_prompt="secret")
+        assert "secret" not in played.seen()
+
+    def test_compaction_is_a_view(self, tmp_path: Path) -> None:
+        """S1.28-S1.30: long reasoning and arguments in short; exactly 120 characters stay."""
+        script = [
+            echo("A" * 300, reasoning="R" * 300, content="one"),
+            echo("B" * 109, reasoning="S" * 120, content="two"),
+            echo("C" * 300, content="three"),
+            ANSWER,
+        ]
+        played = play(tmp_path, script, compact_after=2)
+        plain = play(tmp_path, script)
+        assert played.messages == plain.messages, "the record does not know of the view"
+        shown = [m for m in played.requests[-1].messages if m["role"] == "assistant"]
+        assert shown[0]["reasoning"] == "R" * 120 + "..."
+        arguments = json.loads(shown[0]["tool_calls"][0]["function"]["arguments"])
+        assert list(arguments) == ["_compacted"]
+        assert shown[1:] == [m for m in plain.requests[-1].messages if m["role"] == "assistant"][1:]
+        assert [m["content"] for m in shown] == ["one", "two", "three"]
+
+    def test_a_conversation_of_calls_alone_is_never_compacted(self, tmp_path: Path) -> None:
+        """S1.29: only replies with text count."""
+        script = [echo(f"{n}" * 300) for n in range(4)]
+        played = play(tmp_path, [*script, ANSWER], compact_after=1)
+        assert "_compacted" not in played.seen()
+
+    def test_signed_blocks_are_left_out_whole(self, tmp_path: Path) -> None:
+        signed: Message = {
+            "role": "assistant",
+            "content": "one",
+            "reasoning": "R" * 300,
+            "provider_blocks": {"api": "x", "blocks": [{"signature": "s"}]},
+        }
+        later: Message = {"role": "assistant", "content": "two"}
+        messages = [USER, signed, USER, later, USER, later]
+        assert "provider_blocks" not in compact(messages, 1)[1]
+        assert "provider_blocks" in signed
+        assert is_compacted(messages, 1)
+        assert not is_compacted(messages[:4], 1), "the last reply did not see it"
+        assert not is_compacted(messages, 0)
+
+
+class TestSummary:
+    """S4.38, S5.13: older messages as a summary, in the view alone."""
+
+    SCRIPT = (echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), ANSWER)
+
+    def test_older_messages_are_shown_as_a_summary(self, tmp_path: Path) -> None:
+        played = play(tmp_path, self.SCRIPT, summarize_over_messages=6, summarize_keep=2)
+        assert played.status == "completed"
+        assert len(played.messages) == 8, "the record is whole"
+        shown = played.requests[-1].messages
+        assert [m["role"] for m in shown] == ["user", "assistant", "tool"]
+        assert shown[0]["content"] == ("go\n\n[Summary of the conversation so far]\nTHE SUMMARY")
+        record = played.trajectory.to_record()
+        assert record["inner"][0]["name"] == "summary"
+        assert record["api_calls"] == 5
+
+    def test_a_summary_survives_a_crash(self, tmp_path: Path) -> None:
+        given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
+        whole = play(tmp_path, self.SCRIPT, **given)
+        resumed = play(tmp_path, self.SCRIPT, past=whole.events[:-1], **given)
+        assert len(resumed.requests) == 1, "it is not paid for again"
+        assert resumed.requests[0].messages == whole.requests[-1].messages
+
+    def test_it_is_triggered_by_size_too(self, tmp_path: Path) -> None:
+        script = [echo("a" * 900), echo("b" * 900), say("SUM"), ANSWER]
+        played = play(tmp_path, script, summarize_over_tokens=400, summarize_keep=1)
+        assert "SUM" in played.seen()
+
+    def test_a_blank_summary_is_done_without(self, tmp_path: Path) -> None:
+        script = [*self.SCRIPT[:3], say(" "), ANSWER]
+        played = play(tmp_path, script, summarize_over_messages=6, summarize_keep=2)
+        assert played.status == "completed"
+        assert len(played.requests[-1].messages) == 7
+        assert played.trajectory.api_calls() == 5, "it was paid for"
+
+
+class TestPreparation:
+    """S4.35-S4.37: context is gathered before, in a conversation of its own."""
+
+    FOUND = say('@city := "Lima"\n@temp: 19 "or so"\nnothing else')
+
+    def test_what_was_found_is_added_to_the_prompts(self, tmp_path: Path) -> None:
+        played = play(
+            tmp_path,
+            [echo("look"), self.FOUND, ANSWER],
+            opening=[SYSTEM, USER],
+            preparation="Find the city.",
+        )
+        pieces = '@context-piece-1 := "Lima"\n@context-piece-2 := "19 \\"or so\\""'
+        assert played.messages[0]["content"] == f"Be brief.\n\n{pieces}"
+        assert played.messages[1]["content"] == f"go\n\n{pieces}"
+        assert played.trajectory.turns == 1
+        assert played.trajectory.to_record()["inner"][0]["name"] == "preparation"
+        assert "Do not do the request itself" in played.seen(0)
+
+    def test_nothing_found_changes_nothing(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [say("no idea"), ANSWER], preparation="Find it.")
+        assert played.messages[0] == USER
+
+    def test_it_is_tried_again_and_then_fails_the_conversation(self, tmp_path: Path) -> None:
+        cut = say("", finish_reason="length")
+        played = play(tmp_path, [cut, self.FOUND, ANSWER], preparation="Find it.")
+        assert played.status == "completed"
+        played = play(tmp_path, [cut, cut], preparation="Find it.")
+        assert (played.status, played.roles) == ("errors", ["user"])
+        assert played.end.reason == "the preparation ended as length"
+
+    @pytest.mark.parametrize("length", range(1, 8))
+    def test_it_survives_a_crash(self, tmp_path: Path, length: int) -> None:
+        script = [echo("look"), self.FOUND, ANSWER]
+        whole = play(tmp_path, script, preparation="Find the city.")
+        past = whole.events[:length]
+        resumed = play(tmp_path, script, past=past, preparation="Find the city.")
+        assert resumed.messages == whole.messages
+        asked = sum('"reply"' in json.dumps(event) for event in past)
+        assert len(resumed.requests) == 3 - asked
+
+
+class TestSubagents:
+    """S1.31-S1.33: agents as tools."""
+
+    HELPER: Mapping[str, Any] = {
+        "name": "helper",
+        "description": "Helps.",
+        "system_prompt": "You help.",
+        "script": [say("helped")],
+    }
+
+    def test_the_caller_sees_one_result_and_the_record_all(self, tmp_path: Path) -> None:
+        ask = calls(call("helper", task="please"))
+        played = play(tmp_path, [ask, ANSWER], subagents=[self.HELPER])
+        assert played.status == "completed"
+        assert played.results[0]["content"] == "helped"
+        (inner,) = played.trajectory.to_record()["inner"]
+        assert [m["role"] for m in inner["messages"]] == ["system", "user", "assistant"]
+        assert inner["messages"][1]["content"] == "please"
+        assert inner["key"] == "call_1_0"
+        assert played.trajectory.api_calls() == 3
+
+    def test_several_run_at_the_same_time(self, tmp_path: Path) -> None:
+        twice = calls(call("helper", task="1"), call("helper", task="2"))
+        played = play(tmp_path, [twice, ANSWER], subagents=[self.HELPER])
+        assert [result["content"] for result in played.results] == ["helped", "helped"]
+
+    def test_its_own_tools_and_bounds(self, tmp_path: Path) -> None:
+        worker = {
+            **self.HELPER,
+            "enabled_toolsets": ["file"],
+            "max_turns": 2,
+            "script": [
+                calls(call("write_file", path="a", content="A")),
+                calls(call("echo", text="not its tool")),
+            ],
+        }
+        ask = calls(call("helper", task="x"))
+        played = play(tmp_path / "w", [ask, ANSWER], subagents=[worker])
+        assert (tmp_path / "w" / "a").read_text() == "A", "the workspace is shared"
+        (result,) = played.results
+        assert result["is_error"]
+        assert "ended as max_turns" in result["content"]
+        inner = played.trajectory.to_record()["inner"][0]
+        assert inner["messages"][-1]["details"] == {"failure": "unknown_tool"}
+
+    def test_one_without_a_model_asks_its_callers(self, tmp_path: Path) -> None:
+        bare = {"name": "helper", "description": "Helps."}
+        ask = calls(call("helper", task="please"))
+        played = play(tmp_path, [ask, say("from the same script"), ANSWER], subagents=[bare])
+        assert played.results[0]["content"] == "from the same script"
+
+    def test_their_cost_counts_and_bounds_the_caller(self, tmp_path: Path) -> None:
+        ask = calls(call("helper", task="please"))
+        given: dict[str, Any] = {"subagents": [self.HELPER], "cost_usd": 1.0}
+        assert play(tmp_path, [ask, ANSWER], **given).trajectory.cost_usd() == 3.0
+        played = play(tmp_path, [ask, ANSWER], max_cost_usd=1.5, **given)
+        assert played.status == "budget"
+        assert "ended as budget" in played.results[0]["content"]
+
+    @pytest.mark.parametrize("length", range(1, 9))
+    def test_it_goes_on_inside_a_subagent_after_a_crash(self, tmp_path: Path, length: int) -> None:
+        helper = {**self.HELPER, "enabled_toolsets": ["file"], "script": [
+            calls(call("write_file", path="a", content="A")), say("helped")]}  # fmt: skip
+        script = [calls(call("helper", task="x")), ANSWER]
+        whole = play(tmp_path / "w", script, subagents=[helper])
+        past = whole.events[:length]
+        resumed = play(tmp_path / "w", script, past=past, subagents=[helper])
+        assert resumed.status == "completed"
+        assert resumed.results[0]["content"] == "helped"
+        asked = sum('"reply"' in json.dumps(event) for event in past)
+        assert len(resumed.requests) == 4 - asked, "nothing is paid for twice"
+
+    def test_bad_arguments_are_a_result(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [calls(call("helper")), ANSWER], subagents=[self.HELPER])
+        assert played.results[0]["details"] == {"failure": "invalid_arguments"}
+
+    def test_depth_is_bounded_where_one_can_reach_itself(self, tmp_path: Path) -> None:
+        loop = {**self.HELPER, "subagents": ["helper"], "script": [
+            calls(call("helper", task="deeper")), say("up")]}  # fmt: skip
+        ask = calls(call("helper", task="x"))
+        played = play(tmp_path, [ask, ANSWER], subagents=[loop], max_subagent_depth=2)
+        outer = played.trajectory.to_record()["inner"][0]
+        deepest = outer["inner"][0]
+        assert deepest["messages"][-2]["details"] == {"failure": "unknown_tool"}
+
+    @pytest.mark.parametrize(
+        ("subagents", "words"),
+        [
+            ([{**HELPER, "subagents": ["helper"]}], "reach itself without a bound"),
+            ([{**HELPER, "subagents": ["other"]}], "calls unknown ones: other"),
+            ([HELPER, HELPER], "two subagents are called 'helper'"),
+            ([{**HELPER, "name": "final_answer"}], "the name is reserved"),
+            ([{**HELPER, "name": "a b"}], "pattern"),
+        ],
+    )
+    def test_wrong_ones_are_refused(self, subagents: list[Any], words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            AgentOptions(subagents=subagents)
+
+    def test_one_with_the_name_of_a_tool_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="two tools have the name 'read_file'"):
+            play(
+                tmp_path,
+                [ANSWER],
+                toolset="file",
+                subagents=[{**self.HELPER, "name": "read_file"}],
+            )
+
+
+class TestBudget:
+    """S3.16, S3.20: dollars per conversation."""
+
+    def test_the_reply_that_goes_beyond_ends_it_before_its_tools(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [calls(call("count"))] * 4, max_cost_usd=0.25, cost_usd=0.1)
+        assert (played.status, played.trajectory.turns) == ("budget", 3)
+        assert played.end.reason == ("$0.300000 is over the budget of $0.250000 after turn 3")
+        assert played.results[-1]["details"] == {"failure": "not_run"}
+
+    def test_exactly_the_budget_is_within_it(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo(), ANSWER], max_cost_usd=0.5, cost_usd=0.25)
+        assert played.status == "completed"
+
+    def test_discarded_replies_are_paid_for_too(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [say(""), say(""), ANSWER], max_cost_usd=0.15, cost_usd=0.1)
+        assert (played.status, played.trajectory.turns) == ("budget", 0)
+
+    def test_an_unknown_cost_cannot_be_within_a_budget(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo(), ANSWER], max_cost_usd=1, cost_usd=None)
+        assert played.status == "budget"
+        assert "unknown" in str(played.end.reason)
+
+
+class TestRowOptions:
+    """Each row can set most options for itself."""
+
+    def test_a_row_sets_its_own(self) -> None:
+        run = AgentOptions(max_turns=5, plan=True)
+        own = of_row(run, {"agent_options": {"max_turns": 2}})
+        assert (own.max_turns, own.plan) == (2, True)
+        assert of_row(run, {}) is run
+
+    @pytest.mark.parametrize(
+        ("own", "words"),
+        [
+            ({"max_turn": 3}, "`agent_options.max_turn` is no option of a row; allowed: await"),
+            ({"max_turns": 0}, "`agent_options.max_turns`: Input should be greater than 0"),
+            ({"approve": "os:system"}, "`agent_options.approve` is no option of a row"),
+            ({"subagents": []}, "`agent_options.subagents` is no option of a row"),
+            ([], "`agent_options` must be an object"),
+        ],
+    )
+    def test_a_wrong_one_is_named(self, own: Any, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            of_row(AgentOptions(), {"agent_options": own})

@@ -1,0 +1,338 @@
+"""The rules by which a conversation goes on and ends, each with real tools and a script."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.options import AgentOptions
+from batch.row_rules import RowRules
+from tests.playing import TOOLS, call, calls, play, say
+from toolsets.space import TaskSpace
+from toolsets.tool import tool
+
+ANSWER = say("done")
+
+
+def echo(text: str = "x") -> dict[str, Any]:
+    return calls(call("echo", text=text))
+
+
+class TestErrors:
+    """S2.20, S4.11-S4.13, C10: a budget of errors per conversation."""
+
+    FAILING: tuple[dict[str, Any], ...] = (
+        calls(call("fail")),
+        calls(call("nope")),
+        calls({"name": "echo", "arguments": "{broken"}),
+        calls(call("echo", wrong=1)),
+    )
+
+    def test_max_errors_end_the_conversation(self, tmp_path: Path) -> None:
+        script = [*self.FAILING[:2], echo(), *self.FAILING[2:], self.FAILING[0], ANSWER]
+        played = play(tmp_path, script)
+        assert (played.status, played.end.reason) == ("errors", "5 errors")
+        assert played.trajectory.turns == 6
+
+    def test_every_error_reaches_the_model(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [*self.FAILING, ANSWER], max_errors=9)
+        texts = [result["content"] for result in played.results]
+        assert texts[0] == "Error executing fail: out of order"
+        assert texts[1].startswith("Error: Tool 'nope' not found. Available: count, delete, echo")
+        assert "invalid arguments for echo: not valid JSON" in texts[2]
+        assert "wrong: unknown argument" in texts[3]
+
+    def test_three_malformed_turns_in_a_row_end_it_sooner(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [calls(call(f"no{n}")) for n in range(4)])
+        assert (played.status, played.trajectory.turns) == ("errors", 3)
+        mixed = [calls(call("no1")), calls(call("no2")), echo(), calls(call("no3")), ANSWER]
+        assert play(tmp_path, mixed).status == "completed"
+
+    def test_a_tool_that_reports_a_failure_is_no_error(self, tmp_path: Path) -> None:
+        """S2.49: only what never ran or raised counts; the flag reaches every dialect as text."""
+        played = play(tmp_path, [calls(call("report_failure"))] * 2 + [ANSWER], max_errors=1)
+        assert played.status == "completed"
+        assert played.results[0]["content"] == "Tool error: no such thing"
+
+    def test_the_budget_can_be_switched_off(self, tmp_path: Path) -> None:
+        script = [calls(call("fail", n=n)) for n in range(9)]
+        assert play(tmp_path, [*script, ANSWER], max_errors=0).status == "completed"
+
+
+class TestRepeats:
+    """S4.29, S5.12, C13: the same call with the same result, again and again."""
+
+    def test_the_second_gets_a_note_and_the_third_ends_it(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo()] * 4)
+        assert (played.status, played.trajectory.turns) == ("repeat", 3)
+        first, second, third = (result["content"] for result in played.results)
+        assert (first, third) == ("x", "x")
+        assert second.startswith("x\n\nNote: this very call was made before")
+        assert played.results[1]["notes"] == ["repeat"]
+
+    def test_the_model_saw_the_note(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo(), echo(), ANSWER])
+        assert played.status == "completed"
+        assert "this very call was made before" in played.seen()
+
+    def test_the_order_of_keys_makes_no_other_call(self, tmp_path: Path) -> None:
+        spelled = ['{"text": "x"}', '{"text":"x"}', ' {"text" : "x"}']
+        script = [calls({"name": "echo", "arguments": text}) for text in spelled]
+        assert play(tmp_path, script).status == "repeat"
+
+    def test_another_call_or_another_result_begins_anew(self, tmp_path: Path) -> None:
+        assert play(tmp_path, [echo(), echo(), echo("y"), echo(), echo(), ANSWER]).status == (
+            "completed"
+        )
+        polling = [calls(call("count"))] * 5
+        assert play(tmp_path, [*polling, ANSWER]).status == "completed"
+
+    def test_off_means_off_and_no_call_is_ever_removed(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo()] * 6 + [ANSWER], repeat_limit=0)
+        assert (played.status, len(played.results)) == ("completed", 6)
+        assert not any("notes" in message for message in played.messages)
+
+
+class TestReasks:
+    """S2.22-S2.24, C6: replies in which nothing can be used."""
+
+    @pytest.mark.parametrize(
+        ("unusable", "why"),
+        [
+            (say(" \n"), "blank"),
+            (say("", reasoning="only thoughts"), "blank"),
+            (say("<think>never closed"), "unclosed_reasoning"),
+            (calls(call("echo"), content="<think>hm"), "unclosed_reasoning"),
+        ],
+    )
+    def test_an_unusable_reply_is_asked_for_again(
+        self, tmp_path: Path, unusable: dict[str, Any], why: str
+    ) -> None:
+        played = play(tmp_path, [echo(), unusable, ANSWER])
+        assert (played.status, played.trajectory.turns) == ("completed", 2)
+        (discarded,) = played.trajectory.discarded
+        assert discarded["discarded"] == why
+        assert played.requests[1].messages == played.requests[2].messages, "asked the same again"
+
+    def test_the_third_in_a_row_ends_it_and_what_was_recorded_stays(self, tmp_path: Path) -> None:
+        """S2.23: the peer rolls back a good turn here."""
+        played = play(tmp_path, [echo(), say(""), say(""), say("")])
+        assert played.status == "errors"
+        assert played.roles == ["user", "assistant", "tool"]
+        assert played.trajectory.api_calls() == 4
+
+    def test_reasks_are_counted_in_a_row_and_are_no_turns(self, tmp_path: Path) -> None:
+        script = [say(""), say(""), echo("1"), say(""), say(""), echo("2"), ANSWER]
+        assert play(tmp_path, script, max_turns=3).status == "completed"
+
+    def test_bad_arguments_can_be_resampled(self, tmp_path: Path) -> None:
+        bad = calls({"name": "echo", "arguments": "not json"})
+        played = play(tmp_path, [bad, bad, echo(), ANSWER], bad_arguments="resample")
+        assert played.status == "completed"
+        assert not any(result["is_error"] for result in played.results)
+        assert play(tmp_path, [bad] * 3, bad_arguments="resample").status == "errors"
+
+    def test_a_cut_reply_is_never_asked_for_again(self, tmp_path: Path) -> None:
+        """C9: the same would come; its text is kept."""
+        played = play(tmp_path, [say("<think>half a tho", finish_reason="length")])
+        assert (played.status, played.trajectory.api_calls()) == ("length", 1)
+        assert played.trajectory.final_text() == "<think>half a tho"
+
+    def test_blank_arguments_are_no_arguments(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [calls({"name": "echo", "arguments": "  "}), ANSWER])
+        assert not played.results[0]["is_error"]
+
+
+class TestEndings:
+    def test_a_cut_text_can_be_continued(self, tmp_path: Path) -> None:
+        """C9: opt-in, for text alone; the note that asks for it is the user's."""
+        cut = say("one, two", finish_reason="length")
+        played = play(tmp_path, [cut, say(", three")], continue_cut=1)
+        assert played.status == "completed"
+        assert played.roles == ["user", "assistant", "user", "assistant"]
+        assert played.messages[2]["notes"] == ["continue_cut"]
+        assert play(tmp_path, [cut, cut], continue_cut=1).status == "length"
+        with_call = calls(call("echo"), finish_reason="length")
+        assert play(tmp_path, [with_call], continue_cut=1).status == "length"
+
+    def test_a_final_summary_is_asked_for_without_tools(self, tmp_path: Path) -> None:
+        """C2: one real call, recorded, and still not completed."""
+        played = play(tmp_path, [echo(), say("so far: x")], max_turns=1, final_summary=True)
+        assert played.status == "max_turns"
+        assert played.trajectory.final_text() == "so far: x"
+        assert played.requests[-1].tool_choice == "none"
+        assert played.results[0]["notes"] == ["final_summary"]
+
+    def test_tools_called_in_the_final_summary_are_not_run(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo(), echo("again")], max_turns=1, final_summary=True)
+        assert played.status == "max_turns"
+        assert played.results[1]["details"] == {"failure": "not_run"}
+
+    def test_the_bound_of_turns_can_be_stated(self, tmp_path: Path) -> None:
+        """S5.15: enforcement never depends on it."""
+        rules = RowRules("Be brief.", AgentOptions(max_turns=7, state_max_turns=True))
+        opening = rules.read({"prompt": "x"}).opening
+        assert opening[0]["content"] == "Be brief.\n\nYou have at most 7 replies for this task."
+        bare = RowRules(None, AgentOptions(state_max_turns=True)).read({"prompt": "x"}).opening
+        assert bare[0]["role"] == "system"
+
+    def test_calls_can_be_run_one_after_the_other(self, tmp_path: Path) -> None:
+        """C7, S1.25: in parallel by default, and in call order in the record either way."""
+        order: list[str] = []
+
+        @tool()
+        async def nap(space: TaskSpace, name: str, turns: int) -> str:
+            """Let others go first."""
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            order.append(name)
+            return name
+
+        script = [calls(call("nap", name="a", turns=9), call("nap", name="b", turns=0)), ANSWER]
+        parallel = play(tmp_path, script, tools=[nap])
+        assert order == ["b", "a"]
+        assert [result["content"] for result in parallel.results] == ["a", "b"]
+        order.clear()
+        play(tmp_path, script, tools=[nap], parallel_tools=False)
+        assert order == ["a", "b"]
+
+
+class TestCompletionTools:
+    """S4.2, S4.3, S4.24, C8."""
+
+    FINAL = call("final_answer", answer="42")
+
+    def test_the_answer_of_the_call_is_the_final_text(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [calls(self.FINAL)], completion_tools=True)
+        assert (played.status, played.trajectory.final_text()) == ("completed", "42")
+        names = [schema["function"]["name"] for schema in played.requests[0].tools]
+        assert names[-2:] == ["final_answer", "cannot_complete"]
+
+    def test_other_calls_of_the_reply_are_answered_first(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [calls(self.FINAL, call("echo", text="x"))], completion_tools=True)
+        assert played.status == "completed"
+        assert [result["content"] for result in played.results] == ["The task is ended.", "x"]
+
+    def test_cannot_complete_ends_whatever_is_expected(self, tmp_path: Path) -> None:
+        script = [calls(call("cannot_complete", reason="no network"))]
+        played = play(tmp_path, script, completion_tools=True, check_expected=True, expected="42")
+        assert (played.status, played.end.reason) == ("cannot_complete", "no network")
+
+    def test_an_answer_without_text_is_a_bad_argument(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [calls(call("final_answer")), ANSWER], completion_tools=True)
+        assert played.status == "completed"
+        assert played.results[0]["details"] == {"failure": "invalid_arguments"}
+
+    def test_the_names_are_reserved_and_unknown_where_not_offered(self, tmp_path: Path) -> None:
+        @tool(name="final_answer")
+        def mine(space: TaskSpace) -> str:
+            """Mine."""
+            return ""
+
+        with pytest.raises(ValueError, match="'final_answer' is reserved"):
+            play(tmp_path, [ANSWER], tools=[*TOOLS, mine])
+        played = play(tmp_path, [calls(self.FINAL), ANSWER])
+        assert played.results[0]["details"] == {"failure": "unknown_tool"}
+        assert played.trajectory.final_text() == "done"
+
+
+class TestExpected:
+    """S4.26-S4.28: the answer is checked, the right one never shown."""
+
+    def test_a_wrong_answer_is_told_and_tried_again(self, tmp_path: Path) -> None:
+        played = play(
+            tmp_path, [say("41"), say(" Forty-Two ")], check_expected=True, expected="forty-two"
+        )
+        assert played.status == "completed"
+        assert played.messages[2]["notes"] == ["expected"]
+        assert not any("forty-two" in played.seen(n) for n in range(2))
+
+    def test_attempts_are_answers_in_all(self, tmp_path: Path) -> None:
+        wrong = [say("1"), say("2"), say("3"), say("4")]
+        played = play(tmp_path, wrong, check_expected=True, expected="5")
+        assert (played.status, played.trajectory.turns) == ("errors", 3)
+        assert played.trajectory.final_text() == "3"
+
+    def test_it_works_on_final_answer_calls(self, tmp_path: Path) -> None:
+        script = [calls(call("final_answer", answer=answer)) for answer in ("1", "2")]
+        played = play(tmp_path, script, check_expected=True, expected="2", completion_tools=True)
+        assert played.status == "completed"
+        assert played.roles == ["user", "assistant", "tool", "assistant", "tool"]
+        assert played.results[0]["notes"] == ["expected"]
+
+
+class TestPlan:
+    """S5.17: a plan, then a bounded loop per step, all in one conversation."""
+
+    PLAN = say("1. look\n2) tell")
+
+    def test_each_step_begins_with_a_note(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [self.PLAN, echo(), say("looked"), say("told"), ANSWER], plan=True)
+        assert played.status == "completed"
+        assert played.roles == [
+            *("user", "assistant", "user", "assistant", "tool", "assistant"),
+            *("user", "assistant", "user", "assistant"),
+        ]
+        notes = [note["reason"] for note in played.trajectory.notes]
+        assert notes == ["plan", "plan_step", "plan_step", "plan_answer"]
+        assert "Step 2 of 2: tell" in played.messages[6]["content"]
+        assert played.requests[0].tool_choice == "none"
+        assert played.requests[1].tool_choice == "auto"
+
+    def test_a_step_is_bounded(self, tmp_path: Path) -> None:
+        script = [self.PLAN, echo("1"), echo("2"), say("told"), ANSWER]
+        played = play(tmp_path, script, plan=True, plan_step_turns=2)
+        assert played.status == "completed"
+        assert "Step 2 of 2" in played.results[1]["content"]
+
+    def test_a_plan_without_a_list_is_one_step(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [say("Just do it."), say("did"), ANSWER], plan=True)
+        assert [note["reason"] for note in played.trajectory.notes] == [
+            *("plan", "plan_step", "plan_answer")
+        ]
+
+
+class TestAwaitingInput:
+    """S4.20-S4.23: a tool asks the user, the row answers."""
+
+    ASK = calls(call("delete", name="x"))
+
+    def test_a_reply_goes_to_the_tool_that_asked_once(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [self.ASK, ANSWER], awaiting_input=True, user_replies=["yes"])
+        assert played.status == "completed"
+        assert played.results[0]["content"].endswith("User: yes\n\ndeleted x: yes")
+        assert played.results[0]["notes"] == ["user_reply"]
+
+    def test_a_tool_may_ask_again(self, tmp_path: Path) -> None:
+        played = play(
+            tmp_path, [self.ASK, ANSWER], awaiting_input=True, user_replies=["which?", "no"]
+        )
+        assert played.results[0]["content"].endswith("User: no\n\ndeleted x: no")
+        assert played.results[0]["content"].count("User: ") == 2
+
+    def test_without_a_reply_it_ends_with_the_question(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [self.ASK, ANSWER], awaiting_input=True)
+        assert (played.status, played.end.reason) == ("awaiting_input", "Delete x?")
+
+    @pytest.mark.parametrize("other", ["list everything", "use echo instead"])
+    def test_a_fresh_instruction_goes_to_the_model(self, tmp_path: Path, other: str) -> None:
+        played = play(tmp_path, [self.ASK, ANSWER], awaiting_input=True, user_replies=[other])
+        assert played.results[0]["content"].endswith(f"User: {other}")
+        assert "deleted" not in played.results[0]["content"]
+
+    def test_anything_else_goes_to_the_tool(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [self.ASK, ANSWER], awaiting_input=True, user_replies=["hm, fine"])
+        assert "deleted x: hm, fine" in played.results[0]["content"]
+
+    def test_it_is_off_by_default(self, tmp_path: Path) -> None:
+        assert play(tmp_path, [self.ASK, ANSWER], user_replies=["yes"]).status == "completed"
+
+    def test_a_continued_call_that_was_cut_off_is_not_run_again(self, tmp_path: Path) -> None:
+        given: dict[str, Any] = {"awaiting_input": True, "user_replies": ["yes"]}
+        played = play(tmp_path, [self.ASK, ANSWER], **given)
+        resumed = play(tmp_path, [self.ASK, ANSWER], past=played.events[:2], **given)
+        assert resumed.status == "completed"
+        assert "was interrupted" in resumed.results[0]["content"]
