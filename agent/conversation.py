@@ -18,7 +18,7 @@ from agent.options import AgentOptions, Subagent
 from agent.react import ReActModel
 from agent.resume import take_up
 from agent.rules import Terms
-from agent.stream import StreamHandler
+from agent.stream import StreamHandler, guarded
 from agent.subagents import SubagentTool, options_of
 from agent.tools import AgentTools, Approve
 from agent.trajectory import Journal, Trajectory
@@ -82,7 +82,7 @@ class Conversation:
             tools=tools,
             terms=terms,
             journal=self.journal,
-            on_event=self.on_event,
+            on_event=self.on_event and guarded(self.on_event),
         )
 
     def tools(self) -> AgentTools:

@@ -36,7 +36,8 @@ returns an error, try another approach rather than the same call again."""
 _BOUND = "\nYou have at most {} replies; where you are stuck, answer with what you have found."
 _ANSWER_NOW = "Call no more tools: reply with a Final Answer: only."
 _ENDS_ACTION = ("action", "observation", "final answer")
-# Possessive repeats throughout: a reply of nothing but blanks or marks must not take hours.
+# Possessive repeats: a reply of nothing but blanks or marks must not take hours. A fence may also
+# stand right behind a label, on its line.
 _LABEL = (
     r"[ \t]*+(?P<bold>\*\*)?+[ \t]*+"
     r"(?P<label>thought|action[ \t]+input|action|observation|final[ \t]+answer)[ \t]*+"
@@ -160,14 +161,12 @@ class Step(NamedTuple):
 
 
 def parse_step(text: str) -> Step:
-    """Read a reply; the first action that names a tool counts, before any answer.
-
-    Once it has its input, whatever label comes next begins words that know no result: the cut.
-    """
+    """Read a reply; the first action that names a tool counts, before any answer."""
     thoughts: list[str] = []
     answers: list[str] = []
     action, action_input, cut = "", None, ""
     for label, start, value in () if opens_reasoning(text) else _parts(text):
+        # After an action with its input, the next label begins words that know no result.
         if action and label and (action_input is not None or label in _ENDS_ACTION):
             cut = text[start:]
             break
@@ -203,8 +202,8 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
             found = " ".join(mark["label"].lower().split())
             has_action |= found == "action"
             if has_action or found != "observation":
-                is_first = is_wrapped and not label and not has_text
-                heads.append((found, fence if is_first else start, position))
+                is_fenced = is_wrapped and not label and not has_text
+                heads.append((found, fence if is_fenced else start, position))
             continue
         # Where one fence has no end, a later one has none either: do not search again.
         block = None if has_unclosed else _BLOCK.match(text, start)

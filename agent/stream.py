@@ -5,8 +5,11 @@ Watching changes nothing but what is told: the record is the same with and witho
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Literal, Required, TypedDict
+
+log = logging.getLogger(__name__)
 
 StreamEventType = Literal[
     "turn_start",
@@ -43,3 +46,20 @@ class StreamEvent(TypedDict, total=False):
 
 StreamHandler = Callable[[StreamEvent], None]
 """Called in the event loop; it must not block."""
+
+
+def guarded(handler: StreamHandler) -> StreamHandler:
+    """`handler`, which is left alone once it has raised: its failure must not lose a paid reply."""
+    has_failed = False
+
+    def tell(event: StreamEvent) -> None:
+        nonlocal has_failed
+        if has_failed:
+            return
+        try:
+            handler(event)
+        except Exception:
+            has_failed = True
+            log.exception("the stream handler failed and is told nothing more")
+
+    return tell

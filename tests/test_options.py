@@ -376,7 +376,7 @@ class TestSubagents:
     )
     def test_wrong_ones_are_refused(self, subagents: list[Any], words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            AgentOptions(subagents=subagents)
+            AgentOptions.model_validate({"subagents": subagents})
 
     def test_one_with_the_name_of_a_tool_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="two tools have the name 'read_file'"):

@@ -314,6 +314,12 @@ CALLS: dict[str, tuple[str, tuple[str, str], str, str]] = {
         "",
         "Observation: y\nFinal Answer: z",
     ),
+    "an observation made up in a fence": (
+        f"{STEP}\n```\nObservation: y\n```\n",
+        LOOK,
+        "",
+        "```\nObservation: y\n```\n",
+    ),
     "an observation without input": (
         "Action: list\nObservation: y",
         ("list", "{}"),
@@ -547,16 +553,13 @@ def test_no_word_of_a_reply_is_lost(text: str) -> None:
         assert message["content"] == text
 
 
-@settings(max_examples=300, deadline=None)
-@given(text=REPLIES)
+@pytest.mark.parametrize("text", [text for text, *_ in CALLS.values()], ids=CALLS)
 def test_what_goes_back_reads_as_the_same_step(text: str) -> None:
     """Cutting a reply does not change what the rest of it says."""
-    step = parse_step(text)
-    again = parse_step(text.removesuffix(step.cut))
-    assert (again.action, again.action_input, again.content, again.cut) == (
-        *(step.action, step.action_input, step.content),
-        "",
-    )
+    first = read(text).message
+    again = read(verbatim(first)).message
+    first.pop("repairs", None)
+    assert again == first
 
 
 @pytest.mark.parametrize(

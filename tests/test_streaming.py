@@ -21,7 +21,7 @@ from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_chat import OpenAIChat
 from agent.models.openai_stream import ChatAssembly
 from agent.models.scripted import ScriptedModel, parse_script
-from agent.stream import StreamEvent, StreamHandler
+from agent.stream import StreamEvent, StreamHandler, guarded
 from benchmarks.fake_endpoint import FakeEndpoint
 
 DIALECTS = ("openai_chat", "anthropic_messages")
@@ -302,7 +302,9 @@ def test_a_handler_that_fails_loses_no_reply_and_is_logged_once(
 
     whole = asyncio.run(converse(dialect, endpoint.anthropic_url, None, turns=1))
     with caplog.at_level(logging.ERROR):
-        reply = asyncio.run(converse(dialect, endpoint.anthropic_url, lambda: fail, turns=1))
+        reply = asyncio.run(
+            converse(dialect, endpoint.anthropic_url, lambda: guarded(fail), turns=1)
+        )
     assert comparable(reply) == comparable(whole)
     assert len(seen) == 1, "it is not told of the rest"
     (record,) = caplog.records
@@ -638,5 +640,5 @@ def test_the_scripted_model_tells_of_its_reply(caplog: pytest.LogCaptureFixture)
     def fail(event: StreamEvent) -> None:
         raise ZeroDivisionError
 
-    assert play(fail) == whole
+    assert play(guarded(fail)) == whole
     assert len(caplog.records) == 1

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from agent.models.streaming import Growing, guarded, to_body
+from agent.models.streaming import Growing, to_body
 from agent.stream import StreamHandler
 
 _INPUT = "partial_json"
@@ -17,7 +17,7 @@ class MessagesAssembly:
     """Puts one message together from its events; see `Assembly`."""
 
     def __init__(self, on_delta: StreamHandler) -> None:
-        self._tell = guarded(on_delta)
+        self._tell = on_delta
         self._message: dict[str, Any] = {}
         self._usage: dict[str, Any] = {}
         self._blocks: dict[Any, Growing] = {}

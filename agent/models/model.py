@@ -34,7 +34,8 @@ class Request:
     tool_choice: Literal["auto", "none"] = "auto"
     """With "none" the tools are told but must not be called."""
     on_delta: StreamHandler | None = None
-    """Told of the reply's parts as they arrive; None asks for the reply in one piece."""
+    """Told of the reply's parts as they arrive; None asks for the reply in one piece. It must not
+    raise: see `agent.stream.guarded`."""
 
 
 class Model(Protocol):

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from agent.models.streaming import Growing, guarded, to_body
+from agent.models.streaming import Growing, to_body
 from agent.stream import StreamHandler
 
 _TEXTS = ("content", "refusal", "reasoning_content", "reasoning")
@@ -22,7 +22,7 @@ class ChatAssembly:
     """Puts one `chat.completion` together from its chunks; see `Assembly`."""
 
     def __init__(self, on_delta: StreamHandler) -> None:
-        self._tell = guarded(on_delta)
+        self._tell = on_delta
         self._reply: dict[str, Any] = {"choices": []}
         self._message = Growing({"role": "assistant"})
         self._details: list[Growing] = []

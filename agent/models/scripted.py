@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
-from agent.models.streaming import guarded
 from agent.stream import StreamHandler
 
 API = "scripted"
@@ -89,7 +88,7 @@ class ScriptedModel:
                 _to_call(call, f"call_{number + 1}_{n}") for n, call in enumerate(turn.tool_calls)
             ]
         if request.on_delta is not None:
-            _tell(message, guarded(request.on_delta))
+            _tell(message, request.on_delta)
         return Completion(
             message=message,
             finish_reason=turn.finish_reason or ("tool_calls" if turn.tool_calls else "stop"),

@@ -7,13 +7,8 @@ way to read a reply, and the record cannot tell whether it was streamed.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
-
-from agent.stream import StreamEvent, StreamHandler
-
-_log = logging.getLogger(__name__)
 
 
 class Assembly(Protocol):
@@ -26,23 +21,6 @@ class Assembly(Protocol):
     def finish(self) -> bytes:
         """The body of the whole reply; where the stream was cut, one that reads as cut."""
         ...
-
-
-def guarded(handler: StreamHandler) -> StreamHandler:
-    """`handler`, which is left alone once it has raised: its failure must not lose a paid reply."""
-    has_failed = False
-
-    def tell(event: StreamEvent) -> None:
-        nonlocal has_failed
-        if has_failed:
-            return
-        try:
-            handler(event)
-        except Exception:
-            has_failed = True
-            _log.exception("on_delta failed and is not told of the rest of this reply")
-
-    return tell
 
 
 class Growing:

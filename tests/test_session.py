@@ -1,0 +1,247 @@
+"""Sessions: one prompt after the other, forks, cancellation, transcripts, stream events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.history import check_history
+from agent.messages import Message
+from agent.options import AgentOptions
+from agent.session import AgentSession
+from agent.setup import set_up
+from benchmarks.fake_endpoint import FakeEndpoint
+from run_agent import AIAgent
+from tests.playing import SETTINGS, TOOLS, call, calls, say
+from tests.running import WRITE_A_NOTE, lines
+
+WRITE = calls(call("write_file", path="a", content="A"))
+READ = calls(call("read_file", path="a"))
+
+
+def agent(script: list[Any], **more: Any) -> AIAgent:
+    return AIAgent("scripted", script=script, enabled_toolsets=["file"], **more)
+
+
+def roles(session: AgentSession) -> list[str]:
+    return [message["role"] for message in session.messages]
+
+
+def test_prompts_build_on_each_other_in_one_workspace() -> None:
+    """S4: the second prompt finds the messages and the files of the first."""
+    with agent([WRITE, say("written"), READ, say("it is A")]).start_session() as session:
+        assert session.get_variables()["status"] == "idle"
+        assert session.new_prompt("write") == "written"
+        assert session.new_prompt("read") == "it is A"
+        assert roles(session) == ["user", "assistant", "tool", "assistant"] * 2
+        assert session.get_last_result() == "it is A"
+        assert session.get_variables() == {
+            "last_answer": "it is A",
+            "status": "done",
+            "failed_turns": 0,
+        }
+        assert session.finalize_failures() is None
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    """S1.3: messages and files are copies."""
+    script = [WRITE, say("written"), calls(call("write_file", path="a", content="B")), say("b")]
+    with agent([*script, READ, say("seen")]).start_session() as session:
+        session.new_prompt("write")
+        with session.fork() as fork:
+            fork.new_prompt("change it")
+            assert len(fork.messages) == 8
+        assert len(session.messages) == 4
+        session.new_prompt("the same from here")
+        assert len(session.messages) == 8
+
+
+def test_failed_prompts_are_counted_and_summed_up() -> None:
+    """S4.30, S4.31: error budgets count too, which the peer forgets."""
+    script = [*(calls(call(f"no{n}")) for n in range(3)), say("fine")]
+    with agent(script, max_errors=3).start_session() as session:
+        assert session.new_prompt("x") == ""
+        assert session.get_variables()["status"] == "failed"
+        assert session.new_prompt("y") == "fine", "counters begin anew (S2.6)"
+        failures = session.finalize_failures()
+        assert failures is not None
+        assert failures["tool"] == "cannot_complete"
+        assert "3 errors" in failures["reason"]
+
+
+def test_a_prompt_must_not_be_blank() -> None:
+    with agent([say("x")]).start_session() as session, pytest.raises(ValueError, match="blank"):
+        session.new_prompt(" ")
+
+
+def test_the_answer_to_a_tool_that_asked_is_the_next_prompt() -> None:
+    """S4.20, S4.21: without a scripted reply the session waits for the next prompt."""
+    setup = agent([calls(call("delete", name="x")), say("gone")], awaiting_input=True)._setup
+    setup = replace(setup, common=replace(setup.common, tools=TOOLS))
+    with AgentSession(setup) as session:
+        assert session.new_prompt("delete x") == "Delete x?"
+        assert session.get_variables()["status"] == "awaiting_input"
+        assert session.new_prompt("yes") == "gone"
+        assert roles(session) == ["user", "assistant", "tool", "assistant"]
+        assert "deleted x: yes" in session.messages[2]["content"]
+
+
+def test_a_prompt_can_be_cancelled_and_the_session_goes_on() -> None:
+    """S3.15, S4.32: the call in flight is cut off, its result says so, a note is kept."""
+    with FakeEndpoint(turns=2, latency_s=30.0, **WRITE_A_NOTE) as endpoint:
+        waiting = AIAgent("m", "k", endpoint.openai_url, enabled_toolsets=["file"])
+        with waiting.start_session() as session:
+            thread = threading.Thread(target=session.new_prompt, args=("x",))
+            thread.start()
+            while session._running is None or not endpoint.journal()["in_flight"]:
+                pass
+            session.cancel("enough")
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+            assert session.get_variables()["status"] == "interrupted"
+            assert session.end.status == "cancelled"
+            assert session.messages[-1]["content"] == "x\n\n[The request was cancelled: enough]"
+            assert session.messages[-1]["notes"] == ["cancelled"]
+
+
+def test_tools_can_be_replaced_between_prompts() -> None:
+    """S4.34: the model is told, and what was removed cannot be called."""
+    options = AgentOptions()
+    none = set_up(options, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
+    with agent([say("hi"), READ, say("no tool")]).start_session() as session:
+        session.new_prompt("hello")
+        session.set_tools(none)
+        session.new_prompt("read a")
+        prompt = session.messages[2]
+        assert prompt["content"].startswith("[Tools have changed; removed: list_files, patch_file")
+        assert prompt["notes"] == ["tools_changed"]
+        assert "not found" in session.messages[4]["content"]
+
+
+@pytest.mark.parametrize(
+    ("history", "words"),
+    [
+        ([{"role": "robot", "content": "x"}], "message 0 of the history: its role is 'robot'"),
+        ([{"role": "user", "content": " "}], "message 0 .*: its content must be text"),
+        ([{"role": "user", "content": "x"}, {"role": "system", "content": "y"}], "message 1 .*"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "a"}], "answers no open call"),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": ""}}],
+                },
+                {"role": "user", "content": "x"},
+            ],
+            r"message 1 of the history: the calls \['a'\] before it have no result",
+        ),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "a call needs an id"),
+    ],
+)
+def test_a_history_with_a_hole_is_refused(history: list[Message], words: str) -> None:
+    """S4.5: the message is named, before anything is asked."""
+    with pytest.raises(ValueError, match=words):
+        check_history(history)
+    with pytest.raises(ValueError, match=words):
+        agent([say("x")]).run_conversation("x", conversation_history=history)
+
+
+class TestTranscript:
+    """S3.26, S3.27: one JSONL file per conversation, readable up to a crash."""
+
+    def test_it_holds_all_that_happened(self, tmp_path: Path) -> None:
+        talking = agent([WRITE, say(" "), say("done")], transcript_dir=tmp_path / "t")
+        talking.run_conversation("x", task_id="../my run")
+        (path,) = (tmp_path / "t").iterdir()
+        assert path.name == "_my_run.jsonl"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        written = lines(path)
+        assert [line["type"] for line in written] == [
+            *("request", "response", "tool_result", "response", "response", "accounting")
+        ]
+        assert written[3]["discarded"] == "blank"
+        assert written[-1]["cost_usd"] == 0.0
+
+    def test_an_error_is_a_line_and_the_key_is_nowhere(self, tmp_path: Path) -> None:
+        with FakeEndpoint(turns=1, latency_s=0.0, key="right-key-123") as endpoint:
+            AIAgent(
+                "m",
+                "wrong-key-456",
+                endpoint.openai_url,
+                enabled_toolsets=["none"],
+                transcript_dir=tmp_path,
+            ).chat("x")
+        (path,) = tmp_path.iterdir()
+        assert [line["type"] for line in lines(path)] == ["request", "error", "accounting"]
+        assert b"wrong-key-456" not in path.read_bytes()
+
+    def test_without_a_directory_there_is_none(self, tmp_path: Path) -> None:
+        agent([say("x")]).chat("x")
+        assert not list(tmp_path.iterdir())
+
+
+class TestEvents:
+    """S3.24, S3.25: what a handler is told; without one nothing changes."""
+
+    def test_turns_calls_and_results_are_told_in_order(self) -> None:
+        told: list[Any] = []
+        script = [{**WRITE, "reasoning": "hm", "content": "writing"}, say("done")]
+        agent(script, stream_handler=told.append).chat("x")
+        assert [event["type"] for event in told] == [
+            *("thinking_delta", "text_delta", "tool_use_start", "tool_use_delta"),
+            *("tool_use_stop", "tool_result", "turn_start", "text_delta"),
+        ]
+        result = told[5]
+        assert result["tool_name"] == "write_file"
+        assert result["is_error"] is False
+        assert result["duration_ms"] >= 0
+        assert told[6]["turn_index"] == 1
+
+    @pytest.mark.parametrize("dialect", ["openai_chat", "anthropic_messages"])
+    def test_streamed_or_not_the_record_is_the_same(self, dialect: Any) -> None:
+        def converse(**more: Any) -> dict[str, Any]:
+            url = fake.openai_url if dialect == "openai_chat" else fake.anthropic_url
+            watched = AIAgent("m", "k", url, api=dialect, enabled_toolsets=["file"], **more)
+            return watched.run_conversation("x")
+
+        told: list[Any] = []
+        with FakeEndpoint(
+            turns=3, latency_s=0.0, reasoning_chars=80, calls_per_turn=2, **WRITE_A_NOTE
+        ) as fake:
+            whole, streamed = converse(), converse(stream_handler=told.append)
+        assert streamed["messages"] == whole["messages"]
+        assert {event["type"] for event in told} == {
+            *("turn_start", "thinking_delta", "text_delta", "tool_use_start"),
+            *("tool_use_delta", "tool_use_stop", "tool_result"),
+        }
+
+    def test_a_handler_that_fails_loses_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        def broken(event: Any) -> None:
+            raise RuntimeError("handler")
+
+        assert agent([WRITE, say("done")], stream_handler=broken).chat("x") == "done"
+        assert "handler" in caplog.text
+
+
+def test_an_unknown_option_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"max_turn: .*options are max_turns, max_errors"):
+        agent([say("x")], max_turn=3)
+
+
+def test_it_works_from_a_loop_and_says_what_it_knows() -> None:
+    async def notebook() -> str:
+        with agent([say("hi", reasoning="why")]).start_session() as session:
+            return await session.anew_prompt("x")
+
+    assert asyncio.run(notebook()) == "hi"
+    result = agent([say("hi", reasoning="why")]).run_conversation("x")
+    assert result["last_reasoning"] == "why"
+    assert json.dumps(result["messages"])
