@@ -80,19 +80,38 @@ class _RunCommand(click.Command):
                 self.params.append(_option(name, field))
         return super().get_params(ctx)
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from agent.options import AgentOptions
+
+        of_run: list[tuple[str, str]] = []
+        of_conversation: list[tuple[str, str]] = []
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                own = param.name in AgentOptions.model_fields
+                (of_conversation if own else of_run).append(record)
+        with formatter.section("Options of the run"):
+            formatter.write_dl(of_run)
+        with formatter.section(
+            "Options of each conversation (a row can set most of them in its column agent_options)"
+        ):
+            formatter.write_dl(of_conversation)
+
 
 def _option(name: str, field: Any) -> click.Option:
     """The command line option of one config field; pydantic does the checking."""
     is_flag = field.annotation is bool
     default = field.default
-    shown = not field.is_required() and default not in (None, ()) and not is_flag
-    text = field.description + (f"  [default: {default}]" if shown else "")
+    shown = not field.is_required() and default not in (None, (), False)
+    text = field.description + (f"  [default: {'on' if is_flag else default}]" if shown else "")
     declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
     return click.Option([declaration], default=None, help=text, metavar=_metavar(name, field))
 
 
 def _metavar(name: str, field: Any) -> str | None:
     from typing import get_args
+
+    from agent.options import parse_json
 
     if field.annotation is bool:
         return None
@@ -102,6 +121,8 @@ def _metavar(name: str, field: Any) -> str | None:
     if choices:
         return "|".join(choices)
     kinds = str(field.annotation)
+    if any(getattr(rule, "func", None) is parse_json for rule in field.metadata):
+        return "JSON"
     if "Path" in kinds:
         return "PATH"
     if "float" in kinds:

@@ -57,9 +57,9 @@ def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> No
     calls = message.get("tool_calls")
     if not calls:
         return
-    taken = set(used)
+    taken: set[str] = set()
     for n, call in enumerate(calls):
-        if not call["id"] or call["id"] in taken:
+        if not call["id"] or call["id"] in taken or call["id"] in used:
             call["id"] = f"call_{turn}_{n}"
         taken.add(call["id"])
     # The same calls stand in the verbatim blocks of some dialects and must keep their pairing.

@@ -19,9 +19,9 @@ class UnknownReference(Exception):
 
 def name_for(call: ToolCall, t: Trajectory) -> str:
     """The name that the result of a call of the last reply gets; N counts over all calls."""
-    ids = [other["id"] for other in t.last_calls()]
-    before = sum(len(reply["message"].get("tool_calls", ())) for reply in t.replies[:-1])
-    return f"{call['function']['name']}-res-{before + ids.index(call['id']) + 1}"
+    # The results of a turn are added when all of them are known, so these are those before it.
+    number = len(t.results) + [other["id"] for other in t.last_calls()].index(call["id"]) + 1
+    return f"{call['function']['name']}-res-{number}"
 
 
 def tag(name: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agent.completion import SCHEMAS
@@ -102,6 +104,9 @@ def _set_up_subagent(agent: Subagent, caller: ModelSettings) -> SubagentSetup:
 
 
 def _load(place: str) -> Approve:
+    """Import a hook; modules in the current directory are found too."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
         hook = pkgutil.resolve_name(place)
     except (ImportError, AttributeError, ValueError) as error:

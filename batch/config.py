@@ -265,13 +265,17 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _explain(detail: Any, config_file: Path | None, flags: Mapping[str, Any]) -> str:
-    key = str(detail["loc"][0]) if detail["loc"] else ""
+    reason = detail["msg"].removeprefix("Value error, ")
+    if not detail["loc"]:
+        return str(reason)
+    key, *inside = map(str, detail["loc"])
     place = f"--{key}" if key in flags or config_file is None else f"{config_file}: {key}"
-    if detail["type"] == "missing":
+    if inside:
+        place += f", in {'.'.join(inside)}"
+    elif detail["type"] == "missing":
         return f"--{key} is missing: {RunConfig.model_fields[key].description}"
-    if detail["type"] == "extra_forbidden":
+    elif detail["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see --help for the known ones"
         return f"{place}: unknown key; {hint}"
-    reason = detail["msg"].removeprefix("Value error, ")
     return f"{place}: {reason} (got {detail['input']!r})"
