@@ -106,6 +106,9 @@ class RunConfig(AgentOptions):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         meaning(None, "How much the model is to reason; unset leaves it to the endpoint.")
     )
+    reasoning_disabled: bool = meaning(
+        False, "The same as --reasoning_effort=none, and wins over it."
+    )
     blank_reasoning: bool = meaning(
         False, "OpenAI dialect: send a blank reasoning_content where a reply had none."
     )

@@ -80,7 +80,7 @@ def make_plan(config: RunConfig) -> Plan:
             attempt_timeout_s=config.attempt_timeout_s,
             call_attempts=config.call_attempts,
             call_timeout_s=config.call_timeout_s,
-            reasoning_effort=config.reasoning_effort,
+            reasoning_effort="none" if config.reasoning_disabled else config.reasoning_effort,
             blank_reasoning=config.blank_reasoning,
             prompt_caching=config.prompt_caching,
         )

@@ -76,8 +76,8 @@ class Tool:
     """JSON Schema of the arguments object."""
     function: Callable[..., Any]
     """Called as `function(space, **arguments)`; sync or async."""
-    arguments_model: type[BaseModel]
-    """Checks and converts the arguments."""
+    arguments_model: type[BaseModel] | None
+    """Checks and converts the arguments; None leaves that to the function."""
     idempotent: bool = False
     """A call may be repeated after a crash without changing what it did."""
     sequential: bool = False
@@ -109,6 +109,8 @@ class Tool:
             raise ArgumentsError(f"not valid JSON ({error})") from None
         if not isinstance(loaded, dict):
             raise ArgumentsError(f"expected a JSON object, got {_json_type(loaded)}")
+        if self.arguments_model is None:
+            return loaded
         try:
             checked = self.arguments_model.model_validate(loaded)
         except RecursionError:

@@ -72,7 +72,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": settings.name,
         "max_tokens": settings.max_tokens or DEFAULT_MAX_TOKENS,
-        "messages": _to_api(request.messages),
+        "messages": to_api_messages(request.messages),
     }
     if request.messages and request.messages[0]["role"] == "system":
         body["system"] = request.messages[0]["content"]
@@ -113,7 +113,7 @@ def _effort(effort: str | None) -> dict[str, Any]:
     return {"thinking": {"type": "adaptive"}, "output_config": {"effort": known}}
 
 
-def _to_api(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def to_api_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """User and assistant messages in turns; what one role says in a row becomes one message.
 
     An assistant message with nothing in it is left out: it would be refused.
@@ -217,7 +217,7 @@ def read_reply(body: bytes) -> Completion:
     if finish_reason is None:
         raise ModelError("malformed", f"the reply's stop_reason is {reply.get('stop_reason')!r}")
     return Completion(
-        message=_read_message(blocks),
+        message=read_blocks(blocks),
         finish_reason=finish_reason,
         usage=_read_usage(reply.get("usage")),
         model=text_or_none(reply.get("model")),
@@ -225,7 +225,8 @@ def read_reply(body: bytes) -> Completion:
     )
 
 
-def _read_message(blocks: Sequence[dict[str, Any]]) -> Message:
+def read_blocks(blocks: Sequence[dict[str, Any]]) -> Message:
+    """The message that content blocks make up, kept verbatim where it alone would say less."""
     texts, thoughts = [], []
     calls: list[ToolCall] = []
     for block in blocks:
@@ -241,9 +242,19 @@ def _read_message(blocks: Sequence[dict[str, Any]]) -> Message:
         message["reasoning"] = reasoning
     if calls:
         message["tool_calls"] = calls
-    if any(block.get("type") not in ("text", "tool_use") for block in blocks):
+    if not _is_plain(blocks):
         message["provider_blocks"] = {"api": API, "blocks": list(blocks)}
     return message
+
+
+def _is_plain(blocks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the blocks are one text at most, then calls, with nothing else to them."""
+    plain = ({"type", "text"}, {"type", "id", "name", "input"})
+    kinds = [block.get("type") for block in blocks]
+    return kinds[1:].count("text") == 0 and all(
+        block.keys() <= plain[kind == "tool_use"] and kind in ("text", "tool_use")
+        for kind, block in zip(kinds, blocks, strict=True)
+    )
 
 
 def _read_call(block: Mapping[str, Any]) -> ToolCall:

@@ -71,7 +71,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     """The JSON body of one request."""
     body: dict[str, Any] = {
         "model": settings.name,
-        "messages": _views(request.messages, blank_reasoning=settings.blank_reasoning),
+        "messages": to_api_messages(request.messages, blank_reasoning=settings.blank_reasoning),
     }
     if request.tools:
         body["tools"] = list(request.tools)
@@ -100,7 +100,9 @@ def _effort(settings: ModelSettings) -> dict[str, Any]:
     return {"reasoning_effort": effort}
 
 
-def _views(messages: Sequence[Message], *, blank_reasoning: bool) -> list[dict[str, Any]]:
+def to_api_messages(
+    messages: Sequence[Message], *, blank_reasoning: bool = False
+) -> list[dict[str, Any]]:
     """The messages as this API wants them, with roles in an order that every server takes."""
     views: list[dict[str, Any]] = []
     for view in map(to_api, messages):

@@ -1,0 +1,717 @@
+"""The flat format: sessions as small messages of no provider, and their way to APIs and back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise, takewhile
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from agent.flat import (
+    FlatMessage,
+    Session,
+    extend_session,
+    fork_session,
+    init_session,
+    response,
+    send,
+)
+from agent.flat_messages import (
+    from_messages,
+    parse_openai_response,
+    parse_response,
+    read_response,
+    to_api_messages,
+    to_messages,
+    to_openai_messages,
+)
+from agent.messages import Message
+from agent.models.anthropic_messages import API as ANTHROPIC
+from agent.models.errors import ModelError
+from agent.models.openai_chat import API as OPENAI
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+USER = {"role": "user", "content": "Go."}
+REDACTED = {"type": "redacted_thinking", "data": "sealed"}
+STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+
+
+def text(content: str = "Done.") -> FlatMessage:
+    return {"role": "assistant", "content": content}
+
+
+def thinking(content: str = "Hm.", **signature: str) -> FlatMessage:
+    return {"type": "thinking", "content": content, **signature}
+
+
+def call(id: str = "c1", *, name: str = "look", input: Any = None) -> FlatMessage:
+    return {"type": "tool_call", "name": name, "id": id, "input": {} if input is None else input}
+
+
+def result(output: Any = "Seen.", *, id: str = "c1", **is_error: bool) -> FlatMessage:
+    return {"type": "tool_result", "id": id, "output": output, **is_error}
+
+
+def opaque(block: dict[str, Any], **api: str) -> FlatMessage:
+    return {"type": "opaque", "block": block, **api}
+
+
+def untimed(flat: list[FlatMessage]) -> list[FlatMessage]:
+    return [{k: v for k, v in message.items() if k != "ts"} for message in flat]
+
+
+def reply(*blocks: dict[str, Any], stop_reason: str = "end_turn") -> dict[str, Any]:
+    return {"id": "m1", "role": "assistant", "content": list(blocks), "stop_reason": stop_reason}
+
+
+def chat_reply(**message: Any) -> dict[str, Any]:
+    return {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+
+TEXTS = st.text(max_size=8)
+STAMPS = st.sampled_from([{}, {"ts": "2026-01-02T03:04:05Z"}])
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | TEXTS
+JSON = st.recursive(
+    SCALARS | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+INPUTS = st.dictionaries(TEXTS, JSON, max_size=2) | JSON | st.sampled_from(["", "{", "7", '"a"'])
+SAID = st.one_of(
+    st.builds(text, TEXTS),
+    st.builds(thinking, TEXTS),
+    st.builds(lambda content, signed: thinking(content, signature=signed), TEXTS, TEXTS),
+    st.builds(lambda name, input: {**call(name=name), "input": input}, TEXTS, INPUTS),
+    st.builds(lambda data: opaque({**REDACTED, "data": data}), TEXTS),
+)
+FOREIGN = st.builds(
+    lambda field, value, api: opaque({field: value}, api=api),
+    st.sampled_from(["reasoning_content", "reasoning_details"]),
+    st.just("Hm.") | JSON,
+    st.sampled_from([OPENAI, "react"]),
+)
+OPENAI_REPLY = st.tuples(FOREIGN, st.just(thinking()), st.just(text()))
+
+
+@st.composite
+def conversations(draw: Callable[..., Any]) -> list[FlatMessage]:
+    """Any legal list of flat messages; the last calls may still wait for results."""
+    flat: list[FlatMessage] = draw(st.sampled_from([[], [SYSTEM]]))[:]
+    number = 0
+    for _ in range(draw(st.integers(0, 4))):
+        if draw(st.booleans()):
+            flat.append({**USER, "content": draw(TEXTS)})
+            continue
+        ids = []
+        flat += draw(st.just(()) | OPENAI_REPLY)
+        for item in draw(st.lists(SAID | FOREIGN, min_size=1, max_size=5)):
+            if item.get("type") == "tool_call":
+                number += 1
+                ids.append(f"c{number}")
+                flat.append({**item, "id": ids[-1]})
+            elif "api" not in item or not ids:
+                flat.append(item)
+        outputs = st.builds(result, JSON)
+        failures = st.builds(lambda output: result(output, is_error=True), JSON)
+        flat += [{**draw(outputs | failures), "id": id} for id in draw(st.permutations(ids))]
+    last_results = list(takewhile(lambda m: m.get("type") == "tool_result", reversed(flat)))
+    flat = flat[: len(flat) - draw(st.integers(0, len(last_results)))]
+    return [{**message, **draw(STAMPS)} for message in flat]
+
+
+# Sessions
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SYSTEM,
+        USER,
+        text(),
+        text(""),
+        thinking(),
+        thinking(signature="s"),
+        call(input={"place": ["here", None, 1.5]}),
+        call(input=["not", "an", "object"]),
+        result(),
+        result({"rows": [1, True]}, is_error=True),
+        opaque(REDACTED),
+        opaque({"reasoning_details": []}, api=OPENAI),
+    ],
+    ids=lambda message: "-".join(message),
+)
+def test_extend_takes_each_shape_as_it_is(message: FlatMessage) -> None:
+    """S1.1: a record is an ordered list of neutral messages; each known shape is taken whole."""
+    session = Session(messages=[])
+    assert extend_session(session, USER) is session
+    assert extend_session(session, message) is session
+    assert untimed(session["messages"]) == [USER, message]
+
+
+@pytest.mark.parametrize(
+    ("message", "wrong"),
+    [
+        ("Go.", "must be a dict, not str"),
+        ({"content": "Go."}, "neither a role nor a type"),
+        ({**USER, "role": "tool"}, "its role is 'tool'; known: system, user, assistant"),
+        ({**USER, "role": ["user"]}, "its role is ['user']"),
+        ({**thinking(), "type": "thought"}, "its type is 'thought'; known: thinking"),
+        ({"role": "user"}, "its 'content' is missing"),
+        ({**USER, "content": [{"type": "text", "text": "Go."}]}, "its 'content' must be text"),
+        ({**USER, "content": None}, "its 'content' must be text"),
+        ({**USER, "ts": 5}, "its 'ts' must be text"),
+        ({**USER, "type": "thinking"}, "unknown fields: 'type'"),
+        ({**USER, "signature": "s"}, "unknown fields: 'signature'"),
+        (dict([*USER.items(), (5, "five")]), "unknown fields: 5"),
+        ({**thinking(), "signature": None}, "its 'signature' must be text"),
+        ({"type": "tool_call", "name": "look", "id": "c1"}, "its 'input' is missing"),
+        ({**call(), "id": 7}, "its 'id' must be text"),
+        ({**result(), "is_error": "no"}, "its 'is_error' must be true or false"),
+        (opaque([REDACTED]), "its 'block' must be an object"),  # type: ignore[arg-type]
+        (opaque({"data": "sealed"}), "a block of type None is not opaque"),
+        (opaque({"type": "text", "text": "Hi."}), "a block of type 'text' is not opaque"),
+    ],
+)
+def test_extend_names_what_is_wrong(message: Any, wrong: str) -> None:
+    """A message of no known shape is refused with the reason, and the session stays as it was."""
+    session = init_session(None, "Go.")
+    before = copy.deepcopy(session)
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        extend_session(session, message)
+    assert session == before
+
+
+@pytest.mark.parametrize(
+    "output",
+    [object(), {1, 2}, (1, 2), float("nan"), {1: 2}, 2**70, "\ud800", [[b"bytes"]]],
+    ids=lambda output: type(output).__name__,
+)
+def test_extend_refuses_what_json_cannot_hold(output: Any) -> None:
+    """S1.12: an output that JSON cannot hold is a ValueError that names the field, no TypeError."""
+    with pytest.raises(ValueError, match="its 'output' holds what JSON cannot hold"):
+        extend_session(init_session(None, "Go."), result(output))
+
+
+def test_extend_refuses_what_is_nested_too_deep_to_be_written_again() -> None:
+    """A value that the writers of records would refuse does not get into a session."""
+    output: list[Any] = []
+    for _ in range(99):
+        output = [output]
+    extend_session(init_session(None, "Go."), result(output))
+    with pytest.raises(ValueError, match="its 'output' holds"):
+        extend_session(init_session(None, "Go."), result([output]))
+
+
+def test_init_gives_system_and_user() -> None:
+    """S1.2: a new session is exactly the system and the user message."""
+    assert untimed(init_session("Be kind.", "Go.")["messages"]) == [SYSTEM, USER]
+
+
+def test_init_without_a_system_prompt() -> None:
+    """S1.6: None gives no system message; an empty prompt is one, though an empty one."""
+    assert untimed(init_session(None, "Go.")["messages"]) == [USER]
+    assert untimed(init_session("", "Go.")["messages"]) == [{**SYSTEM, "content": ""}, USER]
+
+
+def test_send_says_something_for_the_user() -> None:
+    """S1.2: `send` appends a user message and gives the same session."""
+    session = init_session(None, "Go.")
+    assert send(session, "On.") is session
+    assert untimed(session["messages"]) == [USER, {"role": "user", "content": "On."}]
+
+
+def test_extend_keeps_a_copy() -> None:
+    """What the caller does with its message afterwards does not reach the session."""
+    session, message = init_session(None, "Go."), call(input={"place": ["here"]})
+    extend_session(session, message)
+    message["input"]["place"].append("there")
+    assert "ts" not in message
+    assert session["messages"][1]["input"] == {"place": ["here"]}
+
+
+def test_every_message_made_here_has_a_time() -> None:
+    """S1.5: all messages carry `ts` in UTC to the second; one that is there already stays."""
+    session = init_session("Be kind.", "Go.")
+    for message in (thinking(), text(), call(), result()):
+        extend_session(session, message)
+    extend_session(session, {**USER, "ts": "2001-01-01T00:00:00Z"})
+    messages = session["messages"]
+    messages += parse_response(reply({"type": "text", "text": "Hi."}))
+    messages += parse_openai_response(chat_reply(content="Hi."))
+    assert len(messages) == 9
+    assert all(STAMP.fullmatch(message["ts"]) for message in messages)
+    assert messages[6]["ts"] == "2001-01-01T00:00:00Z"
+
+
+def test_response_is_the_last_text() -> None:
+    """S1.4: thoughts, calls, results and users do not count; without a text there is none."""
+    session = init_session("Be kind.", "Go.")
+    assert response(session) is None
+    for message in (text("First."), text("Last."), thinking(), call(), result(), USER):
+        extend_session(session, message)
+    found = response(session)
+    assert found is session["messages"][3]
+    assert found["content"] == "Last."
+
+
+@given(conversations())
+def test_a_fork_shares_nothing(flat: list[FlatMessage]) -> None:
+    """S1.3: a fork starts equal, and changing every part of it leaves the original as it was."""
+    session = Session(messages=flat)
+    before = copy.deepcopy(session)
+    fork = fork_session(session)
+    assert fork == before
+    for message in fork["messages"]:
+        for part in ("input", "output", "block"):
+            if isinstance(message.get(part), dict):
+                message[part]["changed"] = True
+        message["content"] = "changed"
+    send(fork, "On.")
+    assert session == before
+
+
+@given(conversations())
+def test_a_session_survives_json(flat: list[FlatMessage]) -> None:
+    """Whatever can be put into a session is the same when written as JSON and read again."""
+    session = Session(messages=[])
+    for message in flat:
+        extend_session(session, message)
+    assert untimed(session["messages"]) == untimed(flat)
+    assert json.loads(json.dumps(session)) == session
+    assert orjson.loads(orjson.dumps(session)) == session
+
+
+# To our messages and back
+
+
+@example([opaque({"reasoning_content": None}, api=OPENAI)])
+@given(conversations())
+def test_the_round_trip_keeps_everything(flat: list[FlatMessage]) -> None:
+    """Flat → messages → flat is the identity but for times, and alters nothing that it is given."""
+    before = copy.deepcopy(flat)
+    messages = to_messages(flat)
+    assert orjson.loads(orjson.dumps(messages)) == messages
+    assert from_messages(messages) == untimed(flat)
+    assert flat == before
+
+
+@given(conversations())
+def test_messages_share_nothing_with_the_session(flat: list[FlatMessage]) -> None:
+    """A caller may mark blocks of what it sends, as for a cache, without changing the record."""
+    before = copy.deepcopy(flat)
+    for message in to_api_messages(flat):
+        for block in message["content"] if isinstance(message["content"], list) else ():
+            block["cache_control"] = {"type": "ephemeral"}
+            if isinstance(block.get("input"), dict):
+                block["input"]["changed"] = True
+    assert flat == before
+
+
+def test_a_turn_becomes_one_message_of_ours() -> None:
+    """Content, reasoning and calls have their usual places; blocks keep order and signature."""
+    said = [thinking(signature="s"), text("I look."), call(input={"place": "here"})]
+    assert to_messages([SYSTEM, USER, *said, result(), text()]) == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Go."},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning": "Hm.",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "look", "arguments": '{"place":"here"}'},
+                }
+            ],
+            "provider_blocks": {
+                "api": ANTHROPIC,
+                "blocks": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "c1", "name": "look", "input": {"place": "here"}},
+                ],
+            },
+        },
+        {
+            "role": "tool",
+            "tool_call_id": "c1",
+            "name": "look",
+            "content": "Seen.",
+            "is_error": False,
+        },
+        {"role": "assistant", "content": "Done."},
+    ]
+
+
+def test_a_failed_result_stays_one() -> None:
+    """The error flag goes with the result, both ways; one that is false is as good as none."""
+    flat = [USER, call(), result("Error: no", is_error=True), call("c2"), result(id="c2")]
+    messages = to_messages([*flat[:4], {**flat[4], "is_error": False}])
+    assert [m["is_error"] for m in messages if m["role"] == "tool"] == [True, False]
+    assert from_messages(messages) == flat
+
+
+@pytest.mark.parametrize(
+    ("flat", "wrong"),
+    [
+        ([USER, SYSTEM], "message 1 of the session: the system message must be one, and the first"),
+        ([SYSTEM, SYSTEM, USER], "message 1 of the session: the system message must be one"),
+        ([USER, result()], "message 1 of the session: a tool result that answers no open call"),
+        ([USER, call(), result(), result()], "message 3 of the session: a tool result that"),
+        ([USER, call(), result(id="c2")], "message 2 of the session: a tool result that"),
+        ([USER, call(), USER], "message 2 of the session: the calls ['c1'] before it have no"),
+        ([call(), call("c2"), result(), USER], "message 3 of the session: the calls ['c2'] before"),
+        ([call(), call("c2"), result(), text()], "message 3 of the session: the calls ['c2']"),
+        ([call(), call("c2"), result(), call("c3")], "message 3 of the session: the calls ['c2']"),
+        ([call(), opaque({}, api=OPENAI)], "message 1 of the session: the calls ['c1'] before"),
+        ([call(), call()], "message 1 of the session: a call before it has the id 'c1' too"),
+        ([call(), result(), call()], "message 2 of the session: a call before it has the id"),
+        ([USER, {**USER, "role": "tool"}], "message 1 of the session: its role is 'tool'"),
+        ([USER, {"type": "image"}], "message 1 of the session: its type is 'image'"),
+        ([USER, {**USER, "content": 5}], "message 1 of the session: its 'content' must be text"),
+        ([USER, "Go."], "message 1 of the session: it must be a dict"),
+    ],
+)
+def test_a_hole_is_named(flat: list[FlatMessage], wrong: str) -> None:
+    """The conversions refuse a session with the number of the first message that is wrong."""
+    for convert in (to_messages, to_api_messages, to_openai_messages):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            convert(flat)
+
+
+@pytest.mark.parametrize("flat", [[], [USER, call()], [call(), call("c2"), result(id="c2")]])
+def test_a_session_may_end_before_its_results(flat: list[FlatMessage]) -> None:
+    """Calls that nothing follows yet are no hole: a run may be taken up there."""
+    assert from_messages(to_messages(flat)) == flat
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ("", {}),
+        ('{"n": 1}', {"n": 1}),
+        ("[1]", [1]),
+        ('{"n": ', '{"n": '),
+        ("[" * 101 + "]" * 101, "[" * 101 + "]" * 101),
+    ],
+)
+def test_arguments_are_read_where_they_can_be(arguments: str, given: Any) -> None:
+    """An input is the JSON that the model wrote, or its text where that is none or too deep."""
+    function = {"name": "look", "arguments": arguments}
+    message: Any = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+    flat = from_messages([message])
+    assert flat == [{**call(), "input": given}]
+    (written,) = to_messages(extend_session(Session(messages=[]), flat[0])["messages"])
+    again = written["tool_calls"][0]["function"]["arguments"]
+    assert again == arguments or orjson.loads(again) == given
+
+
+def test_times_are_put_where_they_are_known() -> None:
+    """Each part of a message has its message's time; unknown ones and their lack give none."""
+    messages = to_messages([USER, thinking(), text(), USER])
+    flat = from_messages(messages, [0.9, 86_400.0, None])
+    assert [message.get("ts") for message in flat] == [
+        "1970-01-01T00:00:00Z",
+        "1970-01-02T00:00:00Z",
+        "1970-01-02T00:00:00Z",
+        None,
+    ]
+    for wrong in ([], [1.0]):
+        with pytest.raises(ValueError, match="zip"):
+            from_messages(messages, wrong)
+
+
+def test_a_session_shares_nothing_with_the_messages() -> None:
+    """Changing what was read from a conversation leaves the conversation as it was."""
+    sealed = {"type": "sealed", "parts": [1]}
+    messages = to_messages([opaque(sealed), opaque(sealed, api=OPENAI), text()])
+    before = copy.deepcopy(messages)
+    for item in from_messages(messages)[:2]:
+        item["block"]["parts"].append(2)
+    assert messages == before
+
+
+def test_the_calls_are_those_that_were_run() -> None:
+    """A repaired tool name is the name in the flat form too, whatever the model's block says."""
+    (message,) = to_messages([thinking(), call(name="loook"), text(), call("c2")])
+    message["tool_calls"][0]["function"]["name"] = "look"
+    assert from_messages([message]) == [thinking(), call(), text(), call("c2")]
+
+
+def test_a_note_behind_an_output_is_kept() -> None:
+    """An object that the model was shown with words behind it is told as it was shown."""
+    messages = to_messages([USER, call(), result({"n": 1})])
+    messages[-1]["content"] += "\n\nTwo turns left."
+    assert from_messages(messages)[-1] == result('{"n":1}\n\nTwo turns left.')
+
+
+# The Anthropic API
+
+
+def test_system_messages_are_no_api_messages() -> None:
+    """S1.7: the system's words travel apart; ours keep them first, the OpenAI API among others."""
+    flat = init_session("Be kind.", "Go.")["messages"]
+    assert to_api_messages(flat) == [{"role": "user", "content": "Go."}]
+    assert to_messages(flat)[0] == {"role": "system", "content": "Be kind."}
+    assert to_openai_messages(flat)[0] == {"role": "system", "content": "Be kind."}
+
+
+def test_what_the_assistant_says_in_a_row_is_one_api_message() -> None:
+    """S1.8: thoughts, texts and calls are blocks of one message, in the order of the session."""
+    said = [text("a"), call(), thinking("b", signature="s"), call("c2"), text("c"), text("d")]
+    (_, message, _) = to_api_messages([USER, *said, result(), result(id="c2")])
+    assert message == {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "a"},
+            {"type": "tool_use", "id": "c1", "name": "look", "input": {}},
+            {"type": "thinking", "thinking": "b", "signature": "s"},
+            {"type": "tool_use", "id": "c2", "name": "look", "input": {}},
+            {"type": "text", "text": "c"},
+            {"type": "text", "text": "d"},
+        ],
+    }
+
+
+def test_results_in_a_row_are_one_api_message() -> None:
+    """S1.9: results are blocks of one user message; what the user adds comes behind them."""
+    flat = [call(), call("c2"), result("b", id="c2"), result("a", is_error=True), USER]
+    (_, message) = to_api_messages(flat)
+    assert message["role"] == "user"
+    assert [block.get("tool_use_id") for block in message["content"]] == ["c2", "c1", None]
+    assert [block.get("is_error") for block in message["content"]] == [False, True, None]
+    assert message["content"][2] == {"type": "text", "text": "Go."}
+
+
+@pytest.mark.parametrize("signature", [{"signature": "EqQB=="}, {"signature": ""}, {}])
+@pytest.mark.parametrize("thought", ["  Hm.\n", ""])
+def test_a_signature_goes_back_unchanged(thought: str, signature: dict[str, str]) -> None:
+    """S1.10: a thought and its signature come back to the API as they came; none gives no key."""
+    block = {"type": "thinking", "thinking": thought, **signature}
+    flat = parse_response(reply(block, {"type": "text", "text": "Hi."}))
+    assert untimed(flat) == [thinking(thought, **signature), text("Hi.")]
+    (message,) = to_api_messages(json.loads(json.dumps(flat)))
+    assert message["content"][0] == block
+
+
+def test_a_signature_that_is_null_is_none() -> None:
+    """S1.10: an endpoint that signs nothing may say so; what goes back has no such key."""
+    flat = parse_response(reply({"type": "thinking", "thinking": "Hm.", "signature": None}))
+    assert untimed(flat) == [thinking()]
+
+
+@pytest.mark.parametrize("output", [{"n": [1, None]}, ["a"], 7, 1.5, True, None])
+def test_outputs_that_are_no_text_are_json_for_the_apis(output: Any) -> None:
+    """S1.11: the model sees the JSON, the record keeps the object; a text is sent as it is."""
+    flat = [USER, call(), result(output), call("c2"), result('{"n": 1}', id="c2")]
+    anthropic = [m["content"][0]["content"] for m in to_api_messages(flat)[2::2]]
+    chat = [m["content"] for m in to_openai_messages(flat) if m["role"] == "tool"]
+    for sent in (anthropic, chat):
+        assert json.loads(sent[0]) == output
+        assert sent[1] == '{"n": 1}'
+    assert from_messages(to_messages(flat))[2]["output"] == output
+
+
+def test_empty_texts_are_not_parsed() -> None:
+    """S1.13: an empty text block is dropped; a response with no blocks says nothing."""
+    empty = {"type": "text", "text": ""}
+    assert parse_response(reply()) == []
+    assert parse_response(reply(empty)) == []
+    flat = parse_response(reply(empty, {"type": "text", "text": "Hi."}, empty))
+    assert untimed(flat) == [text("Hi.")]
+
+
+def test_unknown_blocks_come_back_as_they_came() -> None:
+    """S1.14: sealed thoughts and the server's own tools are kept in place and sent back."""
+    blocks: list[dict[str, Any]] = [
+        REDACTED,
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"url": "u"}]},
+        {"type": "text", "text": "Found."},
+        {"type": "tool_use", "id": "c1", "name": "look", "input": {"n": 1}},
+    ]
+    flat = parse_response(reply(*blocks, stop_reason="tool_use"))
+    assert untimed(flat) == [
+        *map(opaque, blocks[:3]),
+        text("Found."),
+        call(input={"n": 1}),
+    ]
+    assert to_api_messages(flat) == [{"role": "assistant", "content": blocks}]
+    assert to_openai_messages(flat)[0]["content"] == "Found."
+
+
+def test_texts_around_calls_keep_their_place() -> None:
+    """S1.8: a response without thoughts is parsed block by block too."""
+    blocks: list[dict[str, Any]] = [
+        {"type": "text", "text": "a"},
+        {"type": "tool_use", "id": "c1", "name": "look", "input": {}},
+        {"type": "text", "text": "b"},
+    ]
+    flat = parse_response(reply(*blocks, stop_reason="tool_use"))
+    assert untimed(flat) == [text("a"), call(), text("b")]
+    assert to_api_messages(flat) == [{"role": "assistant", "content": blocks}]
+
+
+def test_an_input_that_is_no_object_goes_to_the_api_in_one() -> None:
+    """The API refuses any other input; the session keeps what the model wrote (S1.22)."""
+    flat = [call(input=[1]), call("c2", input="{cut")]
+    (message,) = to_api_messages(flat)
+    assert [block["input"] for block in message["content"]] == [
+        {"raw_arguments": "[1]"},
+        {"raw_arguments": "{cut"},
+    ]
+    assert from_messages(to_messages(flat)) == flat
+
+
+def test_a_response_must_be_whole() -> None:
+    """A cut or failed response is refused; a stand-in may leave out why it stopped."""
+    said = {"type": "text", "text": "Hi."}
+    assert untimed(parse_response({"content": [said]})) == [text("Hi.")]
+    for broken in (
+        {"content": [said], "stop_reason": None},
+        {"content": "Hi."},
+        {"type": "error", "error": {"type": "overloaded_error", "message": "Busy."}},
+    ):
+        with pytest.raises(ModelError):
+            parse_response(broken)
+    with pytest.raises(ModelError):
+        parse_openai_response({"choices": [{"message": {"content": "Hi."}}]})
+
+
+def test_a_response_is_a_reply_of_ours() -> None:
+    """Why it ended and what it cost are read too, and its blocks say what `parse_response` says."""
+    blocks = [{"type": "text", "text": said} for said in ("a", "", "b")]
+    usage = {"input_tokens": 3, "output_tokens": 5}
+    completion = read_response({**reply(*blocks, stop_reason="max_tokens"), "usage": usage})
+    assert completion.finish_reason == "length"
+    assert completion.usage is not None
+    assert completion.usage["output_tokens"] == 5
+    assert completion.message["content"] == "ab"
+    assert from_messages([completion.message]) == [text("a"), text("b")]
+
+
+def test_half_a_character_does_not_cost_the_response() -> None:
+    """A lone surrogate, as a token limit leaves it, is replaced: the session must survive JSON."""
+    (said,) = parse_response(reply({"type": "text", "text": "Hi \ud83d"}))
+    assert said["content"] == "Hi \ufffd"
+    (said,) = parse_openai_response(chat_reply(content="Hi \ud83d"))
+    assert said["content"] == "Hi \ufffd"
+
+
+@given(conversations())
+def test_the_api_view_alternates(flat: list[FlatMessage]) -> None:
+    """Users and assistants speak in turn, results follow their calls, and nothing is empty."""
+    view = to_api_messages(flat)
+    roles = [message["role"] for message in view]
+    assert set(roles) <= {"user", "assistant"}
+    assert all(role != later for role, later in pairwise(roles))
+    assert all(message["content"] or message["role"] == "user" for message in view)
+    sent = [ids_in(message, "tool_use", "id") for message in view]
+    answered = [ids_in(message, "tool_result", "tool_use_id") for message in view]
+    for calls, results in zip(sent[:-1], answered[1:], strict=True):
+        assert calls >= results
+    assert set().union(*sent) == {m["id"] for m in flat if m.get("type") == "tool_call"}
+    assert set().union(*answered) == {m["id"] for m in flat if m.get("type") == "tool_result"}
+
+
+def ids_in(message: dict[str, Any], type: str, key: str) -> set[str]:
+    blocks = message["content"] if isinstance(message["content"], list) else []
+    return {block[key] for block in blocks if block["type"] == type}
+
+
+# The OpenAI chat API
+
+
+def test_the_chat_api_gets_its_own_shape() -> None:
+    """Reasoning, calls as text and results one by one; signatures and sealed blocks stay here."""
+    said = [thinking(signature="s"), opaque(REDACTED), call(input={"n": 1})]
+    assert to_openai_messages([SYSTEM, USER, *said, result({"n": 2}), text()]) == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Go."},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "look", "arguments": '{"n":1}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": '{"n":2}'},
+        {"role": "assistant", "content": "Done."},
+    ]
+
+
+def test_a_chat_response_is_parsed_and_goes_back() -> None:
+    """Thoughts, then text, then calls; what went in `reasoning_content` goes back in it."""
+    function = {"name": "look", "arguments": '{"n":1}'}
+    message = {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+    flat = parse_openai_response(chat_reply(**message))
+    assert untimed(flat) == [thinking(), text("I look."), call(input={"n": 1})]
+    assert to_openai_messages(flat) == [message]
+    assert parse_openai_response(chat_reply(content="")) == []
+
+
+@pytest.mark.parametrize(
+    "verbatim",
+    [
+        {"reasoning": "Hm."},
+        {"reasoning": "Hm.", "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]},
+        {"content": "<think>Hm.</think>Hi."},
+    ],
+)
+def test_verbatim_fields_of_a_chat_response_go_back(verbatim: dict[str, Any]) -> None:
+    """What that API alone can read leads its message, goes back to it, and to no other."""
+    message = {"role": "assistant", "content": "Hi.", **verbatim}
+    flat = parse_openai_response(chat_reply(**message))
+    assert untimed(flat) == [opaque(verbatim, api=OPENAI), thinking(), text("Hi.")]
+    assert to_openai_messages(json.loads(json.dumps(flat))) == [message]
+    assert to_api_messages(flat) == [
+        {"role": "assistant", "content": [{"type": "text", "text": "Hi."}]}
+    ]
+
+
+def test_blocks_of_one_message_stay_together() -> None:
+    """Several blocks of another API go back on the message that they came with."""
+    blocks = [{"text": "a"}, {"text": "b"}]
+    message = Message(role="assistant", content="Hi.")
+    message["provider_blocks"] = {"api": "elsewhere", "blocks": blocks}
+    assert to_messages(from_messages([message])) == [message]
+
+
+def test_messages_of_two_apis_stay_apart() -> None:
+    """A reply of one API behind one of the other is a message of its own, sealed blocks and all."""
+    sealed = opaque({"reasoning_details": [1]}, api=OPENAI)
+    messages = to_messages([opaque(REDACTED), text("a"), sealed, text("b")])
+    assert [message["provider_blocks"]["api"] for message in messages] == [ANTHROPIC, OPENAI]
+    assert messages[1]["content"] == "b"
+
+
+def test_the_parts_of_a_typed_message_are_ours() -> None:
+    """A plain conversation needs no blocks: it is the messages that any model's replies give."""
+    plain = [
+        Message(role="user", content="Go."),
+        Message(role="assistant", content="Done."),
+    ]
+    assert to_messages([USER, text()]) == plain
+    assert from_messages(plain) == [USER, text()]
