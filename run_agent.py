@@ -28,10 +28,10 @@ from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
 from agent.stream import StreamHandler
 from agent.tools import Approve
-from batch.files import AppendFile
+from batch.files import AppendFile, StorageError
 from export.completion import plain_ending
 from export.hermes import dumps_row, to_conversations
-from export.row_rules import Rejected
+from export.row_rules import Rejected, check_finished
 from toolsets.sandbox import SandboxError, sandbox_problem
 
 log = logging.getLogger("run_agent")
@@ -93,6 +93,7 @@ class AIAgent:
             settings,
             enabled_toolsets=_names(enabled_toolsets),
             disabled_toolsets=_names(disabled_toolsets) or (),
+            api_key=api_key,
         )
         if common.sandboxed() and (problem := sandbox_problem(sandbox)):
             raise SandboxError(problem)
@@ -155,6 +156,9 @@ class AIAgent:
         if system and history and history[0].get("role") == "system":
             del history[0]
         setup = replace(setup, system_prompt=system)
+        if not user_message.strip():
+            msg = "user_message must not be blank"
+            raise ValueError(msg)
         with AgentSession(setup, history=history, session_id=task_id) as session:
             try:
                 await session.anew_prompt(user_message)
@@ -196,19 +200,26 @@ class AIAgent:
             "status": status,
         }
         try:
-            told = plain_ending(messages, session.schemas(), completed=status == "completed")
+            told = plain_ending(messages, session.schemas(), completed=row["completed"])
             row["conversations"] = to_conversations(told.messages, told.tools)
+            if row["completed"]:
+                check_finished(told.messages)
         except Rejected as rejected:
             row |= {
                 "completed": False,
                 "rejected": str(rejected),
                 "messages": messages,
             }
-        self._output_dir.mkdir(parents=True, exist_ok=True)
-        file = AppendFile(self._output_dir / (COMPLETED_FILE if row["completed"] else FAILED_FILE))
-        file.append(dumps_row(row))
-        file.sync()
-        file.close()
+        try:
+            self._output_dir.mkdir(parents=True, exist_ok=True)
+            name = COMPLETED_FILE if row["completed"] else FAILED_FILE
+            file = AppendFile(self._output_dir / name)
+            file.append(dumps_row(row))
+            file.sync()
+            file.close()
+        except (OSError, StorageError):
+            # The answer was paid for and goes to the caller all the same.
+            log.exception("the conversation was not saved in %s", self._output_dir)
 
 
 def _log_event(task_id: str, event: Event) -> None:

@@ -7,32 +7,38 @@ call ids, which must be unique, and tool names where repairing them was asked fo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 
 import orjson
 
-from agent.messages import FinishReason, Message
+from agent.messages import Message
+from agent.models.model import Completion, Request
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning
 
 _CLOSE = 0.8
 """How alike a misspelt name must be (ratio of difflib) to be taken for another."""
 
+_ID_FIELDS: Mapping[str, str] = {"tool_use": "id", "function_call": "call_id"}
+"""Where verbatim blocks of each kind that is a call hold its id."""
 
-def why_unusable(
-    message: Message, finish_reason: FinishReason, options: AgentOptions
-) -> str | None:
+
+def why_unusable(completion: Completion, request: Request, options: AgentOptions) -> str | None:
     """Why a reply cannot be used and should be asked for again; None where it can.
 
     A reply that was cut or withheld is never asked for again: the same would come.
     """
-    if finish_reason not in ("stop", "tool_calls"):
+    message = completion.message
+    if completion.finish_reason not in ("stop", "tool_calls"):
         return None
     if opens_reasoning(message["content"]):
         return "unclosed_reasoning"
     calls = message.get("tool_calls")
     if not calls:
         return None if message["content"].strip() else "blank"
+    if request.tool_choice == "none":
+        return "calls_not_allowed"
     if options.bad_arguments == "resample":
         for call in calls:
             if not _is_object(call["function"]["arguments"]):
@@ -57,16 +63,23 @@ def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> No
     calls = message.get("tool_calls")
     if not calls:
         return
-    taken: set[str] = set()
+    taken = {call["id"] for call in calls} | {""}
+    seen: set[str] = set()
     for n, call in enumerate(calls):
-        if not call["id"] or call["id"] in taken or call["id"] in used:
-            call["id"] = f"call_{turn}_{n}"
+        if call["id"] in seen or call["id"] in used or not call["id"]:
+            call["id"] = _new_id(f"call_{turn}_{n}", taken, used)
         taken.add(call["id"])
+        seen.add(call["id"])
     # The same calls stand in the verbatim blocks of some dialects and must keep their pairing.
     ids = iter(call["id"] for call in calls)
     for block in message.get("provider_blocks", {"blocks": []})["blocks"]:
-        if block.get("type") == "tool_use":
-            block["id"] = next(ids)
+        if field := _ID_FIELDS.get(str(block.get("type"))):
+            block[field] = next(ids)
+
+
+def _new_id(wanted: str, taken: Collection[str], used: Collection[str]) -> str:
+    candidates = itertools.chain([wanted], (f"{wanted}_{n}" for n in itertools.count(2)))
+    return next(id for id in candidates if id not in taken and id not in used)
 
 
 def _is_object(arguments: str) -> bool:

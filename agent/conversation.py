@@ -6,7 +6,7 @@ Batch workers, `AIAgent` and subagents all run conversations through this one do
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agent import preparation, summary
@@ -54,10 +54,14 @@ class Conversation:
     """Those of them that this conversation may call; None means all."""
     approve: Approve | None = None
     on_event: StreamHandler | None = None
+    approved: set[bytes] = field(default_factory=set)
+    """Calls that need no more approval."""
+    kept: bool = True
+    """The workspace is the one that the events so far were made in."""
     depth: int = 0
     """How many conversations this one is inside of."""
 
-    async def run(self, *, taken_up: bool = False, workspace_kept: bool = True) -> End:
+    async def run(self, *, taken_up: bool = False) -> End:
         """Carry the conversation to its ending; see `run_agent` for what is raised.
 
         With `taken_up`, its events so far come from a process that has died.
@@ -70,7 +74,7 @@ class Conversation:
                 tools=tools,
                 terms=terms,
                 journal=self.journal,
-                kept=workspace_kept,
+                kept=self.kept,
             )
         if terms.options.preparation and not self._is_prepared():
             end = await self._prepare(terms.options.preparation)
@@ -85,6 +89,10 @@ class Conversation:
             on_event=self.on_event and guarded(self.on_event),
         )
 
+    async def run_on(self) -> End:
+        """Carry an inner conversation to its ending, from where a crash may have left it."""
+        return await self.run(taken_up=self.trajectory.api_calls() > 0)
+
     def tools(self) -> AgentTools:
         """What the model can call."""
         return AgentTools(
@@ -97,16 +105,19 @@ class Conversation:
                 if self.callable_names is None or subagent.name in self.callable_names
             },
             approve=self.approve,
+            approved=self.approved,
         )
 
     def _seen_through_views(self) -> Model:
         options = self.terms.options
-        model = self.model
+        writer = self.model
         if options.text_protocol == "react":
-            model = ReActModel(model, max_turns=options.max_turns)
-        model = with_views(model, options)
+            writer = ReActModel(writer, max_turns=options.max_turns)
+        model = with_views(writer, options)
         if options.summarize_over_tokens or options.summarize_over_messages:
-            model = summary.SummarizingModel(model, self.trajectory, options, self._record_inner)
+            model = summary.SummarizingModel(
+                model, writer, self.trajectory, options, self._record_inner
+            )
         return model
 
     def _record_inner(self, key: str, name: str, event: Event) -> None:
@@ -119,12 +130,11 @@ class Conversation:
         self, key: str, name: str, opening: Sequence[Message], options: AgentOptions
     ) -> Conversation:
         """An inner conversation, begun or taken up."""
-        inner = self.trajectory.inner_conversation(key, name)
+        inner = self.trajectory.begin_inner(key, name)
 
         def journal(event: Event) -> None:
-            # The inner loop applies its events itself; here they are kept and paid for.
+            # The inner loop applies its events itself.
             self.journal(SubEvent(kind="sub", key=key, name=name, event=event))
-            self.trajectory.pay(event)
 
         if not inner.messages:
             event = OpeningEvent(kind="opening", messages=list(opening))
@@ -135,7 +145,6 @@ class Conversation:
             trajectory=inner,
             terms=Terms(options),
             journal=journal,
-            callable_names=(),
             on_event=None,
             depth=self.depth + 1,
         )
@@ -143,17 +152,10 @@ class Conversation:
     async def _run_subagent(
         self, subagent: Subagent, call_id: str, task: str
     ) -> tuple[End, Trajectory]:
-        budget = self.terms.options.max_cost_usd
-        if budget is not None:
-            # What it has spent before a crash is part of both sums.
-            spent = self.trajectory.inner_conversation(call_id, subagent.name).spent_usd
-            budget -= self.trajectory.spent_usd - spent
-            if budget <= 0:
-                return End("budget", "nothing is left of the budget"), Trajectory(())
         system = subagent.system_prompt
         opening = [Message(role="system", content=system)] if system else []
         opening.append(Message(role="user", content=task))
-        options = options_of(subagent, self.terms.options, budget)
+        options = options_of(subagent, self.terms.options)
         inner = self._inner(call_id, subagent.name, opening, options)
         deepest = options.max_subagent_depth
         inner = replace(
@@ -162,8 +164,7 @@ class Conversation:
             toolbox=self.host.subagent_toolbox(subagent),
             callable_names=subagent.subagents if deepest is None or inner.depth < deepest else (),
         )
-        end = await inner.run(taken_up=inner.trajectory.turns > 0)
-        return end, inner.trajectory
+        return await inner.run_on(), inner.trajectory
 
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
@@ -178,7 +179,7 @@ class Conversation:
             key = f"{preparation.STAGE}#{attempt}"
             opening = preparation.preparation_opening(task, prompt)
             inner = self._inner(key, preparation.STAGE, opening, own)
-            end = await inner.run(taken_up=inner.trajectory.turns > 0)
+            end = await inner.run_on()
             if end.status == "completed":
                 findings = preparation.findings_in(inner.trajectory.final_text())
                 event = OpeningEvent(
@@ -207,5 +208,5 @@ _PLAIN = {
 
 def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
     """Whether the model was shown any part of a conversation in short or as a summary."""
-    summarized = any(inner.name == summary.STAGE for inner in trajectory.inner.values())
-    return summarized or is_compacted(trajectory.messages, options.compact_after)
+    summarized, _ = summary.latest_summary(trajectory)
+    return bool(summarized) or is_compacted(trajectory.messages, options.compact_after)

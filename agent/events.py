@@ -1,16 +1,50 @@
-"""How events are made, in one place, for the loop and for taking up after a crash."""
+"""How events are made, in one place."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from agent.messages import Message, NoteEvent, ResultEvent, ToolCall
-from toolsets.tool import ToolResult
+from agent.messages import Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
+from agent.models.model import Completion
+from toolsets.tool import ASKS, ToolResult
+
+
+class Clock:
+    """When something began, and how long it has taken."""
+
+    def __init__(self) -> None:
+        self.started_at = time.time()
+        """Epoch seconds."""
+        self._began = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+
+def reply_event(
+    turn: int, completion: Completion, clock: Clock, *, discarded: str | None
+) -> ReplyEvent:
+    """The reply of turn `turn`; see `ReplyEvent` for `discarded`."""
+    event = ReplyEvent(
+        kind="reply",
+        turn=turn,
+        message=completion.message,
+        finish_reason=completion.finish_reason,
+        usage=completion.usage,
+        cost_usd=completion.cost_usd,
+        model=completion.model,
+        response_id=completion.response_id,
+        started_at=clock.started_at,
+        duration_s=clock.seconds(),
+    )
+    if discarded is not None:
+        event["discarded"] = discarded
+    return event
 
 
 def result_event(
-    turn: int, n: int, call: ToolCall, result: ToolResult, started_at: float, duration_s: float
+    turn: int, n: int, call: ToolCall, result: ToolResult, clock: Clock
 ) -> ResultEvent:
     """The result of call number `n` of turn `turn`."""
     message = Message(
@@ -27,14 +61,30 @@ def result_event(
         turn=turn,
         call=n,
         message=message,
-        started_at=started_at,
-        duration_s=duration_s,
+        started_at=clock.started_at,
+        duration_s=clock.seconds(),
     )
 
 
-def note_event(turn: int, reason: str, text: str, details: dict[str, Any] | None) -> NoteEvent:
-    """A note after turn `turn`; see `NoteEvent`."""
-    event = NoteEvent(kind="note", turn=turn, reason=reason, text=text, at=time.time())
-    if details is not None:
-        event["details"] = details
+def continued_event(
+    before: ResultEvent, reply: str, result: ToolResult | None, clock: Clock
+) -> ResultEvent:
+    """The result `before` with the user's reply and what the tool made of it (None: nothing)."""
+    message = before["message"].copy()
+    message["content"] += f"\n\nUser: {reply}"
+    details = {key: value for key, value in message.get("details", {}).items() if key != ASKS}
+    if result is not None:
+        message["content"] += f"\n\n{result.content}"
+        message["is_error"] = result.is_error
+        details |= result.details
+    message["details"] = details
+    event = before.copy()
+    event["message"] = message
+    event["reply"] = reply
+    event["duration_s"] = before["duration_s"] + clock.seconds()
     return event
+
+
+def note_event(turn: int, reason: str, text: str) -> NoteEvent:
+    """A note after turn `turn`; see `NoteEvent`."""
+    return NoteEvent(kind="note", turn=turn, reason=reason, text=text, at=time.time())

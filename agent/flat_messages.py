@@ -21,7 +21,7 @@ from agent.models.model import Completion
 from agent.models.replies import parse_object
 from agent.nesting import MAX_NESTING, is_nested_deeper
 
-_JSON_OUTPUT = "json_output"
+JSON_OUTPUT = "json_output"
 """In the details of a tool message: its content is the JSON of an output that was no text."""
 
 
@@ -164,7 +164,7 @@ def _heard(item: FlatMessage, names: Mapping[str, str]) -> Message:
         is_error=item.get("is_error", False),
     )
     if not isinstance(output, str):
-        message["details"] = {_JSON_OUTPUT: True}
+        message["details"] = {JSON_OUTPUT: True}
     return message
 
 
@@ -262,7 +262,7 @@ def _write_arguments(given: Any) -> str:
 
 
 def _read_output(message: Message) -> Any:
-    if _JSON_OUTPUT in message.get("details", {}):
+    if JSON_OUTPUT in message.get("details", {}):
         try:
             return orjson.loads(message["content"])
         except orjson.JSONDecodeError:

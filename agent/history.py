@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from agent.messages import Message
+
+
+def completed_history(messages: Sequence[Message]) -> list[Message]:
+    """A copy of `messages` with the keys that callers may leave out.
+
+    Raises `ValueError` as `check_history` does.
+    """
+    check_history(messages)
+    copies = copy.deepcopy(list(messages))
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in copies
+        for call in message.get("tool_calls", ())
+    }
+    for message in copies:
+        if message["role"] == "tool":
+            message.setdefault("is_error", False)
+            message.setdefault("name", names[message["tool_call_id"]])
+    return copies
 
 
 def check_history(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -13,6 +35,9 @@ def check_history(messages: Sequence[Mapping[str, Any]]) -> None:
     anything else is said.
     """
     waiting: set[str] = set()
+    spoken = [message for message in messages if message.get("role") != "system"]
+    if spoken and spoken[0].get("role") == "assistant":
+        raise ValueError("the history begins with the assistant; the user must speak first")
     for n, message in enumerate(messages):
         where = f"message {n} of the history"
         role = message.get("role")

@@ -1,7 +1,7 @@
 """Tools that ask the user for something, and the user's replies that answer them.
 
-A tool asks by a result that is a JSON object with a true `requiresConfirmation` or
-`requiresInput`. A reply goes to the tool that asked, unless it plainly wants something else.
+A tool asks by the object that it returns (see `toolsets.tool.as_result`). A reply goes to the
+tool that asked, unless it plainly wants something else.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import orjson
-
-from agent.messages import Message, ToolCall
+from agent.messages import ResultEvent, ToolCall
 from agent.trajectory import Trajectory
+from toolsets.tool import ASKS
 
 _ANSWERS = re.compile(
     r"(?:y|yes|yeah|yep|ok|okay|sure|confirm(?:ed)?|go ahead|proceed|accept(?:ed)?|approved?"
@@ -31,46 +30,20 @@ _INSTRUCTS = re.compile(
 
 
 class Waiting(NamedTuple):
-    """A call whose tool waits for the user: its number in its turn, and what the tool asks."""
+    """A call whose tool waits for the user, with its result so far and what it asks."""
 
-    n: int
     call: ToolCall
+    result: ResultEvent
     question: str
 
 
-def question_of(content: str) -> str | None:
-    """What a result asks the user, None where it asks nothing."""
-    if not content.lstrip().startswith("{"):
-        return None
-    try:
-        result = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return None
-    if not (result.get("requiresConfirmation") or result.get("requiresInput")):
-        return None
-    message = result.get("message")
-    return message if isinstance(message, str) and message else content
-
-
 def waiting_call(t: Trajectory) -> Waiting | None:
-    """The first call of the last turn whose tool still waits for the user."""
-    answered = {
-        note["details"]["call"]: note["details"]["pending"]
-        for note in t.noted
-        if note["reason"] == "user_reply" and "details" in note
-    }
-    for n, (call, result) in enumerate(zip(t.last_calls(), t.last_results(), strict=False)):
-        question = _still_asked(result, answered.get(n))
+    """The first call of the last turn whose tool waits for the user."""
+    for call, result in zip(t.last_calls(), t.last_results(), strict=False):
+        question = result["message"].get("details", {}).get(ASKS)
         if question is not None:
-            return Waiting(n, call, question)
+            return Waiting(call, result, question)
     return None
-
-
-def _still_asked(result: Message, pending: str | bool | None) -> str | None:
-    """The question of a result; after a reply, what the tool asked then (False: nothing)."""
-    if pending is None:
-        return None if result["is_error"] else question_of(result["content"])
-    return pending if isinstance(pending, str) else None
 
 
 def wants_other_work(reply: str, *, called: str, tools: Sequence[str]) -> bool:

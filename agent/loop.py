@@ -9,18 +9,17 @@ until then is where the next attempt goes on. What happens next is decided in `a
 from __future__ import annotations
 
 import asyncio
-import time
 
 from agent.acceptance import make_ids_unique, repair_names, why_unusable
-from agent.events import note_event, result_event
-from agent.messages import Event, ReplyEvent, ToolCall
+from agent.events import Clock, continued_event, note_event, reply_event, result_event
+from agent.messages import Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
-from agent.models.model import Model, Request
+from agent.models.model import Model, Overtaken, Request
 from agent.moves import Answer, Ask, Continue, End, Note
 from agent.rules import Terms, next_move
 from agent.stream import StreamEvent, StreamHandler
-from agent.tools import AgentTools, question_in
-from agent.trajectory import Journal, Trajectory
+from agent.tools import AgentTools
+from agent.trajectory import Journal, Status, Trajectory
 from toolsets.tool import ToolResult
 
 _NOT_RUN = "Error: this call was not run, because the conversation ended before it ({})."
@@ -48,51 +47,39 @@ async def run_agent(
     while True:
         match next_move(trajectory, terms):
             case Ask(tool_choice):
+                request = Request(trajectory.messages, tools.schemas, tool_choice, on_event)
                 try:
-                    request = Request(trajectory.messages, tools.schemas, tool_choice, on_event)
                     record(await _ask(model, request, trajectory, tools, terms))
+                except Overtaken:
+                    continue
                 except ModelError as error:
                     if error.kind == "context_exceeded":
                         return End("context_exceeded", str(error))
                     raise
             case Answer(calls):
                 await _answer(calls, trajectory.turns, tools, terms, record, on_event)
-            case Continue(n, call, reply):
-                record(await _continue(n, call, reply, trajectory.turns, tools))
-            case Note(reason, text, details):
-                record(note_event(trajectory.turns, reason, text, details))
+            case Continue() as move:
+                record(await _continue(move, tools, on_event))
+            case Note(reason, text):
+                record(note_event(trajectory.turns, reason, text))
             case End() as end:
-                close_calls(trajectory, end, journal)
+                close_calls(trajectory, end.status, journal)
                 return end
 
 
 async def _ask(
     model: Model, request: Request, trajectory: Trajectory, tools: AgentTools, terms: Terms
-) -> ReplyEvent:
+) -> Event:
     turn = trajectory.turns + 1
     if request.on_delta is not None and turn > 1:
         request.on_delta({"type": "turn_start", "turn_index": turn - 1})
-    started_at, clock = time.time(), time.monotonic()
+    clock = Clock()
     completion = await model.complete(request)
-    message = completion.message
-    make_ids_unique(message, trajectory.call_ids, turn=turn)
+    make_ids_unique(completion.message, trajectory.call_ids, turn=turn)
     if terms.options.repair_tool_names:
-        repair_names(message, tools.names)
-    event = ReplyEvent(
-        kind="reply",
-        turn=turn,
-        message=message,
-        finish_reason=completion.finish_reason,
-        usage=completion.usage,
-        cost_usd=completion.cost_usd,
-        model=completion.model,
-        response_id=completion.response_id,
-        started_at=started_at,
-        duration_s=time.monotonic() - clock,
-    )
-    if why := why_unusable(message, completion.finish_reason, terms.options):
-        event["discarded"] = why
-    return event
+        repair_names(completion.message, tools.names)
+    why = why_unusable(completion, request, terms.options)
+    return reply_event(turn, completion, clock, discarded=why)
 
 
 async def _answer(
@@ -104,12 +91,11 @@ async def _answer(
     on_event: StreamHandler | None,
 ) -> None:
     async def answer(n: int, call: ToolCall) -> None:
-        started_at, clock = time.time(), time.monotonic()
+        clock = Clock()
         result = await tools.call(call)
-        duration_s = time.monotonic() - clock
-        record(result_event(turn, n, call, result, started_at, duration_s))
+        record(result_event(turn, n, call, result, clock))
         if on_event is not None:
-            on_event(_told(call, result, duration_s))
+            on_event(_told(call, result, clock))
 
     if not terms.options.parallel_tools or tools.need_order(calls):
         for n, call in calls:
@@ -122,29 +108,38 @@ async def _answer(
             raise failure
 
 
-async def _continue(n: int, call: ToolCall, reply: str, turn: int, tools: AgentTools) -> Event:
-    """Run a call again with the user's reply; what comes of it is told beside the first result."""
-    result = await tools.call(call, user_reply=reply)
-    text = f"User: {reply}\n\n{result.content}"
-    pending = question_in(result)
-    return note_event(turn, "user_reply", text, {"call": n, "pending": pending or False})
+async def _continue(move: Continue, tools: AgentTools, on_event: StreamHandler | None) -> Event:
+    clock = Clock()
+    result = await tools.call(move.call, move.reply) if move.is_for_tool else None
+    if result is not None and on_event is not None:
+        on_event(_told(move.call, result, clock))
+    return continued_event(move.result, move.reply, result, clock)
 
 
-def close_calls(trajectory: Trajectory, end: End, journal: Journal) -> None:
-    """Give each call that was not run a result that says so: every call id has exactly one."""
-    result = ToolResult(_NOT_RUN.format(end.status), True, {"failure": "not_run"})
+def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> None:
+    """Give each call that was not run a result that says so: every call id has exactly one.
+
+    `status` is how the conversation ended; the calls of inner conversations are closed too.
+    """
+    result = ToolResult(_NOT_RUN.format(status), True, {"failure": "not_run"})
+    for key, inner in trajectory.inner.items():
+
+        def journal_inner(event: Event, key: str = key, name: str = inner.name) -> None:
+            journal(SubEvent(kind="sub", key=key, name=name, event=event))
+
+        close_calls(inner.trajectory, status, journal_inner)
     for n, call in trajectory.open_calls():
-        event = result_event(trajectory.turns, n, call, result, time.time(), 0.0)
+        event = result_event(trajectory.turns, n, call, result, Clock())
         journal(event)
         trajectory.apply(event)
 
 
-def _told(call: ToolCall, result: ToolResult, duration_s: float) -> StreamEvent:
+def _told(call: ToolCall, result: ToolResult, clock: Clock) -> StreamEvent:
     return {
         "type": "tool_result",
         "tool_id": call["id"],
         "tool_name": call["function"]["name"],
         "tool_output": result.content,
         "is_error": result.is_error,
-        "duration_ms": round(duration_s * 1000),
+        "duration_ms": round(clock.seconds() * 1000),
     }

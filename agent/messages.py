@@ -45,7 +45,8 @@ class Message(TypedDict, total=False):
     """One message; which keys beside `role` and `content` are present depends on the role.
 
     Assistant: `reasoning`, `tool_calls`, `provider_blocks`, each absent where there is none, and
-    `repairs` where something of it is not as the model wrote it: {"call": id, "name": as written}.
+    `repairs` where something of it is not as the model wrote it ({"call": id, "name": as written},
+    {"call": "", "cut": what was cut off}), and `unusable`: why nothing in it can be acted on.
     Tool: `tool_call_id`, `name`, `is_error`, and `details` (machine facts such as an exit code,
     never shown to the model). `notes` names the notes that the runtime, not a tool or a user,
     added to the content.
@@ -61,6 +62,7 @@ class Message(TypedDict, total=False):
     is_error: bool
     details: dict[str, Any]
     notes: list[str]
+    unusable: str
     repairs: list[dict[str, str]]
 
 
@@ -100,7 +102,11 @@ class ReplyEvent(TypedDict):
 
 
 class ResultEvent(TypedDict):
-    """The result of call number `call` (from 0) of turn `turn`."""
+    """The result of call number `call` (from 0) of turn `turn`.
+
+    With `reply`, it takes the place of an earlier one in which the tool had asked the user:
+    its message holds both, and what the user said between them.
+    """
 
     kind: Literal["result"]
     turn: int
@@ -108,6 +114,7 @@ class ResultEvent(TypedDict):
     message: Message
     started_at: float
     duration_s: float
+    reply: NotRequired[str]
 
 
 class NoteEvent(TypedDict):
@@ -122,7 +129,6 @@ class NoteEvent(TypedDict):
     reason: str
     text: str
     at: float
-    details: NotRequired[dict[str, Any]]
 
 
 class OpeningEvent(TypedDict):

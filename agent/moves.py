@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from agent.messages import ToolCall
+from agent.messages import ResultEvent, ToolCall
 from agent.trajectory import Status
 
 
@@ -21,11 +21,14 @@ class Answer(NamedTuple):
 
 
 class Continue(NamedTuple):
-    """Run a call again whose tool asked for input, with what the user said."""
+    """Give the user's reply to a call whose tool asked for it."""
 
-    n: int
     call: ToolCall
+    result: ResultEvent
+    """The result in which it asked."""
     reply: str
+    is_for_tool: bool
+    """The tool is called again with the reply; else the model alone reads it."""
 
 
 class Note(NamedTuple):
@@ -33,7 +36,6 @@ class Note(NamedTuple):
 
     reason: str
     text: str
-    details: dict[str, Any] | None = None
 
 
 class End(NamedTuple):

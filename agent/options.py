@@ -27,6 +27,9 @@ from agent.completion import RESERVED
 
 ROW_COLUMN = "agent_options"
 
+_STAGES = frozenset({"preparation", "summary"})
+"""Names of inner conversations that are no subagents'."""
+
 _NOT_PER_ROW = frozenset({"approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"})
 """Options that name code, other endpoints, or texts that must appear in no file."""
 
@@ -168,12 +171,14 @@ class AgentOptions(BaseModel):
         None, "Show older messages as a summary beyond about this many tokens (characters / 4)."
     )
     summarize_over_messages: PositiveInt | None = meaning(
-        None, "Show older messages as a summary beyond this many messages."
+        None,
+        "Show older messages as a summary beyond this many messages. A summary replaces at least "
+        "`summarize_keep` messages, so that it is not written anew after every turn.",
     )
     summarize_keep: PositiveInt = meaning(8, "Messages at the end that no summary replaces.")
     approve: str | None = meaning(
         None,
-        "MODULE:FUNCTION that is asked before each tool call; see ARCHITECTURE.md.",
+        "MODULE:FUNCTION that approves or denies each tool call; see docs/conversations.md.",
         pattern=r"^[\w.]+:[\w.]+$",
     )
     subagents: Annotated[tuple[Subagent, ...], BeforeValidator(parse_json)] = meaning(
@@ -191,10 +196,20 @@ class AgentOptions(BaseModel):
         return given
 
     @model_validator(mode="after")
+    def _go_together(self) -> AgentOptions:
+        if self.repeat_limit == 1:
+            msg = "repeat_limit: 1 would end every conversation at its first call; 0 is no bound"
+            raise ValueError(msg)
+        if self.continue_cut and (self.plan or self.text_protocol):
+            msg = "continue_cut does not go together with plan or text_protocol"
+            raise ValueError(msg)
+        return self
+
+    @model_validator(mode="after")
     def _subagents_fit(self) -> AgentOptions:
         names = [subagent.name for subagent in self.subagents]
         for name in names:
-            if name in RESERVED:
+            if name in RESERVED or name in _STAGES:
                 msg = f"subagent {name!r}: the name is reserved"
                 raise ValueError(msg)
             if names.count(name) > 1:

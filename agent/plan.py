@@ -16,6 +16,8 @@ _STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•])\s+(?P<step>\S.*)$", re.MULTILINE)
 _MAKE_A_PLAN = (
     "Before you begin, write a plan: a numbered list of the steps, a line each. Call no tools yet."
 )
+PLAN = "plan"
+
 _ALL_DONE = "All steps of the plan are done. Give the final answer now."
 
 
@@ -25,7 +27,7 @@ def plan_note(t: Trajectory, options: AgentOptions) -> Note | None:
     A step ends with a reply without calls, or with `plan_step_turns` replies.
     """
     if not t.replies:
-        return Note("plan", _MAKE_A_PLAN)
+        return Note(PLAN, _MAKE_A_PLAN)
     begun = [note for note in t.notes if note["reason"] in ("plan_step", "plan_answer")]
     if t.last_calls() and begun and t.turns - begun[-1]["turn"] < options.plan_step_turns:
         return None

@@ -36,7 +36,10 @@ def findings_in(text: str) -> list[str]:
 
 
 def with_findings(prompt: Sequence[Message], findings: Sequence[str]) -> list[Message]:
-    """`prompt` with what was found behind its system and its last user message."""
+    """`prompt` with what was found behind its system and its last user message.
+
+    The system message of a conversation that has already begun is left as it was.
+    """
     if not findings:
         return list(prompt)
     pieces = "\n".join(
@@ -44,9 +47,10 @@ def with_findings(prompt: Sequence[Message], findings: Sequence[str]) -> list[Me
         for n, value in enumerate(findings, start=1)
     )
     last = len(prompt) - 1
+    is_new = all(message["role"] != "assistant" for message in prompt)
     return [
         Message(**{**message, "content": f"{message['content']}\n\n{pieces}"})
-        if message["role"] == "system" or n == last
+        if (message["role"] == "system" and is_new) or n == last
         else message
         for n, message in enumerate(prompt)
     ]

@@ -144,7 +144,7 @@ def read_completion(completion: Completion, request: Request) -> Completion:
         message["tool_calls"] = [{"id": "", "type": "function", "function": function}]
     elif is_whole and step.content == text and text.strip() and request.tool_choice == "auto":
         # Where calls were not allowed, or the end is missing, plain text is no mistake.
-        message["notes"] = ["no_action"]
+        message["unusable"] = "no_action"
     if is_whole:
         finish_reason = "tool_calls" if step.action else "stop"
     return dataclasses.replace(completion, message=message, finish_reason=finish_reason)

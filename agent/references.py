@@ -8,19 +8,28 @@ from typing import Any
 import orjson
 
 from agent.messages import ToolCall
+from agent.tally import OWN_CHARS
 from agent.trajectory import Trajectory
+
+STORED_AS = "stored_as"
+"""In the details of a result: its name."""
 
 _REFERENCE = re.compile(r"\$\$([A-Za-z0-9_-]+)")
 
 
-class UnknownReference(Exception):
-    """No result has this name."""
+MAX_RESOLVED_CHARS = 1_000_000
+"""Results that are named many times must not grow beyond what a machine can hold."""
+
+
+class UnusableReference(Exception):
+    """A name that no result has, or results too long to be put in."""
 
 
 def name_for(call: ToolCall, t: Trajectory) -> str:
     """The name that the result of a call of the last reply gets; N counts over all calls."""
     # The results of a turn are added when all of them are known, so these are those before it.
-    number = len(t.results) + [other["id"] for other in t.last_calls()].index(call["id"]) + 1
+    before = sum(message["role"] == "tool" for message in t.messages)
+    number = before + [other["id"] for other in t.last_calls()].index(call["id"]) + 1
     return f"{call['function']['name']}-res-{number}"
 
 
@@ -32,31 +41,38 @@ def tag(name: str) -> str:
 def resolve(arguments: str, t: Trajectory) -> str:
     """Put results in the place of their names in the strings of `arguments` (JSON text).
 
-    `$$` before anything but a name stays. Raises `UnknownReference`; arguments that are not JSON
+    `$$` before anything but a name stays. Raises `UnusableReference`; arguments that are not JSON
     come back as they are, for the check of arguments to report.
     """
+    room = MAX_RESOLVED_CHARS
+
+    def content(match: re.Match[str]) -> str:
+        nonlocal room
+        found = _content(match[1], t)
+        room -= len(found)
+        if room < 0:
+            raise UnusableReference(f"the results are longer than {MAX_RESOLVED_CHARS} characters")
+        return found
+
+    def resolved(value: Any) -> Any:
+        match value:
+            case str():
+                return _REFERENCE.sub(content, value)
+            case list():
+                return [resolved(item) for item in value]
+            case dict():
+                return {key: resolved(item) for key, item in value.items()}
+        return value
+
     try:
-        loaded = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        return orjson.dumps(resolved(orjson.loads(arguments))).decode()
+    except (orjson.JSONDecodeError, TypeError, RecursionError):
         return arguments
-    return orjson.dumps(_resolved(loaded, t)).decode()
-
-
-def _resolved(value: Any, t: Trajectory) -> Any:
-    match value:
-        case str():
-            return _REFERENCE.sub(lambda match: _content(match[1], t), value)
-        case list():
-            return [_resolved(item, t) for item in value]
-        case dict():
-            return {key: _resolved(item, t) for key, item in value.items()}
-    return value
 
 
 def _content(name: str, t: Trajectory) -> str:
-    _, _, number = name.rpartition("-res-")
-    if number.isdecimal() and 1 <= int(number) <= len(t.results):
-        message = t.results[int(number) - 1]["message"]
-        if message["content"].endswith(tag(name)):
-            return message["content"].removesuffix(tag(name))
-    raise UnknownReference(name)
+    for message in t.messages:
+        details = message.get("details", {})
+        if details.get(STORED_AS) == name:
+            return message["content"][: details[OWN_CHARS]]
+    raise UnusableReference(f"there is no result with the name $${name}")

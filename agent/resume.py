@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
-from agent.events import note_event, result_event
+from agent.events import Clock, continued_event, result_event
 from agent.messages import Event, ResumedEvent, ToolCall
 from agent.moves import Answer, Continue, Move
 from agent.rules import Terms, next_move
@@ -49,16 +47,15 @@ def take_up(
     result = ToolResult(INTERRUPTED, is_error=True, details={"failure": "interrupted"})
     for n, call in interrupted:
         if isinstance(move, Continue):
-            text = f"User: {move.reply}\n\n{INTERRUPTED}"
-            record(note_event(trajectory.turns, "user_reply", text, {"call": n, "pending": False}))
+            record(continued_event(move.result, move.reply, result, Clock()))
         else:
-            record(result_event(trajectory.turns, n, call, result, time.time(), 0.0))
+            record(result_event(trajectory.turns, n, call, result, Clock()))
 
 
 def _under_way(move: Move, tools: AgentTools, *, parallel: bool) -> list[tuple[int, ToolCall]]:
     """The calls that may have been running when the process died."""
     if isinstance(move, Continue):
-        return [(move.n, move.call)]
+        return [(move.result["call"], move.call)] if move.is_for_tool else []
     if not isinstance(move, Answer):
         return []
     # Of calls that run one after the other, those behind the first had not begun.

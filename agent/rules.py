@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from agent.interaction import waiting_call, wants_other_work
 from agent.moves import Answer, Ask, Continue, End, Move, Note
 from agent.options import AgentOptions
-from agent.plan import plan_note
-from agent.trajectory import Trajectory
+from agent.plan import PLAN, plan_note
+from agent.trajectory import CONTINUE_CUT, Trajectory
 
 _MAX_UNUSABLE_TURNS = 3
 """So many turns in a row that hold nothing usable: the model has lost its way."""
+
+_ROUNDING = 1e-9
+"""Sums of dollars may differ from the true ones by this share."""
+
+_SUMMARY = "final_summary"
 
 _REPEATED = (
     "Note: this very call was made before, with the same result. Repeating it will not help; try "
@@ -27,7 +32,7 @@ _NO_ACTION = (
 )
 _CUT = "Your reply was cut by the token limit. Continue exactly where it stopped."
 _WRONG = "That is not the expected answer. Check your work and try again."
-_SUMMARY = (
+_SUM_UP = (
     "You have used all of your replies. Tools can no longer be called. Give your best final "
     "answer now, from what you have found."
 )
@@ -48,70 +53,78 @@ class Terms:
 def next_move(t: Trajectory, terms: Terms) -> Move:
     """Decide what happens next in conversation `t`."""
     options = terms.options
-    if t.reasks > options.max_reasks:
-        return End(
-            "errors", f"{t.reasks} unusable replies in a row: {t.discarded[-1]['discarded']}"
-        )
     if end := _over_budget(t, options.max_cost_usd):
+        return end
+    if t.has_note(_SUMMARY):
+        return _in_summary(t, options)
+    if end := _too_many_reasks(t, options):
         return end
     if not t.replies:
         return _opening_move(t, options)
+    if t.noted:
+        # Notes are only made where another reply is within the bounds.
+        return Ask()
     match t.replies[-1]["finish_reason"]:
-        case "length" if not t.noted and _may_continue(t, options):
-            return Note("continue_cut", _CUT)
-        case "length" | "refusal" | "context_exceeded" as cut if not t.noted:
+        case "length" if not t.last_calls() and t.notes_of(CONTINUE_CUT) < options.continue_cut:
+            return _go_on(t, options, Note(CONTINUE_CUT, _CUT), otherwise=End("length"))
+        case "length" | "refusal" | "context_exceeded" as cut:
             return End(cut)
-        case "pause" if not t.noted and not t.last_calls():
+        case "pause" if not t.last_calls():
             return _go_on(t, options)
     if calls := t.open_calls():
-        if "final_summary" in t.tally.notes:
-            return End("max_turns", "tools were called in the final summary")
         return Answer(calls)
-    if (move := _waiting(t, terms)) is not None:
-        return move
-    if t.noted:
-        return Ask("none" if t.noted[-1]["reason"] in ("final_summary", "plan") else "auto")
-    if "final_summary" in t.tally.notes:
-        return End("max_turns")
-    if t.last_calls() and (finish := t.finish()) is None:
-        return _after_results(t, options)
-    if t.last_calls() and finish is not None and finish.tool == "cannot_complete":
-        return End("cannot_complete", finish.text)
-    return _after_text(t, terms)
+    if not t.last_calls():
+        return _after_text(t, terms)
+    if finish := t.finish():
+        if finish.tool == "cannot_complete":
+            return End("cannot_complete", finish.text)
+        return _check_answer(t, terms)
+    return _waiting(t, terms) or _after_results(t, options)
 
 
 def _over_budget(t: Trajectory, budget: float | None) -> End | None:
+    """The budget is that of the outermost conversation, and so is what was spent of it."""
     if budget is None:
         return None
-    if t.unpriced:
+    whole = t.outermost()
+    if whole.unpriced:
         return End("budget", "the cost of a reply is unknown, so the budget cannot be kept")
-    if t.spent_usd > budget:
-        words = f"${t.spent_usd:.6f} is over the budget of ${budget:.6f} after turn {t.turns}"
-        return End("budget", words)
+    if whole.spent_usd > budget * (1 + _ROUNDING):
+        spent = f"${whole.spent_usd:.6f}"
+        return End("budget", f"{spent} is over the budget of ${budget:.6f} after turn {t.turns}")
     return None
 
 
+def _in_summary(t: Trajectory, options: AgentOptions) -> Move:
+    """The bound of turns is reached: one answer more, whatever it is."""
+    if t.noted and t.reasks <= options.max_reasks:
+        return Ask("none")
+    return End("max_turns")
+
+
+def _too_many_reasks(t: Trajectory, options: AgentOptions) -> End | None:
+    if t.reasks <= options.max_reasks:
+        return None
+    why = t.discarded[-1]["discarded"]
+    return End("errors", f"{t.reasks} unusable replies in a row, the last one {why}")
+
+
 def _opening_move(t: Trajectory, options: AgentOptions) -> Move:
-    if options.plan and not t.noted:
-        return plan_note(t, options) or Ask()
-    return Ask("none" if options.plan else "auto")
-
-
-def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
-    return not t.last_calls() and t.tally.notes["continue_cut"] < options.continue_cut
+    if not options.plan:
+        return Ask()
+    return Ask("none") if t.has_note(PLAN) else plan_note(t, options) or Ask()
 
 
 def _waiting(t: Trajectory, terms: Terms) -> Move | None:
     """What to do about a tool that asked for the user's input."""
     if not terms.options.awaiting_input or (waiting := waiting_call(t)) is None:
         return None
-    used = t.tally.notes["user_reply"]
-    if used >= len(terms.user_replies):
+    if t.replies_used >= len(terms.user_replies):
         return End("awaiting_input", waiting.question)
-    reply = terms.user_replies[used]
-    if wants_other_work(reply, called=waiting.call["function"]["name"], tools=terms.tool_names):
-        return Note("user_reply", f"User: {reply}", {"call": waiting.n, "pending": False})
-    return Continue(waiting.n, waiting.call, reply)
+    reply = terms.user_replies[t.replies_used]
+    called = waiting.call["function"]["name"]
+    is_for_tool = not wants_other_work(reply, called=called, tools=terms.tool_names)
+    return Continue(waiting.call, waiting.result, reply, is_for_tool)
 
 
 def _after_results(t: Trajectory, options: AgentOptions) -> Move:
@@ -120,6 +133,8 @@ def _after_results(t: Trajectory, options: AgentOptions) -> Move:
         return End("repeat", f"the same call gave the same result {t.tally.streak} times in a row")
     if end := _too_many_errors(t, options):
         return end
+    if options.plan and (note := plan_note(t, options)):
+        return _go_on(t, options, note)
     if limit and 2 <= t.tally.streak == limit - 1:
         return _go_on(t, options, Note("repeat", _REPEATED))
     return _go_on(t, options)
@@ -127,16 +142,21 @@ def _after_results(t: Trajectory, options: AgentOptions) -> Move:
 
 def _after_text(t: Trajectory, terms: Terms) -> Move:
     options = terms.options
-    if "notes" in t.replies[-1]["message"]:
+    if "unusable" in t.replies[-1]["message"]:
         return _too_many_errors(t, options) or _go_on(t, options, Note("no_action", _NO_ACTION))
     if options.plan and (note := plan_note(t, options)):
         return _go_on(t, options, note)
-    if terms.expected is not None and not _is_expected(t.final_text(), terms.expected):
-        attempts = 1 + t.tally.notes["expected"]
-        if attempts >= options.expected_attempts:
-            return End("errors", f"not the expected answer in {attempts} attempts")
-        return _go_on(t, options, Note("expected", _WRONG))
-    return End("completed")
+    return _check_answer(t, terms)
+
+
+def _check_answer(t: Trajectory, terms: Terms) -> Move:
+    options = terms.options
+    if terms.expected is None or _is_expected(t.final_text(), terms.expected):
+        return End("completed")
+    attempts = 1 + t.notes_of("expected")
+    if attempts >= options.expected_attempts:
+        return End("errors", f"not the expected answer in {attempts} attempts")
+    return _go_on(t, options, Note("expected", _WRONG))
 
 
 def _too_many_errors(t: Trajectory, options: AgentOptions) -> End | None:
@@ -147,13 +167,18 @@ def _too_many_errors(t: Trajectory, options: AgentOptions) -> End | None:
     return None
 
 
-def _go_on(t: Trajectory, options: AgentOptions, note: Note | None = None) -> Move:
-    """Ask again, after `note` if there is one; at the bound of turns the conversation ends."""
+def _go_on(
+    t: Trajectory, options: AgentOptions, note: Note | None = None, *, otherwise: End | None = None
+) -> Move:
+    """Ask again, after `note` if there is one; at the bound of turns the conversation ends.
+
+    `otherwise` is the ending at the bound that goes before `max_turns`.
+    """
     if t.turns < options.max_turns:
-        if note is None and options.plan and t.last_calls():
-            note = plan_note(t, options)
         return note or Ask()
-    return Note("final_summary", _SUMMARY) if options.final_summary else End("max_turns")
+    if otherwise is not None:
+        return otherwise
+    return Note(_SUMMARY, _SUM_UP) if options.final_summary else End("max_turns")
 
 
 def _is_expected(answer: str, expected: str) -> bool:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from agent.conversation import Conversation
 from agent.events import note_event
-from agent.history import check_history
+from agent.history import completed_history
 from agent.loop import close_calls
 from agent.messages import Event, Message
 from agent.models.errors import ModelError
@@ -22,11 +22,13 @@ from agent.models.model import Model, ModelSettings
 from agent.models.names import SCRIPTED, open_model
 from agent.models.scripted import ScriptedModel, ScriptedTurn
 from agent.moves import End
+from agent.opening import with_bound_stated
 from agent.options import AgentOptions
 from agent.rules import Terms
-from agent.setup import Home, Setup, SubagentModels, offered, replies_played
+from agent.setup import Home, Setup, SubagentModels, replies_played, schemas_for
 from agent.stream import StreamHandler
-from agent.trajectory import Trajectory
+from agent.tools import check_names
+from agent.trajectory import Journal, Trajectory
 from agent.transcript import Transcript
 from toolsets.execution import Limits
 from toolsets.sandbox import make_sandbox
@@ -35,7 +37,7 @@ from toolsets.workspace import Workspace
 
 T = TypeVar("T")
 
-State = Literal["idle", "running", "done", "awaiting_input", "interrupted", "failed"]
+State = Literal["idle", "running", "done", "awaiting_input", "interrupted", "failed", "closed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class AgentSetup:
     script: Sequence[ScriptedTurn] = ()
     on_event: StreamHandler | None = None
     on_retry: Callable[[str], None] = lambda words: None
-    journal: Callable[[Event], None] = lambda event: None
+    journal: Journal = lambda event: None
     """Told of every event as it happens."""
     transcript_dir: Path | None = None
     call_timeout_s: float = 300.0
@@ -72,7 +74,7 @@ class AgentSession:
         session_id: str | None = None,
     ) -> None:
         """`history` is copied. Raises `ValueError` where no prompt could follow it."""
-        check_history(history)
+        self.messages: list[Message] = completed_history(history)
         self._setup = setup
         self._id = session_id
         self._root = Path(tempfile.mkdtemp(prefix="agent-"))
@@ -80,13 +82,12 @@ class AgentSession:
         self._failed_prompts = 0
         self._last_failure: str | None = None
         self._played = 0
-        self._announce = ""
+        self._known_tools: set[str] | None = None
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._cancel_reason = ""
-        self.messages: list[Message] = copy.deepcopy(list(history))
         self.trajectory = Trajectory(self.messages)
         """The conversation since the last prompt."""
-        self.end = End("completed")
+        self.end = End("failed", "no prompt was answered yet")
         """How the last prompt ended."""
         self.error: ModelError | None = None
         """Why the endpoint failed the last prompt, if it did."""
@@ -112,6 +113,9 @@ class AgentSession:
         if not text.strip():
             msg = "a prompt must not be blank"
             raise ValueError(msg)
+        if self._state in ("running", "closed"):
+            msg = f"the session is {self._state}"
+            raise RuntimeError(msg)
         if self._state == "awaiting_input":
             self._terms = replace(
                 self._terms, user_replies=(*self._terms.user_replies, text), expected=expected
@@ -121,16 +125,19 @@ class AgentSession:
             self._terms = Terms(self._setup.options, expected=expected)
         self._state = "running"
         self.error = None
+        # What stands if this is left by an exception.
+        self.end = End("failed", "it was left before its ending")
         played = replies_played(self.trajectory, self._setup.common)
         try:
             self.end = await self._converse()
         finally:
+            close_calls(self.trajectory, self.end.status, lambda event: None)
             self.messages = self.trajectory.messages
             self._played += replies_played(self.trajectory, self._setup.common) - played
-        self._state = _STATES.get(self.end.status, "failed")
-        if self._state in ("failed", "interrupted"):
-            self._failed_prompts += 1
-            self._last_failure = self.end.reason or self.end.status
+            self._state = _STATES.get(self.end.status, "failed")
+            if self._state in ("failed", "interrupted"):
+                self._failed_prompts += 1
+                self._last_failure = self.end.reason or self.end.status
         return self.get_last_result()
 
     def get_last_result(self) -> str:
@@ -140,8 +147,7 @@ class AgentSession:
         return self.trajectory.final_text()
 
     def get_variables(self) -> dict[str, Any]:
-        """`last_answer`, `status` (idle, running, done, awaiting_input, interrupted or failed) and
-        `failed_turns`, the number of prompts that failed."""
+        """`last_answer`, `status` (see `State`) and `failed_turns`, the prompts that failed."""
         return {
             "last_answer": self.get_last_result(),
             "status": self._state,
@@ -172,99 +178,110 @@ class AgentSession:
         return other
 
     def set_tools(self, common: Setup) -> None:
-        """Replace the tools from the next prompt on; the model is told what changed."""
-        before = set(self._names(self._setup.common))
-        after = set(self._names(common))
-        changes = [
-            f"{word}: {', '.join(sorted(names))}"
-            for word, names in (("added", after - before), ("removed", before - after))
-            if names
-        ]
+        """Replace the tools from the next prompt on; the model is told what changed.
+
+        The approval hook stays. Raises `ValueError` where a name is reserved or there twice.
+        """
+        options = self._setup.options
+        names = [tool.name for tool in common.tools]
+        check_names([*names, *(agent.name for agent in options.subagents)])
+        common = replace(common, approve=common.approve or self._setup.common.approve)
         self._setup = replace(self._setup, common=common)
-        self._announce = f"[Tools have changed; {'; '.join(changes)}]\n\n" if changes else ""
 
     def close(self) -> None:
-        """Remove the workspace."""
+        """Remove the workspace; no prompt can follow."""
+        self._state = "closed"
         shutil.rmtree(self._root, ignore_errors=True)
 
     def schemas(self) -> list[dict[str, Any]]:
         """The tools on offer, in OpenAI form."""
-        return [dict(schema) for schema in offered(self._setup.common, self._setup.options)]
-
-    def _names(self, common: Setup) -> list[str]:
-        return [s["function"]["name"] for s in offered(common, self._setup.options)]
+        return [dict(schema) for schema in schemas_for(self._setup.common, self._setup.options)]
 
     def _opening(self, text: str) -> list[Message]:
         opening = list(self.messages)
         system = self._setup.system_prompt
         if system and (not opening or opening[0]["role"] != "system"):
             opening.insert(0, Message(role="system", content=system))
-        prompt = Message(role="user", content=self._announce + text)
-        if self._announce:
+        prompt = Message(role="user", content=text)
+        if changes := self._changes_of_tools():
+            prompt["content"] = f"[Tools have changed; {changes}]\n\n{text}"
             prompt["notes"] = ["tools_changed"]
-            self._announce = ""
-        return [*opening, prompt]
+        return with_bound_stated([*opening, prompt], self._setup.options)
+
+    def _changes_of_tools(self) -> str:
+        """What has changed since the prompt before, in words for the model; "" for nothing."""
+        now = {schema["function"]["name"] for schema in self.schemas()}
+        before = now if self._known_tools is None else self._known_tools
+        self._known_tools = now
+        changes = (("added", now - before), ("removed", before - now))
+        return "; ".join(f"{word}: {', '.join(sorted(names))}" for word, names in changes if names)
 
     async def _converse(self) -> End:
         """Run the conversation on, from opening what it needs to closing it."""
         setup = self._setup
-        transcript = Transcript(setup.transcript_dir, self._id) if setup.transcript_dir else None
-
-        def journal(event: Event) -> None:
-            if transcript is not None:
-                transcript.write_event(event)
-            setup.journal(event)
-
-        if transcript is not None:
-            asked = {"model": setup.settings.name, "messages": self.trajectory.messages}
-            transcript.write("request", **asked, tools=self.schemas())
         workspace = Workspace(self._root / "workspace")
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
-        models = SubagentModels(setup.common, setup.on_retry)
         space = TaskSpace(workspace, sandbox)
-        home = Home(setup.common, space, models, setup.call_timeout_s)
-        model = self._open_model()
-        conversation = Conversation(
-            trajectory=self.trajectory,
-            terms=self._terms,
-            model=model,
-            toolbox=home.toolbox(),
-            journal=journal,
-            host=home,
-            subagents=setup.options.subagents,
-            approve=setup.common.approve,
-            on_event=setup.on_event,
-        )
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(space.close, remove=False)
+            journal = self._open_journal(stack)
+            models = SubagentModels(setup.common, setup.on_retry, api_key=setup.api_key)
+            stack.push_async_callback(models.close)
+            home = Home(setup.common, space, models, setup.call_timeout_s)
+            model = self._open_model()
+            stack.push_async_callback(model.close)
+            conversation = Conversation(
+                trajectory=self.trajectory,
+                terms=self._terms,
+                model=model,
+                toolbox=home.toolbox(),
+                journal=journal,
+                host=home,
+                subagents=setup.options.subagents,
+                approve=setup.common.approve,
+                on_event=setup.on_event,
+            )
             return await self._cancellable(conversation, journal)
-        except ModelError as error:
-            self.error = error
-            if transcript is not None:
-                transcript.write("error", kind=error.kind, message=str(error))
-            return End("failed", f"{error.kind}: {error}")
-        finally:
-            await space.close(remove=False)
-            await models.close()
-            await model.close()
-            if transcript is not None:
-                usage, cost = self.trajectory.usage(), self.trajectory.cost_usd()
-                transcript.write("accounting", usage=usage, cost_usd=cost)
-                transcript.close()
 
-    async def _cancellable(
-        self, conversation: Conversation, journal: Callable[[Event], None]
-    ) -> End:
+    def _open_journal(self, stack: AsyncExitStack) -> Journal:
+        """Where events go: to the caller, and to a transcript if there is to be one."""
+        setup = self._setup
+        if setup.transcript_dir is None:
+            return setup.journal
+        transcript = Transcript(setup.transcript_dir, self._id)
+        asked = {"model": setup.settings.name, "messages": self.trajectory.messages}
+        transcript.write("request", **asked, tools=self.schemas())
+
+        def journal(event: Event) -> None:
+            transcript.write_event(event)
+            setup.journal(event)
+
+        def finish() -> None:
+            if self.error is not None:
+                transcript.write("error", kind=self.error.kind, message=str(self.error))
+            usage, cost = self.trajectory.usage(), self.trajectory.cost_usd()
+            transcript.write("accounting", usage=usage, cost_usd=cost)
+            transcript.close()
+
+        stack.callback(finish)
+        return journal
+
+    async def _cancellable(self, conversation: Conversation, journal: Journal) -> End:
         task = asyncio.create_task(conversation.run())
         self._running = (asyncio.get_running_loop(), task)
         try:
             return await task
+        except ModelError as error:
+            self.error = error
+            return End("failed", f"{error.kind}: {error}")
         except asyncio.CancelledError:
             if not task.cancelled() or (me := asyncio.current_task()) is None or me.cancelling():
+                task.cancel()
                 raise
             end = End("cancelled", self._cancel_reason or None)
-            close_calls(self.trajectory, end, journal)
+            close_calls(self.trajectory, end.status, journal)
             words = f"[The request was cancelled{': ' + end.reason if end.reason else ''}]"
-            note = note_event(self.trajectory.turns, "cancelled", words, None)
+            note = note_event(self.trajectory.turns, "cancelled", words)
             journal(note)
             self.trajectory.apply(note)
             return end

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent.completion import SCHEMAS
 from agent.models.model import Model, ModelSettings
 from agent.models.names import SCRIPTED, open_model, read_key, resolve_sibling
 from agent.models.prices import is_known
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, Subagent
 from agent.subagents import schema_of
-from agent.tools import Approve, check_names
+from agent.tools import Approve, check_names, offered
 from agent.trajectory import Trajectory
 from toolsets.registry import Toolset, resolve_toolsets, tools_of
 from toolsets.space import TaskSpace
@@ -36,8 +35,9 @@ class SubagentSetup:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Tools, subagents and hooks of all conversations."""
+    """Model, tools, subagents and hooks of all conversations."""
 
+    settings: ModelSettings
     toolsets: tuple[Toolset, ...]
     tools: tuple[Tool, ...]
     subagents: dict[str, SubagentSetup]
@@ -61,16 +61,20 @@ def set_up(
     *,
     enabled_toolsets: Sequence[str] | None,
     disabled_toolsets: Sequence[str],
+    api_key: str | None = None,
 ) -> Setup:
     """Check and resolve what options and toolsets name.
 
-    Raises `ValueError` with a message for the user (among them `UnknownToolset`, `UnknownModel`
-    and `MissingKey`).
+    `api_key` is that of the endpoint, None to take keys from the environment alone. Raises
+    `ValueError` with a message for the user (among them `UnknownToolset`, `UnknownModel` and
+    `MissingKey`).
     """
     toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *(agent.name for agent in options.subagents)])
-    subagents = {agent.name: _set_up_subagent(agent, settings) for agent in options.subagents}
+    subagents = {
+        agent.name: _set_up_subagent(agent, settings, api_key) for agent in options.subagents
+    }
     if options.max_cost_usd is not None:
         for asked in [settings, *(agent.settings for agent in subagents.values())]:
             if asked is not None and not is_known(asked):
@@ -80,17 +84,17 @@ def set_up(
                 )
                 raise ValueError(msg)
     approve = None if options.approve is None else _load(options.approve)
-    return Setup(toolsets, tools, subagents, approve)
+    return Setup(settings, toolsets, tools, subagents, approve)
 
 
-def _set_up_subagent(agent: Subagent, caller: ModelSettings) -> SubagentSetup:
+def _set_up_subagent(agent: Subagent, caller: ModelSettings, api_key: str | None) -> SubagentSetup:
     settings = None
     if agent.model is not None:
         settings = resolve_sibling(agent.model, caller)
     elif agent.script is not None and caller.api == SCRIPTED:
         settings = caller
     if settings is not None:
-        read_key(settings)
+        _key(settings, caller, api_key)
         if settings.api == SCRIPTED:
             try:
                 parse_script(agent.script)
@@ -101,6 +105,13 @@ def _set_up_subagent(agent: Subagent, caller: ModelSettings) -> SubagentSetup:
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *agent.subagents])
     return SubagentSetup(settings, toolsets, tools)
+
+
+def _key(settings: ModelSettings, caller: ModelSettings, api_key: str | None) -> str:
+    """The key of a subagent's endpoint: the caller's where that is the same, as it was given."""
+    if api_key is not None and settings.base_url == caller.base_url:
+        return api_key
+    return read_key(settings)
 
 
 def _load(place: str) -> Approve:
@@ -128,8 +139,13 @@ class SubagentModels:
         on_retry: Callable[[str], None],
         *,
         gate: Callable[[Model], Model] = lambda model: model,
+        api_key: str | None = None,
     ) -> None:
-        """`gate` is put around each model; see `PatientModel` for `on_retry`."""
+        """`gate` is put around each model; see `PatientModel` for `on_retry`.
+
+        `api_key` is that of the callers' endpoint, None to take keys from the environment alone.
+        """
+        self._api_key = api_key
         self._setup = setup
         self._on_retry = on_retry
         self._gate = gate
@@ -144,7 +160,7 @@ class SubagentModels:
             start = replies_played(conversation, self._setup)
             return self._gate(ScriptedModel(parse_script(agent.script), start=start))
         if agent.name not in self._open:
-            key = read_key(settings)
+            key = _key(settings, self._setup.settings, self._api_key)
             model = open_model(settings, api_key=key, on_retry=self._on_retry)
             self._open[agent.name] = self._gate(model)
         return self._open[agent.name]
@@ -155,11 +171,10 @@ class SubagentModels:
             await model.close()
 
 
-def offered(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
+def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
     """The schemas of all that the model of a conversation can call."""
-    schemas: list[Mapping[str, Any]] = [tool.schema for tool in setup.tools]
-    schemas += [schema_of(agent) for agent in options.subagents]
-    return schemas + list(SCHEMAS) if options.completion_tools else schemas
+    own = [schema_of(agent) for agent in options.subagents]
+    return offered([*(tool.schema for tool in setup.tools), *own], options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agent.flat import Session, check_messages
-from agent.flat_messages import from_messages, read_response, to_messages
+from agent.flat_messages import JSON_OUTPUT, from_messages, read_response, to_messages
 from agent.loop import run_agent
 from agent.messages import Event
 from agent.models.anthropic_messages import to_api_messages
@@ -28,7 +29,7 @@ from agent.session import run_here
 from agent.tools import AgentTools
 from agent.trajectory import Trajectory
 from toolsets.space import TaskSpace
-from toolsets.tool import Tool
+from toolsets.tool import Tool, ToolResult, as_result
 from toolsets.toolbox import Toolbox
 from toolsets.workspace import Workspace
 
@@ -89,6 +90,9 @@ def agent_loop(
     finally:
         new = trajectory.messages[len(opening) :]
         session["messages"] += from_messages(new, _times(trajectory))
+        for reply in trajectory.discarded:
+            # A last reply without an answer, thoughts alone for instance, was said all the same.
+            session["messages"] += from_messages([reply["message"]])
     return session
 
 
@@ -127,9 +131,15 @@ def _as_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any
         name=name,
         description=schema.get("description", ""),
         parameters=dict(schema.get("input_schema", {})),
-        function=lambda space, **arguments: handler(**arguments),
+        function=lambda space, **arguments: _result(handler(**arguments)),
         arguments_model=None,
     )
+
+
+def _result(returned: Any) -> ToolResult:
+    """An output that is no text stays what it is in the session."""
+    result = as_result(returned)
+    return result if isinstance(returned, str) else replace(result, details={JSON_OUTPUT: True})
 
 
 def _times(trajectory: Trajectory) -> list[float | None]:

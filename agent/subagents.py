@@ -17,7 +17,8 @@ from agent.moves import End
 from agent.options import AgentOptions, Subagent
 from agent.trajectory import Trajectory
 from toolsets.space import TaskSpace
-from toolsets.tool import ArgumentsError, Tool, ToolResult, tool
+from toolsets.text import clip
+from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, tool
 
 Start = Callable[[Subagent, str, str], Awaitable[tuple[End, Trajectory]]]
 """Runs a subagent, given the id of the call and the task; gives its ending and conversation."""
@@ -58,7 +59,8 @@ class SubagentTool:
         end, conversation = await self._start(self._subagent, call["id"], arguments["task"])
         details = {"subagent": self._subagent.name, "status": end.status}
         if end.status == "completed":
-            return ToolResult(conversation.final_text(), details=details)
+            answer = clip(conversation.final_text(), max_chars=MAX_RESULT_CHARS)
+            return ToolResult(answer, details=details)
         why = f": {end.reason}" if end.reason else ""
         text = f"Error: the subagent gave no answer; it ended as {end.status}{why}"
         return ToolResult(text, True, details)
@@ -76,17 +78,14 @@ def _as_tool(subagent: Subagent) -> Tool:
 _INVALID = {"failure": "invalid_arguments"}
 
 
-def options_of(subagent: Subagent, caller: AgentOptions, left_usd: float | None) -> AgentOptions:
-    """The options of a subagent's conversation: its own bounds, and the caller's care.
-
-    `left_usd` is what is left of the caller's budget.
-    """
+def options_of(subagent: Subagent, caller: AgentOptions) -> AgentOptions:
+    """The options of a subagent's conversation: its own bounds, and the caller's care."""
     return AgentOptions(
         max_turns=subagent.max_turns,
         max_errors=caller.max_errors,
         repeat_limit=caller.repeat_limit,
         max_reasks=caller.max_reasks,
-        max_cost_usd=left_usd,
+        max_cost_usd=caller.max_cost_usd,
         parallel_tools=caller.parallel_tools,
         bad_arguments=caller.bad_arguments,
         repair_tool_names=caller.repair_tool_names,

@@ -8,15 +8,15 @@ up again goes on with the summary that it had.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import orjson
 
-from agent.messages import Event, Message, ReplyEvent
+from agent.events import Clock, reply_event
+from agent.messages import Event, Message
 from agent.models.errors import ModelError
-from agent.models.model import Completion, Model, Request
+from agent.models.model import Completion, Model, Overtaken, Request
 from agent.options import AgentOptions
 from agent.trajectory import Trajectory
 
@@ -38,41 +38,42 @@ class SummarizingModel:
     def __init__(
         self,
         model: Model,
+        writer: Model,
         trajectory: Trajectory,
         options: AgentOptions,
         record_inner: Callable[[str, str, Event], None],
     ) -> None:
-        """`record_inner` records an event of an inner conversation, given its key and name."""
+        """`writer` writes the summaries: the same model, without the views that `model` has.
+
+        `record_inner` records an event of an inner conversation, given its key and name.
+        """
         self._model = model
+        self._writer = writer
         self._trajectory = trajectory
         self._options = options
         self._record_inner = record_inner
 
     async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`. A summary that cannot be had is done without."""
+        """See `Model.complete`. A summary that cannot be had is done without.
+
+        Raises `Overtaken` after each summary: it was paid for, which may have used the budget up.
+        """
         shown = self._shown(request.messages)
         if self._is_long(shown) and (upto := self._boundary(request.messages)):
             try:
                 await self._summarize(request.messages, upto)
             except ModelError as error:
                 log.warning("no summary, the conversation goes on without: %s", error)
-            shown = self._shown(request.messages)
+            else:
+                raise Overtaken
         return await self._model.complete(replace(request, messages=shown))
 
     async def close(self) -> None:
         """See `Model.close`."""
         await self._model.close()
 
-    def _latest(self) -> tuple[int, str]:
-        """How many messages the latest summary replaces, and its text; (0, "") without one."""
-        found = (0, "")
-        for key, inner in self._trajectory.inner.items():
-            if inner.name == STAGE and (text := inner.trajectory.final_text().strip()):
-                found = max(found, (int(key.partition("#")[2]), text))
-        return found
-
     def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
-        upto, summary = self._latest()
+        upto, summary = latest_summary(self._trajectory)
         if not upto:
             return messages
         # The task itself is never summarized away.
@@ -89,11 +90,17 @@ class SummarizingModel:
         return over is not None and _estimated_tokens(messages) > over
 
     def _boundary(self, messages: Sequence[Message]) -> int:
-        """How many messages to replace: whole turns, and the last ones stay; 0 for none."""
-        upto = len(messages) - self._options.summarize_keep
+        """How many messages to replace: whole turns, and the last ones stay; 0 for none.
+
+        A summary that replaces only a few messages more than the one before it, also where that
+        one failed, would be paid for again and again.
+        """
+        keep = self._options.summarize_keep
+        upto = len(messages) - keep
         while upto > 0 and messages[upto]["role"] != "assistant":
             upto -= 1
-        return upto if upto > max(self._latest()[0], _task_length(messages)) else 0
+        tried = max((upto for upto, _ in _summaries(self._trajectory)), default=0)
+        return upto if upto - max(tried, _task_length(messages)) >= keep else 0
 
     async def _summarize(self, messages: Sequence[Message], upto: int) -> None:
         shown = self._shown(messages)
@@ -103,24 +110,26 @@ class SummarizingModel:
             Message(role="user", content="\n\n".join(map(_as_text, older))),
         ]
         key = f"{STAGE}#{upto}"
-        started_at, clock = time.time(), time.monotonic()
-        completion = await self._model.complete(Request(asked))
         self._record_inner(key, STAGE, {"kind": "opening", "messages": asked})
-        reply = ReplyEvent(
-            kind="reply",
-            turn=1,
-            message=completion.message,
-            finish_reason=completion.finish_reason,
-            usage=completion.usage,
-            cost_usd=completion.cost_usd,
-            model=completion.model,
-            response_id=completion.response_id,
-            started_at=started_at,
-            duration_s=time.monotonic() - clock,
-        )
-        if completion.finish_reason != "stop" or not completion.message["content"].strip():
-            reply["discarded"] = "no_summary"
-        self._record_inner(key, STAGE, reply)
+        clock = Clock()
+        completion = await self._writer.complete(Request(asked))
+        whole = completion.finish_reason == "stop" and completion.message["content"].strip()
+        why = None if whole else "no_summary"
+        self._record_inner(key, STAGE, reply_event(1, completion, clock, discarded=why))
+
+
+def latest_summary(t: Trajectory) -> tuple[int, str]:
+    """How many messages the latest summary replaces, and its text; (0, "") without one."""
+    return max(((upto, text) for upto, text in _summaries(t) if text), default=(0, ""))
+
+
+def _summaries(t: Trajectory) -> list[tuple[int, str]]:
+    """How many messages each summary was to replace, and its text, "" where none came."""
+    return [
+        (int(key.rpartition("#")[2]), inner.trajectory.final_text().strip())
+        for key, inner in t.inner.items()
+        if inner.name == STAGE
+    ]
 
 
 def _task_length(messages: Sequence[Message]) -> int:

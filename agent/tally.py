@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import orjson
 
-from agent.messages import ToolCall
+from agent.messages import Message, ToolCall
 
-NOT_THE_MODELS = frozenset({"not_run", "interrupted", "denied"})
+OWN_CHARS = "own_chars"
+"""In the details of a result: how many characters of its content are the tool's, if not all."""
+
+_NOBODYS = frozenset({"not_run", "interrupted", "denied"})
 """Why a result may be an error through no doing of the model or the tool."""
 
 _MALFORMED = frozenset({"unknown_tool", "invalid_arguments", "unknown_reference"})
@@ -21,7 +22,7 @@ _COUNTED = _MALFORMED | {"exception", "timeout"}
 
 
 class Tally:
-    """Errors, unusable turns, repeated calls and notes of one conversation."""
+    """Errors, unusable turns and repeated calls of one conversation."""
 
     def __init__(self) -> None:
         self.errors = 0
@@ -29,9 +30,7 @@ class Tally:
         self.unusable_turns = 0
         """How many turns in a row held nothing that could be used."""
         self.streak = 0
-        """How often in a row the same call has given the same result."""
-        self.notes: Counter[str] = Counter()
-        """Notes written so far, by the rule that wrote them."""
+        """In how many turns in a row the same call has given the same result."""
         self._last: tuple[str, str, str] | None = None
 
     def count_text(self, *, unusable: bool) -> None:
@@ -39,19 +38,33 @@ class Tally:
         self.errors += unusable
         self.unusable_turns = self.unusable_turns + 1 if unusable else 0
 
-    def count_turn(self, calls: Sequence[ToolCall], results: Sequence[Mapping[str, Any]]) -> None:
-        """Count the results of one turn, as messages in call order."""
-        failures = [result.get("details", {}).get("failure") for result in results]
+    def count_turn(self, calls: Sequence[ToolCall], results: Sequence[Message]) -> None:
+        """Count the results of one turn, in call order."""
+        failures = [failure_of(result) for result in results]
         self.errors += sum(failure in _COUNTED for failure in failures)
         malformed = all(failure in _MALFORMED for failure in failures)
         self.unusable_turns = self.unusable_turns + 1 if malformed else 0
-        for call, result, failure in zip(calls, results, failures, strict=True):
-            if failure in NOT_THE_MODELS:
+        for n, (call, result, failure) in enumerate(zip(calls, results, failures, strict=True)):
+            if failure in _NOBODYS:
+                self.streak, self._last = 0, None
                 continue
+            own = result.get("details", {}).get(OWN_CHARS)
             function = call["function"]
-            now = (function["name"], function["arguments"], result["content"])
-            self.streak = self.streak + 1 if _is_same(now, self._last) else 1
+            now = (function["name"], function["arguments"], result["content"][:own])
+            # Equal calls of one reply are one attempt: none of them saw another's result.
+            if not (n and _is_same(now, self._last)):
+                self.streak = self.streak + 1 if _is_same(now, self._last) else 1
             self._last = now
+
+    def count_continued(self, result: Message) -> None:
+        """Count what came of a call after the user's reply."""
+        self.errors += failure_of(result) in _COUNTED
+
+
+def failure_of(result: Message) -> str | None:
+    """How a call failed, None where it did not, or where the tool itself reports it."""
+    failure = result.get("details", {}).get("failure")
+    return failure if result["is_error"] and isinstance(failure, str) else None
 
 
 def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bool:

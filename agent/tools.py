@@ -6,6 +6,7 @@ one; options that are off are not there at all.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -14,10 +15,10 @@ from typing import Any, Protocol
 import orjson
 
 from agent.completion import RESERVED, SCHEMAS, finish_in
-from agent.interaction import question_of
 from agent.messages import ToolCall
 from agent.options import AgentOptions
-from agent.references import UnknownReference, name_for, resolve, tag
+from agent.references import STORED_AS, UnusableReference, name_for, resolve, tag
+from agent.tally import OWN_CHARS
 from agent.trajectory import Trajectory
 from toolsets.text import clip
 from toolsets.tool import ToolResult
@@ -31,7 +32,8 @@ Caller = Callable[[ToolCall, str | None], Awaitable[ToolResult]]
 Approve = Callable[[str, Mapping[str, Any]], str | Awaitable[str]]
 """Asked with a tool's name and its arguments; says "approve", "deny" or "always".
 
-"always" approves this tool with these arguments for the rest of the conversation.
+"always" approves this tool with these arguments for the rest of the conversation, its
+subagents' included; after a crash it is asked again. A plain function runs in a thread.
 """
 
 
@@ -59,16 +61,17 @@ class AgentTools:
         *,
         subagents: Mapping[str, CallableAgent] | None = None,
         approve: Approve | None = None,
+        approved: set[bytes] | None = None,
     ) -> None:
-        """Raises `ValueError` where two tools have one name, or one that is reserved."""
+        """`approved` collects what was approved for good, and may be shared.
+
+        Raises `ValueError` where two tools have one name, or one that is reserved."""
         self._toolbox = toolbox
         self._trajectory = trajectory
         self._subagents = subagents or {}
         own = [subagent.schema for subagent in self._subagents.values()]
-        self.schemas: list[Mapping[str, Any]] = [*toolbox.schemas, *own]
-        check_names(schema["function"]["name"] for schema in self.schemas)
-        if options.completion_tools:
-            self.schemas += SCHEMAS
+        check_names(schema["function"]["name"] for schema in [*toolbox.schemas, *own])
+        self.schemas = offered([*toolbox.schemas, *own], options)
         self.names = sorted(schema["function"]["name"] for schema in self.schemas)
         call: Caller = self._call_toolbox
         if self._subagents:
@@ -76,7 +79,7 @@ class AgentTools:
         if options.observation_chars is not None:
             call = _shortening(call, options.observation_chars)
         if approve is not None:
-            call = _approving(call, approve)
+            call = _approving(call, approve, set() if approved is None else approved)
         if options.completion_tools:
             call = _finishing(call)
         if options.result_references:
@@ -108,6 +111,11 @@ class AgentTools:
         )
 
 
+def offered(schemas: Sequence[Mapping[str, Any]], options: AgentOptions) -> list[Mapping[str, Any]]:
+    """All that a model is offered: `schemas`, and the completion tools where they are on."""
+    return [*schemas, *SCHEMAS] if options.completion_tools else list(schemas)
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raise `ValueError` where a name is reserved or there twice."""
     seen: set[str] = set()
@@ -121,11 +129,6 @@ def check_names(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def question_in(result: ToolResult) -> str | None:
-    """What a result asks the user, None where it asks nothing."""
-    return None if result.is_error else question_of(result.content)
-
-
 def _finishing(next_caller: Caller) -> Caller:
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         name = call["function"]["name"]
@@ -135,7 +138,7 @@ def _finishing(next_caller: Caller) -> Caller:
         if finish is None:
             text = f"Error: invalid arguments for {name}: they need a text that is not blank"
             return ToolResult(text, True, {"failure": "invalid_arguments"})
-        return ToolResult("The task is ended.", details={"text": finish.text})
+        return ToolResult("Answer received.", details={"text": finish.text})
 
     return call
 
@@ -146,50 +149,52 @@ def _referring(next_caller: Caller, trajectory: Trajectory) -> Caller:
         if "$$" in function["arguments"]:
             try:
                 arguments = resolve(function["arguments"], trajectory)
-            except UnknownReference as error:
-                text = f"Error: there is no result with the name $${error}"
-                return ToolResult(text, True, {"failure": "unknown_reference"})
+            except UnusableReference as error:
+                return ToolResult(f"Error: {error}", True, {"failure": "unknown_reference"})
             call = {**call, "function": {"name": function["name"], "arguments": arguments}}
         result = await next_caller(call, user_reply)
         if result.is_error or user_reply is not None or function["name"] in RESERVED:
             return result
-        stored = result.content + tag(name_for(call, trajectory))
-        return ToolResult(stored, details=result.details)
+        name = name_for(call, trajectory)
+        stored = {STORED_AS: name, OWN_CHARS: len(result.content)}
+        return ToolResult(result.content + tag(name), details={**result.details, **stored})
 
     return call
 
 
-def _approving(next_caller: Caller, approve: Approve) -> Caller:
-    always: set[tuple[str, bytes]] = set()
-
+def _approving(next_caller: Caller, approve: Approve, approved: set[bytes]) -> Caller:
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
-        name = call["function"]["name"]
+        name, written = call["function"]["name"], call["function"]["arguments"]
         try:
-            arguments = orjson.loads(call["function"]["arguments"] or "{}")
-            key = (name, orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS))
+            arguments = orjson.loads(written) if written.strip() else {}
         except orjson.JSONDecodeError:
-            # No handler will run with these: the check of arguments refuses them.
+            # The check of arguments, with the same parser, will refuse them.
             return await next_caller(call, user_reply)
-        if key not in always:
-            decision = await _decide(approve, name, arguments)
-            if decision == "always":
-                always.add(key)
-            elif decision != "approve":
-                text = f"Error: the call of {name} was not approved"
-                return ToolResult(text, True, {"failure": "denied"})
+        if not await _is_approved(approve, name, arguments, approved):
+            text = f"Error: the call of {name} was not approved"
+            return ToolResult(text, True, {"failure": "denied"})
         return await next_caller(call, user_reply)
 
     return call
 
 
-async def _decide(approve: Approve, name: str, arguments: Mapping[str, Any]) -> str:
+async def _is_approved(approve: Approve, name: str, arguments: Any, approved: set[bytes]) -> bool:
     """Ask the hook; one that fails has not approved."""
     try:
-        decision = approve(name, arguments)
-        return await decision if inspect.isawaitable(decision) else decision
+        key = orjson.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
+        if key in approved:
+            return True
+        if inspect.iscoroutinefunction(approve):
+            decision = await approve(name, arguments)
+        else:
+            decision = await asyncio.to_thread(approve, name, arguments)
+            decision = await decision if inspect.isawaitable(decision) else decision
     except Exception:
         log.exception("the approval hook failed; the call of %s is denied", name)
-        return "deny"
+        return False
+    if decision == "always":
+        approved.add(key)
+    return decision in ("approve", "always")
 
 
 def _shortening(next_caller: Caller, limit: int) -> Caller:

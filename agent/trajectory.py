@@ -6,6 +6,7 @@ point and replayed from its journal is in the state it would have been in.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ from agent.messages import (
     Usage,
 )
 from agent.tally import Tally
+
+CONTINUE_CUT = "continue_cut"
+"""The note that asks for the rest of a text that was cut by the token limit."""
 
 Status = Literal[
     "completed",
@@ -56,11 +60,14 @@ class Trajectory:
         self.results: list[ResultEvent] = []
         self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
+        self.replies_used = 0
+        """How many replies of the user were given to tools that asked."""
         self.inner: dict[str, InnerConversation] = {}
         """Conversations inside this one by their key (see `SubEvent`)."""
+        self._outer: Trajectory | None = None
         self.tally = Tally()
         self.spent_usd = 0.0
-        """Dollars of all replies whose price is known, for budgets."""
+        """Dollars of all replies whose price is known, those of inner conversations included."""
         self.unpriced = 0
         """Replies whose price is unknown."""
         self.reasks = 0
@@ -70,6 +77,8 @@ class Trajectory:
         self.is_reopened = False
         """The conversation does not start with the messages of its prompt."""
         self._results_of_turn: dict[int, ResultEvent] = {}
+        self._notes_of: Counter[str] = Counter()
+        self._text_before = ""
         self._open(opening)
         for event in events:
             self.apply(event)
@@ -94,25 +103,26 @@ class Trajectory:
             case "resumed":
                 self.resumes.append(event)
             case "sub":
-                self.inner_conversation(event["key"], event["name"]).apply(event["event"])
-                self.pay(event["event"])
+                self.begin_inner(event["key"], event["name"]).apply(event["event"])
 
-    def inner_conversation(self, key: str, name: str) -> Trajectory:
-        """The conversation inside this one with this key (see `SubEvent`), a new one if need be.
-
-        Its events are applied to it, and paid for here: by `apply`, or by whoever runs it.
-        """
+    def begin_inner(self, key: str, name: str) -> Trajectory:
+        """The conversation inside this one with this key (see `SubEvent`), begun if need be."""
         if key not in self.inner:
-            self.inner[key] = InnerConversation(name)
+            inner = self.inner[key] = InnerConversation(name)
+            inner.trajectory._outer = self
         return self.inner[key].trajectory
 
-    def pay(self, event: Event) -> None:
-        """Count what an event cost."""
-        if event["kind"] == "sub":
-            self.pay(event["event"])
-        elif event["kind"] == "reply":
-            self.spent_usd += event["cost_usd"] or 0.0
-            self.unpriced += event["cost_usd"] is None
+    def outermost(self) -> Trajectory:
+        """The conversation that this one is inside of, at whatever depth, or this one."""
+        return self if self._outer is None else self._outer.outermost()
+
+    def has_note(self, reason: str) -> bool:
+        """Whether rule `reason` has written a note."""
+        return self._notes_of[reason] > 0
+
+    def notes_of(self, reason: str) -> int:
+        """How many notes rule `reason` has written."""
+        return self._notes_of[reason]
 
     def open_calls(self) -> list[tuple[int, ToolCall]]:
         """The calls of the last reply that have no result yet, with their number in it."""
@@ -124,9 +134,9 @@ class Trajectory:
         """The calls of the last reply."""
         return self.replies[-1]["message"].get("tool_calls", []) if self.replies else []
 
-    def last_results(self) -> list[Message]:
+    def last_results(self) -> list[ResultEvent]:
         """The results of the last reply's calls, as far as they are known, in call order."""
-        return [self._results_of_turn[n]["message"] for n in sorted(self._results_of_turn)]
+        return [self._results_of_turn[n] for n in sorted(self._results_of_turn)]
 
     def finish(self) -> Finish | None:
         """What the last reply said with a reserved tool that it was offered, if it did."""
@@ -138,12 +148,17 @@ class Trajectory:
         return None
 
     def final_text(self) -> str:
-        """The answer of the last reply, or "" where it only asked for tools or none came."""
+        """The answer of the last reply, or "" where it only asked for tools or none came.
+
+        A text that was cut and continued is one answer.
+        """
         if not self.replies:
             return ""
         if finish := self.finish():
             return finish.text
-        return "" if self.last_calls() else self.replies[-1]["message"]["content"]
+        if self.last_calls():
+            return ""
+        return self._text_before + self.replies[-1]["message"]["content"]
 
     def last_reasoning(self) -> str | None:
         """The reasoning of the last reply, None where it had none."""
@@ -220,12 +235,16 @@ class Trajectory:
         }
 
     def _apply_reply(self, event: ReplyEvent) -> None:
-        self.pay(event)
+        self._pay(event)
         if "discarded" in event:
             self.discarded.append(event)
             self.reasks += 1
             return
         message = event["message"]
+        if any(note["reason"] == CONTINUE_CUT for note in self.noted):
+            self._text_before += self.replies[-1]["message"]["content"]
+        else:
+            self._text_before = ""
         self.reasks = 0
         self.noted = []
         self.replies.append(event)
@@ -234,10 +253,19 @@ class Trajectory:
         if calls := message.get("tool_calls"):
             self.call_ids.update(call["id"] for call in calls)
         else:
-            self.tally.count_text(unusable="notes" in message)
+            self.tally.count_text(unusable="unusable" in message)
+
+    def _pay(self, event: ReplyEvent) -> None:
+        self.spent_usd += event["cost_usd"] or 0.0
+        self.unpriced += event["cost_usd"] is None
+        if self._outer is not None:
+            self._outer._pay(event)
 
     def _apply_result(self, event: ResultEvent) -> None:
         self._results_of_turn[event["call"]] = event
+        if "reply" in event:
+            self._apply_continued(event)
+            return
         calls = self.last_calls()
         if len(self._results_of_turn) == len(calls):
             in_call_order = [self._results_of_turn[n] for n in range(len(calls))]
@@ -246,10 +274,18 @@ class Trajectory:
             self.messages.extend(messages)
             self.tally.count_turn(calls, messages)
 
+    def _apply_continued(self, event: ResultEvent) -> None:
+        """A result takes the place of the one in which its tool had asked the user."""
+        self.replies_used += 1
+        from_end = event["call"] - len(self.last_calls())
+        self.messages[from_end] = event["message"]
+        self.results[from_end] = event
+        self.tally.count_continued(event["message"])
+
     def _apply_note(self, event: NoteEvent) -> None:
         self.notes.append(event)
         self.noted.append(event)
-        self.tally.notes[event["reason"]] += 1
+        self._notes_of[event["reason"]] += 1
         last = self.messages[-1]
         if last["role"] in ("tool", "user"):
             last = last.copy()

@@ -1,7 +1,7 @@
 """The transcript of one conversation: a JSONL file that grows as things happen.
 
 Lines, by their `type`: `request` (model, messages, tools), then every event of the conversation
-(`response`, `tool_result`, `note`, `opening`, `sub`), `error` where there is one, and
+(`response`, `tool_result`, `note`, `opening`, `resumed`, `sub`), `error` where there is one, and
 `accounting` at the end. It holds no keys.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ class Transcript:
     def __init__(self, directory: Path, run_id: str | None) -> None:
         """Open `<run_id>.jsonl` in `directory`, which is made; the time stands in for an id."""
         directory.mkdir(parents=True, exist_ok=True)
-        name = run_id or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        name = run_id or f"{now}-{uuid.uuid4().hex[:8]}"
         self.path = directory / f"{_plain(name)}.jsonl"
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.fchmod(self._fd, 0o600)

@@ -117,8 +117,15 @@ def _unrecorded(options: AgentOptions) -> list[Message]:
 
 
 def _insert(messages: Sequence[Message], unrecorded: Sequence[Message]) -> list[Message]:
-    """A system message of the conversation's own wins over the ephemeral one."""
+    """A system message of the conversation's own wins over the ephemeral one.
+
+    One in which only the runtime speaks is no such message, and is added to the ephemeral one.
+    """
     if not messages or messages[0]["role"] != "system":
         return [*unrecorded, *messages]
+    if messages[0].get("notes") and unrecorded[0]["role"] == "system":
+        both = messages[0].copy()
+        both["content"] = f"{unrecorded[0]['content']}\n\n{both['content']}"
+        return [both, *unrecorded[1:], *messages[1:]]
     own = [message for message in unrecorded if message["role"] != "system"]
     return [messages[0], *own, *messages[1:]]

@@ -76,7 +76,7 @@ class RunConfig(AgentOptions):
     base_url: str | None = _running(
         None, "Root URL of the endpoint; default: that of the model's prefix, else OpenRouter."
     )
-    api: Literal["openai_chat", "anthropic_messages"] | None = meaning(
+    api: Literal["openai_chat", "openai_responses", "anthropic_messages"] | None = meaning(
         None, "Dialect of the endpoint, where the model's prefix does not say it."
     )
     key_env: str | None = _running(
@@ -172,12 +172,13 @@ class RunConfig(AgentOptions):
             **{name: getattr(self, name) for name in AgentOptions.model_fields}
         )
 
-    def row_rules(self, api: str) -> RowRules:
+    def row_rules(self, api: str, *, is_priced: bool = True) -> RowRules:
         """How the rows of the dataset are read, for a model of this API."""
         return RowRules(
             self.system_prompt,
             self.agent_options,
             script_use(api, has_script_file=self.script_file is not None),
+            is_priced,
         )
 
     @property

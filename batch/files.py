@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from batch.errors import EnvironmentStop
 
@@ -115,7 +117,7 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         temporary = temporary_for(path)
         try:
-            with temporary.open("wb") as file:
+            with open_temporary(temporary, path) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -134,6 +136,17 @@ def temporary_for(path: Path) -> Path:
     What a crash leaves of such files is removed by the next start.
     """
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def open_temporary(temporary: Path, path: Path) -> BinaryIO:
+    """Open what will take the place of `path`: for its owner alone, or with the mode it has."""
+    file = temporary.open("wb", buffering=1 << 20)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = 0o600
+    os.fchmod(file.fileno(), stat.S_IMODE(mode))
+    return file
 
 
 def sync_directory(path: Path) -> None:

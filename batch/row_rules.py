@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from agent.messages import Message
 from agent.models.names import SCRIPTED
 from agent.models.scripted import parse_script
+from agent.opening import with_bound_stated
 from agent.options import ROW_COLUMN, AgentOptions, of_row
 from agent.rules import Terms
 
@@ -34,13 +35,16 @@ class RowRules:
     """For rows that bring no system message of their own."""
     options: AgentOptions = field(default_factory=AgentOptions)
     script: ScriptUse = "ignored"
+    is_priced: bool = True
+    """The price of the model is known, so that budgets in dollars can be kept."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason where it cannot be used."""
         options = of_row(self.options, columns)
+        if options.max_cost_usd is not None and not self.is_priced:
+            msg = "`max_cost_usd` needs a model whose price is known"
+            raise ValueError(msg)
         opening = opening_messages(columns, self.system_prompt)
-        if options.state_max_turns:
-            _state(opening, f"You have at most {options.max_turns} replies for this task.")
         if self.script != "ignored" and "script" in columns:
             parse_script(columns["script"])
         elif self.script == "needed":
@@ -51,7 +55,7 @@ class RowRules:
             expected=_expected(columns) if options.check_expected else None,
             user_replies=_user_replies(columns) if options.awaiting_input else (),
         )
-        return RowTask(opening, terms)
+        return RowTask(with_bound_stated(opening, options), terms)
 
     def deciding(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that decide what the conversation is."""
@@ -168,13 +172,6 @@ def _check_chat(messages: list[Message]) -> None:
     if turns != expected:
         msg = f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
         raise ValueError(msg)
-
-
-def _state(opening: list[Message], text: str) -> None:
-    if opening[0]["role"] == "system":
-        opening[0]["content"] += f"\n\n{text}"
-    else:
-        opening.insert(0, Message(role="system", content=text))
 
 
 def _expected(columns: Mapping[str, Any]) -> str:

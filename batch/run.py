@@ -15,8 +15,9 @@ import yaml
 
 from agent.models.model import ModelSettings
 from agent.models.names import read_key, resolve_model
+from agent.models.prices import is_known
 from agent.models.scripted import ScriptedTurn, parse_script
-from agent.setup import Setup, offered, set_up
+from agent.setup import Setup, schemas_for, set_up
 from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
@@ -112,7 +113,7 @@ def make_plan(config: RunConfig) -> Plan:
         scan=scan(
             config.dataset_file,
             max_samples=config.max_samples,
-            rules=config.row_rules(settings.api),
+            rules=config.row_rules(settings.api, is_priced=is_known(settings)),
         ),
     )
 
@@ -120,7 +121,7 @@ def make_plan(config: RunConfig) -> Plan:
 def describe(plan: Plan) -> str:
     """What a start of `plan` would do, for `--dry_run`."""
     config, scan = plan.config, plan.scan
-    names = [schema["function"]["name"] for schema in offered(plan.setup, config.agent_options)]
+    names = [schema["function"]["name"] for schema in schemas_for(plan.setup, config.agent_options)]
     model = f"{plan.settings.name} ({plan.settings.api}"
     model += f" at {plan.settings.base_url})" if plan.settings.base_url else ", offline)"
     return "\n".join(

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.moves import End
-from agent.setup import Setup, offered
+from agent.setup import Setup, schemas_for
 from agent.trajectory import Trajectory
 from batch.config import RunConfig
 from batch.errors import EnvironmentStop
@@ -256,7 +256,7 @@ class Supervisor:
             Trajectory(row.opening, self._inflight.events(key)),
             end=End("failed"),
             terms=row.terms,
-            tools=offered(self._common, row.terms.options),
+            tools=schemas_for(self._common, row.terms.options),
             failure=failure,
             attempt=failure.attempt,
             provenance=self._setup.provenance,

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from agent.conversation import Conversation
+from agent.loop import close_calls
 from agent.messages import Event
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
@@ -29,7 +30,7 @@ from agent.models.names import SCRIPTED, open_model, read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.moves import End
 from agent.rules import Terms
-from agent.setup import Home, SubagentModels, offered, replies_played, set_up
+from agent.setup import Home, SubagentModels, replies_played, schemas_for, set_up
 from agent.trajectory import Trajectory
 from batch.config import RunConfig
 from batch.failures import Failure
@@ -105,6 +106,7 @@ class Worker:
             disabled_toolsets=self._config.disabled_toolsets,
         )
         self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, TaskSpace] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -186,6 +188,7 @@ class Worker:
         except (Exception, asyncio.CancelledError) as error:
             message = self._sort_out(task, deal, error)
         self._running.pop(task.key, None)
+        self._trajectories.pop(task.key, None)
         self._outbox.put(message)
 
     def _sort_out(self, task: Task, deal: Deal, error: BaseException) -> bytes:
@@ -200,7 +203,9 @@ class Worker:
         if deal["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         row = self._rules.read(task.columns)
-        trajectory = Trajectory(row.opening, deal["events"])
+        # What it had received by then was paid for and belongs into its record.
+        trajectory = self._trajectories.get(task.key) or Trajectory(row.opening, deal["events"])
+        close_calls(trajectory, "failed", lambda event: None)
         return self._finished(task, deal, trajectory, row.terms, End("failed"), failure)
 
     async def _carry_out(self, task: Task, deal: Deal) -> bytes:
@@ -212,6 +217,7 @@ class Worker:
         space = TaskSpace(workspace, self._sandbox_for(workspace))
         row = self._rules.read(task.columns)
         trajectory = Trajectory(row.opening, deal["events"])
+        self._trajectories[task.key] = trajectory
         end = End("failed")
         failure = None
         try:
@@ -221,7 +227,7 @@ class Worker:
             end = await self._converse(task, deal, trajectory, row.terms, space)
         except ModelError as error:
             if self._is_the_endpoints(error):
-                self._halt(f"{self._setup.settings.base_url}: {error.kind}: {error}")
+                self._halt(f"{error.endpoint}: {error.kind}: {error}")
                 raise Stopped from error
             failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
         finally:
@@ -246,7 +252,7 @@ class Worker:
             trajectory,
             end=end,
             terms=terms,
-            tools=offered(self._common, terms.options),
+            tools=schemas_for(self._common, terms.options),
             failure=failure,
             attempt=deal["attempt"],
             provenance=self._setup.provenance,
@@ -290,16 +296,16 @@ class Worker:
             host=home,
             subagents=terms.options.subagents,
             approve=self._common.approve,
+            kept=space.workspace.root.exists(),
         )
-        return await conversation.run(
-            taken_up=bool(deal["events"]), workspace_kept=space.workspace.root.exists()
-        )
+        return await conversation.run(taken_up=bool(deal["events"]))
 
-    def _count(self, event: Event) -> None:
+    def _count(self, event: Event, *, is_inner: bool = False) -> None:
         if event["kind"] == "sub":
-            self._count(event["event"])
+            self._count(event["event"], is_inner=True)
         elif event["kind"] == "reply":
-            self._answered = True
+            # An inner conversation may have asked another endpoint.
+            self._answered |= not is_inner
             usage = event["usage"]
             self._counters["turns"] += 1
             if usage is not None:

@@ -115,7 +115,7 @@ def main() -> None:
     turns = script(args.turns, args.calls)
     plain = AgentOptions(max_turns=10_000)
     common = set_up(plain, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
-    common = Setup(common.toolsets, (step,), {}, None)
+    common = Setup(SETTINGS, common.toolsets, (step,), {}, None)
     with tempfile.TemporaryDirectory() as root:
         space = TaskSpace(Workspace(Path(root)))
         home = Home(common, space, SubagentModels(common, print), 300.0)

@@ -87,7 +87,7 @@ def to_row(record: Mapping[str, Any]) -> dict[str, Any]:
         "tools": write_json(tools),
         "completed": completed,
         "partial": not completed,
-        "api_calls": len(turns),
+        "api_calls": record["api_calls"],
         "num_turns": len(turns),
         "num_tool_calls": sum(tool["count"] for tool in stats),
         "has_reasoning": with_reasoning > 0,

@@ -24,7 +24,7 @@ import orjson
 
 from batch.errors import EnvironmentStop
 from batch.failures import load_failed_attempts
-from batch.files import StorageError, replace_file, sync_directory, temporary_for
+from batch.files import StorageError, open_temporary, replace_file, sync_directory, temporary_for
 from batch.prompts import Scan, tasks
 from batch.records import Entry, load_index
 from export.hermes import dumps_row, to_row
@@ -171,7 +171,7 @@ def _replacing(path: Path) -> Iterator[_Output]:
     """A file that takes the place of `path` only if all went well."""
     temporary = temporary_for(path)
     try:
-        with temporary.open("wb", buffering=1 << 20) as file:
+        with open_temporary(temporary, path) as file:
             output = _Output(path, file)
             yield output
             file.flush()

@@ -107,6 +107,8 @@ def delete(space: TaskSpace, name: str) -> Any:
         return {"requiresConfirmation": True, "message": f"Delete {name}?"}
     if space.user_reply == "which?":
         return {"requiresInput": True, "message": "Say yes or no."}
+    if space.user_reply == "break":
+        raise RuntimeError("it broke")
     return f"deleted {name}: {space.user_reply}"
 
 

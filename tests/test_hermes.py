@@ -102,6 +102,7 @@ def record_of(*messages: dict[str, Any], **changes: Any) -> dict[str, Any]:
             {"usage": None, "finish_reason": "stop", "started_at": 1.5, "duration_s": 0.25}
             for _ in range(replies)
         ],
+        "api_calls": replies,
         "usage": {"input_tokens": 10, "output_tokens": None},
         "model": "m",
         "model_returned": "m-2026",
@@ -873,6 +874,7 @@ class TestRow:
             tools=[TEMP, *({"function": {"name": name}} for name in ("zoo", "bar"))],
         )
         record["turns"] = record["turns"][2:]
+        record["api_calls"] = 2
         row = to_row(record)
         assert (row["api_calls"], row["num_turns"], row["num_tool_calls"]) == (2, 2, 3)
         assert row["has_reasoning"] is False

@@ -130,6 +130,11 @@ def test_repeated_and_empty_call_ids_become_unique(tmp_path: Path) -> None:
     make_ids_unique(message, {"z"}, turn=1)
     ids = [c["id"] for c in message["tool_calls"]]
     assert ids == ["x", "call_1_1", "call_1_2", "y", "call_1_4"]
+    message["tool_calls"][1]["id"] = ""
+    message["tool_calls"][2]["id"] = "call_1_1"
+    make_ids_unique(message, {"call_1_4"}, turn=1)
+    ids = [c["id"] for c in message["tool_calls"]]
+    assert ids == ["x", "call_1_1_2", "call_1_1", "y", "call_1_4_2"], "also against made-up ones"
 
 
 @pytest.mark.parametrize("length", range(9))

@@ -57,6 +57,29 @@ class TestReferences:
         played = play(tmp_path, script, result_references=True, completion_tools=True)
         assert played.trajectory.final_text() == "a!"
 
+    @pytest.mark.parametrize("name", ["echo-res-" + "9" * 5000, "count-res-1"])
+    def test_a_name_that_cannot_be_is_a_result_too(self, tmp_path: Path, name: str) -> None:
+        played = play(tmp_path, [echo(f"$${name}"), ANSWER], result_references=True)
+        assert played.results[0]["details"] == {"failure": "unknown_reference"}
+
+    def test_what_names_stand_for_is_bounded(self, tmp_path: Path) -> None:
+        script = [echo("x" * 90_000), echo("$$echo-res-1 " * 3000), ANSWER]
+        played = play(tmp_path, script, result_references=True)
+        assert "longer than 1000000 characters" in played.results[1]["content"]
+
+    def test_too_deep_arguments_are_left_to_their_check(self, tmp_path: Path) -> None:
+        deep = '{"text": ' + "[" * 300 + '"$$echo-res-1"' + "]" * 300 + "}"
+        script = [echo("a"), calls({"name": "echo", "arguments": deep}), ANSWER]
+        played = play(tmp_path, script, result_references=True)
+        assert played.results[1]["details"]["failure"] == "invalid_arguments"
+
+    def test_other_rules_do_not_see_the_names(self, tmp_path: Path) -> None:
+        """Equal results stay equal, and a question stays a question."""
+        assert play(tmp_path, [echo()] * 4, result_references=True).status == "repeat"
+        ask = calls(call("delete", name="x"))
+        given: dict[str, Any] = {"result_references": True, "awaiting_input": True}
+        assert play(tmp_path, [ask, ANSWER], **given).status == "awaiting_input"
+
     def test_names_survive_a_crash(self, tmp_path: Path) -> None:
         script = [calls(call("echo", text="a"), call("echo", text="b")), echo("$$echo-res-2")]
         whole = play(tmp_path, [*script, ANSWER], result_references=True)
@@ -86,6 +109,13 @@ class TestApproval:
         script = [calls(call("delete", name="x")), again, calls(call("delete", name="y")), ANSWER]
         play(tmp_path, script, approve=approve)
         assert asked == [("delete", {"name": "x"}), ("delete", {"name": "y"})]
+
+    @pytest.mark.parametrize("arguments", ["", "  ", '{"text": ' + "[" * 300 + "]" * 300 + "}"])
+    def test_no_arguments_go_past_the_hook(self, tmp_path: Path, arguments: str) -> None:
+        """Blank ones are none, and the tool would run with them."""
+        script = [calls({"name": "echo", "arguments": arguments}), ANSWER]
+        played = play(tmp_path, script, approve=lambda name, args: "deny")
+        assert played.results[0]["details"] == {"failure": "denied"}
 
     @pytest.mark.parametrize("decision", ["", "yes", None])
     def test_anything_but_a_decision_denies(self, tmp_path: Path, decision: Any) -> None:
@@ -229,6 +259,20 @@ class TestSummary:
         played = play(tmp_path, script, summarize_over_tokens=400, summarize_keep=1)
         assert "SUM" in played.seen()
 
+    def test_summaries_are_few(self, tmp_path: Path) -> None:
+        """Each replaces as many messages as are kept, whatever the threshold says."""
+        script = [echo(f"{n}") for n in range(60)]
+        played = play(tmp_path, script, max_turns=20, summarize_over_messages=5)
+        # These replies are no summaries: those that fail are not tried again at once either.
+        written = [inner.name for inner in played.trajectory.inner.values()]
+        assert played.status == "max_turns"
+        assert 0 < len(written) <= 20 * 2 / 8
+
+    def test_a_summary_that_uses_up_the_budget_ends_it_there(self, tmp_path: Path) -> None:
+        given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
+        played = play(tmp_path, self.SCRIPT, max_cost_usd=3.5, cost_usd=1.0, **given)
+        assert (played.status, played.trajectory.cost_usd()) == ("budget", 4.0)
+
     def test_a_blank_summary_is_done_without(self, tmp_path: Path) -> None:
         script = [*self.SCRIPT[:3], say(" "), ANSWER]
         played = play(tmp_path, script, summarize_over_messages=6, summarize_keep=2)
@@ -255,6 +299,14 @@ class TestPreparation:
         assert played.trajectory.turns == 1
         assert played.trajectory.to_record()["inner"][0]["name"] == "preparation"
         assert "Do not do the request itself" in played.seen(0)
+
+    def test_its_attempts_are_within_the_budget(self, tmp_path: Path) -> None:
+        cut = say("", finish_reason="length")
+        played = play(
+            tmp_path, [echo("a"), cut, echo("b"), cut], preparation="Find it.",
+            max_cost_usd=1.0, cost_usd=0.6,
+        )  # fmt: skip
+        assert (played.status, played.trajectory.cost_usd()) == ("budget", 1.2)
 
     def test_nothing_found_changes_nothing(self, tmp_path: Path) -> None:
         played = play(tmp_path, [say("no idea"), ANSWER], preparation="Find it.")
@@ -371,6 +423,7 @@ class TestSubagents:
             ([{**HELPER, "subagents": ["other"]}], "calls unknown ones: other"),
             ([HELPER, HELPER], "two subagents are called 'helper'"),
             ([{**HELPER, "name": "final_answer"}], "the name is reserved"),
+            ([{**HELPER, "name": "summary"}], "the name is reserved"),
             ([{**HELPER, "name": "a b"}], "pattern"),
         ],
     )
@@ -387,6 +440,15 @@ class TestSubagents:
                 subagents=[{**self.HELPER, "name": "read_file"}],
             )
 
+    def test_side_by_side_they_overshoot_by_what_is_in_flight_at_most(self, tmp_path: Path) -> None:
+        helper = {**self.HELPER, "script": [calls(call("nope"))] * 9, "max_turns": 9}
+        six = calls(*(call("helper", task=f"{n}") for n in range(6)))
+        played = play(tmp_path, [six, ANSWER], subagents=[helper], max_cost_usd=1.0, cost_usd=0.15)
+        assert played.status == "budget"
+        cost = played.trajectory.cost_usd()
+        assert cost is not None
+        assert cost <= 1.0 + 6 * 0.15
+
 
 class TestBudget:
     """S3.16, S3.20: dollars per conversation."""
@@ -399,6 +461,10 @@ class TestBudget:
 
     def test_exactly_the_budget_is_within_it(self, tmp_path: Path) -> None:
         played = play(tmp_path, [echo(), ANSWER], max_cost_usd=0.5, cost_usd=0.25)
+        assert played.status == "completed"
+
+    def test_sums_of_cents_are_not_beyond_it_by_rounding(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo("1"), echo("2"), ANSWER], max_cost_usd=0.3, cost_usd=0.1)
         assert played.status == "completed"
 
     def test_discarded_replies_are_paid_for_too(self, tmp_path: Path) -> None:

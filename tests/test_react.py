@@ -384,7 +384,7 @@ def test_a_reply_with_an_action_is_a_call(
     assert message["content"] == ""
     assert message.get("repairs", []) == ([{"call": "", "cut": cut}] if cut else [])
     assert verbatim(message) + cut == text
-    assert "notes" not in message
+    assert "unusable" not in message
 
 
 ANSWERS: dict[str, tuple[str, str, str]] = {
@@ -453,12 +453,12 @@ def test_a_reply_outside_the_protocol_is_kept_and_marked(text: str) -> None:
         completion = read(text, finish_reason)
         assert completion.finish_reason == "stop"
         assert completion.message["content"] == verbatim(completion.message) == text
-        assert completion.message["notes"] == ["no_action"]
+        assert completion.message["unusable"] == "no_action"
         assert not completion.message.keys() & {"tool_calls", "reasoning", "repairs"}
 
 
 def test_plain_text_is_no_mistake_where_only_an_answer_was_allowed() -> None:
-    assert "notes" not in read("It is 42.", tool_choice="none").message
+    assert "unusable" not in read("It is 42.", tool_choice="none").message
 
 
 @pytest.mark.parametrize("text", ["", " \n", "<think>Hm.</think>\n"])
@@ -475,7 +475,7 @@ def test_why_a_reply_ended_early_is_kept(text: str, finish_reason: FinishReason)
     """A text that was cut is no mistake of the model's."""
     completion = read(text, finish_reason)
     assert completion.finish_reason == finish_reason
-    assert "notes" not in completion.message
+    assert "unusable" not in completion.message
     assert ("tool_calls" in completion.message) == (text == STEP)
 
 

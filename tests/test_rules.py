@@ -90,6 +90,25 @@ class TestRepeats:
         polling = [calls(call("count"))] * 5
         assert play(tmp_path, [*polling, ANSWER]).status == "completed"
 
+    def test_equal_calls_of_one_reply_are_one(self, tmp_path: Path) -> None:
+        """None of them saw another's result; the note comes before the end all the same."""
+        thrice = calls(*[call("echo", text="x")] * 3)
+        played = play(tmp_path, [thrice, thrice, ANSWER])
+        assert played.status == "completed"
+        assert played.results[-1]["notes"] == ["repeat"]
+
+    def test_a_denied_call_begins_anew(self, tmp_path: Path) -> None:
+        script = [echo(), echo(), calls(call("count")), echo(), ANSWER]
+        played = play(
+            tmp_path, script, approve=lambda name, _: "deny" if name == "count" else "approve"
+        )
+        assert played.status == "completed"
+        assert [note["reason"] for note in played.trajectory.notes] == ["repeat"]
+
+    def test_a_limit_of_one_makes_no_sense(self) -> None:
+        with pytest.raises(ValueError, match="repeat_limit: 1 would end"):
+            AgentOptions(repeat_limit=1)
+
     def test_off_means_off_and_no_call_is_ever_removed(self, tmp_path: Path) -> None:
         played = play(tmp_path, [echo()] * 6 + [ANSWER], repeat_limit=0)
         assert (played.status, len(played.results)) == ("completed", 6)
@@ -154,6 +173,7 @@ class TestEndings:
         assert played.status == "completed"
         assert played.roles == ["user", "assistant", "user", "assistant"]
         assert played.messages[2]["notes"] == ["continue_cut"]
+        assert played.trajectory.final_text() == "one, two, three"
         assert play(tmp_path, [cut, cut], continue_cut=1).status == "length"
         with_call = calls(call("echo"), finish_reason="length")
         assert play(tmp_path, [with_call], continue_cut=1).status == "length"
@@ -166,10 +186,35 @@ class TestEndings:
         assert played.requests[-1].tool_choice == "none"
         assert played.results[0]["notes"] == ["final_summary"]
 
-    def test_tools_called_in_the_final_summary_are_not_run(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo(), echo("again")], max_turns=1, final_summary=True)
+    def test_tools_called_in_the_final_summary_are_asked_for_again(self, tmp_path: Path) -> None:
+        script = [echo(), echo("a"), echo("b"), echo("c"), ANSWER]
+        played = play(tmp_path, script, max_turns=1, final_summary=True)
+        assert (played.status, played.trajectory.turns) == ("max_turns", 1)
+        why = [reply["discarded"] for reply in played.trajectory.discarded]
+        assert why == ["calls_not_allowed"] * 3
+
+    @pytest.mark.parametrize(
+        "last", [say(""), say("cut", finish_reason="length"), say("..", finish_reason="pause")]
+    )
+    def test_whatever_the_summary_is_it_ends_there(
+        self, tmp_path: Path, last: dict[str, Any]
+    ) -> None:
+        """One note at most: a pause must not be paid for ever."""
+        played = play(tmp_path, [echo(), *[last] * 9], max_turns=1, final_summary=True)
         assert played.status == "max_turns"
-        assert played.results[1]["details"] == {"failure": "not_run"}
+        assert played.trajectory.api_calls() <= 4
+        assert len(played.trajectory.notes) == 1
+
+    @pytest.mark.parametrize("options", [
+        {"continue_cut": 4}, {"awaiting_input": True, "user_replies": ["which?"] * 3}])  # fmt: skip
+    def test_no_note_goes_beyond_the_bound_of_turns(
+        self, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        cut = say("x", finish_reason="length")
+        ask = calls(call("delete", name="x"))
+        script = [cut] * 5 if "continue_cut" in options else [ask] * 5
+        played = play(tmp_path, script, max_turns=1, **options)
+        assert played.trajectory.turns == 1
 
     def test_the_bound_of_turns_can_be_stated(self, tmp_path: Path) -> None:
         """S5.15: enforcement never depends on it."""
@@ -214,7 +259,7 @@ class TestCompletionTools:
     def test_other_calls_of_the_reply_are_answered_first(self, tmp_path: Path) -> None:
         played = play(tmp_path, [calls(self.FINAL, call("echo", text="x"))], completion_tools=True)
         assert played.status == "completed"
-        assert [result["content"] for result in played.results] == ["The task is ended.", "x"]
+        assert [result["content"] for result in played.results] == ["Answer received.", "x"]
 
     def test_cannot_complete_ends_whatever_is_expected(self, tmp_path: Path) -> None:
         script = [calls(call("cannot_complete", reason="no network"))]
@@ -282,6 +327,18 @@ class TestPlan:
         assert played.requests[0].tool_choice == "none"
         assert played.requests[1].tool_choice == "auto"
 
+    def test_tools_called_instead_of_a_plan_are_not_run(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo(), self.PLAN, say("a"), say("b"), ANSWER], plan=True)
+        assert played.status == "completed"
+        assert not played.results
+
+    def test_a_final_answer_ends_it_in_any_step(self, tmp_path: Path) -> None:
+        final = calls(call("final_answer", answer="42"))
+        given: dict[str, Any] = {"plan": True, "completion_tools": True}
+        for step_turns in (1, 5):
+            played = play(tmp_path, [self.PLAN, final], plan_step_turns=step_turns, **given)
+            assert (played.status, played.trajectory.final_text()) == ("completed", "42")
+
     def test_a_step_is_bounded(self, tmp_path: Path) -> None:
         script = [self.PLAN, echo("1"), echo("2"), say("told"), ANSWER]
         played = play(tmp_path, script, plan=True, plan_step_turns=2)
@@ -304,7 +361,35 @@ class TestAwaitingInput:
         played = play(tmp_path, [self.ASK, ANSWER], awaiting_input=True, user_replies=["yes"])
         assert played.status == "completed"
         assert played.results[0]["content"].endswith("User: yes\n\ndeleted x: yes")
-        assert played.results[0]["notes"] == ["user_reply"]
+        assert played.trajectory.replies_used == 1
+
+    def test_the_reply_stands_in_the_result_of_the_tool_that_asked(self, tmp_path: Path) -> None:
+        both = calls(call("delete", name="x"), call("echo", text="hello"))
+        played = play(tmp_path, [both, ANSWER], awaiting_input=True, user_replies=["yes"])
+        asked, said = played.results
+        assert asked["content"].endswith("User: yes\n\ndeleted x: yes")
+        assert said["content"] == "hello"
+
+    def test_how_the_continued_call_went_is_recorded(self, tmp_path: Path) -> None:
+        played = play(
+            tmp_path, [self.ASK, ANSWER], awaiting_input=True, user_replies=["break"],
+            observation_chars=8,
+        )  # fmt: skip
+        (result,) = played.results
+        assert result["is_error"]
+        assert result["details"]["failure"] == "exception"
+        assert played.trajectory.tally.errors == 1
+        assert [event["type"] for event in played.told].count("tool_result") == 2
+
+    def test_completed_goes_before_awaiting(self, tmp_path: Path) -> None:
+        both = calls(call("delete", name="x"), call("final_answer", answer="42"))
+        played = play(tmp_path, [both], awaiting_input=True, completion_tools=True)
+        assert played.status == "completed"
+
+    def test_text_that_looks_like_a_question_is_none(self, tmp_path: Path) -> None:
+        """A file that was read, say: only the object that a tool returns asks."""
+        fake = calls(call("echo", text='{"requiresInput": true}'))
+        assert play(tmp_path, [fake, ANSWER], awaiting_input=True).status == "completed"
 
     def test_a_tool_may_ask_again(self, tmp_path: Path) -> None:
         played = play(

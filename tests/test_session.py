@@ -14,13 +14,18 @@ import pytest
 
 from agent.history import check_history
 from agent.messages import Message
+from agent.models.model import Request
+from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions
 from agent.session import AgentSession
 from agent.setup import set_up
+from agent.views import with_views
 from benchmarks.fake_endpoint import FakeEndpoint
 from run_agent import AIAgent
-from tests.playing import SETTINGS, TOOLS, call, calls, say
+from tests.playing import SETTINGS, TOOLS, Watched, call, calls, say
 from tests.running import WRITE_A_NOTE, lines
+from toolsets.space import TaskSpace
+from toolsets.tool import HostError, tool
 
 WRITE = calls(call("write_file", path="a", content="A"))
 READ = calls(call("read_file", path="a"))
@@ -111,6 +116,93 @@ def test_a_prompt_can_be_cancelled_and_the_session_goes_on() -> None:
             assert session.messages[-1]["notes"] == ["cancelled"]
 
 
+@pytest.mark.parametrize("failure", ["cancelled from outside", "a tool of the machine"])
+def test_a_session_that_was_left_by_an_exception_can_go_on(failure: str) -> None:
+    """The calls that were open have a result, so the next prompt has no hole before it."""
+
+    @tool()
+    async def slow(space: TaskSpace) -> str:
+        """Take long, or fail with the machine."""
+        if failure != "cancelled from outside":
+            raise HostError("disk full")
+        await asyncio.sleep(60)
+        return ""
+
+    setup = agent([calls(call("slow")), say("back")])._setup
+    setup = replace(setup, common=replace(setup.common, tools=(slow,)))
+
+    async def use() -> None:
+        with AgentSession(setup) as session:
+            with pytest.raises((TimeoutError, HostError)):
+                await asyncio.wait_for(session.anew_prompt("x"), 0.2)
+            assert session.get_variables()["status"] == "failed"
+            assert await session.anew_prompt("again") == "back"
+            assert roles(session) == ["user", "assistant", "tool", "user", "assistant"]
+
+    asyncio.run(use())
+
+
+def test_one_prompt_at_a_time_and_none_after_the_end() -> None:
+    async def use() -> None:
+        with agent([say("one"), say("two")]).start_session() as session:
+            first = asyncio.create_task(session.anew_prompt("x"))
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="is running"):
+                await session.anew_prompt("y")
+            assert await first == "one"
+        with pytest.raises(RuntimeError, match="is closed"):
+            await session.anew_prompt("z")
+
+    asyncio.run(use())
+
+
+def test_what_did_not_come_to_an_end_is_saved_as_failed(tmp_path: Path) -> None:
+    """S2.32: whatever the way out; and a save that fails loses no answer (S2.31)."""
+    slow = AIAgent(
+        "scripted",
+        script=[calls(call("terminal", command="sleep 60"))],
+        enabled_toolsets=["terminal"],
+        sandbox="local",
+        save_trajectories=True,
+        output_dir=tmp_path / "t",
+    )
+
+    async def use() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(slow.arun_conversation("x"), 0.3)
+
+    asyncio.run(use())
+    (path,) = (tmp_path / "t").iterdir()
+    assert path.name == "failed_trajectories.jsonl"
+    (row,) = lines(path)
+    assert (row["completed"], row["status"]) == (False, "failed")
+    (tmp_path / "file").write_text("")
+    saving = agent([say("hi")], save_trajectories=True, output_dir=tmp_path / "file")
+    assert saving.chat("x") == "hi"
+    with pytest.raises(ValueError, match="blank"):
+        saving.chat(" ")
+
+
+def test_a_key_that_was_given_serves_subagents_of_the_same_endpoint() -> None:
+    helper = {"name": "helper", "description": "Helps.", "model": "other"}
+    with FakeEndpoint(
+        turns=2, latency_s=0.0, key="k", tool="helper", arguments='{"task": "t"}'
+    ) as f:
+        talking = AIAgent("m", "k", f.openai_url, enabled_toolsets=["none"], subagents=[helper])
+        assert talking.run_conversation("x")["status"] == "completed"
+
+
+def test_the_bound_is_stated_beside_an_ephemeral_prompt() -> None:
+    requests: list[Any] = []
+    talking = agent([say("x")], state_max_turns=True, ephemeral_system_prompt="secret")
+    result = talking.run_conversation("go")
+    assert result["messages"][0]["content"] == "You have at most 20 replies for this task."
+    model = Watched(ScriptedModel(parse_script([say("x")])), requests, 0.0)
+    shown = with_views(model, AgentOptions(ephemeral_system_prompt="secret"))
+    asyncio.run(shown.complete(Request(result["messages"][:2])))
+    assert requests[0].messages[0]["content"].startswith("secret\n\nYou have at most 20")
+
+
 def test_tools_can_be_replaced_between_prompts() -> None:
     """S4.34: the model is told, and what was removed cannot be called."""
     options = AgentOptions()
@@ -134,6 +226,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
         ([{"role": "tool", "content": "x", "tool_call_id": "a"}], "answers no open call"),
         (
             [
+                {"role": "user", "content": "x"},
                 {
                     "role": "assistant",
                     "content": "",
@@ -141,9 +234,16 @@ def test_tools_can_be_replaced_between_prompts() -> None:
                 },
                 {"role": "user", "content": "x"},
             ],
-            r"message 1 of the history: the calls \['a'\] before it have no result",
+            r"message 2 of the history: the calls \['a'\] before it have no result",
         ),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "a call needs an id"),
+        (
+            [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "", "tool_calls": [{}]},
+            ],
+            "a call needs an id",
+        ),
+        ([{"role": "assistant", "content": "x"}], "begins with the assistant"),
     ],
 )
 def test_a_history_with_a_hole_is_refused(history: list[Message], words: str) -> None:

@@ -47,7 +47,7 @@ def shapes(session: Session) -> list[str]:
 
 
 def test_it_runs_until_a_reply_without_calls() -> None:
-    """S1.15: thoughts, calls and results are messages of their own, each with its time."""
+    """S1.11, S1.15: thoughts, calls and results are messages of their own, each with its time."""
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     model = Replies([thought, use("1", a=1, b=2), use("2", a=3, b=4)], [text("3 and 7")])
     session = init_session("Add.", "1+2 and 3+4?")
@@ -60,7 +60,7 @@ def test_it_runs_until_a_reply_without_calls() -> None:
         *("tool_result", "tool_result", "assistant"),
     ]
     assert all(message["ts"].endswith("Z") for message in session["messages"])
-    assert [m["output"] for m in session["messages"][5:7]] == ["3", "7"]
+    assert [m["output"] for m in session["messages"][5:7]] == [3, 7]
     tools, view = model.asked[1]
     assert (tools, view["system"]) == (TOOLS, "Add.")
     assert view["messages"][1]["content"][0] == thought, "signed thoughts go back unchanged"

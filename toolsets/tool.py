@@ -22,6 +22,10 @@ _FIELD_PREFIX = "arg_"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+ASKS = "asks"
+"""In the details of a result: the question to the user that the tool waits for an answer to."""
+
+
 class ToolError(Exception):
     """A failure whose message the model should see as it is."""
 
@@ -155,17 +159,23 @@ def tool(
 def as_result(returned: object) -> ToolResult:
     """Turn what a tool function returned into a result; raises `ToolError` if JSON cannot hold it.
 
-    Strings pass as they are, everything else becomes JSON text with its non-ASCII kept.
+    Strings pass as they are, everything else becomes JSON text with its non-ASCII kept. An object
+    with a true `requiresConfirmation` or `requiresInput` asks the user what its `message` says.
     """
     if isinstance(returned, ToolResult):
         return returned
     if isinstance(returned, str):
         return ToolResult(returned)
     try:
-        return ToolResult(_encode(returned))
+        content = _encode(returned)
     except (TypeError, ValueError, RecursionError) as error:
         kind = type(returned).__name__
         raise ToolError(f"its result, a {kind}, is not JSON: {error}") from error
+    if isinstance(returned, Mapping) and (
+        returned.get("requiresConfirmation") or returned.get("requiresInput")
+    ):
+        return ToolResult(content, details={ASKS: str(returned.get("message") or content)})
+    return ToolResult(content)
 
 
 def _unwrapped(docstring: str) -> str:

@@ -74,6 +74,8 @@ class ModelError(Exception):
         super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
+        self.endpoint: str | None = None
+        """The base URL that was asked, where it is known."""
 
     @property
     def action(self) -> Action:

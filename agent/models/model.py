@@ -38,6 +38,10 @@ class Request:
     raise: see `agent.stream.guarded`."""
 
 
+class Overtaken(Exception):
+    """What had to be done before a request has changed what is to be asked, or whether."""
+
+
 class Model(Protocol):
     """A model that can be asked for the next assistant message."""
 
@@ -45,7 +49,7 @@ class Model(Protocol):
         """Ask for the next message.
 
         The reply is the same whether or not its parts are streamed. Raises `ModelError` where
-        the endpoint failed.
+        the endpoint failed, and `Overtaken` where the caller has to decide anew.
         """
         ...
 
@@ -61,7 +65,7 @@ class ModelSettings:
     name: str
     """The model id that the endpoint knows."""
     api: str
-    """The dialect: openai_chat, anthropic_messages or scripted."""
+    """The dialect: openai_chat, openai_responses, anthropic_messages or scripted."""
     base_url: str | None
     """Root of the endpoint; None for scripted."""
     key_env: str | None

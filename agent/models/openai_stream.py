@@ -90,7 +90,7 @@ class ChatAssembly:
     def _add_call(self, part: Mapping[str, Any]) -> None:
         given = part.get("function")
         function: Mapping[str, Any] = given if isinstance(given, dict) else {}
-        call = self._call_of(part, has_name=bool(function.get("name")))
+        call = self._call_of(part, function.get("name"))
         call.id = call.id or str(part.get("id") or "")
         if not call.name and (name := function.get("name")):
             call.name = str(name)
@@ -99,7 +99,7 @@ class ChatAssembly:
             call.arguments.append(arguments)
             self._tell({"type": "tool_use_delta", "tool_id": call.id, "tool_input": arguments})
 
-    def _call_of(self, part: Mapping[str, Any], *, has_name: bool) -> _Call:
+    def _call_of(self, part: Mapping[str, Any], name: Any) -> _Call:
         """The call that a part belongs to, by its index, else its id, else the latest one.
 
         A part with a name and an id of its own begins a call, whatever its index: some servers
@@ -110,8 +110,8 @@ class ChatAssembly:
         if index is None:
             same = [call for call in self._calls if id and call.id == id] or self._calls
         call = same[-1] if same else None
-        if call is not None and call.name and has_name:
-            is_repeated = call.id == id if id else index is not None
+        if call is not None and call.name and name:
+            is_repeated = call.id == id if id else index is not None and call.name == name
             call = call if is_repeated else None
         if call is None:
             call = _Call(index)

@@ -61,6 +61,7 @@ class PatientModel:
             return await self._adapter.complete(request)
         except ModelError as error:
             error.args = (redact(str(error), self._api_key),)
+            error.endpoint = self._settings.base_url
             raise
 
     def _tell(self, state: RetryCallState) -> None:

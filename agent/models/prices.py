@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,9 @@ if TYPE_CHECKING:
     from genai_prices.types import PriceCalculation
 
 log = logging.getLogger(__name__)
+
+_DATE = re.compile(r"-(?:\d{8}|\d{4}-\d\d-\d\d)$")
+"""The day of a snapshot, which the table need not know to know the model."""
 
 
 def price(completion: Completion, settings: ModelSettings) -> float | None:
@@ -49,10 +54,10 @@ def _find(name: str, provider: str | None) -> PriceCalculation | None:
     """The table's entry for a model. Searching the table costs more than a whole model call."""
     from genai_prices import Usage, calc_price
 
-    try:
-        return calc_price(Usage(input_tokens=0), model_ref=name, provider_id=provider)
-    except (LookupError, ValueError):
-        return None
+    for known_as in (name, _DATE.sub("", name)):
+        with contextlib.suppress(LookupError, ValueError):
+            return calc_price(Usage(input_tokens=0), model_ref=known_as, provider_id=provider)
+    return None
 
 
 @lru_cache(maxsize=64)

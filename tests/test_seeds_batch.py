@@ -1,0 +1,148 @@
+"""Behaviours of docs/seeds.md of whole runs, where no other test proves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from batch.files import AppendFile
+from tests.playing import call, calls, say
+from tests.running import lines, run, write_rows
+
+SCRIPTED: dict[str, Any] = {
+    "run_name": "r",
+    "dataset_file": "p.jsonl",
+    "model": "scripted",
+    "enabled_toolsets": "file",
+    "num_workers": 1,
+}
+CONTEXT_FILES = (
+    *("AGENTS.md", "CLAUDE.md", "SOUL.md", "MEMORY.md", "USER.md", ".cursorrules"),
+    *(".hermes/SOUL.md", ".hermes/memories/MEMORY.md", ".claude/CLAUDE.md"),
+)
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """An endpoint that answers "hi" and keeps what it was asked: its URL, and the bodies."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            choice = {"message": {"content": "hi"}, "finish_reason": "stop"}
+            body = json.dumps({"choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_nothing_of_the_operator_enters_the_prompt(tmp_path: Path) -> None:
+    """S2.57: no memory and no context files, neither of the home nor of the current directory."""
+    for place in (tmp_path, tmp_path / "home"):
+        for name in CONTEXT_FILES:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text("canary-4711")
+    write_rows(tmp_path / "p.jsonl", {"prompt": "What is it?"})
+    with listening() as (url, asked):
+        given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
+        done = run(tmp_path, **given, env={"HOME": str(tmp_path / "home")})
+    assert done.returncode == 0, done.stderr
+    (body,) = asked
+    assert body["messages"] == [{"role": "user", "content": "What is it?"}]
+    assert "canary-4711" not in json.dumps(body)
+
+
+def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> None:
+    """S2.40: lists of providers are fields of the request, whatever they are called."""
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
+    routing = {"provider": {"only": ["a", "b"], "sort": "price"}}
+    with listening() as (url, asked):
+        given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
+        assert run(tmp_path, **given, extra_body=json.dumps(routing)).returncode == 0
+    assert asked[0]["provider"] == routing["provider"]
+
+
+def test_reasoning_that_is_disabled_is_disabled_whatever_the_effort(tmp_path: Path) -> None:
+    """S2.40."""
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
+    with listening() as (url, asked):
+        given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
+        done = run(tmp_path, "--reasoning_disabled", **given, reasoning_effort="high")
+    assert done.returncode == 0, done.stderr
+    assert asked[0]["reasoning_effort"] == "none"
+
+
+def test_the_tools_on_offer_are_told_before_anything_runs(tmp_path: Path) -> None:
+    """S2.36: by `--dry_run`, and in the log of each start."""
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("y")]})
+    told = "toolsets   file (list_files, patch_file, read_file, search_files, write_file)"
+    given = {**SCRIPTED, "enabled_toolsets": "all", "disabled_toolsets": "terminal,python"}
+    assert told in run(tmp_path, "--dry_run", **given).stdout
+    assert run(tmp_path, **given).returncode == 0
+    assert told in (tmp_path / "trajectories" / "r" / "run.log").read_text()
+
+
+def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:
+    """S2.40: each under its own name, with underscores."""
+    told = run(tmp_path, "--help").stdout
+    for name in (
+        *("dataset_file", "batch_size", "run_name", "num_workers", "model", "base_url"),
+        *("max_turns", "max_samples", "max_tokens", "resume", "ephemeral_system_prompt"),
+        *("prefill_messages_file", "reasoning_effort", "extra_body", "log_level", "key_env"),
+    ):
+        assert f"--{name} " in told, name
+
+
+def test_records_are_for_their_owner_and_a_mode_that_was_given_stays(tmp_path: Path) -> None:
+    """S2.46."""
+    before = os.umask(0)
+    try:
+        write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("y")]})
+        run(tmp_path, **SCRIPTED)
+        records = tmp_path / "trajectories" / "r" / "records.jsonl"
+        assert stat.S_IMODE(records.stat().st_mode) == 0o600
+        records.chmod(0o640)
+        file = AppendFile(records)
+        file.append(b"{}\n")
+        file.close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(records.stat().st_mode) == 0o640
+
+
+def test_a_compacted_view_is_told_by_the_record(tmp_path: Path) -> None:
+    """S1.30: and the record holds all that was said."""
+    long = calls(call("list_files"), content="one", reasoning="R" * 300)
+    script = [long, calls(call("list_files"), content="two"), say("three")]
+    write_rows(
+        tmp_path / "p.jsonl",
+        {"id": "whole", "prompt": "x", "script": script},
+        {"id": "short", "prompt": "x", "script": script, "agent_options": {"compact_after": 1}},
+    )
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    found = {r["id"]: r for r in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}
+    assert (found["whole"]["view_compacted"], found["short"]["view_compacted"]) == (False, True)
+    assert found["short"]["messages"] == found["whole"]["messages"]
+    assert found["short"]["messages"][1]["reasoning"] == "R" * 300

@@ -1,0 +1,288 @@
+"""Behaviours of docs/seeds.md that one conversation shows, where no other test proves them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.messages import Event, Message
+from agent.models.errors import ModelError
+from agent.models.model import Completion, Request
+from agent.options import AgentOptions
+from agent.preparation import findings_in
+from agent.summary import SummarizingModel
+from agent.trajectory import Trajectory
+from agent.views import compact
+from run_agent import AIAgent
+from tests.playing import call, calls, play, say
+from toolsets.space import TaskSpace
+from toolsets.tool import tool
+from toolsets.toolbox import Toolbox
+from toolsets.workspace import Workspace
+
+ANSWER = say("done")
+
+
+def echo(text: str = "x", **more: Any) -> dict[str, Any]:
+    return calls(call("echo", text=text), **more)
+
+
+def agent(*script: dict[str, Any], **more: Any) -> AIAgent:
+    return AIAgent("scripted", script=script, enabled_toolsets=["file"], **more)
+
+
+def test_a_failing_model_leaves_what_was_said_before_and_adds_nothing() -> None:
+    """S1.19, S2.27: no assistant turn that the model did not say, and no final text."""
+    result = agent(calls(call("list_files"))).run_conversation("x")
+    assert result["failed"]
+    assert "the script ends after turn 1" in result["error"]
+    assert [message["role"] for message in result["messages"]] == ["user", "assistant", "tool"]
+    assert result["final_response"] == ""
+
+
+def test_log_lines_are_short_and_labelled(caplog: pytest.LogCaptureFixture) -> None:
+    """S1.20: who, what, and at most 120 characters on one line."""
+    with caplog.at_level(logging.INFO, logger="run_agent"):
+        agent(calls(call("list_files")), say("a\nb" * 100)).run_conversation("x", task_id="t1")
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[0] == "t1 assistant ['list_files']"
+    assert texts[1].startswith("t1 list_files ")
+    assert texts[2] == f"t1 assistant {('a b' * 100)[:117]}..."
+
+
+def test_arguments_that_are_a_list_are_an_error_result(tmp_path: Path) -> None:
+    """S1.22: the peer dies of them."""
+    bad = calls({"name": "echo", "arguments": '["x"]'})
+    played = play(tmp_path, [bad, ANSWER])
+    assert played.status == "completed"
+    assert "expected a JSON object, got an array" in played.results[0]["content"]
+
+
+def test_compaction_touches_assistants_alone(tmp_path: Path) -> None:
+    """S1.28: what users and tools said stays, however long."""
+    script = [echo("A" * 300, content="one"), echo("b", content="two"), ANSWER]
+    messages = play(tmp_path, script, opening=[{"role": "user", "content": "U" * 300}]).messages
+    shown = compact(messages, 2)
+    assert shown[1] != messages[1]
+    assert shown[1]["content"] == "one"
+    for n, message in enumerate(messages):
+        assert shown[n] == message or message["role"] == "assistant"
+
+
+def test_subagents_of_one_reply_work_side_by_side(tmp_path: Path) -> None:
+    """S1.32: the second has begun before the first has ended."""
+    helper = {
+        "name": "helper",
+        "description": "Helps.",
+        "enabled_toolsets": ["file"],
+        "script": [calls(call("list_files")), say("helped")],
+    }
+    twice = calls(call("helper", task="1"), call("helper", task="2"))
+    played = play(tmp_path / "w", [twice, ANSWER], subagents=[helper])
+    keys = [event["key"] for event in played.events if event["kind"] == "sub"]
+    first, second = dict.fromkeys(keys)
+    last_of_first = len(keys) - 1 - keys[::-1].index(first)
+    assert keys.index(second) < last_of_first
+
+
+def test_arguments_of_a_wrong_shape_never_reach_the_tool(tmp_path: Path) -> None:
+    """S5.9: they are checked against the schema before the handler runs."""
+    ran: list[int] = []
+
+    @tool()
+    def double(space: TaskSpace, n: int) -> int:
+        """Double a number."""
+        ran.append(n)
+        return 2 * n
+
+    script = [calls(call("double", n="many")), calls(call("double", n=2)), ANSWER]
+    played = play(tmp_path, script, tools=[double])
+    assert ran == [2]
+    assert [result["is_error"] for result in played.results] == [True, False]
+
+
+def test_a_call_that_fails_can_be_made_again(tmp_path: Path) -> None:
+    """S5.18: the first call fails, the second succeeds, the answer completes."""
+    attempts: list[int] = []
+
+    @tool()
+    def shaky(space: TaskSpace) -> str:
+        """Fail once."""
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise RuntimeError("not yet")
+        return "there"
+
+    played = play(tmp_path, [calls(call("shaky"))] * 2 + [ANSWER], tools=[shaky])
+    texts = [result["content"] for result in played.results]
+    assert texts == ["Error executing shaky: not yet", "there"]
+    assert played.status == "completed"
+
+
+@pytest.mark.parametrize("prompt", ["What is 2+2?", "  spaced \n out\t", "a\u2028b \N{SNOWMAN}"])
+def test_the_task_is_the_user_message_verbatim(prompt: str) -> None:
+    """S5.2."""
+    result = agent(ANSWER).run_conversation(prompt)
+    assert result["messages"][0] == {"role": "user", "content": prompt}
+
+
+def test_the_tools_are_sent_with_every_request(tmp_path: Path) -> None:
+    """S3.4."""
+    played = play(tmp_path, [echo("1"), echo("2"), ANSWER])
+    first, *others = [list(request.tools) for request in played.requests]
+    assert [schema["function"]["name"] for schema in first] == [
+        *("count", "delete", "echo", "fail", "report_failure")
+    ]
+    assert others == [first, first]
+
+
+def test_a_reply_that_means_to_call_and_does_not_ends_the_loop(tmp_path: Path) -> None:
+    """S3.7: `tool_use` without a tool block would otherwise be asked for ever."""
+    played = play(tmp_path, [say("hi", finish_reason="tool_calls"), ANSWER])
+    assert (played.status, played.trajectory.turns) == ("completed", 1)
+
+
+def test_the_final_text_is_that_of_the_last_turn(tmp_path: Path) -> None:
+    """S3.23, C17: what was said on the way is not part of the answer."""
+    played = play(tmp_path, [echo(content="I look."), ANSWER])
+    assert played.trajectory.final_text() == "done"
+
+
+def test_prose_in_the_text_protocol_is_told_and_then_ends_with_a_status(tmp_path: Path) -> None:
+    """S4.10, S5.16: the peer lets such a decision raise and stays `running`."""
+    prose, answer = say("I think so."), say("Final Answer: yes")
+    played = play(tmp_path / "a", [prose, prose, answer], text_protocol="react")
+    assert (played.status, played.trajectory.final_text()) == ("completed", "yes")
+    assert [note["reason"] for note in played.trajectory.notes] == ["no_action"] * 2
+    assert "neither an Action nor a Final Answer" in played.seen()
+    lost = play(tmp_path / "b", [prose] * 4, text_protocol="react")
+    assert (lost.status, lost.end.reason) == ("errors", "3 unusable turns in a row")
+
+
+def test_a_tool_sees_the_live_conversation_while_it_runs(tmp_path: Path) -> None:
+    """S4.19."""
+    seen: list[list[str]] = []
+
+    @tool()
+    def look(space: TaskSpace) -> str:
+        """Look around."""
+        seen.append([message["role"] for message in space.conversation])
+        return str(len(seen))
+
+    play(tmp_path, [calls(call("look"))] * 2 + [ANSWER], tools=[look])
+    assert seen == [["user", "assistant"], ["user", "assistant", "tool", "assistant"]]
+
+
+def test_the_link_to_the_conversation_ends_with_the_call(tmp_path: Path) -> None:
+    """S4.19: also where the tool raises."""
+    seen: list[int] = []
+
+    @tool()
+    def look(space: TaskSpace) -> None:
+        """Look and fail."""
+        seen.append(len(space.conversation))
+        raise RuntimeError("no")
+
+    space = TaskSpace(Workspace(tmp_path / "w"))
+    result = asyncio.run(Toolbox([look], space).call("look", "{}", conversation=[{"role": "user"}]))
+    assert result.is_error
+    assert seen == [1]
+    assert space.conversation == ()
+
+
+def test_a_reference_to_what_is_no_text_stands_for_its_json(tmp_path: Path) -> None:
+    """S4.16: also deep inside the arguments."""
+
+    @tool()
+    def table(space: TaskSpace) -> dict[str, list[int]]:
+        """Give an object."""
+        return {"rows": [1, 2]}
+
+    @tool()
+    def keep(space: TaskSpace, notes: dict[str, list[str]]) -> str:
+        """Keep notes."""
+        return notes["a"][0]
+
+    script = [calls(call("table")), calls(call("keep", notes={"a": ["<$$table-res-1>"]})), ANSWER]
+    played = play(tmp_path, script, tools=[table, keep], result_references=True)
+    assert played.results[1]["content"].startswith('<{"rows":[1,2]}>')
+
+
+def test_findings_have_one_of_three_signs_and_may_be_quoted() -> None:
+    """S4.35: all other lines are ignored."""
+    text = "Found:\n@a = 'b'\n@b := `c`\n  @c-1: \"d e\"\nsee @d = 1\n@e\nf = 1\n@g = "
+    assert findings_in(text) == ["b", "c", "d e"]
+
+
+def test_a_blank_preparation_asks_nothing(tmp_path: Path) -> None:
+    """S4.35."""
+    played = play(tmp_path, [ANSWER], preparation="")
+    assert (played.status, len(played.requests)) == ("completed", 1)
+
+
+class Unwilling:
+    """A model that refuses to summarize."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Message]] = []
+
+    async def complete(self, request: Request) -> Completion:
+        self.asked.append(list(request.messages))
+        if request.messages[0]["content"].startswith("Summarize"):
+            raise ModelError("overloaded", "busy")
+        return Completion(Message(role="assistant", content="hi"), "stop", None, None, None)
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    """S4.38: the conversation goes on uncompressed."""
+    messages = [Message(role="user", content="go")]
+    for n in range(4):
+        messages.append(Message(role="assistant", content=f"part {n}"))
+        messages.append(Message(role="user", content="on"))
+    kept: list[tuple[str, str, Event]] = []
+    model = Unwilling()
+    options = AgentOptions(summarize_over_messages=3, summarize_keep=2)
+    view = SummarizingModel(
+        model, model, Trajectory(messages), options, lambda *event: kept.append(event)
+    )
+    completion = asyncio.run(view.complete(Request(messages)))
+    assert completion.message["content"] == "hi"
+    assert model.asked[-1] == messages
+    assert [event["kind"] for _, _, event in kept] == ["opening"], "what was asked is known"
+    assert "no summary" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_turns": float("nan")},
+        {"max_turns": 0},
+        {"max_errors": float("inf")},
+        {"max_turns": -1},
+    ],
+    ids=str,
+)
+def test_bounds_have_defaults_and_must_be_finite(wrong: Mapping[str, Any]) -> None:
+    """S4.4, C1: what the peer silently replaces by its default is refused."""
+    options = AgentOptions()
+    assert (options.max_turns, options.max_errors, options.expected_attempts) == (20, 5, 3)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AgentOptions.model_validate(wrong)
+
+
+def test_a_record_is_json(tmp_path: Path) -> None:
+    """S5.10: messages, turns and calls are counted in it; usage is summed over turns (S3.17)."""
+    record = play(tmp_path, [echo("1"), calls(call("echo", text="2"), call("count")), ANSWER])
+    state = json.loads(json.dumps(record.trajectory.to_record()))
+    assert [turn["turn"] for turn in state["turns"]] == [1, 2, 3]
+    assert [made["name"] for made in state["tool_calls"]] == ["echo", "echo", "count"]
+    assert state["usage"]["output_tokens"] == 0

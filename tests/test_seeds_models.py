@@ -1,0 +1,177 @@
+"""Behaviours of docs/seeds.md at the border to the endpoint, where no other test proves them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import orjson
+import pytest
+
+from agent.messages import Message
+from agent.models import anthropic_messages, openai_chat
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.names import resolve_model
+from agent.models.patience import MAX_WAIT_S, PatientModel
+from agent.models.prices import is_known, price
+
+GO = Request([Message(role="user", content="Go.")])
+SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
+
+
+def resolve(name: str) -> ModelSettings:
+    return resolve_model(name, base_url=None, api=None, key_env=None)
+
+
+def openai_reply(**message: Any) -> Completion:
+    body = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    return openai_chat.read_reply(orjson.dumps(body))
+
+
+def used(**usage: int) -> Completion:
+    counts = {"input_tokens": 0, "output_tokens": 0, **usage}
+    body = {"content": [{"type": "text", "text": "x"}], "stop_reason": "end_turn", "usage": counts}
+    return anthropic_messages.read_reply(orjson.dumps(body))
+
+
+def test_only_what_was_set_is_sent() -> None:
+    """S1.6, S1.18, C12: without a system message, tools or sampling there is no field for them."""
+    assert openai_chat.request_body(SETTINGS, GO).keys() == {"model", "messages"}
+    body = anthropic_messages.request_body(SETTINGS, GO)
+    assert body.keys() == {"model", "messages", "max_tokens"}
+    assert body["max_tokens"] == 16_000
+    zero = dataclasses.replace(SETTINGS, temperature=0.0)
+    assert openai_chat.request_body(zero, GO)["temperature"] == 0.0
+
+
+def test_reasoning_of_all_fields_is_joined_and_identical_parts_stand_once() -> None:
+    """S2.12: of a detail its summary, else its content, else its text."""
+    details = [
+        {"summary": "C", "text": "not this"},
+        {"content": "D", "text": "nor this"},
+        {"text": "A"},
+        {"data": "sealed"},
+    ]
+    read = openai_reply(
+        content="x", reasoning="A", reasoning_content="A", reasoning_details=details
+    )
+    assert read.message["reasoning"] == "A\n\nC\n\nD"
+    assert "reasoning" not in openai_reply(content="x", reasoning=" ").message
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}], "a\nb"),
+        ({"type": "text", "text": "a"}, "a"),
+        (None, ""),
+    ],
+)
+def test_content_that_is_no_text_is_flattened(content: Any, text: str) -> None:
+    """S2.17."""
+    assert openai_reply(content=content).message["content"] == text
+
+
+class Failing:
+    """An endpoint that fails as told, then answers."""
+
+    def __init__(self, *errors: ModelError) -> None:
+        self._errors = list(errors)
+        self.asked = 0
+
+    async def complete(self, request: Request) -> Completion:
+        self.asked += 1
+        if self._errors:
+            raise self._errors.pop(0)
+        return openai_reply(content="hi")
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+def ask_patiently(adapter: Failing, **settings: Any) -> Completion:
+    patient = PatientModel(
+        adapter,
+        dataclasses.replace(SETTINGS, **settings),
+        api_key="k",
+        on_retry=lambda words: None,
+    )
+    return asyncio.run(patient.complete(GO))
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that would have been made, in seconds."""
+    made: list[float] = []
+
+    async def note(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    return made
+
+
+def test_retries_back_off_up_to_a_minute(waits: list[float]) -> None:
+    """S2.26."""
+    adapter = Failing(*(ModelError("overloaded", "busy") for _ in range(9)))
+    ask_patiently(adapter, call_attempts=10)
+    assert adapter.asked == 10
+    least = [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert all(low <= wait <= low + 1 for low, wait in zip(least, waits, strict=True))
+
+
+def test_retry_after_is_honoured_within_reason(waits: list[float]) -> None:
+    """S2.26."""
+    asked = [7.0, 300.0]
+    ask_patiently(Failing(*(ModelError("rate_limited", "x", retry_after_s=s) for s in asked)))
+    assert 7 <= waits[0] <= 8
+    assert MAX_WAIT_S <= waits[1] <= MAX_WAIT_S + 1
+
+
+@pytest.mark.parametrize("kind", ["bad_request", "not_found", "forbidden", "auth"])
+def test_other_client_errors_fail_at_once(kind: Any, waits: list[float]) -> None:
+    """S2.26: with the provider's message."""
+    adapter = Failing(ModelError(kind, "no such thing"))
+    with pytest.raises(ModelError, match="no such thing"):
+        ask_patiently(adapter)
+    assert (adapter.asked, waits) == (1, [])
+
+
+def test_the_cost_is_the_sum_of_four_kinds_of_tokens() -> None:
+    """S3.17: each at a price of its own, and none counted twice."""
+    settings = resolve("anthropic:claude-sonnet-4-20250514")
+    kinds = (
+        *("input_tokens", "output_tokens"),
+        *("cache_read_input_tokens", "cache_creation_input_tokens"),
+    )
+    each = [price(used(**{kind: 1000}), settings) for kind in kinds]
+    parts = [cost for cost in each if cost]
+    assert len(set(parts)) == 4
+    assert price(used(**dict.fromkeys(kinds, 1000)), settings) == pytest.approx(sum(parts))
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("anthropic:claude-sonnet-4-0", True),
+        ("anthropic:claude-sonnet-4-20250514", True),
+        ("openai:gpt-4.1", True),
+        ("openai:gpt-4.1-2025-04-14", True),
+        ("openai:gpt-4.1x", False),
+        ("openai:nonsense", False),
+    ],
+)
+def test_prices_are_found_by_id_with_and_without_a_date(name: str, known: bool) -> None:
+    """S3.19."""
+    assert is_known(resolve(name)) is known
+
+
+def test_an_unknown_price_is_warned_about_once_for_each_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """S3.21: and its cost is unknown, not zero."""
+    for name in ("seeds-model-1", "seeds-model-1", "seeds-model-2"):
+        assert price(used(input_tokens=1), resolve(f"openai:{name}")) is None
+    assert [record.args for record in caplog.records] == [("seeds-model-1",), ("seeds-model-2",)]
