@@ -11,6 +11,7 @@ from typing import Any
 
 from agent.models.model import Model, ModelSettings
 from agent.models.names import SCRIPTED, open_model, read_key, resolve_sibling
+from agent.models.patience import Gate
 from agent.models.prices import is_known
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, Subagent
@@ -139,12 +140,15 @@ class SubagentModels:
         on_retry: Callable[[str], None],
         *,
         gate: Callable[[Model], Model] = lambda model: model,
+        attempt_gate: Gate | None = None,
         api_key: str | None = None,
     ) -> None:
         """`gate` is put around each model; see `PatientModel` for `on_retry`.
 
+        `attempt_gate` is that of the callers' endpoint, for models that are asked there too.
         `api_key` is that of the callers' endpoint, None to take keys from the environment alone.
         """
+        self._attempt_gate = attempt_gate
         self._api_key = api_key
         self._setup = setup
         self._on_retry = on_retry
@@ -161,7 +165,13 @@ class SubagentModels:
             return self._gate(ScriptedModel(parse_script(agent.script), start=start))
         if agent.name not in self._open:
             key = _key(settings, self._setup.settings, self._api_key)
-            model = open_model(settings, api_key=key, on_retry=self._on_retry)
+            is_same = settings.base_url == self._setup.settings.base_url
+            model = open_model(
+                settings,
+                api_key=key,
+                on_retry=self._on_retry,
+                gate=self._attempt_gate if is_same else None,
+            )
             self._open[agent.name] = self._gate(model)
         return self._open[agent.name]
 

@@ -135,6 +135,14 @@ class RunConfig(AgentOptions):
     concurrency: PositiveInt | None = _running(
         None, "Conversations in flight per worker; default: --batch_size."
     )
+    max_in_flight: PositiveInt | None = _running(
+        None, "Model calls in flight in the whole run; default: as many as conversations."
+    )
+    start_in_flight: PositiveInt = _running(
+        64,
+        "Calls in flight to begin with; more follow while the endpoint keeps up, fewer when it "
+        "refuses some (429).",
+    )
     max_attempts: PositiveInt = _running(
         3, "Attempts per conversation, over all starts, before it counts as failed for good."
     )

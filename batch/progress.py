@@ -36,6 +36,7 @@ class Progress:
         self._done = self._failed = 0
         self._ended_now = 0
         self._work = no_counters()
+        self._limit = ""
         self._started_at = self._shown_at = time.monotonic()
         self._turns_at: deque[tuple[float, int]] = deque()
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -74,8 +75,9 @@ class Progress:
         with contextlib.suppress(OSError):  # whoever watched may be gone
             self._bar.write(message, file=sys.stderr)
 
-    def show(self, running: int) -> None:
-        """Draw the present state, as often as is of use."""
+    def show(self, running: int, limit: str) -> None:
+        """Draw the present state, as often as is of use; `limit` says what holds calls back."""
+        self._limit = limit
         now = time.monotonic()
         if now - self._shown_at < (_DRAW_EVERY_S if self._is_terminal else _PLAIN_EVERY_S):
             return
@@ -120,6 +122,8 @@ class Progress:
         if work["cost_usd"]:
             more = " and unknown" if work["cost_unknown"] else ""
             parts.append(f"${work['cost_usd']:.2f}{more}")
+        if self._limit:
+            parts.append(self._limit)
         return ", ".join(parts)
 
     def _turns_per_second(self, now: float) -> float:

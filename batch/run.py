@@ -7,9 +7,10 @@ import os
 import signal
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import yaml
 
@@ -61,6 +62,8 @@ class Outcome:
     """The signal that stopped it."""
     stopped_by: str | None = None
     """What in the environment stopped it."""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """What limited the model calls; see `RunLimits.report`."""
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -151,6 +154,7 @@ def run_batch(plan: Plan, run_dir: RunDir) -> Outcome:
     allow_many_files()
     outcome = _work(plan, run_dir)
     log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
+    log.info("calls: %s", dict(outcome.limits))
     return outcome
 
 
@@ -204,7 +208,9 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
         progress.close()
         records.close()
         failures.close()
-    return Outcome(received[0] if received else None, stopped_by or None)
+    return Outcome(
+        received[0] if received else None, stopped_by or None, supervisor.limits.report()
+    )
 
 
 def _settled(index: Mapping[bytes, Entry], max_attempts: int) -> dict[bytes, bool]:
@@ -263,6 +269,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, endpoint_proven: bool) -> Work
             versions=run_dir.versions,
         ),
         script=plan.script,
+        permits=max(1, plan.config.start_in_flight // plan.config.num_workers),
         endpoint_proven=endpoint_proven,
     )
 

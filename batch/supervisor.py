@@ -25,6 +25,7 @@ from batch.config import RunConfig
 from batch.errors import EnvironmentStop
 from batch.failures import Failure, FailureFile
 from batch.journal import Inflight, next_worker_number
+from batch.limits import RunLimits
 from batch.progress import Progress
 from batch.prompts import Task
 from batch.record import dump_record, make_record
@@ -71,6 +72,10 @@ class Supervisor:
         self._progress = progress
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
+        in_flight = config.num_workers * config.agents_per_worker
+        self.limits = RunLimits(
+            start=config.start_in_flight, ceiling=min(config.max_in_flight or in_flight, in_flight)
+        )
         self._workers: list[WorkerProcess] = []
         self._inbox: Inbox = queue.SimpleQueue()
         self._numbers = itertools.count(next_worker_number(run_dir.inflight))
@@ -97,8 +102,9 @@ class Supervisor:
             while not self._is_over():
                 self._take_in()
                 self._look_after_workers()
+                self.limits.share(self._workers)
                 self._deal()
-                self._progress.show(self._running())
+                self._progress.show(self._running(), self.limits.in_words())
             self._dismiss_workers()
         finally:
             self._kill_workers()
@@ -184,6 +190,10 @@ class Supervisor:
                 )
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
+            case "load":
+                self.limits.on_load(worker, header["load"])
+            case "refused":
+                self.limits.on_refusal(header["retry_after_s"], header["sent_at"])
             case "note":
                 self._note(header["message"])
             case "halt":

@@ -4,9 +4,10 @@ A message is a JSON header, a newline, and for finished tasks the record as it g
 records cross the border as bytes and are never parsed on the way.
 
 Parent to worker:  tasks {"deals": [Deal…]} · durable {"keys": [hex…]} · stop {"grace_s"} · exit
+                   · limits {"permits", "cool_down_s"}
 Worker to parent:  ready · alive {counters} · finished {"key", "fields", "failure"} + record
-                   · failed {"key", "failure"} · released {"key"}
-                   · note {"message"} · halt {"message"}
+                   · failed {"key", "failure"} · released {"key"} · load {"load"}
+                   · refused {"retry_after_s", "sent_at"} · note {"message"} · halt {"message"}
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import queue
 import signal
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -32,6 +32,7 @@ from agent.moves import End
 from agent.rules import Terms
 from agent.setup import Home, SubagentModels, replies_played, schemas_for, set_up
 from agent.trajectory import Trajectory
+from batch.call_gate import CallGate, Load, Stopped
 from batch.config import RunConfig
 from batch.failures import Failure
 from batch.files import StorageError
@@ -51,6 +52,7 @@ from toolsets.workspace import Workspace
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
+_LOAD_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,10 @@ class WorkerSetup:
     settings: ModelSettings
     provenance: Provenance
     script: list[ScriptedTurn] | None
+    permits: int
+    """Model calls that it may have in flight until it is told its share."""
     endpoint_proven: bool
     """The endpoint has answered in an earlier start of this run."""
-
-
-class Stopped(Exception):
-    """The run is being stopped: the conversation rests where its journal ends."""
 
 
 def worker_main(connection: Connection, setup: WorkerSetup) -> None:
@@ -112,6 +112,13 @@ class Worker:
         self._stopping = False
         self._answered = setup.endpoint_proven
         self._told = False
+        self._call_gate = CallGate(
+            permits=setup.permits,
+            on_refusal=lambda retry_after_s, sent_at: self._send(
+                "refused", retry_after_s=retry_after_s, sent_at=sent_at
+            ),
+        )
+        self._load = Load()
         self._exit = asyncio.Event()
         self._counters = no_counters()
 
@@ -130,13 +137,22 @@ class Worker:
         self._model = (
             None
             if settings.api == SCRIPTED
-            else open_model(settings, api_key=read_key(settings), on_retry=self._on_retry)
+            else open_model(
+                settings,
+                api_key=read_key(settings),
+                on_retry=self._on_retry,
+                gate=self._call_gate,
+            )
         )
         self._subagent_models = SubagentModels(
-            self._common, self._on_retry, gate=lambda model: _Gate(self, model)
+            self._common,
+            self._on_retry,
+            gate=lambda model: _Gate(self, model),
+            attempt_gate=self._call_gate,
         )
         loop.add_reader(self._connection.fileno(), self._receive)
         self._send("ready")
+        self._report_load()
         while not self._exit.is_set():
             self._send("alive", counters=self._counters)
             self._counters = no_counters()
@@ -166,8 +182,11 @@ class Worker:
             case "durable":
                 for key in header["keys"]:
                     self._release(bytes.fromhex(key))
+            case "limits":
+                self._call_gate.allow(header["permits"], cool_down_s=header["cool_down_s"])
             case "stop":
                 self._stopping = True
+                self._call_gate.stop()
                 asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
             case "exit":
                 self._exit.set()
@@ -354,7 +373,16 @@ class Worker:
     def _halt(self, message: str) -> None:
         """Ask the parent to stop the run; conversations rest until it is taken up again."""
         self._stopping = True
+        self._call_gate.stop()
         self._send("halt", message=message)
+
+    def _report_load(self) -> None:
+        """Tell the parent what the calls did, where there is news."""
+        load = self._call_gate.take_load()
+        if load != self._load or load.replies or load.failures:
+            self._load = load
+            self._send("load", load=asdict(load))
+        asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load)
 
     def _send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
         self._outbox.put(pack(type, payload, **fields))

@@ -65,6 +65,7 @@ class Options:
     calls_per_turn: int = _option(int, 1, "tool calls in every reply but the last")
     reasoning_chars: int = _option(int, 0, "length of the reasoning in each reply")
     text_chars: int = _option(int, 200, "length of the final text")
+    capacity: int | None = _option(int, None, "requests in flight beyond which it answers 429")
     journal_path: str | None = _option(str, None, "file that events are appended to")
     key: str | None = _option(str, None, "API key that requests must carry")
     seed: int = _option(int, 0, "seed of the faults")
@@ -533,12 +534,16 @@ class Connection(asyncio.Protocol):
             self._tally.refused += 1
             error = DIALECTS[path].error(refused.status, str(refused))
             return self._send(_frame(refused.status, error))
-        self._ask = ask = _draw(ask, self._tally.ask(ask.key), self._options)
+        ask = _draw(ask, self._tally.ask(ask.key), self._options)
+        capacity = self._options.capacity
+        if capacity is not None and self._tally.in_flight > capacity:
+            ask = ask._replace(fault="http429")
+        self._ask = ask
         if ask.fault:
             self._tally.faults[ask.fault] += 1
         if ask.fault == "hang":
             return None
-        if not self._options.latency_s:
+        if not self._options.latency_s or (capacity is not None and ask.fault == "http429"):
             return self._answer(ask)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._options.latency_s, self._answer, ask)

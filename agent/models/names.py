@@ -2,6 +2,7 @@
 
 scripted                 offline, plays the row's script
 openai:NAME              api.openai.com           OPENAI_API_KEY
+responses:NAME           the same, in the Responses dialect
 anthropic:NAME           api.anthropic.com        ANTHROPIC_API_KEY
 openrouter:NAME          openrouter.ai            OPENROUTER_API_KEY
 NAME or VENDOR/NAME      the OpenAI dialect at --base_url, by default OpenRouter
@@ -15,9 +16,9 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from agent.models.model import Model, ModelSettings
-from agent.models.patience import PatientModel
+from agent.models.patience import Gate, PatientModel
 
-Api = Literal["openai_chat", "anthropic_messages"]
+Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
 
 
 class Endpoint(NamedTuple):
@@ -31,6 +32,9 @@ class Endpoint(NamedTuple):
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     "openai": Endpoint("openai_chat", "https://api.openai.com/v1", "OPENAI_API_KEY", "openai"),
+    "responses": Endpoint(
+        "openai_responses", "https://api.openai.com/v1", "OPENAI_API_KEY", "openai"
+    ),
     "anthropic": Endpoint(
         "anthropic_messages", "https://api.anthropic.com", "ANTHROPIC_API_KEY", "anthropic"
     ),
@@ -125,15 +129,25 @@ def read_key(settings: ModelSettings) -> str:
     return key
 
 
-def open_model(settings: ModelSettings, *, api_key: str, on_retry: Callable[[str], None]) -> Model:
-    """A model ready to be asked, in the running event loop; see `PatientModel` for `on_retry`."""
+def open_model(
+    settings: ModelSettings,
+    *,
+    api_key: str,
+    on_retry: Callable[[str], None],
+    gate: Gate | None = None,
+) -> Model:
+    """A model ready to be asked, in the running event loop; see `PatientModel`."""
     adapter: Model
     if settings.api == "anthropic_messages":
         from agent.models.anthropic_messages import AnthropicMessages
 
         adapter = AnthropicMessages(settings, api_key)
+    elif settings.api == "openai_responses":
+        from agent.models.openai_responses import OpenAIResponses
+
+        adapter = OpenAIResponses(settings, api_key)
     else:
         from agent.models.openai_chat import OpenAIChat
 
         adapter = OpenAIChat(settings, api_key)
-    return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry)
+    return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)

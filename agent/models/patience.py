@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
 
@@ -18,6 +20,25 @@ MAX_WAIT_S = 60.0
 _backoff = wait_exponential_jitter(initial=1, max=MAX_WAIT_S, jitter=1)
 
 
+class Gate(Protocol):
+    """Where attempts wait for their turn, and what is told of each."""
+
+    async def enter(self) -> None:
+        """Wait until an attempt may be made; may raise to call it off."""
+        ...
+
+    def leave(self, error: ModelError | None, sent_at: float) -> None:
+        """The attempt is over; `error` is why it failed, None for a reply.
+
+        `sent_at` is when it was made, by the machine's monotonic clock.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """The attempt was called off."""
+        ...
+
+
 class PatientModel:
     """A model whose passing failures are waited out, and whose replies carry their price."""
 
@@ -28,18 +49,20 @@ class PatientModel:
         *,
         api_key: str,
         on_retry: Callable[[str], None],
+        gate: Gate | None = None,
     ) -> None:
         """`on_retry` is told, in words, about every failure that is waited out.
 
-        `api_key` is taken out of error messages: some gateways quote what they were sent.
+        `api_key` is taken out of error messages: some gateways quote what they were sent. Each
+        attempt passes `gate`, if there is one.
         """
         self._adapter = adapter
         self._api_key = api_key
         self._on_retry = on_retry
         self._settings = settings
+        self._gate = gate
         self._retrying = AsyncRetrying(
             retry=retry_if_exception(_is_passing),
-            stop=self._is_enough,
             wait=_wait,
             before_sleep=self._tell,
             reraise=True,
@@ -47,7 +70,9 @@ class PatientModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
-        completion: Completion = await self._retrying.copy()(self._ask, request)
+        patience = _Patience(self._settings)
+        retrying = self._retrying.copy(stop=patience.is_at_its_end)
+        completion: Completion = await retrying(self._ask, request, patience)
         if completion.cost_usd is None:
             return replace(completion, cost_usd=price(completion, self._settings))
         return completion
@@ -56,7 +81,25 @@ class PatientModel:
         """See `Model.close`."""
         await self._adapter.close()
 
-    async def _ask(self, request: Request) -> Completion:
+    async def _ask(self, request: Request, patience: _Patience) -> Completion:
+        if self._gate is None:
+            return await self._attempt(request)
+        came = time.monotonic()
+        await self._gate.enter()
+        sent_at = time.monotonic()
+        patience.waited_s += sent_at - came
+        try:
+            completion = await self._attempt(request)
+        except ModelError as error:
+            self._gate.leave(error, sent_at)
+            raise
+        except BaseException:
+            self._gate.abandon()
+            raise
+        self._gate.leave(None, sent_at)
+        return completion
+
+    async def _attempt(self, request: Request) -> Completion:
         try:
             return await self._adapter.complete(request)
         except ModelError as error:
@@ -70,9 +113,19 @@ class PatientModel:
         kind = error.kind if isinstance(error, ModelError) else "?"
         self._on_retry(f"{kind}: {error}; attempt {state.attempt_number}, next in {wait_s:.1f} s")
 
-    def _is_enough(self, state: RetryCallState) -> bool:
-        """A rate limit says nothing about the task, so it only counts against the clock."""
-        if (state.seconds_since_start or 0) >= self._settings.call_timeout_s:
+
+class _Patience:
+    """How long one call is tried."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self.waited_s = 0.0
+        """Time at the gate: others were served meanwhile, which says nothing of this call."""
+
+    def is_at_its_end(self, state: RetryCallState) -> bool:
+        """A rate limit says nothing about the task either, so it only counts against the clock."""
+        tried_s = (state.seconds_since_start or 0) - self.waited_s
+        if tried_s >= self._settings.call_timeout_s:
             return True
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, ModelError) and error.kind == "rate_limited":

@@ -1,0 +1,184 @@
+"""The limit on model calls: how it grows and shrinks, how it is shared, who waits at the gate."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.models.errors import ModelError
+from batch.call_gate import CallGate, Stopped
+from batch.limiter import MAX_COOL_DOWN_S, Limiter, share_out
+from benchmarks.fake_endpoint import FakeEndpoint
+from tests.running import lines, run, write_prompts
+
+
+class TestLimiter:
+    def test_it_doubles_per_round_until_the_first_refusal(self) -> None:
+        limiter = Limiter(start=4, ceiling=100)
+        for expected in (8, 16, 32, 64, 100, 100):
+            limiter.on_replies(limiter.limit, is_needed=True, now=0.0)
+            assert limiter.limit == expected
+        assert not limiter.is_probed
+
+    def test_it_grows_only_where_calls_wait(self) -> None:
+        limiter = Limiter(start=4, ceiling=100)
+        limiter.on_replies(50, is_needed=False, now=0.0)
+        assert limiter.limit == 4
+
+    def test_a_refusal_cuts_once_per_round(self) -> None:
+        """Calls that were sent before the cut say nothing about the limit since."""
+        limiter = Limiter(start=100, ceiling=100)
+        for _ in range(20):
+            limiter.on_refusal(None, sent_at=1.0, now=2.0)
+        assert limiter.limit == 85
+        limiter.on_refusal(None, sent_at=2.5, now=3.0)
+        assert limiter.limit == 72
+        assert limiter.refused == 21
+
+    def test_after_a_cut_it_grows_by_one_per_round_and_slowly_where_it_was_refused(self) -> None:
+        limiter = Limiter(start=100, ceiling=1000)
+        limiter.on_refusal(None, sent_at=0.0, now=1.0)
+        rounds = 0
+        while limiter.limit < 95:
+            limiter.on_replies(limiter.limit, is_needed=True, now=2.0)
+            rounds += 1
+        assert 9 <= rounds <= 12
+        while limiter.limit < 98:
+            limiter.on_replies(limiter.limit, is_needed=True, now=2.0)
+            rounds += 1
+        assert rounds >= 17
+
+    def test_it_never_falls_below_one(self) -> None:
+        limiter = Limiter(start=2, ceiling=10)
+        for n in range(50):
+            limiter.on_refusal(None, sent_at=n + 0.5, now=n + 1.0)
+        assert limiter.limit == 1
+
+    def test_failures_pause_its_growth(self) -> None:
+        limiter = Limiter(start=4, ceiling=100)
+        limiter.on_failure(now=10.0)
+        limiter.on_replies(4, is_needed=True, now=12.0)
+        assert limiter.limit == 4
+        limiter.on_replies(4, is_needed=True, now=16.0)
+        assert limiter.limit == 8
+
+    @pytest.mark.parametrize(("asked", "pause"), [(2.0, 2.0), (86_400.0, MAX_COOL_DOWN_S)])
+    def test_what_the_endpoint_asks_for_cools_all_calls_down(
+        self, asked: float, pause: float
+    ) -> None:
+        limiter = Limiter(start=4, ceiling=4)
+        limiter.on_refusal(asked, sent_at=0.0, now=100.0)
+        limiter.on_refusal(0.5, sent_at=0.0, now=100.0)
+        assert limiter.cool_down_until == 100.0 + pause
+
+
+@given(st.integers(0, 500), st.lists(st.integers(0, 300), min_size=1, max_size=9))
+def test_shares_sum_to_the_limit_and_serve_demand_first(limit: int, demands: list[int]) -> None:
+    shares = share_out(limit, demands)
+    assert sum(shares) == limit
+    pairs = list(zip(shares, demands, strict=True))
+    short = [share for share, wanted in pairs if share < wanted]
+    if short:
+        assert all(share <= wanted for share, wanted in pairs)
+        assert max(shares) <= min(short) + len(shares)
+
+
+class TestGate:
+    def test_permits_bound_what_is_in_flight_and_the_first_come_goes_first(self) -> None:
+        async def use() -> list[int]:
+            gate = CallGate(permits=2, on_refusal=lambda *_: None)
+            order: list[int] = []
+
+            async def attempt(n: int) -> None:
+                await gate.enter()
+                order.append(n)
+                assert gate.take_load().in_flight <= 2
+                await asyncio.sleep(0)
+                gate.leave(None, 0.0)
+
+            await asyncio.gather(*map(attempt, range(9)))
+            assert gate.take_load().in_flight == 0
+            return order
+
+        assert asyncio.run(use()) == list(range(9))
+
+    def test_a_waiter_that_is_called_off_takes_no_permit(self) -> None:
+        async def use() -> None:
+            gate = CallGate(permits=1, on_refusal=lambda *_: None)
+            await gate.enter()
+            waiters = [asyncio.create_task(gate.enter()) for _ in range(3)]
+            await asyncio.sleep(0)
+            waiters[0].cancel()
+            gate.leave(None, 0.0)
+            waiters[1].cancel()
+            await asyncio.gather(*waiters[:2], return_exceptions=True)
+            await asyncio.wait_for(waiters[2], 5)
+            assert gate.take_load().in_flight == 1
+
+        asyncio.run(use())
+
+    def test_refusals_are_told_at_once_and_failures_counted(self) -> None:
+        told: list[tuple[float | None, float]] = []
+
+        async def use() -> None:
+            gate = CallGate(permits=3, on_refusal=lambda *refusal: told.append(refusal))
+            for error in (
+                ModelError("rate_limited", "", retry_after_s=2.0),
+                ModelError("overloaded", ""),
+                ModelError("bad_request", ""),
+            ):
+                await gate.enter()
+                gate.leave(error, 7.0)
+            load = gate.take_load()
+            assert (load.replies, load.failures) == (0, 1)
+
+        asyncio.run(use())
+        assert told == [(2.0, 7.0)]
+
+    def test_a_cool_down_ends_by_itself(self) -> None:
+        async def use() -> None:
+            gate = CallGate(permits=0, on_refusal=lambda *_: None)
+            waiter = asyncio.create_task(gate.enter())
+            await asyncio.sleep(0)
+            gate.allow(1, cool_down_s=0.05)
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            await asyncio.wait_for(waiter, 5)
+
+        asyncio.run(use())
+
+    def test_stopping_turns_all_away(self) -> None:
+        async def use() -> None:
+            gate = CallGate(permits=0, on_refusal=lambda *_: None)
+            waiter = asyncio.create_task(gate.enter())
+            await asyncio.sleep(0)
+            gate.stop()
+            with pytest.raises(Stopped):
+                await waiter
+            with pytest.raises(Stopped):
+                await gate.enter()
+
+        asyncio.run(use())
+
+
+def test_a_run_finds_the_limit_of_its_endpoint(tmp_path: Path) -> None:
+    """Every conversation completes; no refusal uses up an attempt; the summary says what held."""
+    write_prompts(tmp_path / "p.jsonl", 60)
+    with FakeEndpoint(
+        turns=3, latency_s=0.05, capacity=6, tool="write_file",
+        arguments='{"path": "n{turn}", "content": "{turn}"}',
+    ) as endpoint:  # fmt: skip
+        done = run(
+            tmp_path, dataset_file="p.jsonl", run_name="r", model="m", key_env="none",
+            base_url=endpoint.openai_url, enabled_toolsets="file", num_workers=2, batch_size=15,
+        )  # fmt: skip
+        journal = endpoint.journal()
+    assert done.returncode == 0, done.stderr
+    assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 60
+    assert journal["faults"]["http429"] > 0
+    log = (tmp_path / "trajectories" / "r" / "run.log").read_text()
+    assert "'limited_by': 'endpoint'" in log
