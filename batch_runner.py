@@ -177,12 +177,13 @@ def run(
 ) -> None:
     """Run all prompts of a dataset, or resume doing so (the default command)."""
     from batch.config import load_config
-    from batch.run import describe, make_plan, refuse_bad_rows, run_batch, show_bad_rows
+    from batch.run import describe, make_plan, refuse_bad_rows, run_batch, show_bad_rows, warn
     from batch.run_dir import open_run
 
     with _errors_as_exit_codes():
         given = {name: value for name, value in flags.items() if value is not None}
         plan = make_plan(load_config(config_file, given))
+        warn(plan)
         if dry_run:
             show_bad_rows(plan.scan)
             show(describe(plan))
@@ -283,6 +284,28 @@ def export(run: str, output_dir: Path) -> None:
     if accounts.pending:
         click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)
     _show(path, accounts)
+
+
+@main.command()
+def errors() -> None:
+    """Show what each failure of an endpoint leads to."""
+    from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT
+
+    consequences = {
+        "retry": "tried again, with growing pauses; then the attempt has failed",
+        "end": "the conversation ends there, and counts as done",
+        "fail_task": "the attempt has failed; the next start makes another",
+        "stop_run": "the run stops (exit 4); nothing is lost",
+    }
+    never = "; from an endpoint that has never answered it stops the run (exit 4)"
+    width = max(map(len, RULES))
+    show(
+        "\n".join(
+            f"{kind:<{width}}  {rule.meaning}\n{'':<{width}}  -> {consequences[rule.action]}"
+            + (never if kind in SAYS_MORE_OF_THE_ENDPOINT else "")
+            for kind, rule in RULES.items()
+        )
+    )
 
 
 def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]:

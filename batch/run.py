@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -156,6 +158,24 @@ def run_batch(plan: Plan, run_dir: RunDir) -> Outcome:
     log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
     log.info("calls: %s", dict(outcome.limits))
     return outcome
+
+
+def warn(plan: Plan) -> None:
+    """Say what a careful user would want to know before the first call."""
+    url = urlsplit(plan.settings.base_url or "")
+    if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
+        say(
+            f"warning: {plan.settings.base_url} is not encrypted: whoever is on the way can read "
+            "the API key, the prompts and the replies; use https"
+        )
+
+
+def _is_near(host: str) -> bool:
+    """Whether what is sent to `host` stays on this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def refuse_bad_rows(plan: Plan) -> None:

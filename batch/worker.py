@@ -24,7 +24,7 @@ from typing import Any
 from agent.conversation import Conversation
 from agent.loop import close_calls
 from agent.messages import Event
-from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
+from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.names import SCRIPTED, open_model, read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
@@ -246,7 +246,7 @@ class Worker:
             end = await self._converse(task, deal, trajectory, row.terms, space)
         except ModelError as error:
             if self._is_the_endpoints(error):
-                self._halt(f"{error.endpoint}: {error.kind}: {error}")
+                self._halt(self._in_words(error))
                 raise Stopped from error
             failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
         finally:
@@ -283,6 +283,14 @@ class Worker:
             fields=index_fields(record),
             failure=failure and failure._asdict(),
         )
+
+    def _in_words(self, error: ModelError) -> str:
+        """Why an endpoint stops the run, with what to look at."""
+        words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
+        if error.kind in ("auth", "forbidden"):
+            variable = self._setup.settings.key_env or "OPENAI_API_KEY"
+            words += f". The key is that of the environment variable {variable} (see --key_env)."
+        return words
 
     def _is_the_endpoints(self, error: ModelError) -> bool:
         """Whether a failure stops the run rather than the task alone."""

@@ -19,6 +19,12 @@ _UNNAMED_FAILURE = "reported"
 """The kind of a failure that the tool itself reported, without an exception."""
 
 
+_TOKENS = (
+    *("input_tokens", "output_tokens", "reasoning_tokens"),
+    *("cache_read_tokens", "cache_write_tokens"),
+)
+
+
 class Statistics:
     """The statistics of the records given to `add` so far."""
 
@@ -34,6 +40,7 @@ class Statistics:
         self._statuses: Counter[str] = Counter()
         self._turns = 0
         self._most_turns = 0
+        self._tokens: Counter[str] = Counter()
         self._first_started_at: float | None = None
         self._last_ended_at: float | None = None
 
@@ -48,9 +55,15 @@ class Statistics:
         self._add_tools(record["tools"] or [], replies)
         self._add_reasoning(replies)
         self._add_times(turns)
+        usage = record["usage"] or {}
+        self._tokens.update({key: count for key, count in usage.items() if count is not None})
 
     def to_json(self) -> dict[str, Any]:
-        """For statistics.json. Rates are percentages of the calls that have a result."""
+        """For statistics.json. Rates of tools are percentages of the calls that have a result.
+
+        `tokens` are of all that was paid for, as far as the endpoint told them;
+        `cache_hit_rate` is the percentage of input tokens that came from a prompt cache.
+        """
         rows = self._statuses.total()
         first, last = self._first_started_at, self._last_ended_at
         return {
@@ -67,6 +80,12 @@ class Statistics:
             "turns_per_row": {
                 "mean": round(self._turns / rows, 2) if rows else None,
                 "max": self._most_turns if rows else None,
+            },
+            "tokens": {
+                **{key: self._tokens[key] for key in _TOKENS},
+                "cache_hit_rate": _percent(
+                    self._tokens["cache_read_tokens"], self._tokens["input_tokens"]
+                ),
             },
             "duration_s": {
                 "first_started_at": first,

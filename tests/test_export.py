@@ -128,7 +128,12 @@ class TestStatisticsFile:
         """S2.53."""
         records = (THOUGHT, EARLY, BROKEN, FAILED)
         run_dir = export(tmp_path, *records, pending=2)
-        assert loaded(run_dir / "statistics.json") == {
+        statistics = loaded(run_dir / "statistics.json")
+        assert statistics.pop("tokens") == {
+            **{"input_tokens": 40, "output_tokens": 0, "reasoning_tokens": 0},
+            **{"cache_read_tokens": 0, "cache_write_tokens": 0, "cache_hit_rate": 0.0},
+        }
+        assert statistics == {
             "schema_version": 1,
             "tools": [
                 {
@@ -178,6 +183,11 @@ class TestStatisticsFile:
 
 
 class TestStatistics:
+    def test_tokens_are_summed_with_the_share_of_the_cache(self) -> None:
+        usage = {"input_tokens": 100, "cache_read_tokens": 75, "output_tokens": None}
+        tokens = statistics_of(PLAIN | {"usage": usage}, PLAIN | {"usage": None})["tokens"]
+        assert (tokens["input_tokens"], tokens["cache_hit_rate"]) == (100, 75.0)
+
     def test_every_tool_that_was_offered_is_listed(self) -> None:
         """S2.53: an unused one has rates of 0.0; the tools of all records are put together."""
         other = {"function": {"name": "area"}}

@@ -18,7 +18,8 @@ import anthropic
 import openai
 import pytest
 
-from benchmarks.fake_endpoint import FAULTS, REPLY_FAULTS, FakeEndpoint
+from benchmarks.fake_dialects import FAULTS, REPLY_FAULTS
+from benchmarks.fake_endpoint import FakeEndpoint
 
 OPENAI, ANTHROPIC = "/v1/chat/completions", "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -323,7 +324,7 @@ def _finish(body: bytes) -> Any:
     return reply["choices"][0]["finish_reason"] if "choices" in reply else reply["stop_reason"]
 
 
-ERRORS = {"http500": 500, "http429": 429, "http529": 529, "context": 400}
+ERRORS = {"http403": 403, "http500": 500, "http429": 429, "http529": 529, "context": 400}
 BODIES: dict[str, Callable[[bytes], object]] = {
     "html": lambda body: body.startswith(b"<html"),
     "empty": lambda body: body == b"",

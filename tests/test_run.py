@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from agent.models.errors import RULES
 from benchmarks.fake_endpoint import FakeEndpoint
 from tests.running import (
     ROOT,
@@ -326,12 +327,42 @@ def test_rejected_credentials_stop_the_run(tmp_path: Path) -> None:
         wrong = run(tmp_path, **given, env={"MY_KEY": "wrong-canary"})
         assert wrong.returncode == 4
         assert "HTTP 401" in wrong.stderr
+        assert f"{endpoint.openai_url}: the endpoint rejected the credentials" in wrong.stderr
+        assert "the environment variable MY_KEY" in wrong.stderr
         assert endpoint.journal()["requests"] <= 16
         assert summary(tmp_path)["pending"] == 200
         right = run(tmp_path, **given, env={"MY_KEY": "right"})
         assert right.returncode == 0
     for path in (tmp_path / "trajectories").rglob("*"):
         assert not path.is_file() or b"wrong-canary" not in path.read_bytes()
+
+
+def test_the_table_of_failures_can_be_read(tmp_path: Path) -> None:
+    done = run(tmp_path, "errors")
+    assert done.returncode == 0
+    for kind, rule in RULES.items():
+        assert f"{kind} " in done.stdout
+        assert rule.meaning in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("url", "warned"),
+    [
+        ("http://model.example/v1", True),
+        ("http://10.0.0.7:8000/v1", True),
+        ("https://model.example/v1", False),
+        ("http://127.0.0.1:8000/v1", False),
+        ("http://localhost:8000/v1", False),
+        ("http://[::1]:8000/v1", False),
+    ],
+)
+def test_an_endpoint_that_others_can_listen_to_is_warned_of(
+    tmp_path: Path, url: str, warned: bool
+) -> None:
+    write_prompts(tmp_path / "p.jsonl", 1)
+    done = run(tmp_path, "--dry_run", **{**RUN, "model": "m", "base_url": url})
+    assert done.returncode == 0
+    assert ("is not encrypted" in done.stderr) is warned
 
 
 def test_passing_faults_are_waited_out(tmp_path: Path) -> None:
@@ -375,9 +406,10 @@ def test_failed_attempts_are_told_retried_by_the_next_start_and_given_up_at_last
 @pytest.mark.parametrize(
     ("fault", "path", "words"),
     [
-        ("down", "", "connection: Connect"),
-        ("http500", "", "overloaded: HTTP 500"),
-        ("none", "/nowhere", "not_found: HTTP 404"),
+        ("down", "", "the connection failed or was cut: Connect"),
+        ("http500", "", "HTTP 500"),
+        ("none", "/nowhere", "does not know this model or path (404): HTTP 404"),
+        ("http403", "", "does not allow this request (403)"),
     ],
 )
 def test_an_endpoint_that_never_answered_stops_the_run(
@@ -386,7 +418,7 @@ def test_an_endpoint_that_never_answered_stops_the_run(
     """A wrong URL or a server that is not up must not use up the attempts of all prompts."""
     write_prompts(tmp_path / "p.jsonl", 50)
     endpoint = FakeEndpoint(
-        turns=1, latency_s=0.0, faults={"http500": 1.0} if fault == "http500" else {}
+        turns=1, latency_s=0.0, faults={fault: 1.0} if fault.startswith("http") else {}
     )
     with endpoint:
         given = options(endpoint, call_attempts=1, base_url=endpoint.openai_url + path)

@@ -44,7 +44,7 @@ RULES: Mapping[Kind, Rule] = {
 }
 
 SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
-    {"overloaded", "connection", "timeout", "malformed", "not_found"}
+    {"overloaded", "connection", "timeout", "malformed", "not_found", "forbidden"}
 )
 """While an endpoint has never answered, these failures are its own and not the task's."""
 
