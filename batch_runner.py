@@ -287,6 +287,16 @@ def export(run: str, output_dir: Path) -> None:
 
 
 @main.command()
+def distributions() -> None:
+    """Show the distributions of toolsets that have a name."""
+    from toolsets.distributions import DISTRIBUTIONS
+
+    for name, distribution in DISTRIBUTIONS.items():
+        shares = ", ".join(f"{toolset} {percent:g}%" for toolset, percent in distribution.items())
+        show(f"{name:<8} {shares}")
+
+
+@main.command()
 def errors() -> None:
     """Show what each failure of an endpoint leads to."""
     from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT

@@ -33,6 +33,10 @@ class Host(Protocol):
         """The model that a subagent asks in its conversation; None where it is its caller's."""
         ...
 
+    def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
+        """The tools of the conversation, or those of some of its toolsets."""
+        ...
+
     def subagent_toolbox(self, agent: Subagent) -> Toolbox:
         """The tools of a subagent, in the workspace of the conversation."""
         ...
@@ -179,6 +183,7 @@ class Conversation:
             key = f"{preparation.STAGE}#{attempt}"
             opening = preparation.preparation_opening(task, prompt)
             inner = self._inner(key, preparation.STAGE, opening, own)
+            inner = replace(inner, toolbox=self.host.toolbox(options.preparation_toolsets))
             end = await inner.run_on()
             if end.status == "completed":
                 findings = preparation.findings_in(inner.trajectory.final_text())

@@ -45,6 +45,13 @@ def parse_json(value: Any) -> Any:
     return value
 
 
+def split_commas(value: Any) -> Any:
+    """Before-validator: names in one text, as flags give them, become a tuple."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
 def meaning(default: Any, help: str, **more: Any) -> Any:
     """A field that decides what the data is; changing it needs a new run."""
     return Field(default, description=help, json_schema_extra={"meaning": True}, **more)
@@ -154,6 +161,9 @@ class AgentOptions(BaseModel):
         None,
         "Task of a conversation before the main one that gathers context; what it finds is "
         "added to the prompts.",
+    )
+    preparation_toolsets: Annotated[tuple[str, ...] | None, BeforeValidator(split_commas)] = (
+        meaning(None, "Toolsets of the preparation, out of those on offer; default: all of them.")
     )
     preparation_attempts: PositiveInt = meaning(2, "Attempts of the preparation.")
     ephemeral_system_prompt: str | None = meaning(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class Setup:
         """The names of the toolsets of the conversations themselves."""
         return [toolset.name for toolset in self.toolsets]
 
+    def only(self, names: Collection[str]) -> Setup:
+        """This with those of its toolsets alone that are named."""
+        toolsets = tuple(toolset for toolset in self.toolsets if toolset.name in names)
+        return replace(self, toolsets=toolsets, tools=tools_of(toolsets))
+
     def sandboxed(self) -> list[str]:
         """The names of the toolsets in use that run commands."""
         used = [*self.toolsets]
@@ -73,6 +78,13 @@ def set_up(
     toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *(agent.name for agent in options.subagents)])
+    names = {toolset.name for toolset in toolsets}
+    if unknown := sorted(set(options.preparation_toolsets or ()) - names):
+        msg = (
+            f"preparation_toolsets: {', '.join(unknown)} not on offer; there are: "
+            f"{', '.join(sorted(names)) or 'none'}"
+        )
+        raise ValueError(msg)
     subagents = {
         agent.name: _set_up_subagent(agent, settings, api_key) for agent in options.subagents
     }
@@ -196,9 +208,10 @@ class Home:
     models: SubagentModels
     call_timeout_s: float
 
-    def toolbox(self) -> Toolbox:
-        """The tools of the conversation itself."""
-        return Toolbox(self.setup.tools, self.space, call_timeout_s=self.call_timeout_s)
+    def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
+        """See `Host`."""
+        tools = self.setup.tools if toolsets is None else self.setup.only(toolsets).tools
+        return Toolbox(tools, self.space, call_timeout_s=self.call_timeout_s)
 
     def subagent_toolbox(self, agent: Subagent) -> Toolbox:
         """See `Host`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,20 +24,16 @@ from pydantic import (
     PositiveInt,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
-from agent.options import AgentOptions, meaning, parse_json
+from agent.options import AgentOptions, meaning, parse_json, split_commas
 from batch.errors import ConfigError
 from batch.row_rules import RowRules, script_use
+from toolsets.distributions import Distribution, load_distribution
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
-
-
-def _split_commas(value: Any) -> Any:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
 
 
 def _plain_name(value: str) -> str:
@@ -49,7 +46,7 @@ def _plain_name(value: str) -> str:
     return value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
 
 
 def _running(default: Any, help: str, **more: Any) -> Any:
@@ -89,6 +86,11 @@ class RunConfig(AgentOptions):
         None, "Toolsets to offer, separated by commas; default: all. 'none' offers no tools."
     )
     disabled_toolsets: Names = meaning((), "Toolsets never to offer; wins over enabled ones.")
+    distribution: str | None = meaning(
+        None,
+        "Instead of --enabled_toolsets: the name (see `distributions`) or YAML file of the "
+        "percentages by which each conversation draws its toolsets.",
+    )
     sandbox: Literal["bwrap", "local"] = meaning(
         "bwrap",
         "Where commands run: bwrap (isolated), or local (NOT isolated: commands run with your "
@@ -173,12 +175,28 @@ class RunConfig(AgentOptions):
             raise ValueError(msg)
         return value
 
+    @model_validator(mode="after")
+    def _selects_once(self) -> RunConfig:
+        if self.distribution is not None and self.enabled_toolsets is not None:
+            msg = "distribution and enabled_toolsets both say which toolsets to offer; give one"
+            raise ValueError(msg)
+        return self
+
     @property
     def agent_options(self) -> AgentOptions:
         """The options of conversations alone."""
         return AgentOptions.model_construct(
             **{name: getattr(self, name) for name in AgentOptions.model_fields}
         )
+
+    def toolset_percentages(self) -> Distribution | None:
+        """The distribution of toolsets; None where all conversations are offered the same."""
+        return None if self.distribution is None else _load_distribution(self.distribution)
+
+    def selected_toolsets(self) -> tuple[str, ...] | None:
+        """The toolsets that any conversation can be offered; None means all."""
+        drawn = self.toolset_percentages()
+        return self.enabled_toolsets if drawn is None else tuple(sorted(drawn))
 
     def row_rules(self, api: str, *, is_priced: bool = True) -> RowRules:
         """How the rows of the dataset are read, for a model of this API."""
@@ -207,6 +225,8 @@ class RunConfig(AgentOptions):
         fields = {name: value for name, value in self.to_json().items() if is_meaning(name)}
         if self.script_file is not None:
             fields["script_file"] = hashlib.sha256(self.script_file.read_bytes()).hexdigest()
+        if (distribution := self.toolset_percentages()) is not None:
+            fields["distribution"] = dict(sorted(distribution.items()))
         for name in ("enabled_toolsets", "disabled_toolsets"):
             fields[name] = fields[name] and sorted(set(fields[name]))
         return fields
@@ -218,6 +238,10 @@ class RunConfig(AgentOptions):
             digest = hashlib.sha256(self.ephemeral_system_prompt.encode()).hexdigest()
             fields["ephemeral_system_prompt"] = f"sha256:{digest}"
         return fields
+
+
+_load_distribution = lru_cache(maxsize=8)(load_distribution)
+"""Asked once per task."""
 
 
 def is_meaning(name: str) -> bool:
@@ -273,6 +297,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     for key in _INPUT_PATHS:
         if isinstance(loaded.get(key), str):
             loaded[key] = str(path.parent / loaded[key])
+    if str(loaded.get("distribution")).endswith((".yaml", ".yml")):
+        loaded["distribution"] = str(path.parent / loaded["distribution"])
     return loaded
 
 

@@ -12,7 +12,6 @@ asked), `api`, `endpoint`, `toolsets`, `sandbox`, `seed`, `config_digest`, `vers
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ import orjson
 from agent.conversation import was_compacted
 from agent.moves import End
 from agent.rules import Terms
+from agent.setup import Setup, schemas_for
 from agent.trajectory import Trajectory
 from batch.failures import Failure
 from batch.prompts import Task
@@ -34,7 +34,6 @@ class Provenance:
     model: str
     api: str
     endpoint: str | None
-    toolsets: Sequence[str]
     sandbox: str | None
     seed: int
     config_digest: str
@@ -47,12 +46,12 @@ def make_record(
     *,
     end: End,
     terms: Terms,
-    tools: Sequence[Mapping[str, Any]],
+    setup: Setup,
     failure: Failure | None,
     attempt: int,
     provenance: Provenance,
 ) -> dict[str, Any]:
-    """Build the record of a task that has ended; `tools` are the schemas that were offered."""
+    """Build the record of a task that has ended; `setup` is what it was offered."""
     return {
         "id": task.id,
         "status": end.status,
@@ -64,13 +63,13 @@ def make_record(
         "attempt": attempt,
         "row": task.columns,
         **trajectory.to_record(),
-        "tools": tools,
+        "tools": schemas_for(setup, terms.options),
         "options": terms.options.given(),
         "view_compacted": was_compacted(trajectory, terms.options),
         "model": provenance.model,
         "api": provenance.api,
         "endpoint": provenance.endpoint,
-        "toolsets": provenance.toolsets,
+        "toolsets": setup.names(),
         "sandbox": provenance.sandbox,
         "seed": provenance.seed,
         "config_digest": provenance.config_digest,

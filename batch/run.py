@@ -94,7 +94,7 @@ def make_plan(config: RunConfig) -> Plan:
         setup = set_up(
             config.agent_options,
             settings,
-            enabled_toolsets=config.enabled_toolsets,
+            enabled_toolsets=config.selected_toolsets(),
             disabled_toolsets=config.disabled_toolsets,
         )
     except ValueError as error:
@@ -136,12 +136,19 @@ def describe(plan: Plan) -> str:
             f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
             f"{scan.rows * config.num_samples}",
             f"model      {model}",
-            f"toolsets   {', '.join(plan.setup.names()) or 'none'} "
-            f"({', '.join(names) or 'no tools'})",
+            f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})",
             f"sandbox    {plan.sandbox or 'not needed'}",
             f"bounds     {config.max_turns} turns, {config.max_attempts} attempts",
             f"workers    {config.num_workers} x {config.agents_per_worker} conversations",
         ]
+    )
+
+
+def _shares(plan: Plan) -> str:
+    """The toolsets, with their percentages where each conversation draws its own."""
+    drawn = plan.config.toolset_percentages()
+    return ", ".join(
+        name if drawn is None else f"{name} {drawn[name]:g}%" for name in plan.setup.names()
     )
 
 
@@ -282,7 +289,6 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, endpoint_proven: bool) -> Work
             model=plan.config.model,
             api=plan.settings.api,
             endpoint=plan.settings.base_url,
-            toolsets=plan.setup.names(),
             sandbox=plan.sandbox,
             seed=plan.config.seed,
             config_digest=run_dir.digest,

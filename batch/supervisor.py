@@ -19,9 +19,10 @@ from dataclasses import replace
 from typing import Any
 
 from agent.moves import End
-from agent.setup import Setup, schemas_for
+from agent.setup import Setup
 from agent.trajectory import Trajectory
 from batch.config import RunConfig
+from batch.draw import setup_of_task
 from batch.errors import EnvironmentStop
 from batch.failures import Failure, FailureFile
 from batch.journal import Inflight, next_worker_number
@@ -266,7 +267,7 @@ class Supervisor:
             Trajectory(row.opening, self._inflight.events(key)),
             end=End("failed"),
             terms=row.terms,
-            tools=schemas_for(self._common, row.terms.options),
+            setup=setup_of_task(self._common, self._config, task.id),
             failure=failure,
             attempt=failure.attempt,
             provenance=self._setup.provenance,

@@ -30,10 +30,11 @@ from agent.models.names import SCRIPTED, open_model, read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.moves import End
 from agent.rules import Terms
-from agent.setup import Home, SubagentModels, replies_played, schemas_for, set_up
+from agent.setup import Home, SubagentModels, replies_played, set_up
 from agent.trajectory import Trajectory
 from batch.call_gate import CallGate, Load, Stopped
 from batch.config import RunConfig
+from batch.draw import setup_of_task
 from batch.failures import Failure
 from batch.files import StorageError
 from batch.journal import JournalWriter
@@ -102,7 +103,7 @@ class Worker:
         self._common = set_up(
             self._rules.options,
             setup.settings,
-            enabled_toolsets=self._config.enabled_toolsets,
+            enabled_toolsets=self._config.selected_toolsets(),
             disabled_toolsets=self._config.disabled_toolsets,
         )
         self._running: dict[bytes, asyncio.Task[None]] = {}
@@ -271,7 +272,7 @@ class Worker:
             trajectory,
             end=end,
             terms=terms,
-            tools=schemas_for(self._common, terms.options),
+            setup=setup_of_task(self._common, self._config, task.id),
             failure=failure,
             attempt=deal["attempt"],
             provenance=self._setup.provenance,
@@ -301,7 +302,8 @@ class Worker:
     async def _converse(
         self, task: Task, deal: Deal, trajectory: Trajectory, terms: Terms, space: TaskSpace
     ) -> End:
-        home = Home(self._common, space, self._subagent_models, self._config.tool_timeout_s)
+        common = setup_of_task(self._common, self._config, task.id)
+        home = Home(common, space, self._subagent_models, self._config.tool_timeout_s)
         positions = itertools.count(len(deal["events"]))
 
         def journal(event: Event) -> None:

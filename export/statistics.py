@@ -38,6 +38,7 @@ class Statistics:
         self._with_reasoning = 0
         self._rows_with_reasoning = 0
         self._statuses: Counter[str] = Counter()
+        self._toolsets: Counter[str] = Counter()
         self._turns = 0
         self._most_turns = 0
         self._tokens: Counter[str] = Counter()
@@ -50,6 +51,7 @@ class Statistics:
         messages = record["messages"]
         replies = messages[first_reply(messages, turns=len(turns)) :]
         self._statuses[record["status"]] += 1
+        self._toolsets.update(record["toolsets"])
         self._turns += len(turns)
         self._most_turns = max(self._most_turns, len(turns))
         self._add_tools(record["tools"] or [], replies)
@@ -77,6 +79,10 @@ class Statistics:
                 "rows_with_any": self._rows_with_reasoning,
             },
             "rows": dict(sorted(self._statuses.items())),
+            "toolsets": [
+                {"toolset": name, "rows": count, "percent": _percent(count, rows)}
+                for name, count in sorted(self._toolsets.items())
+            ],
             "turns_per_row": {
                 "mean": round(self._turns / rows, 2) if rows else None,
                 "max": self._most_turns if rows else None,

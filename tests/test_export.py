@@ -133,6 +133,8 @@ class TestStatisticsFile:
             **{"input_tokens": 40, "output_tokens": 0, "reasoning_tokens": 0},
             **{"cache_read_tokens": 0, "cache_write_tokens": 0, "cache_hit_rate": 0.0},
         }
+        weather = {"toolset": "weather", "rows": 4, "percent": 100.0}
+        assert statistics.pop("toolsets") == [weather]
         assert statistics == {
             "schema_version": 1,
             "tools": [

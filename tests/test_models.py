@@ -18,7 +18,7 @@ from agent.models import anthropic_messages, openai_chat
 from agent.models.errors import RULES, ModelError, kind_of_status, redact
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
-from agent.models.prices import price
+from agent.models.prices import is_known, price
 from agent.models.replies import parse_object, retry_after_s
 from agent.models.scripted import parse_script
 from agent.nesting import is_nested_deeper
@@ -701,3 +701,10 @@ def test_a_wrong_script_names_turn_and_key() -> None:
         parse_script([{"content": "a"}, {"tool_calls": [{"arguments": {}}]}])
     with pytest.raises(ValueError, match="script"):
         parse_script([])
+
+
+@pytest.mark.parametrize("name", ["gpt-4.1-2099-01-01", "gpt-4.1-20990101"])
+def test_the_day_of_a_snapshot_is_not_needed_to_know_its_price(name: str) -> None:
+    """S3.19: unless the table lists that very day."""
+    assert is_known(dataclasses.replace(SETTINGS, name=name, provider="openai"))
+    assert not is_known(dataclasses.replace(SETTINGS, name="nobody-knows-2099-01-01"))

@@ -300,6 +300,16 @@ class TestPreparation:
         assert played.trajectory.to_record()["inner"][0]["name"] == "preparation"
         assert "Do not do the request itself" in played.seen(0)
 
+    def test_it_may_have_fewer_tools(self, tmp_path: Path) -> None:
+        script = [echo("look"), self.FOUND, echo("now"), ANSWER]
+        given: dict[str, Any] = {"preparation": "Find it.", "preparation_toolsets": ()}
+        played = play(tmp_path, script, **given)
+        inner = played.trajectory.to_record()["inner"][0]
+        assert inner["messages"][3]["details"] == {"failure": "unknown_tool"}
+        assert played.results[0]["content"] == "now"
+        with pytest.raises(ValueError, match="preparation_toolsets: web not on offer"):
+            play(tmp_path, script, preparation="x", preparation_toolsets="web")
+
     def test_its_attempts_are_within_the_budget(self, tmp_path: Path) -> None:
         cut = say("", finish_reason="length")
         played = play(

@@ -81,6 +81,39 @@ def test_failed_prompts_are_counted_and_summed_up() -> None:
         assert "3 errors" in failures["reason"]
 
 
+def test_names_of_results_hold_over_prompts() -> None:
+    """S4.15: one name means one result in the whole session."""
+    write = calls(call("write_file", path="a", content="A"))
+    script = [
+        write,
+        say("1"),
+        calls(call("write_file", path="b", content="$$write_file-res-1")),
+        READ,
+    ]
+    with agent([*script, say("2")], result_references=True).start_session() as session:
+        session.new_prompt("x")
+        session.new_prompt("y")
+        results = [m for m in session.messages if m["role"] == "tool"]
+        assert [m["details"]["stored_as"] for m in results] == [
+            *("write_file-res-1", "write_file-res-2", "read_file-res-3")
+        ]
+        assert not any(m["is_error"] for m in results)
+
+
+def test_a_reserved_name_is_refused_where_it_is_given() -> None:
+    """S4.2."""
+
+    @tool(name="final_answer")
+    def mine(space: TaskSpace) -> str:
+        """Mine."""
+        return ""
+
+    with agent([say("x")]).start_session() as session:
+        with pytest.raises(ValueError, match="'final_answer' is reserved"):
+            session.set_tools(replace(session._setup.common, tools=(mine,)))
+        assert session.new_prompt("x") == "x"
+
+
 def test_a_prompt_must_not_be_blank() -> None:
     with agent([say("x")]).start_session() as session, pytest.raises(ValueError, match="blank"):
         session.new_prompt(" ")

@@ -99,6 +99,13 @@ def test_a_reply_with_no_blocks_ends_it() -> None:
     assert shapes(session) == ["user"]
 
 
+def test_a_last_reply_of_thoughts_alone_was_said_all_the_same() -> None:
+    """S1.13, S1.15: it was paid for, and ends the loop."""
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    session = agent_loop(Replies([thought]), TOOLS, init_session(None, "go"), HANDLERS)
+    assert shapes(session) == ["user", "thinking"]
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

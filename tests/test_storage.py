@@ -373,3 +373,13 @@ def test_unreadable_failures_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "failures.jsonl").write_text("\n".join(odd) + "\n")
     FailureFile(tmp_path, tmp_path / "q").close()
     assert load_failed_attempts(tmp_path) == {}
+
+
+def test_replaced_files_are_their_owners_alone_or_keep_their_mode(tmp_path: Path) -> None:
+    """S2.46."""
+    path = tmp_path / "f"
+    replace_file(path, b"1")
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    replace_file(path, b"2")
+    assert path.stat().st_mode & 0o777 == 0o640
