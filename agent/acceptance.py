@@ -15,7 +15,7 @@ import orjson
 from agent.messages import Message
 from agent.models.model import Completion, Request
 from agent.options import AgentOptions
-from agent.reasoning import opens_reasoning
+from agent.reasoning import opens_reasoning, split_inline_reasoning
 
 _CLOSE = 0.8
 """How alike a misspelt name must be (ratio of difflib) to be taken for another."""
@@ -32,11 +32,12 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
     message = completion.message
     if completion.finish_reason not in ("stop", "tool_calls"):
         return None
-    if opens_reasoning(message["content"]):
+    said = split_inline_reasoning(message["content"]).rest
+    if opens_reasoning(said):
         return "unclosed_reasoning"
     calls = message.get("tool_calls")
     if not calls:
-        return None if message["content"].strip() else "blank"
+        return None if said.strip() else "blank"
     if request.tool_choice == "none":
         return "calls_not_allowed"
     if options.bad_arguments == "resample":

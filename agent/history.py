@@ -53,7 +53,7 @@ def check_history(messages: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"{where}: a system message must be the first")
         calls = message.get("tool_calls") or ()
         content = message.get("content")
-        if not isinstance(content, str) or not (content.strip() or calls or role == "tool"):
+        if not isinstance(content, str) or (role in ("system", "user") and not content.strip()):
             raise ValueError(f"{where}: its content must be text that is not blank")
         if role == "assistant":
             waiting = {_call_id(call, where) for call in calls}

@@ -23,6 +23,7 @@ from agent.trajectory import Journal, Status, Trajectory
 from toolsets.tool import ToolResult
 
 _NOT_RUN = "Error: this call was not run, because the conversation ended before it ({})."
+_BROKEN_OFF = "Error: this call was broken off, because the conversation ended during it ({})."
 
 
 async def run_agent(
@@ -121,7 +122,6 @@ def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> Non
 
     `status` is how the conversation ended; the calls of inner conversations are closed too.
     """
-    result = ToolResult(_NOT_RUN.format(status), True, {"failure": "not_run"})
     for key, inner in trajectory.inner.items():
 
         def journal_inner(event: Event, key: str = key, name: str = inner.name) -> None:
@@ -129,6 +129,8 @@ def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> Non
 
         close_calls(inner.trajectory, status, journal_inner)
     for n, call in trajectory.open_calls():
+        words = _BROKEN_OFF if call["id"] in trajectory.inner else _NOT_RUN
+        result = ToolResult(words.format(status), True, {"failure": "not_run"})
         event = result_event(trajectory.turns, n, call, result, Clock())
         journal(event)
         trajectory.apply(event)

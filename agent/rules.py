@@ -54,7 +54,9 @@ def next_move(t: Trajectory, terms: Terms) -> Move:
     """Decide what happens next in conversation `t`."""
     options = terms.options
     if end := _over_budget(t, options.max_cost_usd):
-        return end
+        # Subagents that a crash cut off end by themselves, as they would have ended without it.
+        begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
+        return Answer(begun) if begun else end
     if t.has_note(_SUMMARY):
         return _in_summary(t, options)
     if end := _too_many_reasks(t, options):

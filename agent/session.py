@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
@@ -173,6 +174,9 @@ class AgentSession:
         """A session of its own that begins as this one is now, files included."""
         other = AgentSession(self._setup, history=self.messages)
         other._played = self._played
+        if self._state == "awaiting_input":
+            other.trajectory = copy.deepcopy(self.trajectory)
+            other._terms, other.end, other._state = self._terms, self.end, self._state
         if (self._root / "workspace").exists():
             shutil.copytree(self._root / "workspace", other._root / "workspace", symlinks=True)
         return other

@@ -128,7 +128,7 @@ def _summaries(t: Trajectory) -> list[tuple[int, str]]:
     return [
         (int(key.rpartition("#")[2]), inner.trajectory.final_text().strip())
         for key, inner in t.inner.items()
-        if inner.name == STAGE
+        if inner.name == STAGE and inner.trajectory.api_calls()
     ]
 
 

@@ -182,8 +182,12 @@ async def _is_approved(approve: Approve, name: str, arguments: Any, approved: se
     """Ask the hook; one that fails has not approved."""
     try:
         key = orjson.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
-        if key in approved:
-            return True
+    except TypeError:
+        log.warning("a call of %s is denied: its arguments are nested too deep to be shown", name)
+        return False
+    if key in approved:
+        return True
+    try:
         if inspect.iscoroutinefunction(approve):
             decision = await approve(name, arguments)
         else:

@@ -21,6 +21,7 @@ from agent.messages import (
     ToolCall,
     Usage,
 )
+from agent.reasoning import split_inline_reasoning
 from agent.tally import Tally
 
 CONTINUE_CUT = "continue_cut"
@@ -150,7 +151,7 @@ class Trajectory:
     def final_text(self) -> str:
         """The answer of the last reply, or "" where it only asked for tools or none came.
 
-        A text that was cut and continued is one answer.
+        A text that was cut and continued is one answer; reasoning inside it is none.
         """
         if not self.replies:
             return ""
@@ -158,7 +159,8 @@ class Trajectory:
             return finish.text
         if self.last_calls():
             return ""
-        return self._text_before + self.replies[-1]["message"]["content"]
+        text = self._text_before + self.replies[-1]["message"]["content"]
+        return split_inline_reasoning(text).rest
 
     def last_reasoning(self) -> str | None:
         """The reasoning of the last reply, None where it had none."""

@@ -247,7 +247,8 @@ def usable_prefix(events: list[Event]) -> list[Event]:
             turn, results = event["turn"], set()
             calls = len(event["message"].get("tool_calls", ()))
         elif event["kind"] == "result":
-            if event["turn"] != turn or event["call"] in results or event["call"] >= calls:
+            is_second = event["call"] in results  # the tool had asked the user
+            if event["turn"] != turn or event["call"] >= calls or is_second != ("reply" in event):
                 break
             results.add(event["call"])
         usable.append(event)

@@ -61,9 +61,14 @@ def _with_answer_as_text(
     turn, *results = messages[start:]
     others = [other for other in turn["tool_calls"] if other is not call]
     kept = [result for result in results if result["tool_call_id"] != call["id"]]
-    last = {"role": "assistant", "content": _answer(call)}
-    if any(result.get("is_error") for result in results if result not in kept):
-        raise Rejected(Reason.UNFINISHED, "completed, but the final answer was refused")
+    answer = _answer(call)
+    for result in results:
+        if result not in kept:
+            if result.get("is_error"):
+                raise Rejected(Reason.UNFINISHED, "completed, but the final answer was refused")
+            # As the runtime took it: references in it stand for what they name.
+            answer = (result.get("details") or {}).get("text", answer)
+    last = {"role": "assistant", "content": answer}
     return [*messages[:start], {**turn, "tool_calls": others}, *kept, last]
 
 

@@ -189,7 +189,8 @@ def _input_object(arguments: str) -> dict[str, Any]:
     """This API takes objects only: broken arguments travel inside one, the record keeps them."""
     try:
         parsed = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
+        orjson.dumps(parsed)  # which refuses a nesting that reading takes
+    except (orjson.JSONDecodeError, TypeError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}
 

@@ -55,7 +55,11 @@ def parse_script(turns: Any) -> list[ScriptedTurn]:
     Raises `ValueError` naming the turn and key that is wrong.
     """
     try:
+        orjson.dumps(turns)
         return _SCRIPT.validate_python(turns)
+    except TypeError as error:
+        msg = f"script: it cannot be written as JSON: {error}"
+        raise ValueError(msg) from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
