@@ -6,6 +6,7 @@ import time
 
 from agent.messages import Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
 from agent.models.model import Completion
+from agent.tally import OWN_CHARS, OWN_FROM
 from toolsets.tool import ASKS, ToolResult
 
 
@@ -74,7 +75,11 @@ def continued_event(
     message["content"] += f"\n\nUser: {reply}"
     details = {key: value for key, value in message.get("details", {}).items() if key != ASKS}
     if result is not None:
-        message["content"] += f"\n\n{result.content}"
+        message["content"] += "\n\n"
+        own_from = len(message["content"])
+        message["content"] += result.content
+        if OWN_CHARS in details:
+            details |= {OWN_FROM: own_from, OWN_CHARS: len(message["content"])}
         message["is_error"] = result.is_error
         details |= result.details
     message["details"] = details

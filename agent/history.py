@@ -14,8 +14,14 @@ def completed_history(messages: Sequence[Message]) -> list[Message]:
 
     Raises `ValueError` as `check_history` does.
     """
-    check_history(messages)
     copies = copy.deepcopy(list(messages))
+    for message in copies:
+        # Other programs write null where there is nothing.
+        if isinstance(message, dict):
+            for key in [key for key, value in message.items() if value is None]:
+                del message[key]  # type: ignore[misc]
+            message.setdefault("content", "")
+    check_history(copies)
     names = {
         call["id"]: call["function"]["name"]
         for message in copies
@@ -34,6 +40,9 @@ def check_history(messages: Sequence[Mapping[str, Any]]) -> None:
     Roles and contents must be known and not empty, and every tool call must be answered before
     anything else is said.
     """
+    for n, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"message {n} of the history is no message: {type(message).__name__}")
     waiting: set[str] = set()
     spoken = [message for message in messages if message.get("role") != "system"]
     if spoken and spoken[0].get("role") == "assistant":

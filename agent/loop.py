@@ -23,7 +23,10 @@ from agent.trajectory import Journal, Status, Trajectory
 from toolsets.tool import ToolResult
 
 _NOT_RUN = "Error: this call was not run, because the conversation ended before it ({})."
-_BROKEN_OFF = "Error: this call was broken off, because the conversation ended during it ({})."
+_BROKEN_OFF = (
+    "Error: this call was broken off, because the conversation ended before its result ({}). It "
+    "may have run in part."
+)
 
 
 async def run_agent(
@@ -129,8 +132,10 @@ def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> Non
 
         close_calls(inner.trajectory, status, journal_inner)
     for n, call in trajectory.open_calls():
-        words = _BROKEN_OFF if call["id"] in trajectory.inner else _NOT_RUN
-        result = ToolResult(words.format(status), True, {"failure": "not_run"})
+        # Rules end a conversation before its calls run; whatever else ends it may come later.
+        began = call["id"] in trajectory.inner or status in ("cancelled", "failed")
+        words, failure = (_BROKEN_OFF, "interrupted") if began else (_NOT_RUN, "not_run")
+        result = ToolResult(words.format(status), True, {"failure": failure})
         event = result_event(trajectory.turns, n, call, result, Clock())
         journal(event)
         trajectory.apply(event)

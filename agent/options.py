@@ -16,14 +16,19 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
     ValidationError,
     model_validator,
 )
 
 from agent.completion import RESERVED
+from toolsets.text import clip
+
+MAX_COUNT = 10**9
+
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Numbers that every file can hold: JSON knows no infinity, and readers no integer of any size."""
 
 ROW_COLUMN = "agent_options"
 
@@ -199,10 +204,17 @@ class AgentOptions(BaseModel):
     )
 
     def given(self) -> dict[str, Any]:
-        """The options that are not the defaults, JSON-ready, without what is for no file."""
+        """The options that are not the defaults, JSON-ready, without what is for no file.
+
+        Of subagents the names: the config of the run has the rest.
+        """
         given = self.model_dump(mode="json", exclude_defaults=True)
         if "ephemeral_system_prompt" in given:
             given["ephemeral_system_prompt"] = True
+        if "prefill_messages" in given:
+            given["prefill_messages"] = len(self.prefill_messages)
+        if "subagents" in given:
+            given["subagents"] = [subagent.name for subagent in self.subagents]
         return given
 
     @model_validator(mode="after")
@@ -275,6 +287,10 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
         return AgentOptions.model_validate({**fields, **own})
     except ValidationError as error:
         first = error.errors()[0]
+        reason = first["msg"].removeprefix("Value error, ")
+        # Only what the row itself says is repeated: options of the run may be for no file.
+        if not first["loc"] or first["loc"][0] not in own:
+            raise ValueError(f"`{ROW_COLUMN}`: {reason}") from None
         key = ".".join(map(str, first["loc"]))
-        msg = f"`{ROW_COLUMN}.{key}`: {first['msg']} (got {first['input']!r})"
-        raise ValueError(msg) from error
+        got = clip(repr(first["input"]), max_chars=200)
+        raise ValueError(f"`{ROW_COLUMN}.{key}`: {reason} (got {got})") from None

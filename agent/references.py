@@ -8,13 +8,13 @@ from typing import Any
 import orjson
 
 from agent.messages import ToolCall
-from agent.tally import OWN_CHARS
+from agent.tally import OWN_CHARS, OWN_FROM
 from agent.trajectory import Trajectory
 
 STORED_AS = "stored_as"
 """In the details of a result: its name."""
 
-_REFERENCE = re.compile(r"\$\$([A-Za-z0-9_-]+)")
+_REFERENCE = re.compile(r"\$\$([A-Za-z0-9_-]+-res-[0-9]+)")
 
 
 MAX_RESOLVED_CHARS = 1_000_000
@@ -74,5 +74,5 @@ def _content(name: str, t: Trajectory) -> str:
     for message in t.messages:
         details = message.get("details", {})
         if details.get(STORED_AS) == name:
-            return message["content"][: details[OWN_CHARS]]
+            return message["content"][details.get(OWN_FROM, 0) : details[OWN_CHARS]]
     raise UnusableReference(f"there is no result with the name $${name}")

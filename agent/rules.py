@@ -13,6 +13,7 @@ from agent.interaction import waiting_call, wants_other_work
 from agent.moves import Answer, Ask, Continue, End, Move, Note
 from agent.options import AgentOptions
 from agent.plan import PLAN, plan_note
+from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.trajectory import CONTINUE_CUT, Trajectory
 
 _MAX_UNUSABLE_TURNS = 3
@@ -67,7 +68,7 @@ def next_move(t: Trajectory, terms: Terms) -> Move:
         # Notes are only made where another reply is within the bounds.
         return Ask()
     match t.replies[-1]["finish_reason"]:
-        case "length" if not t.last_calls() and t.notes_of(CONTINUE_CUT) < options.continue_cut:
+        case "length" if _may_continue(t, options):
             return _go_on(t, options, Note(CONTINUE_CUT, _CUT), otherwise=End("length"))
         case "length" | "refusal" | "context_exceeded" as cut:
             return End(cut)
@@ -115,6 +116,14 @@ def _opening_move(t: Trajectory, options: AgentOptions) -> Move:
     if not options.plan:
         return Ask()
     return Ask("none") if t.has_note(PLAN) else plan_note(t, options) or Ask()
+
+
+def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
+    """Only a text that has begun can be continued: thoughts alone are none."""
+    if t.last_calls() or t.notes_of(CONTINUE_CUT) >= options.continue_cut:
+        return False
+    said = split_inline_reasoning(t.replies[-1]["message"]["content"]).rest
+    return bool(said.strip()) and not opens_reasoning(said)
 
 
 def _waiting(t: Trajectory, terms: Terms) -> Move | None:

@@ -80,6 +80,7 @@ class AgentSession:
         self._id = session_id
         self._root = Path(tempfile.mkdtemp(prefix="agent-"))
         self._state: State = "idle"
+        self._is_closed = False
         self._failed_prompts = 0
         self._last_failure: str | None = None
         self._played = 0
@@ -114,8 +115,8 @@ class AgentSession:
         if not text.strip():
             msg = "a prompt must not be blank"
             raise ValueError(msg)
-        if self._state in ("running", "closed"):
-            msg = f"the session is {self._state}"
+        if self._is_closed or self._state == "running":
+            msg = f"the session is {'closed' if self._is_closed else 'running'}"
             raise RuntimeError(msg)
         if self._state == "awaiting_input":
             self._terms = replace(
@@ -194,7 +195,7 @@ class AgentSession:
 
     def close(self) -> None:
         """Remove the workspace; no prompt can follow."""
-        self._state = "closed"
+        self._is_closed = True
         shutil.rmtree(self._root, ignore_errors=True)
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -311,6 +312,10 @@ def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        is_inside = False
+    else:
+        is_inside = True
+    if not is_inside:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()

@@ -44,6 +44,15 @@ class Setup:
     subagents: dict[str, SubagentSetup]
     approve: Approve | None
 
+    def is_priced(self) -> bool:
+        """Whether the price of every model is known that a conversation may ask."""
+        return self.unpriced() is None
+
+    def unpriced(self) -> str | None:
+        """The name of a model without a known price, None where there is none."""
+        asked = [self.settings, *(agent.settings for agent in self.subagents.values())]
+        return next((one.name for one in asked if one is not None and not is_known(one)), None)
+
     def names(self) -> list[str]:
         """The names of the toolsets of the conversations themselves."""
         return [toolset.name for toolset in self.toolsets]
@@ -88,16 +97,15 @@ def set_up(
     subagents = {
         agent.name: _set_up_subagent(agent, settings, api_key) for agent in options.subagents
     }
-    if options.max_cost_usd is not None:
-        for asked in [settings, *(agent.settings for agent in subagents.values())]:
-            if asked is not None and not is_known(asked):
-                msg = (
-                    f"max_cost_usd: the price of model {asked.name!r} is unknown, so a budget in "
-                    "dollars cannot be kept; leave it out"
-                )
-                raise ValueError(msg)
     approve = None if options.approve is None else _load(options.approve)
-    return Setup(settings, toolsets, tools, subagents, approve)
+    setup = Setup(settings, toolsets, tools, subagents, approve)
+    if options.max_cost_usd is not None and (name := setup.unpriced()):
+        msg = (
+            f"max_cost_usd: the price of model {name!r} is unknown, so a budget in dollars cannot "
+            "be kept; leave it out"
+        )
+        raise ValueError(msg)
+    return setup
 
 
 def _set_up_subagent(agent: Subagent, caller: ModelSettings, api_key: str | None) -> SubagentSetup:
@@ -133,8 +141,8 @@ def _load(place: str) -> Approve:
         sys.path.append(here)
     try:
         hook = pkgutil.resolve_name(place)
-    except (ImportError, AttributeError, ValueError) as error:
-        msg = f"approve: cannot import {place!r}: {error}"
+    except (Exception, SystemExit) as error:  # a user's module may do anything when imported
+        msg = f"approve: cannot import {place!r}: {type(error).__name__}: {error}"
         raise ValueError(msg) from error
     if not callable(hook):
         msg = f"approve: {place!r} is not callable"

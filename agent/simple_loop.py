@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from agent.loop import run_agent
 from agent.messages import Event
 from agent.models.anthropic_messages import to_api_messages
 from agent.models.model import Completion, Request
-from agent.options import AgentOptions
+from agent.options import MAX_COUNT, AgentOptions
 from agent.rules import Terms
 from agent.session import run_here
 from agent.tools import AgentTools
@@ -68,7 +67,7 @@ def agent_loop(
     opening = to_messages(session["messages"])
     trajectory = Trajectory(opening)
     options = AgentOptions(
-        max_turns=max_iterations or sys.maxsize,
+        max_turns=max_iterations or MAX_COUNT,
         max_errors=0,
         repeat_limit=0,
         max_reasks=0,

@@ -76,11 +76,11 @@ class SummarizingModel:
         upto, summary = latest_summary(self._trajectory)
         if not upto:
             return messages
-        # The task itself is never summarized away.
-        task = _task_length(messages)
-        last = messages[task - 1].copy()
-        last["content"] += f"\n\n[Summary of the conversation so far]\n{summary}"
-        return [*messages[: task - 1], last, *messages[upto:]]
+        # Neither the system message nor the task itself is ever summarized away.
+        task = messages[self._trajectory.opening - 1].copy()
+        task["content"] += f"\n\n[Summary of the conversation so far]\n{summary}"
+        system = [message for message in messages[:1] if message["role"] == "system"]
+        return [*system, task, *messages[upto:]]
 
     def _is_long(self, messages: Sequence[Message]) -> bool:
         over = self._options.summarize_over_messages
@@ -100,7 +100,7 @@ class SummarizingModel:
         while upto > 0 and messages[upto]["role"] != "assistant":
             upto -= 1
         tried = max((upto for upto, _ in _summaries(self._trajectory)), default=0)
-        return upto if upto - max(tried, _task_length(messages)) >= keep else 0
+        return upto if upto - max(tried, self._trajectory.opening) >= keep else 0
 
     async def _summarize(self, messages: Sequence[Message], upto: int) -> None:
         shown = self._shown(messages)
@@ -130,14 +130,6 @@ def _summaries(t: Trajectory) -> list[tuple[int, str]]:
         for key, inner in t.inner.items()
         if inner.name == STAGE and inner.trajectory.api_calls()
     ]
-
-
-def _task_length(messages: Sequence[Message]) -> int:
-    """How many messages the task is: all up to the first one of the model."""
-    for n, message in enumerate(messages):
-        if message["role"] == "assistant":
-            return n
-    return len(messages)
 
 
 def _estimated_tokens(messages: Sequence[Message]) -> int:

@@ -9,7 +9,10 @@ import orjson
 from agent.messages import Message, ToolCall
 
 OWN_CHARS = "own_chars"
-"""In the details of a result: how many characters of its content are the tool's, if not all."""
+"""In the details of a result: where in its content what the tool said ends, if not at its end."""
+
+OWN_FROM = "own_from"
+"""In the details of a result: where what the tool said last begins, if not at the beginning."""
 
 _NOBODYS = frozenset({"not_run", "interrupted", "denied"})
 """Why a result may be an error through no doing of the model or the tool."""

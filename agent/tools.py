@@ -22,7 +22,7 @@ from agent.tally import OWN_CHARS
 from agent.trajectory import Trajectory
 from toolsets.text import clip
 from toolsets.tool import ToolResult
-from toolsets.toolbox import Toolbox
+from toolsets.toolbox import Toolbox, cancellations
 
 log = logging.getLogger(__name__)
 
@@ -187,14 +187,19 @@ async def _is_approved(approve: Approve, name: str, arguments: Any, approved: se
         return False
     if key in approved:
         return True
+    before = cancellations()
     try:
         if inspect.iscoroutinefunction(approve):
             decision = await approve(name, arguments)
         else:
             decision = await asyncio.to_thread(approve, name, arguments)
             decision = await decision if inspect.isawaitable(decision) else decision
-    except Exception:
+    except BaseException as error:
+        if cancellations() > before or isinstance(error, GeneratorExit | KeyboardInterrupt):
+            raise
         log.exception("the approval hook failed; the call of %s is denied", name)
+        return False
+    if not isinstance(decision, str):
         return False
     if decision == "always":
         approved.add(key)

@@ -232,6 +232,8 @@ class Trajectory:
 
     def _open(self, opening: Sequence[Message]) -> None:
         self.messages: list[Message] = list(opening)
+        self.opening = len(opening)
+        """How many messages the conversation started with, the last of them being its task."""
         self.call_ids = {
             call["id"] for message in opening for call in message.get("tool_calls", ())
         }

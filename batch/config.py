@@ -12,7 +12,8 @@ import hashlib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import orjson
 import yaml
@@ -20,17 +21,25 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PositiveFloat,
-    PositiveInt,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from agent.options import AgentOptions, meaning, parse_json, split_commas
+from agent.options import (
+    AgentOptions,
+    PositiveFloat,
+    PositiveInt,
+    meaning,
+    parse_json,
+    split_commas,
+)
 from batch.errors import ConfigError
 from batch.row_rules import RowRules, script_use
-from toolsets.distributions import Distribution, load_distribution
+from toolsets.text import clip
+
+if TYPE_CHECKING:
+    from toolsets.distributions import Distribution
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
@@ -97,7 +106,9 @@ class RunConfig(AgentOptions):
         "rights).",
     )
     network: bool = meaning(False, "Let commands in the sandbox use the network.")
-    temperature: float | None = meaning(None, "Sampling temperature; unset sends none.", ge=0)
+    temperature: float | None = meaning(
+        None, "Sampling temperature; unset sends none.", ge=0, allow_inf_nan=False
+    )
     top_p: float | None = meaning(None, "Nucleus sampling bound; unset sends none.", gt=0, le=1)
     max_tokens: PositiveInt | None = meaning(
         None, "Bound on tokens per reply; unset sends none (16,000 for Anthropic)."
@@ -126,7 +137,7 @@ class RunConfig(AgentOptions):
     require_reasoning: bool = _running(
         False, "Leave completed conversations without any reasoning out of the training file."
     )
-    seed: int = meaning(0, "Seed of everything that is drawn at random.")
+    seed: int = meaning(0, "Seed of everything that is drawn at random.", ge=-(2**63), lt=2**63)
     num_samples: PositiveInt = _running(1, "Independent conversations per prompt.")
     max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
     on_bad_row: Literal["skip", "fail"] = _running(
@@ -160,10 +171,16 @@ class RunConfig(AgentOptions):
         3600.0, "Deadline of a model call with all its attempts and waits, in seconds."
     )
     grace_s: float = _running(
-        30.0, "After Ctrl-C or SIGTERM, seconds that running turns get to finish.", ge=0
+        30.0,
+        "After Ctrl-C or SIGTERM, seconds that running turns get to finish.",
+        ge=0,
+        allow_inf_nan=False,
     )
     heartbeat_timeout_s: float = _running(
-        60.0, "A worker that is silent for this long is killed and replaced.", ge=5
+        60.0,
+        "A worker that is silent for this long is killed and replaced.",
+        ge=5,
+        allow_inf_nan=False,
     )
     log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Detail of run.log.")
 
@@ -172,6 +189,9 @@ class RunConfig(AgentOptions):
     def _is_url(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
             msg = "must start with http:// or https://"
+            raise ValueError(msg)
+        if value is not None and urlsplit(value).password is not None:
+            msg = "must hold no password, which would be written into files; see --key_env"
             raise ValueError(msg)
         return value
 
@@ -240,8 +260,12 @@ class RunConfig(AgentOptions):
         return fields
 
 
-_load_distribution = lru_cache(maxsize=8)(load_distribution)
-"""Asked once per task."""
+@lru_cache(maxsize=8)
+def _load_distribution(name: str) -> Distribution:
+    """Asked once per task; the import would slow down whoever only wants help."""
+    from toolsets.distributions import load_distribution
+
+    return load_distribution(name)
 
 
 def is_meaning(name: str) -> bool:
@@ -264,7 +288,8 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     """
     values = _read_yaml(config_file) if config_file is not None else {}
     values.update(flags)
-    if (path := values.get("prefill_messages_file")) and "prefill_messages" not in values:
+    path = values.get("prefill_messages_file")
+    if isinstance(path, str | Path) and "prefill_messages" not in values:
         values["prefill_messages"] = _read_json(Path(path))
     try:
         return RunConfig.model_validate(values)
@@ -316,4 +341,4 @@ def _explain(detail: Any, config_file: Path | None, flags: Mapping[str, Any]) ->
         near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see --help for the known ones"
         return f"{place}: unknown key; {hint}"
-    return f"{place}: {reason} (got {detail['input']!r})"
+    return f"{place}: {reason} (got {clip(repr(detail['input']), max_chars=200)})"

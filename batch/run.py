@@ -18,7 +18,6 @@ import yaml
 
 from agent.models.model import ModelSettings
 from agent.models.names import read_key, resolve_model
-from agent.models.prices import is_known
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for, set_up
 from batch.config import RunConfig
@@ -37,6 +36,7 @@ from batch.supervisor import Supervisor
 from batch.worker import WorkerSetup
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
+from toolsets.workspace import TEMPORARY
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def make_plan(config: RunConfig) -> Plan:
         scan=scan(
             config.dataset_file,
             max_samples=config.max_samples,
-            rules=config.row_rules(settings.api, is_priced=is_known(settings)),
+            rules=config.row_rules(settings.api, is_priced=setup.is_priced()),
         ),
     )
 
@@ -307,7 +307,9 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
     """
     for path in run_dir.workspaces.iterdir():
         try:
-            if bytes.fromhex(path.name) in settled:
+            if path.name.startswith(TEMPORARY):
+                path.unlink()
+            elif bytes.fromhex(path.name) in settled:
                 remove_tree(path)
         except (ValueError, OSError) as error:
             log.warning("left alone: %s: %s", path, error)

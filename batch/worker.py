@@ -206,7 +206,14 @@ class Worker:
             self._halt(str(error))
             message = pack("released", key=task.key.hex())
         except (Exception, asyncio.CancelledError) as error:
-            message = self._sort_out(task, deal, error)
+            try:
+                message = self._sort_out(task, deal, error)
+            except Exception:
+                # Not even a record of it can be made; its attempt must be told all the same.
+                log.exception("%s: no record of its failure can be made", task.id)
+                trace = traceback.format_exc()
+                failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
+                message = pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._running.pop(task.key, None)
         self._trajectories.pop(task.key, None)
         self._outbox.put(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,14 +31,14 @@ class TestReferences:
     def test_a_result_stands_in_for_its_name(self, tmp_path: Path) -> None:
         script = [
             echo("a"),
-            calls(call("count"), call("echo", text="<$$echo-res-1> $$ $5")),
+            calls(call("count"), call("echo", text="<$$echo-res-1> $$ $5 $$VAR")),
             echo("$$echo-res-3"),
             ANSWER,
         ]
         played = play(tmp_path, script, result_references=True)
         texts = [result["content"].partition("\n[stored as")[0] for result in played.results]
         assert texts[0] == "a"
-        assert texts[2:] == ["<a> $$ $5", "<a> $$ $5"]
+        assert texts[2:] == ["<a> $$ $5 $$VAR"] * 2
         assert "$$count-res-2" in played.results[1]["content"]
 
     def test_the_record_keeps_what_the_model_wrote(self, tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ class TestReferences:
         arguments = played.messages[3]["tool_calls"][0]["function"]["arguments"]
         assert json.loads(arguments) == {"text": "$$echo-res-1"}
 
-    @pytest.mark.parametrize("name", ["echo-res-7", "other-res-1", "echo", "fail-res-1"])
+    @pytest.mark.parametrize("name", ["echo-res-7", "other-res-1", "fail-res-1"])
     def test_an_unknown_name_is_an_error_and_nothing_runs(self, tmp_path: Path, name: str) -> None:
         script = [calls(call("fail")), echo(f"$${name}"), ANSWER]
         played = play(tmp_path, script, result_references=True)
@@ -79,6 +80,13 @@ class TestReferences:
         ask = calls(call("delete", name="x"))
         given: dict[str, Any] = {"result_references": True, "awaiting_input": True}
         assert play(tmp_path, [ask, ANSWER], **given).status == "awaiting_input"
+
+    def test_after_a_reply_of_the_user_it_is_what_the_tool_said_last(self, tmp_path: Path) -> None:
+        script = [calls(call("delete", name="x")), echo("$$delete-res-1"), ANSWER]
+        played = play(
+            tmp_path, script, result_references=True, awaiting_input=True, user_replies=["yes"]
+        )
+        assert played.results[1]["content"].startswith("deleted x: yes\n[stored as")
 
     def test_names_survive_a_crash(self, tmp_path: Path) -> None:
         script = [calls(call("echo", text="a"), call("echo", text="b")), echo("$$echo-res-2")]
@@ -121,6 +129,22 @@ class TestApproval:
     def test_anything_but_a_decision_denies(self, tmp_path: Path, decision: Any) -> None:
         played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: decision)
         assert played.results[0]["is_error"]
+
+    def test_whatever_a_hook_does_is_a_decision(self, tmp_path: Path) -> None:
+        class Odd:
+            def __eq__(self, other: object) -> bool:
+                raise RuntimeError("odd")
+
+        def leave(name: str, arguments: Mapping[str, Any]) -> str:
+            raise SystemExit(3)
+
+        async def call_off(name: str, arguments: Mapping[str, Any]) -> str:
+            raise asyncio.CancelledError
+
+        hooks: list[Any] = [leave, call_off, lambda name, arguments: Odd()]
+        for hook in hooks:
+            played = play(tmp_path, [echo(), ANSWER], approve=hook)
+            assert (played.status, played.results[0]["is_error"]) == ("completed", True)
 
     def test_a_hook_may_be_async_and_one_that_fails_denies(self, tmp_path: Path) -> None:
         async def approve(name: str, arguments: Mapping[str, Any]) -> str:
@@ -246,6 +270,20 @@ class TestSummary:
         record = played.trajectory.to_record()
         assert record["inner"][0]["name"] == "summary"
         assert record["api_calls"] == 5
+
+    def test_the_task_is_never_summarized_away(self, tmp_path: Path) -> None:
+        """Of a prompt with a history it is the last message of the user."""
+        opening: list[Message] = [
+            {"role": "user", "content": "old"},
+            {"role": "assistant", "content": "old answer"},
+            {"role": "user", "content": "the real task"},
+        ]
+        played = play(
+            tmp_path, self.SCRIPT, opening=opening, summarize_over_messages=8, summarize_keep=2
+        )
+        shown = played.requests[-1].messages
+        assert [m["role"] for m in shown] == ["user", "assistant", "tool"]
+        assert shown[0]["content"].startswith("the real task\n\n[Summary of")
 
     def test_a_summary_survives_a_crash(self, tmp_path: Path) -> None:
         given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
@@ -501,11 +539,16 @@ class TestRowOptions:
         [
             ({"max_turn": 3}, "`agent_options.max_turn` is no option of a row; allowed: await"),
             ({"max_turns": 0}, "`agent_options.max_turns`: Input should be greater than 0"),
+            ({"max_turns": "9" * 20}, "`agent_options.max_turns`: Input should be less than"),
+            ({"max_cost_usd": float("inf")}, "`agent_options.max_cost_usd`: Input should be a fin"),
+            ({"repeat_limit": 1}, "^`agent_options`: repeat_limit: 1 would end"),
             ({"approve": "os:system"}, "`agent_options.approve` is no option of a row"),
             ({"subagents": []}, "`agent_options.subagents` is no option of a row"),
             ([], "`agent_options` must be an object"),
         ],
     )
     def test_a_wrong_one_is_named(self, own: Any, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            of_row(AgentOptions(), {"agent_options": own})
+        run = AgentOptions(ephemeral_system_prompt="canary")
+        with pytest.raises(ValueError, match=words) as refused:
+            of_row(run, {"agent_options": own})
+        assert "canary" not in str(refused.value), "what the run says may be for no file"

@@ -257,3 +257,48 @@ def test_a_subagent_can_ask_another_model(tmp_path: Path) -> None:
         assert run(tmp_path, **given).returncode == 0
     (record,) = records(tmp_path).values()
     assert record["status"] == "completed"
+
+
+def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    left = tmp_path / "trajectories" / "r" / "workspaces" / ".tmp-0123456789abcdef"
+    left.write_text("half")
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_turns": "9" * 20}, "--max_turns: Input should be less than or equal to"),
+        ({"seed": "9" * 20}, "--seed: Input should be less than"),
+        ({"max_cost_usd": "inf"}, "--max_cost_usd: Input should be a finite number"),
+        ({"approve": "leaves:hook"}, "approve: cannot import 'leaves:hook': SystemExit: 3"),
+        ({"base_url": "http://u:secret@host/v1"}, "--base_url: must hold no password"),
+    ],
+)
+def test_what_no_run_could_keep_is_refused(
+    tmp_path: Path, given: dict[str, str], words: str
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(3)")
+    done = run(tmp_path, **{**SCRIPTED, **given})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_price_of_a_subagent_must_be_known_where_a_row_has_a_budget(tmp_path: Path) -> None:
+    row = {"prompt": "x", "agent_options": {"max_cost_usd": 1}}
+    write_rows(tmp_path / "p.jsonl", row)
+    helper = {**HELPER, "model": "nobody-knows-this-one"}
+    given = {
+        **SCRIPTED,
+        "model": "openai:gpt-4.1",
+        "key_env": "none",
+        "base_url": "http://127.0.0.1:9",
+    }
+    done = run(tmp_path, **given, subagents=json.dumps([helper]))
+    assert done.returncode == 2
+    assert "`max_cost_usd` needs a model whose price is known" in done.stderr

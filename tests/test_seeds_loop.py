@@ -252,7 +252,7 @@ def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) 
     model = Unwilling()
     options = AgentOptions(summarize_over_messages=3, summarize_keep=2)
     view = SummarizingModel(
-        model, model, Trajectory(messages), options, lambda *event: kept.append(event)
+        model, model, Trajectory(messages[:1]), options, lambda *event: kept.append(event)
     )
     completion = asyncio.run(view.complete(Request(messages)))
     assert completion.message["content"] == "hi"

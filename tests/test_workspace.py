@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -307,3 +308,21 @@ def test_removal_of_a_root_that_became_a_symlink_removes_only_the_link(
     remove_tree(tmp_path / "tree")
     assert not (tmp_path / "tree").is_symlink()
     assert (outside / "secret.txt").read_bytes() == CANARY
+
+
+def test_nothing_of_a_write_in_the_making_is_in_the_workspace(tmp_path: Path) -> None:
+    """A crash, or another agent that lists the files meanwhile, must not show it to a model."""
+    workspace = Workspace(tmp_path / "w")
+    seen: list[str] = []
+    rename = os.rename
+
+    def look(*args: Any, **more: Any) -> None:
+        seen.extend(entry.path for entry in workspace.walk())
+        rename(*args, **more)
+
+    workspace.write_bytes("a", b"1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", look)
+        workspace.write_bytes("b", b"2")
+    assert seen == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w"]

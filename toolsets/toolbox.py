@@ -108,7 +108,7 @@ class Toolbox:
     async def _run(self, tool: Tool, space: TaskSpace, arguments: dict[str, Any]) -> ToolResult:
         if not inspect.iscoroutinefunction(tool.function):
             return await asyncio.to_thread(self._run_sync, tool, space, arguments)
-        before = _cancellations()
+        before = cancellations()
         try:
             result = _tidy(as_result(await tool.function(space, **arguments)))
         except (GeneratorExit, HostError):
@@ -117,7 +117,7 @@ class Toolbox:
             result = self._raised(tool, error)
         # A CancelledError that the tool raised by itself is its failure. One that came from
         # outside is passed on, also where the tool swallowed it.
-        if _cancellations() > before:
+        if cancellations() > before:
             raise asyncio.CancelledError
         return result
 
@@ -151,7 +151,7 @@ class Toolbox:
         return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
 
 
-def _cancellations() -> int:
+def cancellations() -> int:
     """Return how often this task was asked to stop."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()

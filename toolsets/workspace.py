@@ -29,6 +29,9 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Kind = Literal["file", "dir", "link", "other"]
 
+TEMPORARY = ".tmp-"
+"""How the names of files begin that are on their way into a workspace."""
+
 
 class PathError(ToolError):
     """A path that the workspace does not serve."""
@@ -92,18 +95,19 @@ class Workspace:
         """
         with _Walk(self, path) as walk:
             name, mode = walk.to_writable()
-            temporary = f".tmp-{secrets.token_hex(8)}"
+            # Beside the workspace: nobody who lists it is to see what a crash may leave.
+            temporary = self.root.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
             with _readable_errors(path):
-                descriptor = os.open(temporary, _CREATE, mode, dir_fd=walk.directory)
+                descriptor = os.open(temporary, _CREATE, mode)
             try:
                 with _readable_errors(path):
                     with os.fdopen(descriptor, "wb") as file:
                         os.fchmod(file.fileno(), mode)
                         file.write(data)
-                    os.rename(temporary, name, src_dir_fd=walk.directory, dst_dir_fd=walk.directory)
+                    os.rename(temporary, name, dst_dir_fd=walk.directory)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=walk.directory)
+                    temporary.unlink()
                 raise
 
     def listing(self, path: str = ".") -> list[Entry]:
