@@ -95,7 +95,8 @@ def set_up(
         )
         raise ValueError(msg)
     subagents = {
-        agent.name: _set_up_subagent(agent, settings, api_key) for agent in options.subagents
+        agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets)
+        for agent in options.subagents
     }
     approve = None if options.approve is None else _load(options.approve)
     setup = Setup(settings, toolsets, tools, subagents, approve)
@@ -108,7 +109,9 @@ def set_up(
     return setup
 
 
-def _set_up_subagent(agent: Subagent, caller: ModelSettings, api_key: str | None) -> SubagentSetup:
+def _set_up_subagent(
+    agent: Subagent, caller: ModelSettings, api_key: str | None, disabled: Sequence[str]
+) -> SubagentSetup:
     settings = None
     if agent.model is not None:
         settings = resolve_sibling(agent.model, caller)
@@ -122,7 +125,8 @@ def _set_up_subagent(agent: Subagent, caller: ModelSettings, api_key: str | None
             except ValueError as error:
                 msg = f"subagent {agent.name!r}: {error}"
                 raise ValueError(msg) from error
-    toolsets = resolve_toolsets(agent.enabled_toolsets, ())
+    # What is never to be offered is not offered to subagents either.
+    toolsets = resolve_toolsets(agent.enabled_toolsets, disabled)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *agent.subagents])
     return SubagentSetup(settings, toolsets, tools)

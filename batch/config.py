@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -218,13 +218,16 @@ class RunConfig(AgentOptions):
         drawn = self.toolset_percentages()
         return self.enabled_toolsets if drawn is None else tuple(sorted(drawn))
 
-    def row_rules(self, api: str, *, is_priced: bool = True) -> RowRules:
+    def row_rules(
+        self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None
+    ) -> RowRules:
         """How the rows of the dataset are read, for a model of this API."""
         return RowRules(
             self.system_prompt,
             self.agent_options,
             script_use(api, has_script_file=self.script_file is not None),
             is_priced,
+            None if toolsets is None else frozenset(toolsets),
         )
 
     @property

@@ -38,11 +38,21 @@ class RowRules:
     is_priced: bool = True
     """The price of the model is known, so that budgets in dollars can be kept."""
 
+    toolsets: frozenset[str] | None = None
+    """The toolsets on offer; None where that is not known."""
+
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason where it cannot be used."""
         options = of_row(self.options, columns)
         if options.max_cost_usd is not None and not self.is_priced:
             msg = "`max_cost_usd` needs a model whose price is known"
+            raise ValueError(msg)
+        unknown = set(options.preparation_toolsets or ()) - (self.toolsets or set())
+        if self.toolsets is not None and unknown:
+            msg = (
+                f"`preparation_toolsets`: {', '.join(sorted(unknown))} not on offer; there are: "
+                f"{', '.join(sorted(self.toolsets)) or 'none'}"
+            )
             raise ValueError(msg)
         opening = opening_messages(columns, self.system_prompt)
         if self.script != "ignored" and "script" in columns:

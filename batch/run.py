@@ -118,7 +118,9 @@ def make_plan(config: RunConfig) -> Plan:
         scan=scan(
             config.dataset_file,
             max_samples=config.max_samples,
-            rules=config.row_rules(settings.api, is_priced=setup.is_priced()),
+            rules=config.row_rules(
+                settings.api, is_priced=setup.is_priced(), toolsets=setup.names()
+            ),
         ),
     )
 

@@ -302,3 +302,15 @@ def test_the_price_of_a_subagent_must_be_known_where_a_row_has_a_budget(tmp_path
     done = run(tmp_path, **given, subagents=json.dumps([helper]))
     assert done.returncode == 2
     assert "`max_cost_usd` needs a model whose price is known" in done.stderr
+
+
+def test_what_is_disabled_is_not_offered_to_subagents_either(tmp_path: Path) -> None:
+    helper = {**HELPER, "enabled_toolsets": ["file", "python"], "script": [say("hi")]}
+    script = [calls(call("helper", task="t")), say("done")]
+    row = {"prompt": "x", "script": script}
+    wrong = {**row, "agent_options": {"preparation": "p", "preparation_toolsets": ["nope"]}}
+    write_rows(tmp_path / "p.jsonl", row, wrong)
+    given = configured(tmp_path, subagents=[helper], disabled_toolsets=["python"])
+    planned = run(tmp_path, "--dry_run", **given)
+    assert "sandbox    not needed" in planned.stdout, "python runs commands, file does not"
+    assert "p.jsonl:2: skipped: `preparation_toolsets`: nope not on offer" in planned.stderr
