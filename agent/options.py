@@ -7,7 +7,7 @@ of what the data is, so a run keeps to one set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -216,6 +216,14 @@ class AgentOptions(BaseModel):
         if "subagents" in given:
             given["subagents"] = [subagent.name for subagent in self.subagents]
         return given
+
+    def not_on_offer(self, toolsets: Collection[str]) -> str | None:
+        """What `preparation_toolsets` names beyond the `toolsets` on offer, in words; or None."""
+        unknown = sorted(set(self.preparation_toolsets or ()) - set(toolsets))
+        if not unknown:
+            return None
+        known = ", ".join(sorted(toolsets)) or "none"
+        return f"{', '.join(unknown)} not on offer; there are: {known}"
 
     @model_validator(mode="after")
     def _go_together(self) -> AgentOptions:

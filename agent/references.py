@@ -16,7 +16,6 @@ STORED_AS = "stored_as"
 
 _REFERENCE = re.compile(r"\$\$([A-Za-z0-9_-]+-res-[0-9]+)")
 
-
 MAX_RESOLVED_CHARS = 1_000_000
 """Results that are named many times must not grow beyond what a machine can hold."""
 

@@ -58,7 +58,7 @@ def next_move(t: Trajectory, terms: Terms) -> Move:
         # Subagents that a crash cut off end by themselves, as they would have ended without it.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return Answer(begun) if begun else end
-    if t.has_note(_SUMMARY):
+    if t.notes_of(_SUMMARY):
         return _in_summary(t, options)
     if end := _too_many_reasks(t, options):
         return end
@@ -115,7 +115,7 @@ def _too_many_reasks(t: Trajectory, options: AgentOptions) -> End | None:
 def _opening_move(t: Trajectory, options: AgentOptions) -> Move:
     if not options.plan:
         return Ask()
-    return Ask("none") if t.has_note(PLAN) else plan_note(t, options) or Ask()
+    return Ask("none") if t.notes_of(PLAN) else plan_note(t, options) or Ask()
 
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:

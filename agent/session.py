@@ -38,7 +38,7 @@ from toolsets.workspace import Workspace
 
 T = TypeVar("T")
 
-State = Literal["idle", "running", "done", "awaiting_input", "interrupted", "failed", "closed"]
+State = Literal["idle", "running", "done", "awaiting_input", "interrupted", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)

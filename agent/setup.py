@@ -44,12 +44,8 @@ class Setup:
     subagents: dict[str, SubagentSetup]
     approve: Approve | None
 
-    def is_priced(self) -> bool:
-        """Whether the price of every model is known that a conversation may ask."""
-        return self.unpriced() is None
-
     def unpriced(self) -> str | None:
-        """The name of a model without a known price, None where there is none."""
+        """The name of a model that may be asked and whose price is unknown, or None."""
         asked = [self.settings, *(agent.settings for agent in self.subagents.values())]
         return next((one.name for one in asked if one is not None and not is_known(one)), None)
 
@@ -87,13 +83,8 @@ def set_up(
     toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *(agent.name for agent in options.subagents)])
-    names = {toolset.name for toolset in toolsets}
-    if unknown := sorted(set(options.preparation_toolsets or ()) - names):
-        msg = (
-            f"preparation_toolsets: {', '.join(unknown)} not on offer; there are: "
-            f"{', '.join(sorted(names)) or 'none'}"
-        )
-        raise ValueError(msg)
+    if words := options.not_on_offer([toolset.name for toolset in toolsets]):
+        raise ValueError(f"preparation_toolsets: {words}")
     subagents = {
         agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets)
         for agent in options.subagents

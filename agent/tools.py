@@ -65,13 +65,15 @@ class AgentTools:
     ) -> None:
         """`approved` collects what was approved for good, and may be shared.
 
-        Raises `ValueError` where two tools have one name, or one that is reserved."""
+        Raises `ValueError` where two tools have one name, or one that is reserved.
+        """
         self._toolbox = toolbox
         self._trajectory = trajectory
         self._subagents = subagents or {}
-        own = [subagent.schema for subagent in self._subagents.values()]
-        check_names(schema["function"]["name"] for schema in [*toolbox.schemas, *own])
-        self.schemas = offered([*toolbox.schemas, *own], options)
+        agents = (subagent.schema for subagent in self._subagents.values())
+        own = [*toolbox.schemas, *agents]
+        check_names(schema["function"]["name"] for schema in own)
+        self.schemas = offered(own, options)
         self.names = sorted(schema["function"]["name"] for schema in self.schemas)
         call: Caller = self._call_toolbox
         if self._subagents:

@@ -117,10 +117,6 @@ class Trajectory:
         """The conversation that this one is inside of, at whatever depth, or this one."""
         return self if self._outer is None else self._outer.outermost()
 
-    def has_note(self, reason: str) -> bool:
-        """Whether rule `reason` has written a note."""
-        return self._notes_of[reason] > 0
-
     def notes_of(self, reason: str) -> int:
         """How many notes rule `reason` has written."""
         return self._notes_of[reason]

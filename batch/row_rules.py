@@ -37,7 +37,6 @@ class RowRules:
     script: ScriptUse = "ignored"
     is_priced: bool = True
     """The price of the model is known, so that budgets in dollars can be kept."""
-
     toolsets: frozenset[str] | None = None
     """The toolsets on offer; None where that is not known."""
 
@@ -47,13 +46,8 @@ class RowRules:
         if options.max_cost_usd is not None and not self.is_priced:
             msg = "`max_cost_usd` needs a model whose price is known"
             raise ValueError(msg)
-        unknown = set(options.preparation_toolsets or ()) - (self.toolsets or set())
-        if self.toolsets is not None and unknown:
-            msg = (
-                f"`preparation_toolsets`: {', '.join(sorted(unknown))} not on offer; there are: "
-                f"{', '.join(sorted(self.toolsets)) or 'none'}"
-            )
-            raise ValueError(msg)
+        if self.toolsets is not None and (words := options.not_on_offer(self.toolsets)):
+            raise ValueError(f"`preparation_toolsets`: {words}")
         opening = opening_messages(columns, self.system_prompt)
         if self.script != "ignored" and "script" in columns:
             parse_script(columns["script"])

@@ -119,7 +119,7 @@ def make_plan(config: RunConfig) -> Plan:
             config.dataset_file,
             max_samples=config.max_samples,
             rules=config.row_rules(
-                settings.api, is_priced=setup.is_priced(), toolsets=setup.names()
+                settings.api, is_priced=setup.unpriced() is None, toolsets=setup.names()
             ),
         ),
     )

@@ -21,6 +21,15 @@ WRITE_A_NOTE: dict[str, Any] = {
 }
 """Options of the fake endpoint: each turn but the last asks to write a file."""
 
+SCRIPTED: dict[str, Any] = {
+    "run_name": "r",
+    "dataset_file": "p.jsonl",
+    "model": "scripted",
+    "enabled_toolsets": "file",
+    "num_workers": 1,
+}
+"""Options of a run that plays the scripts of its rows."""
+
 
 def write_prompts(path: Path, count: int) -> Path:
     rows = [{"id": f"p{n:04}", "prompt": f"Question number {n}"} for n in range(count)]

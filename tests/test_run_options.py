@@ -13,15 +13,8 @@ import yaml
 
 from benchmarks.fake_endpoint import FakeEndpoint
 from tests.playing import call, calls, say
-from tests.running import lines, run, started, wait_until, write_prompts, write_rows
+from tests.running import SCRIPTED, lines, run, started, wait_until, write_prompts, write_rows
 
-SCRIPTED: dict[str, Any] = {
-    "run_name": "r",
-    "dataset_file": "p.jsonl",
-    "model": "scripted",
-    "enabled_toolsets": "file",
-    "num_workers": 1,
-}
 LOOK = calls(call("list_files"))
 HELPER = {"name": "helper", "description": "Helps.", "enabled_toolsets": ["none"]}
 

@@ -14,15 +14,8 @@ from typing import Any
 
 from batch.files import AppendFile
 from tests.playing import call, calls, say
-from tests.running import lines, run, write_rows
+from tests.running import SCRIPTED, lines, run, write_rows
 
-SCRIPTED: dict[str, Any] = {
-    "run_name": "r",
-    "dataset_file": "p.jsonl",
-    "model": "scripted",
-    "enabled_toolsets": "file",
-    "num_workers": 1,
-}
 CONTEXT_FILES = (
     *("AGENTS.md", "CLAUDE.md", "SOUL.md", "MEMORY.md", "USER.md", ".cursorrules"),
     *(".hermes/SOUL.md", ".hermes/memories/MEMORY.md", ".claude/CLAUDE.md"),

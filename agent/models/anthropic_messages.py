@@ -11,7 +11,14 @@ from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.anthropic_stream import MessagesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.replies import count_or_none, parse_object, post, text_or_none
+from agent.models.replies import (
+    count_or_none,
+    make_call,
+    object_of,
+    parse_object,
+    post,
+    text_or_none,
+)
 
 API = "anthropic_messages"
 
@@ -259,14 +266,10 @@ def _is_plain(blocks: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _read_call(block: Mapping[str, Any]) -> ToolCall:
-    arguments = block.get("input")
-    if not isinstance(arguments, str):
-        arguments = orjson.dumps(arguments).decode()
-    return {
-        "id": str(block.get("id") or ""),
-        "type": "function",
-        "function": {"name": str(block.get("name") or ""), "arguments": arguments},
-    }
+    given = block.get("input")
+    # Where the API gives none it is recorded as it stands there, as null.
+    given = "null" if given is None else given
+    return make_call(block.get("id"), block.get("name"), given)
 
 
 def _read_usage(raw: Any) -> Usage | None:
@@ -276,8 +279,7 @@ def _read_usage(raw: Any) -> Usage | None:
     fresh = count_or_none(raw.get("input_tokens"))
     read = count_or_none(raw.get("cache_read_input_tokens"))
     written = count_or_none(raw.get("cache_creation_input_tokens"))
-    details = raw.get("output_tokens_details")
-    details = details if isinstance(details, dict) else {}
+    details = object_of(raw, "output_tokens_details")
     return Usage(
         input_tokens=None if fresh is None else fresh + (read or 0) + (written or 0),
         output_tokens=count_or_none(raw.get("output_tokens")),

@@ -11,13 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
-
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_stream import ChatAssembly
-from agent.models.replies import count_or_none, parse_object, post, text_or_none
+from agent.models.replies import (
+    count_or_none,
+    make_call,
+    object_of,
+    parse_object,
+    post,
+    text_or_none,
+)
 from agent.reasoning import split_inline_reasoning
 
 API = "openai_chat"
@@ -223,15 +228,7 @@ def _read_call(call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise ModelError("malformed", "a tool call of the reply has no function")
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        # Some servers send the object itself; the text form is the one that is recorded.
-        arguments = "" if arguments is None else orjson.dumps(arguments).decode()
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": str(function.get("name") or ""), "arguments": arguments},
-    }
+    return make_call(call.get("id"), function.get("name"), function.get("arguments"))
 
 
 def _flat_text(content: Any) -> str:
@@ -249,10 +246,8 @@ def _flat_text(content: Any) -> str:
 def _read_usage(raw: Any) -> Usage | None:
     if not isinstance(raw, dict):
         return None
-    prompt = raw.get("prompt_tokens_details")
-    prompt = prompt if isinstance(prompt, dict) else {}
-    output = raw.get("completion_tokens_details")
-    output = output if isinstance(output, dict) else {}
+    prompt = object_of(raw, "prompt_tokens_details")
+    output = object_of(raw, "completion_tokens_details")
     return Usage(
         input_tokens=count_or_none(raw.get("prompt_tokens")),
         output_tokens=count_or_none(raw.get("completion_tokens")),

@@ -18,7 +18,14 @@ from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of_status
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_chat import OpenAIChat
-from agent.models.replies import count_or_none, parse_object, post, text_or_none
+from agent.models.replies import (
+    count_or_none,
+    make_call,
+    object_of,
+    parse_object,
+    post,
+    text_or_none,
+)
 from agent.models.responses_stream import ResponsesAssembly
 from agent.reasoning import split_inline_reasoning
 
@@ -267,14 +274,7 @@ def _texts(parts: Any) -> list[str]:
 
 
 def _read_call(item: Mapping[str, Any]) -> ToolCall:
-    arguments = item.get("arguments")
-    if not isinstance(arguments, str):
-        arguments = "" if arguments is None else orjson.dumps(arguments).decode()
-    return {
-        "id": str(item.get("call_id") or ""),
-        "type": "function",
-        "function": {"name": str(item.get("name") or ""), "arguments": arguments},
-    }
+    return make_call(item.get("call_id"), item.get("name"), item.get("arguments"))
 
 
 def _is_plain(item: Mapping[str, Any]) -> bool:
@@ -290,9 +290,8 @@ def _is_plain(item: Mapping[str, Any]) -> bool:
 def _read_usage(raw: Any) -> Usage | None:
     if not isinstance(raw, dict):
         return None
-    given, written = raw.get("input_tokens_details"), raw.get("output_tokens_details")
-    given = given if isinstance(given, dict) else {}
-    written = written if isinstance(written, dict) else {}
+    given = object_of(raw, "input_tokens_details")
+    written = object_of(raw, "output_tokens_details")
     return Usage(
         input_tokens=count_or_none(raw.get("input_tokens")),
         output_tokens=count_or_none(raw.get("output_tokens")),

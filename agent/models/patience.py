@@ -93,7 +93,7 @@ class PatientModel:
         except ModelError as error:
             self._gate.leave(error, sent_at)
             raise
-        except BaseException:
+        except BaseException:  # called off or broken: the permit must come back whatever it was
             self._gate.abandon()
             raise
         self._gate.leave(None, sent_at)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import httpx2
 import orjson
 
+from agent.messages import FunctionCall, ToolCall
 from agent.models.errors import ModelError, kind_of_status, redact
 from agent.models.streaming import Assembly
 from agent.nesting import MAX_NESTING, is_nested_deeper
@@ -145,6 +146,23 @@ def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) ->
             when = when.replace(tzinfo=UTC)
         seconds = (when - (now or datetime.now(UTC))).total_seconds()
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
+def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under `key`, an empty one where there is none."""
+    value = raw.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def make_call(id: Any, name: Any, arguments: Any) -> ToolCall:
+    """A call as a record holds it; missing parts are "".
+
+    Some servers send the arguments as an object; the text form is the one that is recorded.
+    """
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else orjson.dumps(arguments).decode()
+    function = FunctionCall(name=str(name or ""), arguments=arguments)
+    return ToolCall(id=str(id or ""), type="function", function=function)
 
 
 def count_or_none(value: Any) -> int | None:
