@@ -1,8 +1,9 @@
 """The door for runs: `python batch_runner.py --dataset_file=… --run_name=…` and its sisters.
 
-Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 4 stopped
-by the environment (credentials, credit, endpoint, disk), resumable · 5 the run is locked by
-another process · 70 a defect of this program · 130/143 interrupted, resumable.
+Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 3 stopped
+by the run's budget, resumable · 4 stopped by the environment (credentials, credit, endpoint, disk),
+resumable · 5 the run is locked by another process · 70 a defect of this program · 130/143
+interrupted, resumable.
 """
 
 from __future__ import annotations
@@ -193,16 +194,24 @@ def run(
         run_dir = open_run(
             plan.config,
             plan.scan,
-            api=plan.settings.api,
+            api=plan.api,
             fresh=fresh,
             accept_changes=accepted,
         )
         try:
             outcome = run_batch(plan, run_dir)
-            accounts = _export_and_account(run_dir.path, plan.scan, plan.config)
+            accounts = _export_and_account(
+                run_dir.path, plan.scan, plan.config, last_start=outcome.to_json()
+            )
         finally:
             run_dir.close()
         _show(run_dir.path, accounts)
+    if outcome.is_out_of_budget:
+        _fail(
+            f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; raise it and run "
+            "the same command again to go on.",
+            3,
+        )
     if outcome.stopped_by is not None:
         _fail(
             f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; mend it and run "
@@ -342,8 +351,14 @@ def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig
     return path, found, config
 
 
-def _export_and_account(path: Path, scan: Scan, config: RunConfig) -> Accounts:
-    """Write the training files, then the summary, both from what is on disk."""
+def _export_and_account(
+    path: Path, scan: Scan, config: RunConfig, *, last_start: dict[str, Any] | None = None
+) -> Accounts:
+    """Write the training files, then the summary, both from what is on disk.
+
+    `last_start` is how the start went that has just ended; the summary keeps what it says of the
+    last one where none has.
+    """
     import orjson
 
     from batch.accounts import account
@@ -354,10 +369,11 @@ def _export_and_account(path: Path, scan: Scan, config: RunConfig) -> Accounts:
         path, scan, num_samples=config.num_samples, require_reasoning=config.require_reasoning
     )
     accounts = account(path, scan, config)
-    replace_file(
-        path / "summary.json",
-        orjson.dumps(accounts.to_json(), option=orjson.OPT_INDENT_2) + b"\n",
-    )
+    summary = path / "summary.json"
+    if last_start is None and summary.exists():
+        last_start = orjson.loads(summary.read_bytes()).get("last_start")
+    content = {**accounts.to_json(), "last_start": last_start}
+    replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
     return accounts
 
 

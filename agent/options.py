@@ -114,6 +114,9 @@ class AgentOptions(BaseModel):
         "Dollars per conversation: the reply that goes beyond ends it as `budget`, before its "
         "tools run.",
     )
+    max_total_tokens: PositiveInt | None = meaning(
+        None, "The same in tokens, read and written by all calls of the conversation."
+    )
     parallel_tools: bool = meaning(
         True, "Run the calls of one reply at the same time where their tools allow it."
     )

@@ -54,7 +54,7 @@ class Terms:
 def next_move(t: Trajectory, terms: Terms) -> Move:
     """Decide what happens next in conversation `t`."""
     options = terms.options
-    if end := _over_budget(t, options.max_cost_usd):
+    if end := _over_budget(t.outermost(), t.turns, options):
         # Subagents that a crash cut off end by themselves, as they would have ended without it.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return Answer(begun) if begun else end
@@ -85,16 +85,19 @@ def next_move(t: Trajectory, terms: Terms) -> Move:
     return _waiting(t, terms) or _after_results(t, options)
 
 
-def _over_budget(t: Trajectory, budget: float | None) -> End | None:
+def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> End | None:
     """The budget is that of the outermost conversation, and so is what was spent of it."""
-    if budget is None:
-        return None
-    whole = t.outermost()
-    if whole.unpriced:
+    dollars, tokens = options.max_cost_usd, options.max_total_tokens
+    if dollars is not None and whole.unpriced:
         return End("budget", "the cost of a reply is unknown, so the budget cannot be kept")
-    if whole.spent_usd > budget * (1 + _ROUNDING):
+    if tokens is not None and whole.uncounted:
+        return End("budget", "the tokens of a reply are unknown, so the budget cannot be kept")
+    if dollars is not None and whole.spent_usd > dollars * (1 + _ROUNDING):
         spent = f"${whole.spent_usd:.6f}"
-        return End("budget", f"{spent} is over the budget of ${budget:.6f} after turn {t.turns}")
+        return End("budget", f"{spent} is over the budget of ${dollars:.6f} after turn {turns}")
+    if tokens is not None and whole.spent_tokens > tokens:
+        spent = f"{whole.spent_tokens:,} tokens"
+        return End("budget", f"{spent} are over the budget of {tokens:,} after turn {turns}")
     return None
 
 

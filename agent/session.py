@@ -19,14 +19,14 @@ from agent.history import completed_history
 from agent.loop import close_calls
 from agent.messages import Event, Message
 from agent.models.errors import ModelError
-from agent.models.model import Model, ModelSettings
-from agent.models.names import SCRIPTED, open_model
-from agent.models.scripted import ScriptedModel, ScriptedTurn
+from agent.models.model import ModelSettings
+from agent.models.pool import ModelPool
+from agent.models.scripted import ScriptedTurn
 from agent.moves import End
 from agent.opening import with_bound_stated
 from agent.options import AgentOptions
 from agent.rules import Terms
-from agent.setup import Home, Setup, SubagentModels, replies_played, schemas_for
+from agent.setup import Home, Setup, key_for, replies_played, schemas_for
 from agent.stream import StreamHandler
 from agent.tools import check_names
 from agent.trajectory import Journal, Trajectory
@@ -230,15 +230,16 @@ class AgentSession:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(space.close, remove=False)
             journal = self._open_journal(stack)
-            models = SubagentModels(setup.common, setup.on_retry, api_key=setup.api_key)
-            stack.push_async_callback(models.close)
-            home = Home(setup.common, space, models, setup.call_timeout_s)
-            model = self._open_model()
-            stack.push_async_callback(model.close)
+            pool = ModelPool(
+                key_of=lambda asked: key_for(asked, setup.settings, setup.api_key),
+                on_retry=lambda _, words: setup.on_retry(words),
+            )
+            stack.push_async_callback(pool.close)
+            home = Home(setup.common, space, pool, setup.call_timeout_s)
             conversation = Conversation(
                 trajectory=self.trajectory,
                 terms=self._terms,
-                model=model,
+                model=home.model(setup.script, start=self._played),
                 toolbox=home.toolbox(),
                 journal=journal,
                 host=home,
@@ -292,12 +293,6 @@ class AgentSession:
             return end
         finally:
             self._running = None
-
-    def _open_model(self) -> Model:
-        settings = self._setup.settings
-        if settings.api == SCRIPTED:
-            return ScriptedModel(self._setup.script, start=self._played)
-        return open_model(settings, api_key=self._setup.api_key, on_retry=self._setup.on_retry)
 
 
 _STATES: dict[str, State] = {

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from agent.models.model import Model, ModelSettings
-from agent.models.names import SCRIPTED, open_model, read_key, resolve_sibling
-from agent.models.patience import Gate
+from agent.models.names import SCRIPTED, Endpoint, read_key, resolve_sibling
+from agent.models.pool import ModelPool
 from agent.models.prices import is_known
-from agent.models.scripted import ScriptedModel, parse_script
+from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions, Subagent
 from agent.subagents import schema_of
 from agent.tools import Approve, check_names, offered
@@ -44,10 +45,14 @@ class Setup:
     subagents: dict[str, SubagentSetup]
     approve: Approve | None
 
+    def asked(self) -> list[ModelSettings]:
+        """The models that may be asked: that of the conversations, then those of subagents."""
+        own = [agent.settings for agent in self.subagents.values() if agent.settings is not None]
+        return [self.settings, *own]
+
     def unpriced(self) -> str | None:
         """The name of a model that may be asked and whose price is unknown, or None."""
-        asked = [self.settings, *(agent.settings for agent in self.subagents.values())]
-        return next((one.name for one in asked if one is not None and not is_known(one)), None)
+        return next((one.name for one in self.asked() if not is_known(one)), None)
 
     def names(self) -> list[str]:
         """The names of the toolsets of the conversations themselves."""
@@ -73,10 +78,12 @@ def set_up(
     enabled_toolsets: Sequence[str] | None,
     disabled_toolsets: Sequence[str],
     api_key: str | None = None,
+    endpoints: Mapping[str, Endpoint] = MappingProxyType({}),
 ) -> Setup:
     """Check and resolve what options and toolsets name.
 
-    `api_key` is that of the endpoint, None to take keys from the environment alone. Raises
+    `api_key` is that of the endpoint, None to take keys from the environment alone. `endpoints`
+    are those that models of subagents can name beside the known ones. Raises
     `ValueError` with a message for the user (among them `UnknownToolset`, `UnknownModel` and
     `MissingKey`).
     """
@@ -86,7 +93,7 @@ def set_up(
     if words := options.not_on_offer([toolset.name for toolset in toolsets]):
         raise ValueError(f"preparation_toolsets: {words}")
     subagents = {
-        agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets)
+        agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets, endpoints)
         for agent in options.subagents
     }
     approve = None if options.approve is None else _load(options.approve)
@@ -101,15 +108,19 @@ def set_up(
 
 
 def _set_up_subagent(
-    agent: Subagent, caller: ModelSettings, api_key: str | None, disabled: Sequence[str]
+    agent: Subagent,
+    caller: ModelSettings,
+    api_key: str | None,
+    disabled: Sequence[str],
+    endpoints: Mapping[str, Endpoint],
 ) -> SubagentSetup:
     settings = None
     if agent.model is not None:
-        settings = resolve_sibling(agent.model, caller)
+        settings = resolve_sibling(agent.model, caller, endpoints)
     elif agent.script is not None and caller.api == SCRIPTED:
         settings = caller
     if settings is not None:
-        _key(settings, caller, api_key)
+        key_for(settings, caller, api_key)
         if settings.api == SCRIPTED:
             try:
                 parse_script(agent.script)
@@ -123,8 +134,11 @@ def _set_up_subagent(
     return SubagentSetup(settings, toolsets, tools)
 
 
-def _key(settings: ModelSettings, caller: ModelSettings, api_key: str | None) -> str:
-    """The key of a subagent's endpoint: the caller's where that is the same, as it was given."""
+def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None) -> str:
+    """The key of a model's endpoint: the caller's where that is the same, as it was given.
+
+    `api_key` None takes it from the environment. Raises `MissingKey`.
+    """
     if api_key is not None and settings.base_url == caller.base_url:
         return api_key
     return read_key(settings)
@@ -146,56 +160,6 @@ def _load(place: str) -> Approve:
     return approve
 
 
-class SubagentModels:
-    """The models of the subagents, each opened once, in the running event loop."""
-
-    def __init__(
-        self,
-        setup: Setup,
-        on_retry: Callable[[str], None],
-        *,
-        gate: Callable[[Model], Model] = lambda model: model,
-        attempt_gate: Gate | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        """`gate` is put around each model; see `PatientModel` for `on_retry`.
-
-        `attempt_gate` is that of the callers' endpoint, for models that are asked there too.
-        `api_key` is that of the callers' endpoint, None to take keys from the environment alone.
-        """
-        self._attempt_gate = attempt_gate
-        self._api_key = api_key
-        self._setup = setup
-        self._on_retry = on_retry
-        self._gate = gate
-        self._open: dict[str, Model] = {}
-
-    def model_of(self, agent: Subagent, conversation: Trajectory) -> Model | None:
-        """The model that a subagent asks in `conversation`; None where it is its caller's."""
-        settings = self._setup.subagents[agent.name].settings
-        if settings is None:
-            return None
-        if settings.api == SCRIPTED:
-            start = replies_played(conversation, self._setup)
-            return self._gate(ScriptedModel(parse_script(agent.script), start=start))
-        if agent.name not in self._open:
-            key = _key(settings, self._setup.settings, self._api_key)
-            is_same = settings.base_url == self._setup.settings.base_url
-            model = open_model(
-                settings,
-                api_key=key,
-                on_retry=self._on_retry,
-                gate=self._attempt_gate if is_same else None,
-            )
-            self._open[agent.name] = self._gate(model)
-        return self._open[agent.name]
-
-    async def close(self) -> None:
-        """Close the models."""
-        for model in self._open.values():
-            await model.close()
-
-
 def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
     """The schemas of all that the model of a conversation can call."""
     own = [schema_of(agent) for agent in options.subagents]
@@ -208,8 +172,16 @@ class Home:
 
     setup: Setup
     space: TaskSpace
-    models: SubagentModels
+    pool: ModelPool
     call_timeout_s: float
+    gate: Callable[[Model], Model] = lambda model: model
+    """Is put around each model."""
+
+    def model(self, script: Sequence[ScriptedTurn], *, start: int) -> Model:
+        """The model of the conversation itself; "scripted" plays `script` from turn `start` on."""
+        if self.setup.settings.api == SCRIPTED:
+            return self.gate(ScriptedModel(script, start=start))
+        return self.gate(self.pool.get(self.setup.settings))
 
     def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
         """See `Host`."""
@@ -223,7 +195,13 @@ class Home:
 
     def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
         """See `Host`."""
-        return self.models.model_of(agent, conversation)
+        settings = self.setup.subagents[agent.name].settings
+        if settings is None:
+            return None
+        if settings.api == SCRIPTED:
+            start = replies_played(conversation, self.setup)
+            return self.gate(ScriptedModel(parse_script(agent.script), start=start))
+        return self.gate(self.pool.get(settings))
 
 
 def replies_played(conversation: Trajectory, setup: Setup) -> int:

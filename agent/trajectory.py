@@ -71,6 +71,10 @@ class Trajectory:
         """Dollars of all replies whose price is known, those of inner conversations included."""
         self.unpriced = 0
         """Replies whose price is unknown."""
+        self.spent_tokens = 0
+        """Tokens read and written by the same replies, as far as they are known."""
+        self.uncounted = 0
+        """Replies whose tokens are not all known."""
         self.reasks = 0
         """How many replies were discarded since the last one that was not."""
         self.noted: list[NoteEvent] = []
@@ -258,6 +262,10 @@ class Trajectory:
     def _pay(self, event: ReplyEvent) -> None:
         self.spent_usd += event["cost_usd"] or 0.0
         self.unpriced += event["cost_usd"] is None
+        usage = event["usage"]
+        counts = (usage["input_tokens"], usage["output_tokens"]) if usage else (None,)
+        self.spent_tokens += sum(count or 0 for count in counts)
+        self.uncounted += None in counts
         if self._outer is not None:
             self._outer._pay(event)
 

@@ -1,4 +1,4 @@
-"""Where a worker's model calls wait for their turn.
+"""Where a worker's calls to one endpoint wait for their turn.
 
 The parent says how many of the run's calls this worker may have in flight; each attempt of a call
 passes here. What the endpoint does is told back: refusals at once, the rest in sums.
@@ -13,6 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agent.models.errors import ModelError
+from agent.models.gate import Claim
+from agent.models.model import Completion
+from batch.pace import Pace
+from batch.purse import Amount, Purse
+from batch.stopped import Stopped
+
+_WEIGHT = 0.1
+"""Of the newest reply in the running mean of reply lengths."""
 
 
 @dataclass(slots=True)
@@ -25,19 +33,30 @@ class Load:
     failures: int = 0
 
 
-class Stopped(Exception):
-    """The run is being stopped: the conversation rests where its journal ends."""
-
-
 class CallGate:
-    """Lets `permits` attempts through at a time."""
+    """Lets `permits` attempts through at a time, at a pace, and as far as the money goes."""
 
-    def __init__(self, *, permits: int, on_refusal: Callable[[float | None, float], None]) -> None:
+    def __init__(
+        self,
+        *,
+        permits: int,
+        purse: Purse,
+        on_refusal: Callable[[float | None, float], None],
+        rpm: float | None = None,
+        tpm: float | None = None,
+    ) -> None:
         """`on_refusal` is told of each refusal (429) at once: what the endpoint asked for, and when
-        the call was sent."""
+        the call was sent. `rpm` and `tpm` bound requests and tokens per minute."""
+        now = time.monotonic()
         self._permits = permits
+        self._purse = purse
         self._on_refusal = on_refusal
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._calls_pace = Pace(rpm, now=now)
+        self._tokens_pace = Pace(tpm, now=now)
+        self._has_tpm = tpm is not None
+        self._mean_reply_tokens = 0.0
+        self.has_answered = False
+        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
         self._in_flight = 0
         self._not_before = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -45,73 +64,137 @@ class CallGate:
         self._failures = 0
         self._is_stopping = False
 
-    async def enter(self) -> None:
-        """Wait for a permit; raises `Stopped` where no new call is to be made."""
+    async def enter(self, claim: Callable[[], Claim]) -> CallPermit:
+        """See `Gate`; raises `Stopped` where no new call is to be made."""
         if self._is_stopping:
             raise Stopped
-        if self._waiting or not self._may_go():
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled() and turn.exception() is None:
-                    self._in_flight -= 1
-                    self._let_in()
-                raise
-            return
-        self._in_flight += 1
+        claimed = claim() if self._has_tpm or self._purse.is_kept else None
+        tokens = 0.0
+        if claimed is not None and self._has_tpm:
+            tokens = claimed.likely_input_tokens + self._mean_reply_tokens
+        await self._take_turn(tokens)
+        most = Amount()
+        try:
+            if claimed is not None and self._purse.is_kept:
+                most = self._purse.amount_of(claimed)
+                await self._purse.set_aside(most)
+        except BaseException:  # called off: the turn is another's
+            self._leave()
+            raise
+        return CallPermit(self, most, tokens, time.monotonic())
 
-    def leave(self, error: ModelError | None, sent_at: float) -> None:
-        """Give the permit back; `error` is why the attempt failed, None for a reply."""
-        self._in_flight -= 1
-        if error is None:
+    def leave(self, permit: CallPermit, outcome: Completion | ModelError | None) -> None:
+        """See `Permit`."""
+        if self._purse.is_kept:
+            self._purse.book(permit.most, outcome)
+        if isinstance(outcome, Completion):
             self._replies += 1
-        elif error.kind == "rate_limited":
-            self._on_refusal(error.retry_after_s, sent_at)
-        elif error.action == "retry":
+            self.has_answered = True
+            self._count_tokens(permit, outcome)
+        elif outcome is not None and outcome.kind == "rate_limited":
+            self._on_refusal(outcome.retry_after_s, permit.sent_at)
+        elif outcome is not None and outcome.action == "retry":
             self._failures += 1
-        self._let_in()
+        self._leave()
 
-    def abandon(self) -> None:
-        """Give the permit back of an attempt that came to nothing (it was cancelled)."""
-        self._in_flight -= 1
-        self._let_in()
-
-    def allow(self, permits: int, *, cool_down_s: float) -> None:
-        """Take a new share of the run's limit; nothing is sent for `cool_down_s`."""
+    def allow(
+        self,
+        permits: int,
+        *,
+        cool_down_s: float,
+        rpm: float | None = None,
+        tpm: float | None = None,
+    ) -> None:
+        """Take a new share of the run's limits; nothing is sent for `cool_down_s`."""
+        now = time.monotonic()
         self._permits = permits
-        self._not_before = time.monotonic() + cool_down_s
+        self._not_before = now + cool_down_s
+        self._calls_pace.change(rpm, now=now)
+        self._tokens_pace.change(tpm, now=now)
         self._let_in()
 
     def stop(self) -> None:
         """Turn all away that wait and come."""
         self._is_stopping = True
         while self._waiting:
-            turn = self._waiting.popleft()
+            turn, _ = self._waiting.popleft()
             if not turn.done():
                 turn.set_exception(Stopped())
 
     def take_load(self) -> Load:
         """What has happened since this was asked last."""
-        waiting = sum(not turn.done() for turn in self._waiting)
+        waiting = sum(not turn.done() for turn, _ in self._waiting)
         load = Load(self._in_flight, waiting, self._replies, self._failures)
         self._replies = self._failures = 0
         return load
 
-    def _may_go(self) -> bool:
-        return self._in_flight < self._permits and time.monotonic() >= self._not_before
+    async def _take_turn(self, tokens: float) -> None:
+        if not self._waiting and not self._wait_s():
+            self._go(tokens)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, tokens))
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._leave()
+            raise
+
+    def _go(self, tokens: float) -> None:
+        self._in_flight += 1
+        self._calls_pace.take(1)
+        self._tokens_pace.take(tokens)
+
+    def _leave(self) -> None:
+        self._in_flight -= 1
+        self._let_in()
+
+    def _count_tokens(self, permit: CallPermit, completion: Completion) -> None:
+        """Set right what was guessed when the call went out."""
+        usage = completion.usage
+        if not self._has_tpm or usage is None:
+            return
+        sent, received = usage["input_tokens"], usage["output_tokens"]
+        if sent is None or received is None:
+            return
+        self._tokens_pace.take(sent + received - permit.tokens)
+        mean = self._mean_reply_tokens
+        self._mean_reply_tokens = mean + _WEIGHT * (received - mean) if mean else float(received)
+
+    def _wait_s(self) -> float:
+        """How long nothing may go yet: 0 where something may, infinite until a call is over."""
+        if self._in_flight >= self._permits:
+            return float("inf")
+        now = time.monotonic()
+        paces = (self._calls_pace.wait_s(now=now), self._tokens_pace.wait_s(now=now))
+        return max(self._not_before - now, *paces, 0.0)
 
     def _let_in(self) -> None:
-        while self._waiting and self._may_go():
-            turn = self._waiting.popleft()
+        while self._waiting and not (wait_s := self._wait_s()):
+            turn, tokens = self._waiting.popleft()
             if not turn.done():
-                self._in_flight += 1
+                self._go(tokens)
                 turn.set_result(None)
-        pause_s = self._not_before - time.monotonic()
-        if self._waiting and pause_s > 0 and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(pause_s, self._wake)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and wait_s < float("inf"):
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._let_in)
 
-    def _wake(self) -> None:
-        self._timer = None
-        self._let_in()
+
+@dataclass(frozen=True, slots=True)
+class CallPermit:
+    """One attempt that may be made; a `Permit`."""
+
+    gate: CallGate
+    most: Amount
+    """What was set aside for it."""
+    tokens: float
+    """What it was expected to use of the tokens per minute."""
+    sent_at: float
+
+    def leave(self, outcome: Completion | ModelError | None) -> None:
+        """See `Permit`."""
+        self.gate.leave(self, outcome)

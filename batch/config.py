@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import orjson
 import yaml
@@ -22,10 +21,10 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
+from agent.models.names import SCRIPTED
 from agent.options import (
     AgentOptions,
     PositiveFloat,
@@ -34,12 +33,15 @@ from agent.options import (
     parse_json,
     split_commas,
 )
+from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig
 from batch.errors import ConfigError
 from batch.row_rules import RowRules, script_use
 from toolsets.text import clip
 
 if TYPE_CHECKING:
     from toolsets.distributions import Distribution
+
+_DEFAULT_MODEL = "anthropic/claude-sonnet-4"
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
@@ -55,6 +57,7 @@ def _plain_name(value: str) -> str:
     return value
 
 
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
 
 
@@ -74,15 +77,26 @@ class RunConfig(AgentOptions):
         Path("trajectories"), "Where run directories and training files go."
     )
     model: str = meaning(
-        "anthropic/claude-sonnet-4",
+        _DEFAULT_MODEL,
         "Model: scripted, openai:NAME, anthropic:NAME, openrouter:NAME, or the NAME that the "
         "endpoint at --base_url knows.",
         min_length=1,
     )
-    base_url: str | None = _running(
+    models: Annotated[dict[str, Weight] | None, BeforeValidator(parse_json)] = meaning(
+        None,
+        "Instead of --model: several models with their weights, as {NAME: WEIGHT}. Each "
+        "conversation draws one; a row names its own in the column `model`.",
+        min_length=1,
+    )
+    endpoints: Annotated[dict[str, EndpointConfig], BeforeValidator(parse_json)] = _running(
+        {},
+        "Endpoints of your own by name, best in a --config file: {NAME: {base_url, api, key_env, "
+        "...}}; their models are NAME:MODEL.",
+    )
+    base_url: BaseUrl | None = _running(
         None, "Root URL of the endpoint; default: that of the model's prefix, else OpenRouter."
     )
-    api: Literal["openai_chat", "openai_responses", "anthropic_messages"] | None = meaning(
+    api: Api | None = meaning(
         None, "Dialect of the endpoint, where the model's prefix does not say it."
     )
     key_env: str | None = _running(
@@ -116,8 +130,8 @@ class RunConfig(AgentOptions):
     extra_body: Annotated[dict[str, Any] | None, BeforeValidator(parse_json)] = meaning(
         None, "JSON object merged into every request body, for options of one provider."
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        meaning(None, "How much the model is to reason; unset leaves it to the endpoint.")
+    reasoning_effort: Effort | None = meaning(
+        None, "How much the model is to reason; unset leaves it to the endpoint."
     )
     reasoning_disabled: bool = meaning(
         False, "The same as --reasoning_effort=none, and wins over it."
@@ -148,9 +162,17 @@ class RunConfig(AgentOptions):
     concurrency: PositiveInt | None = _running(
         None, "Conversations in flight per worker; default: --batch_size."
     )
-    max_in_flight: PositiveInt | None = _running(
-        None, "Model calls in flight in the whole run; default: as many as conversations."
+    max_run_cost_usd: PositiveFloat | None = _running(
+        None,
+        "Dollars that the run may spend, over all starts; it stops before a call that could "
+        "exceed them (exit 3). Needs --max_tokens.",
     )
+    max_run_tokens: PositiveInt | None = _running(None, "The same in tokens, read and written.")
+    max_in_flight: PositiveInt | None = _running(
+        None, "Model calls in flight at one endpoint; default: as many as conversations."
+    )
+    rpm: PositiveFloat | None = _running(None, "Requests per minute to one endpoint.")
+    tpm: PositiveFloat | None = _running(None, "Tokens per minute, read and written, likewise.")
     start_in_flight: PositiveInt = _running(
         64,
         "Calls in flight to begin with; more follow while the endpoint keeps up, fewer when it "
@@ -184,19 +206,20 @@ class RunConfig(AgentOptions):
     )
     log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Detail of run.log.")
 
-    @field_validator("base_url")
-    @classmethod
-    def _is_url(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("http://", "https://")):
-            msg = "must start with http:// or https://"
-            raise ValueError(msg)
-        if value is not None and urlsplit(value).password is not None:
-            msg = "must hold no password, which would be written into files; see --key_env"
-            raise ValueError(msg)
-        return value
-
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
+        if self.models is not None and self.model != _DEFAULT_MODEL:
+            msg = "model and models both say what to ask; give one"
+            raise ValueError(msg)
+        if self.models is not None and not any(self.models.values()):
+            msg = "models: some weight must be above 0"
+            raise ValueError(msg)
+        if self.models is not None and SCRIPTED in self.models and len(self.models) > 1:
+            msg = "models: scripted cannot be one of several"
+            raise ValueError(msg)
+        if bad := [name for name in self.endpoints if not name.isidentifier()]:
+            msg = f"endpoints: {bad[0]!r}: a name is letters, digits and '_'"
+            raise ValueError(msg)
         if self.distribution is not None and self.enabled_toolsets is not None:
             msg = "distribution and enabled_toolsets both say which toolsets to offer; give one"
             raise ValueError(msg)
@@ -208,6 +231,10 @@ class RunConfig(AgentOptions):
         return AgentOptions.model_construct(
             **{name: getattr(self, name) for name in AgentOptions.model_fields}
         )
+
+    def model_weights(self) -> dict[str, float]:
+        """The models that conversations ask, with their weights."""
+        return self.models or {self.model: 1.0}
 
     def toolset_percentages(self) -> Distribution | None:
         """The distribution of toolsets; None where all conversations are offered the same."""
@@ -228,6 +255,7 @@ class RunConfig(AgentOptions):
             script_use(api, has_script_file=self.script_file is not None),
             is_priced,
             None if toolsets is None else frozenset(toolsets),
+            None if self.models is None else frozenset(self.models),
         )
 
     @property
@@ -252,7 +280,21 @@ class RunConfig(AgentOptions):
             fields["distribution"] = dict(sorted(distribution.items()))
         for name in ("enabled_toolsets", "disabled_toolsets"):
             fields[name] = fields[name] and sorted(set(fields[name]))
+        if self.models is not None:
+            del fields["model"]
+        fields["endpoints"] = {
+            name: endpoint.meaning() for name, endpoint in sorted(self.endpoints.items())
+        }
         return fields
+
+    @classmethod
+    def default_meaning(cls) -> dict[str, Any]:
+        """`meaning` of a config that says nothing, without what has no default."""
+        return {
+            name: field.get_default(call_default_factory=True)
+            for name, field in cls.model_fields.items()
+            if is_meaning(name) and not field.is_required()
+        } | {"endpoints": {}}
 
     def to_json(self) -> dict[str, Any]:
         """All fields, for run.json; of a prompt that is for no file only its digest."""

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import random
+
 from agent.setup import Setup
 from batch.config import RunConfig
+from batch.models import Setups
+from batch.prompts import Task
+from batch.row_rules import MODEL_COLUMN
 from toolsets.distributions import draw_toolsets
 
 
-def setup_of_task(common: Setup, config: RunConfig, task_id: str) -> Setup:
-    """`common` with the toolsets that the task is offered: those that it draws, if it does."""
+def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
+    """The model that the task asks and the toolsets that it is offered, drawn where they are."""
+    setup = setups[_model_of(config, task)]
     distribution = config.toolset_percentages()
     if distribution is None:
-        return common
-    # What is disabled is not in `common`, and cannot be drawn.
-    left = {name: distribution[name] for name in common.names()}
-    return common.only(draw_toolsets(left, f"{config.seed}/{task_id}") if left else ())
+        return setup
+    # What is disabled is not in `setup`, and cannot be drawn.
+    left = {name: distribution[name] for name in setup.names()}
+    return setup.only(draw_toolsets(left, f"{config.seed}/{task.id}") if left else ())
+
+
+def _model_of(config: RunConfig, task: Task) -> str:
+    """The row's own model, else one drawn by weight."""
+    weights = config.model_weights()
+    if len(weights) == 1:
+        return next(iter(weights))
+    own = task.columns.get(MODEL_COLUMN)
+    if isinstance(own, str):
+        return own
+    draw = random.Random(f"{config.seed}/{task.id}/model")
+    names = sorted(weights)
+    return draw.choices(names, [weights[name] for name in names])[0]

@@ -193,6 +193,10 @@ class Inflight:
             events[place.position :] = [event]
         return usable_prefix(events)
 
+    def tasks(self) -> list[bytes]:
+        """The tasks that have journaled events."""
+        return list(self._places)
+
     def next_deal(self, key: bytes) -> int:
         """The number of the next deal of a task, above all that its journal speaks of."""
         return max((place.deal for place in self._places.get(key, ())), default=0) + 1

@@ -8,6 +8,7 @@ and when, and gives numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 _CUT = 0.85
 """What is left of the limit after a refusal."""
@@ -23,6 +24,27 @@ _PAUSE_S = 5.0
 
 MAX_COOL_DOWN_S = 60.0
 """Longest pause of all calls, also where the endpoint asks for more."""
+
+
+class Bounds(NamedTuple):
+    """What the user says about the calls to one endpoint."""
+
+    start: int
+    """Calls in flight to begin with."""
+    ceiling: int
+    rpm: float | None
+    """Requests per minute."""
+    tpm: float | None
+    """Tokens per minute, in and out."""
+
+    def part(self, workers: int) -> Bounds:
+        """The share of one of some workers, before anything is known of what they need."""
+        return Bounds(
+            start=max(1, self.start // workers),
+            ceiling=self.ceiling,
+            rpm=self.rpm and self.rpm / workers,
+            tpm=self.tpm and self.tpm / workers,
+        )
 
 
 class Limiter:

@@ -1,12 +1,14 @@
-"""The run's limit on model calls, dealt out to its workers as shares that never sum to more."""
+"""The limits on the calls of a run, dealt out to its workers as shares that never sum to more."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from batch.limiter import Limiter, share_out
+from agent.models.model import url_of
+from batch.limiter import Bounds, Limiter, share_out
 from batch.wire import pack
 from batch.worker_process import WorkerProcess
 
@@ -14,60 +16,122 @@ from batch.worker_process import WorkerProcess
 class RunLimits:
     """Hears what the workers' calls meet, and tells each how many it may have in flight."""
 
-    def __init__(self, *, start: int, ceiling: int) -> None:
-        """See `Limiter`."""
-        self._limiter = Limiter(start=start, ceiling=ceiling)
-        self._ceiling = ceiling
-        self._loads: dict[WorkerProcess, tuple[int, int]] = {}
-        self._told: dict[WorkerProcess, tuple[int, float]] = {}
-        self._in_flight_max = 0
+    def __init__(self, bounds: Mapping[str, Bounds]) -> None:
+        """`bounds` by endpoint (see `ModelSettings.endpoint`)."""
+        self._endpoints = {
+            endpoint: _EndpointLimits(endpoint, of_one) for endpoint, of_one in bounds.items()
+        }
 
-    def on_load(self, worker: WorkerProcess, load: dict[str, int]) -> None:
+    def on_load(self, worker: WorkerProcess, endpoint: str, load: dict[str, int]) -> None:
         """A worker says what its calls did since it said so last, and how many wait."""
-        now = time.monotonic()
-        self._loads[worker] = (load["in_flight"], load["waiting"])
-        self._in_flight_max = max(self._in_flight_max, sum(n for n, _ in self._loads.values()))
-        if load["failures"]:
-            self._limiter.on_failure(now=now)
-        if load["replies"]:
-            is_needed = any(waiting for _, waiting in self._loads.values())
-            self._limiter.on_replies(load["replies"], is_needed=is_needed, now=now)
+        self._endpoints[endpoint].on_load(worker, load)
 
-    def on_refusal(self, retry_after_s: float | None, sent_at: float) -> None:
+    def on_refusal(self, endpoint: str, retry_after_s: float | None, sent_at: float) -> None:
         """The endpoint refused a call (429) that was sent at `sent_at`, by the machine's clock."""
-        self._limiter.on_refusal(retry_after_s, sent_at=sent_at, now=time.monotonic())
+        limiter = self._endpoints[endpoint].limiter
+        limiter.on_refusal(retry_after_s, sent_at=sent_at, now=time.monotonic())
 
     def share(self, workers: Sequence[WorkerProcess]) -> None:
         """Tell the workers their shares, where these have changed."""
         ready = [worker for worker in workers if worker.ready]
-        for gone in self._loads.keys() - set(ready):
-            del self._loads[gone]
-        demands = [sum(self._loads.get(worker, (0, 0))) for worker in ready]
-        shares = share_out(self._limiter.limit, demands)
-        cool_down_until = self._limiter.cool_down_until
-        for worker, permits in zip(ready, shares, strict=True):
-            if self._told.get(worker) != (permits, cool_down_until):
-                self._told[worker] = (permits, cool_down_until)
-                cool_down_s = max(0.0, cool_down_until - time.monotonic())
-                worker.send(pack("limits", permits=permits, cool_down_s=cool_down_s))
+        for of_one in self._endpoints.values():
+            of_one.share(ready)
 
     def in_words(self) -> str:
         """For the progress line; "" while nothing but the user's own bounds limits the calls."""
-        return f"limit {self._limiter.limit} (endpoint)" if self._limiter.is_probed else ""
+        probed = [one for one in self._endpoints.values() if one.limiter.is_probed]
+        if len(self._endpoints) == 1:
+            return "".join(f"limit {one.limiter.limit} (endpoint)" for one in probed)
+        return ", ".join(f"limit {one.limiter.limit} ({one.url})" for one in probed)
+
+    def report(self) -> list[dict[str, Any]]:
+        """What limited the calls of this start, for the summary: one object per endpoint.
+
+        Keys: `endpoint` (its base URL), `limit` and `ceiling` (calls in flight), `in_flight_max`,
+        `replies`, `refused` (429s), `failed` (attempts that were waited out otherwise) and
+        `limited_by`: "endpoint", "rate" (rpm, tpm), "concurrency" (the user's bounds), or
+        "tools" where calls never came near any of these.
+        """
+        return [one.report() for one in self._endpoints.values()]
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one worker does with its share of an endpoint, and what it was told of it."""
+
+    in_flight: int = 0
+    waiting: int = 0
+    told: tuple[int, float] | None = None
+
+
+class _EndpointLimits:
+    """The limits of one endpoint."""
+
+    def __init__(self, endpoint: str, bounds: Bounds) -> None:
+        self._endpoint = endpoint
+        self.url = url_of(endpoint)
+        self.limiter = Limiter(start=bounds.start, ceiling=bounds.ceiling)
+        self._bounds = bounds
+        self._shares: dict[WorkerProcess, _Share] = {}
+        self._in_flight_max = self._replies = self._failed = 0
+        self._is_paced = False
+
+    def on_load(self, worker: WorkerProcess, load: dict[str, int]) -> None:
+        now = time.monotonic()
+        share = self._shares.setdefault(worker, _Share())
+        share.in_flight, share.waiting = load["in_flight"], load["waiting"]
+        in_flight = sum(one.in_flight for one in self._shares.values())
+        self._in_flight_max = max(self._in_flight_max, in_flight)
+        self._replies += load["replies"]
+        self._failed += load["failures"]
+        has_room = share.told is not None and share.in_flight < share.told[0]
+        if share.waiting and has_room and (self._bounds.rpm or self._bounds.tpm):
+            self._is_paced = True
+        if load["failures"]:
+            self.limiter.on_failure(now=now)
+        if load["replies"]:
+            is_needed = any(one.waiting for one in self._shares.values())
+            self.limiter.on_replies(load["replies"], is_needed=is_needed, now=now)
+
+    def share(self, ready: Sequence[WorkerProcess]) -> None:
+        for gone in self._shares.keys() - set(ready):
+            del self._shares[gone]
+        shares = [self._shares.setdefault(worker, _Share()) for worker in ready]
+        demands = [share.in_flight + share.waiting for share in shares]
+        limit = self.limiter.limit
+        cool_down_until = self.limiter.cool_down_until
+        for worker, share, permits in zip(ready, shares, share_out(limit, demands), strict=True):
+            if share.told == (permits, cool_down_until):
+                continue
+            share.told = (permits, cool_down_until)
+            part = permits / limit
+            worker.send(
+                pack(
+                    "limits",
+                    limits={
+                        "endpoint": self._endpoint,
+                        "permits": permits,
+                        "cool_down_s": max(0.0, cool_down_until - time.monotonic()),
+                        "rpm": self._bounds.rpm and self._bounds.rpm * part,
+                        "tpm": self._bounds.tpm and self._bounds.tpm * part,
+                    },
+                )
+            )
 
     def report(self) -> dict[str, Any]:
-        """What limited the calls of this start, for the summary.
-
-        Keys: `limit` and `ceiling` (calls in flight), `in_flight_max`, `refused` (429s) and
-        `limited_by`: "endpoint", "concurrency" (the user's bounds), or "tools" where calls never
-        came near either.
-        """
-        near = self._in_flight_max >= 0.9 * self._ceiling
-        by = "endpoint" if self._limiter.is_probed else "concurrency" if near else "tools"
+        near = self._in_flight_max >= 0.9 * self._bounds.ceiling
+        by = "concurrency" if near else "tools"
+        if self.limiter.is_probed:
+            by = "endpoint"
+        elif self._is_paced:
+            by = "rate"
         return {
-            "limit": self._limiter.limit,
-            "ceiling": self._ceiling,
+            "endpoint": self.url,
+            "limit": self.limiter.limit,
+            "ceiling": self._bounds.ceiling,
             "in_flight_max": self._in_flight_max,
-            "refused": self._limiter.refused,
+            "replies": self._replies,
+            "refused": self.limiter.refused,
+            "failed": self._failed,
             "limited_by": by,
         }

@@ -31,9 +31,6 @@ from batch.run_dir import SCHEMA_VERSION
 class Provenance:
     """What all records of one start have in common."""
 
-    model: str
-    api: str
-    endpoint: str | None
     sandbox: str | None
     seed: int
     config_digest: str
@@ -66,9 +63,9 @@ def make_record(
         "tools": schemas_for(setup, terms.options),
         "options": terms.options.given(),
         "view_compacted": was_compacted(trajectory, terms.options),
-        "model": provenance.model,
-        "api": provenance.api,
-        "endpoint": provenance.endpoint,
+        "model": setup.settings.reference,
+        "api": setup.settings.api,
+        "endpoint": setup.settings.base_url,
         "toolsets": setup.names(),
         "sandbox": provenance.sandbox,
         "seed": provenance.seed,

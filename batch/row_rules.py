@@ -12,9 +12,12 @@ from agent.models.scripted import parse_script
 from agent.opening import with_bound_stated
 from agent.options import ROW_COLUMN, AgentOptions, of_row
 from agent.rules import Terms
+from toolsets.text import clip
 
 ScriptUse = Literal["ignored", "allowed", "needed"]
 """What a row's `script` column is: a column like any other, or the turns to be played."""
+
+MODEL_COLUMN = "model"
 
 _CHAT_COLUMNS = ("messages", "conversations")
 _ROLES = {"human": "user", "user": "user", "system": "system"}
@@ -39,6 +42,8 @@ class RowRules:
     """The price of the model is known, so that budgets in dollars can be kept."""
     toolsets: frozenset[str] | None = None
     """The toolsets on offer; None where that is not known."""
+    models: frozenset[str] | None = None
+    """The models of the run, of which a row can name one; None where there is one for all."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason where it cannot be used."""
@@ -48,6 +53,13 @@ class RowRules:
             raise ValueError(msg)
         if self.toolsets is not None and (words := options.not_on_offer(self.toolsets)):
             raise ValueError(f"`preparation_toolsets`: {words}")
+        own = columns.get(MODEL_COLUMN)
+        if self.models is not None and own is not None and str(own) not in self.models:
+            names = ", ".join(sorted(self.models))
+            msg = (
+                f"`{MODEL_COLUMN}`: {clip(repr(own), max_chars=200)} is none of the run's: {names}"
+            )
+            raise ValueError(msg)
         opening = opening_messages(columns, self.system_prompt)
         if self.script != "ignored" and "script" in columns:
             parse_script(columns["script"])
@@ -71,6 +83,8 @@ class RowRules:
             names.append("expected")
         if options.awaiting_input:
             names.append("user_replies")
+        if self.models is not None:
+            names.append(MODEL_COLUMN)
         return {name: columns[name] for name in names if name in columns}
 
 

@@ -6,9 +6,9 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,18 +16,20 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from agent.models.model import ModelSettings
-from agent.models.names import read_key, resolve_model
+from agent.models.model import ModelSettings, url_of
 from agent.models.scripted import ScriptedTurn, parse_script
-from agent.setup import Setup, schemas_for, set_up
+from agent.setup import schemas_for
+from batch.budget import spent_before
 from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
 from batch.failures import FailureFile
 from batch.journal import Inflight
+from batch.models import Setups, asked, bounds_of, budget_of, set_up_models, unpriced
 from batch.process import allow_many_files, hide_environment, log_to
 from batch.progress import Progress
 from batch.prompts import Scan, Task, scan, tasks
+from batch.purse import Amount
 from batch.record import Provenance
 from batch.records import Entry, RecordFile, load_index
 from batch.run_dir import RunDir
@@ -48,12 +50,21 @@ class Plan:
     """What a start would do: everything checked, nothing begun."""
 
     config: RunConfig
-    settings: ModelSettings
-    setup: Setup
+    setups: Setups
     sandbox: str | None
     """None where no tool runs commands."""
     script: list[ScriptedTurn] | None
     scan: Scan
+
+    @property
+    def api(self) -> str:
+        """The dialect of the models; of several, that of the first."""
+        return next(iter(self.setups.values())).settings.api
+
+    @property
+    def toolsets(self) -> list[str]:
+        """The names of the toolsets that conversations can be offered."""
+        return next(iter(self.setups.values())).names()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,14 @@ class Outcome:
     """The signal that stopped it."""
     stopped_by: str | None = None
     """What in the environment stopped it."""
-    limits: Mapping[str, Any] = field(default_factory=dict)
+    limits: Sequence[Mapping[str, Any]] = ()
     """What limited the model calls; see `RunLimits.report`."""
+    is_out_of_budget: bool = False
+    """The budget of the run stopped it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the summary."""
+        return {"stopped_by": self.stopped_by, "signal": self.signal, "calls": list(self.limits)}
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -73,33 +90,9 @@ def make_plan(config: RunConfig) -> Plan:
 
     Raises `ConfigError` or `DatasetError`.
     """
-    try:
-        settings = resolve_model(
-            config.model,
-            base_url=config.base_url,
-            api=config.api,
-            key_env=config.key_env,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            max_tokens=config.max_tokens,
-            extra_body=config.extra_body,
-            attempt_timeout_s=config.attempt_timeout_s,
-            call_attempts=config.call_attempts,
-            call_timeout_s=config.call_timeout_s,
-            reasoning_effort="none" if config.reasoning_disabled else config.reasoning_effort,
-            blank_reasoning=config.blank_reasoning,
-            prompt_caching=config.prompt_caching,
-        )
-        read_key(settings)
-        setup = set_up(
-            config.agent_options,
-            settings,
-            enabled_toolsets=config.selected_toolsets(),
-            disabled_toolsets=config.disabled_toolsets,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    needs_sandbox = setup.sandboxed()
+    setups = set_up_models(config)
+    first = next(iter(setups.values()))
+    needs_sandbox = first.sandboxed()
     if needs_sandbox and (problem := sandbox_problem(config.sandbox)):
         names = ",".join(needs_sandbox)
         msg = (
@@ -111,15 +104,14 @@ def make_plan(config: RunConfig) -> Plan:
     script = _read_script(config.script_file)
     return Plan(
         config=config,
-        settings=settings,
-        setup=setup,
+        setups=setups,
         sandbox=config.sandbox if needs_sandbox else None,
         script=script,
         scan=scan(
             config.dataset_file,
             max_samples=config.max_samples,
             rules=config.row_rules(
-                settings.api, is_priced=setup.unpriced() is None, toolsets=setup.names()
+                first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
             ),
         ),
     )
@@ -128,16 +120,19 @@ def make_plan(config: RunConfig) -> Plan:
 def describe(plan: Plan) -> str:
     """What a start of `plan` would do, for `--dry_run`."""
     config, scan = plan.config, plan.scan
-    names = [schema["function"]["name"] for schema in schemas_for(plan.setup, config.agent_options)]
-    model = f"{plan.settings.name} ({plan.settings.api}"
-    model += f" at {plan.settings.base_url})" if plan.settings.base_url else ", offline)"
+    first = next(iter(plan.setups.values()))
+    names = [schema["function"]["name"] for schema in schemas_for(first, config.agent_options)]
+    models = [
+        _in_words(setup.settings, weight if len(plan.setups) > 1 else None)
+        for setup, weight in zip(plan.setups.values(), config.model_weights().values(), strict=True)
+    ]
     return "\n".join(
         [
             f"run        {config.run_dir}",
             f"dataset    {scan.path}: {scan.rows} usable rows, {len(scan.bad_rows)} bad",
             f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
             f"{scan.rows * config.num_samples}",
-            f"model      {model}",
+            *(f"model      {model}" for model in models),
             f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})",
             f"sandbox    {plan.sandbox or 'not needed'}",
             f"bounds     {config.max_turns} turns, {config.max_attempts} attempts",
@@ -146,11 +141,17 @@ def describe(plan: Plan) -> str:
     )
 
 
+def _in_words(settings: ModelSettings, weight: float | None) -> str:
+    place = f" at {settings.base_url}" if settings.base_url else ", offline"
+    weighed = "" if weight is None else f", weight {weight:g}"
+    return f"{settings.name} ({settings.api}{place}{weighed})"
+
+
 def _shares(plan: Plan) -> str:
     """The toolsets, with their percentages where each conversation draws its own."""
     drawn = plan.config.toolset_percentages()
     return ", ".join(
-        name if drawn is None else f"{name} {drawn[name]:g}%" for name in plan.setup.names()
+        name if drawn is None else f"{name} {drawn[name]:g}%" for name in plan.toolsets
     )
 
 
@@ -165,18 +166,19 @@ def run_batch(plan: Plan, run_dir: RunDir) -> Outcome:
     allow_many_files()
     outcome = _work(plan, run_dir)
     log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
-    log.info("calls: %s", dict(outcome.limits))
+    log.info("calls: %s", outcome.limits)
     return outcome
 
 
 def warn(plan: Plan) -> None:
     """Say what a careful user would want to know before the first call."""
-    url = urlsplit(plan.settings.base_url or "")
-    if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
-        say(
-            f"warning: {plan.settings.base_url} is not encrypted: whoever is on the way can read "
-            "the API key, the prompts and the replies; use https"
-        )
+    for base_url in dict.fromkeys(settings.base_url or "" for settings in asked(plan.setups)):
+        url = urlsplit(base_url)
+        if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
+            say(
+                f"warning: {base_url} is not encrypted: whoever is on the way can read the API "
+                "key, the prompts and the replies; use https"
+            )
 
 
 def _is_near(host: str) -> bool:
@@ -214,15 +216,17 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
             failures.append_bad_row(plan.scan.path, row)
         index = load_index(run_dir.path)
         settled = _settled(index, config.max_attempts)
-        proven = run_dir.same_endpoint and any(entry.turns for entry in index.values())
-        del index
+        has_answers = run_dir.same_endpoints and any(entry.turns for entry in index.values())
         inflight.read(settled=settled)
+        spent = spent_before(index.values(), inflight) if budget_of(config) else Amount()
+        del index
         _remove_workspaces(run_dir, settled)
         supervisor = Supervisor(
             run_dir=run_dir,
             config=config,
-            common=plan.setup,
-            setup=_worker_setup(plan, run_dir, endpoint_proven=proven),
+            setups=plan.setups,
+            setup=_worker_setup(plan, run_dir, has_answers=has_answers),
+            spent=spent,
             tasks=_owed(plan, settled, progress),
             records=records,
             failures=failures,
@@ -238,7 +242,10 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
         records.close()
         failures.close()
     return Outcome(
-        received[0] if received else None, stopped_by or None, supervisor.limits.report()
+        signal=received[0] if received else None,
+        stopped_by=stopped_by or None,
+        limits=supervisor.limits.report(),
+        is_out_of_budget=supervisor.is_out_of_budget,
     )
 
 
@@ -280,25 +287,24 @@ def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
         raise ConfigError(msg) from error
 
 
-def _worker_setup(plan: Plan, run_dir: RunDir, *, endpoint_proven: bool) -> WorkerSetup:
+def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
+    bounds = bounds_of(plan.config, plan.setups)
     return WorkerSetup(
         number=0,
         parent_pid=os.getpid(),
         run_dir=run_dir.path,
         config=plan.config,
-        settings=plan.settings,
+        api=plan.api,
         provenance=Provenance(
-            model=plan.config.model,
-            api=plan.settings.api,
-            endpoint=plan.settings.base_url,
             sandbox=plan.sandbox,
             seed=plan.config.seed,
             config_digest=run_dir.digest,
             versions=run_dir.versions,
         ),
         script=plan.script,
-        permits=max(1, plan.config.start_in_flight // plan.config.num_workers),
-        endpoint_proven=endpoint_proven,
+        bounds={key: of_one.part(plan.config.num_workers) for key, of_one in bounds.items()},
+        budget=budget_of(plan.config),
+        proven=frozenset(map(url_of, bounds)) if has_answers else frozenset(),
     )
 
 

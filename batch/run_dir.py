@@ -47,6 +47,9 @@ _RUN_KEYS = {
     "history": list,
 }
 
+_WHERE = ("model", "models", "base_url", "endpoints")
+"""Keys of a config that say which endpoints are asked."""
+
 _VERSIONS_OF = ("batch-trajectories", "openai", "anthropic", "orjson", "pydantic")
 
 
@@ -58,8 +61,8 @@ class RunDir:
     digest: str
     """Semantic digest of the config that this start runs with."""
     versions: dict[str, str]
-    same_endpoint: bool
-    """The last start of this run spoke to the same base URL."""
+    same_endpoints: bool
+    """The last start of this run spoke to the same base URLs."""
     lock_fd: int
 
     @property
@@ -125,8 +128,10 @@ def open_run(
             msg = f"{path}: cannot use this run directory: {error.strerror or error}"
             raise RunDirError(msg) from error
         raise
-    same_endpoint = before is not None and before["config"].get("base_url") == config.base_url
-    return RunDir(path, run["digest"], run["versions"], same_endpoint, lock_fd)
+    same_endpoints = before is not None and all(
+        before["config"].get(key) == run["config"][key] for key in _WHERE
+    )
+    return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd)
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
@@ -252,10 +257,12 @@ def _run_json(
             raise RunDirError(msg)
     else:
         created, history = before["created"], before["history"]
+        # An option that the program did not have then was as if it had its default.
+        then = RunConfig.default_meaning() | before["meaning"]
         changes = {
-            key: {"from": before["meaning"].get(key), "to": meaning[key]}
+            key: {"from": then.get(key), "to": meaning[key]}
             for key in meaning
-            if before["meaning"].get(key) != meaning[key]
+            if then.get(key) != meaning[key]
         }
         refused = {key: change for key, change in changes.items() if key not in accept_changes}
         if refused and _holds_work(path):

@@ -19,16 +19,18 @@ from dataclasses import replace
 from typing import Any
 
 from agent.moves import End
-from agent.setup import Setup
 from agent.trajectory import Trajectory
+from batch.budget import RunBudget
 from batch.config import RunConfig
 from batch.draw import setup_of_task
 from batch.errors import EnvironmentStop
 from batch.failures import Failure, FailureFile
 from batch.journal import Inflight, next_worker_number
 from batch.limits import RunLimits
+from batch.models import Setups, bounds_of
 from batch.progress import Progress
 from batch.prompts import Task
+from batch.purse import Amount
 from batch.record import dump_record, make_record
 from batch.records import RecordFile, index_fields
 from batch.run_dir import RunDir
@@ -54,17 +56,19 @@ class Supervisor:
         *,
         run_dir: RunDir,
         config: RunConfig,
-        common: Setup,
+        setups: Setups,
         setup: WorkerSetup,
         tasks: Iterator[Task],
         records: RecordFile,
         failures: FailureFile,
         inflight: Inflight,
         progress: Progress,
+        spent: Amount,
     ) -> None:
+        """`spent` is what the run has used up of its budget before this start."""
         self._run_dir = run_dir
         self._config = config
-        self._common = common
+        self._setups = setups
         self._setup = setup
         self._queue = TaskQueue(tasks, failures.deaths)
         self._records = records
@@ -73,10 +77,8 @@ class Supervisor:
         self._progress = progress
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
-        in_flight = config.num_workers * config.agents_per_worker
-        self.limits = RunLimits(
-            start=config.start_in_flight, ceiling=min(config.max_in_flight or in_flight, in_flight)
-        )
+        self.limits = RunLimits(bounds_of(config, setups))
+        self.budget = RunBudget(setup.budget, spent=spent)
         self._workers: list[WorkerProcess] = []
         self._inbox: Inbox = queue.SimpleQueue()
         self._numbers = itertools.count(next_worker_number(run_dir.inflight))
@@ -84,6 +86,7 @@ class Supervisor:
         self._noted = False
         self._signals = 0
         self._stop_reason: str | None = None
+        self.is_out_of_budget = False
         self._kill_at: float | None = None
         self._checked_at = time.monotonic()
 
@@ -104,8 +107,10 @@ class Supervisor:
                 self._take_in()
                 self._look_after_workers()
                 self.limits.share(self._workers)
+                self._keep_budget()
                 self._deal()
-                self._progress.show(self._running(), self.limits.in_words())
+                words = (self.limits.in_words(), self.budget.in_words())
+                self._progress.show(self._running(), ", ".join(filter(None, words)))
             self._dismiss_workers()
         finally:
             self._kill_workers()
@@ -169,8 +174,8 @@ class Supervisor:
                 self._failed_starts = 0
             case "alive":
                 self._progress.add(header["counters"])
-                if header["counters"]["turns"]:
-                    self._setup = replace(self._setup, endpoint_proven=True)
+                proven = self._setup.proven | set(header["proven"])
+                self._setup = replace(self._setup, proven=proven)
             case "finished":
                 key = bytes.fromhex(header["key"])
                 self._release(worker, key)
@@ -192,9 +197,13 @@ class Supervisor:
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
             case "load":
-                self.limits.on_load(worker, header["load"])
+                self.limits.on_load(worker, header["endpoint"], header["load"])
             case "refused":
-                self.limits.on_refusal(header["retry_after_s"], header["sent_at"])
+                self.limits.on_refusal(
+                    header["endpoint"], header["retry_after_s"], header["sent_at"]
+                )
+            case "purse":
+                self.budget.on_purse(worker, header["told"])
             case "note":
                 self._note(header["message"])
             case "halt":
@@ -208,6 +217,12 @@ class Supervisor:
     def _release(self, worker: WorkerProcess, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.alone = False
+
+    def _keep_budget(self) -> None:
+        self.budget.lend(self._workers)
+        if self._stop_reason is None and (words := self.budget.used_up(self._workers)):
+            self.is_out_of_budget = True
+            self._stop(words)
 
     # Workers: starting, watching, replacing.
 
@@ -261,13 +276,13 @@ class Supervisor:
         self._failures.sync()
 
     def _convict(self, key: bytes, task: Task, failure: Failure) -> None:
-        row = self._config.row_rules(self._setup.settings.api).read(task.columns)
+        row = self._config.row_rules(self._setup.api).read(task.columns)
         record = make_record(
             task,
             Trajectory(row.opening, self._inflight.events(key)),
             end=End("failed"),
             terms=row.terms,
-            setup=setup_of_task(self._common, self._config, task.id),
+            setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             attempt=failure.attempt,
             provenance=self._setup.provenance,
@@ -362,12 +377,23 @@ class Supervisor:
             worker.send(pack("stop", grace_s=self._config.grace_s))
 
     def _dismiss_workers(self) -> None:
-        """Let the workers close their journals and connections."""
+        """Let the workers close their journals and connections, and hear what they say last."""
         for worker in self._workers:
             worker.send(pack("exit"))
+        leaving = {worker for worker in self._workers if worker.process.is_alive()}
         deadline = time.monotonic() + _KILL_AFTER_GRACE_S
-        for worker in self._workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+        while leaving and (wait_s := deadline - time.monotonic()) > 0:
+            try:
+                said = self._inbox.get(timeout=wait_s)
+            except queue.Empty:
+                return
+            leaver, message = said
+            if leaver is None:
+                return  # interrupted once more
+            if message is None:
+                leaving.discard(leaver)
+            elif (header := unpack(message)[0])["type"] == "load":
+                self.limits.on_load(leaver, header["endpoint"], header["load"])
 
     def _kill_workers(self) -> None:
         for worker in self._workers:

@@ -4,10 +4,11 @@ A message is a JSON header, a newline, and for finished tasks the record as it g
 records cross the border as bytes and are never parsed on the way.
 
 Parent to worker:  tasks {"deals": [Deal…]} · durable {"keys": [hex…]} · stop {"grace_s"} · exit
-                   · limits {"permits", "cool_down_s"}
-Worker to parent:  ready · alive {counters} · finished {"key", "fields", "failure"} + record
-                   · failed {"key", "failure"} · released {"key"} · load {"load"}
-                   · refused {"retry_after_s", "sent_at"} · note {"message"} · halt {"message"}
+                   · limits {"limits"} · loan {"amount"} · recall
+Worker to parent:  ready · alive {"counters", "proven"} · finished {"key", "fields", "failure"}
+                   + record · failed {"key", "failure"} · released {"key"}
+                   · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
+                   · purse {"told"} · note {"message"} · halt {"message"}
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ import queue
 import signal
 import threading
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -26,22 +27,26 @@ from agent.loop import close_calls
 from agent.messages import Event
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
-from agent.models.names import SCRIPTED, open_model, read_key
-from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
+from agent.models.names import SCRIPTED
+from agent.models.scripted import ScriptedTurn, parse_script
 from agent.moves import End
 from agent.rules import Terms
-from agent.setup import Home, SubagentModels, replies_played, set_up
+from agent.setup import Home, replies_played
 from agent.trajectory import Trajectory
-from batch.call_gate import CallGate, Load, Stopped
+from batch.calls import Calls
 from batch.config import RunConfig
 from batch.draw import setup_of_task
 from batch.failures import Failure
 from batch.files import StorageError
 from batch.journal import JournalWriter
+from batch.limiter import Bounds
+from batch.models import set_up_models
 from batch.process import allow_many_files, die_with_parent, log_to
 from batch.prompts import Task
+from batch.purse import Amount
 from batch.record import Provenance, dump_record, make_record
 from batch.records import index_fields
+from batch.stopped import Stopped
 from batch.wire import Deal, no_counters, pack, unpack
 from toolsets.process import use_pidfd_watcher
 from toolsets.removal import remove_tree
@@ -53,7 +58,6 @@ from toolsets.workspace import Workspace
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
-_LOAD_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,15 @@ class WorkerSetup:
     parent_pid: int
     run_dir: Path
     config: RunConfig
-    settings: ModelSettings
+    api: str
+    """The dialect of the run's models, which says what a row's script is."""
     provenance: Provenance
     script: list[ScriptedTurn] | None
-    permits: int
-    """Model calls that it may have in flight until it is told its share."""
-    endpoint_proven: bool
-    """The endpoint has answered in an earlier start of this run."""
+    bounds: Mapping[str, Bounds]
+    """On the calls to each endpoint, until it is told its share."""
+    budget: Amount | None
+    proven: frozenset[str]
+    """The base URLs that have answered already."""
 
 
 def worker_main(connection: Connection, setup: WorkerSetup) -> None:
@@ -99,27 +105,14 @@ class Worker:
         self._connection = connection
         self._setup = setup
         self._config = setup.config
-        self._rules = self._config.row_rules(setup.settings.api)
-        self._common = set_up(
-            self._rules.options,
-            setup.settings,
-            enabled_toolsets=self._config.selected_toolsets(),
-            disabled_toolsets=self._config.disabled_toolsets,
-        )
+        self._rules = self._config.row_rules(setup.api)
+        self._setups = set_up_models(self._config)
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, TaskSpace] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self._stopping = False
-        self._answered = setup.endpoint_proven
         self._told = False
-        self._call_gate = CallGate(
-            permits=setup.permits,
-            on_refusal=lambda retry_after_s, sent_at: self._send(
-                "refused", retry_after_s=retry_after_s, sent_at=sent_at
-            ),
-        )
-        self._load = Load()
         self._exit = asyncio.Event()
         self._counters = no_counters()
 
@@ -134,28 +127,17 @@ class Worker:
             self._setup.number,
             on_storage_error=lambda error: self._halt(str(error)),
         )
-        settings = self._setup.settings
-        self._model = (
-            None
-            if settings.api == SCRIPTED
-            else open_model(
-                settings,
-                api_key=read_key(settings),
-                on_retry=self._on_retry,
-                gate=self._call_gate,
-            )
-        )
-        self._subagent_models = SubagentModels(
-            self._common,
-            self._on_retry,
-            gate=lambda model: _Gate(self, model),
-            attempt_gate=self._call_gate,
+        self._calls = Calls(
+            self._setup.bounds,
+            self._setup.budget,
+            proven=self._setup.proven,
+            send=self._send,
+            on_retry=self._on_retry,
         )
         loop.add_reader(self._connection.fileno(), self._receive)
         self._send("ready")
-        self._report_load()
         while not self._exit.is_set():
-            self._send("alive", counters=self._counters)
+            self._send("alive", counters=self._counters, proven=sorted(self._calls.proven))
             self._counters = no_counters()
             try:
                 async with asyncio.timeout(_HEARTBEAT_S):
@@ -164,9 +146,7 @@ class Worker:
                 continue
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
-        if self._model is not None:
-            await self._model.close()
-        await self._subagent_models.close()
+        await self._calls.close()
         self._journal.close()
         self._outbox.put(None)
         sender.join()
@@ -184,10 +164,14 @@ class Worker:
                 for key in header["keys"]:
                     self._release(bytes.fromhex(key))
             case "limits":
-                self._call_gate.allow(header["permits"], cool_down_s=header["cool_down_s"])
+                self._calls.on_limits(**header["limits"])
+            case "loan":
+                self._calls.on_loan(header["amount"])
+            case "recall":
+                self._calls.on_recall()
             case "stop":
                 self._stopping = True
-                self._call_gate.stop()
+                self._calls.stop()
                 asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
             case "exit":
                 self._exit.set()
@@ -279,7 +263,7 @@ class Worker:
             trajectory,
             end=end,
             terms=terms,
-            setup=setup_of_task(self._common, self._config, task.id),
+            setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             attempt=deal["attempt"],
             provenance=self._setup.provenance,
@@ -296,21 +280,28 @@ class Worker:
         """Why an endpoint stops the run, with what to look at."""
         words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
         if error.kind in ("auth", "forbidden"):
-            variable = self._setup.settings.key_env or "OPENAI_API_KEY"
-            words += f". The key is that of the environment variable {variable} (see --key_env)."
+            words += (
+                f". The key is that of the environment variable {error.key_env} (see --key_env)."
+            )
         return words
 
     def _is_the_endpoints(self, error: ModelError) -> bool:
         """Whether a failure stops the run rather than the task alone."""
         if error.action == "stop_run":
             return True
-        return not self._answered and error.kind in SAYS_MORE_OF_THE_ENDPOINT
+        return error.endpoint not in self._calls.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
 
     async def _converse(
         self, task: Task, deal: Deal, trajectory: Trajectory, terms: Terms, space: TaskSpace
     ) -> End:
-        common = setup_of_task(self._common, self._config, task.id)
-        home = Home(common, space, self._subagent_models, self._config.tool_timeout_s)
+        setup = setup_of_task(self._setups, self._config, task)
+        home = Home(
+            setup,
+            space,
+            self._calls.pool,
+            self._config.tool_timeout_s,
+            gate=lambda model: _Gate(self, model),
+        )
         positions = itertools.count(len(deal["events"]))
 
         def journal(event: Event) -> None:
@@ -326,22 +317,20 @@ class Worker:
         conversation = Conversation(
             trajectory=trajectory,
             terms=terms,
-            model=_Gate(self, self._model_for(task, trajectory)),
+            model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),
             toolbox=home.toolbox(),
             journal=journal,
             host=home,
             subagents=terms.options.subagents,
-            approve=self._common.approve,
+            approve=setup.approve,
             kept=space.workspace.root.exists(),
         )
         return await conversation.run(taken_up=bool(deal["events"]))
 
-    def _count(self, event: Event, *, is_inner: bool = False) -> None:
+    def _count(self, event: Event) -> None:
         if event["kind"] == "sub":
-            self._count(event["event"], is_inner=True)
+            self._count(event["event"])
         elif event["kind"] == "reply":
-            # An inner conversation may have asked another endpoint.
-            self._answered |= not is_inner
             usage = event["usage"]
             self._counters["turns"] += 1
             if usage is not None:
@@ -352,12 +341,12 @@ class Worker:
             else:
                 self._counters["cost_usd"] += event["cost_usd"]
 
-    def _model_for(self, task: Task, trajectory: Trajectory) -> Model:
-        if self._model is not None:
-            return self._model
+    def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
+        """What model "scripted" plays; to others a column of that name means nothing."""
+        if self._setup.api != SCRIPTED:
+            return ()
         own = task.columns.get("script")
-        script = self._setup.script if own is None else parse_script(own)
-        return ScriptedModel(script or (), start=replies_played(trajectory, self._common))
+        return self._setup.script or () if own is None else parse_script(own)
 
     def _sandbox_for(self, workspace: Workspace) -> Any:
         kind = self._setup.provenance.sandbox
@@ -380,26 +369,18 @@ class Worker:
         for task in self._running.values():
             task.cancel()
 
-    def _on_retry(self, words: str) -> None:
+    def _on_retry(self, asked: ModelSettings, words: str) -> None:
         """Log every retry; tell the user of the first while the endpoint has never answered."""
-        log.info("%s: %s", self._setup.settings.base_url, words)
-        if not self._answered and not self._told:
+        log.info("%s: %s", asked.base_url, words)
+        if asked.base_url not in self._calls.proven and not self._told:
             self._told = True
-            self._send("note", message=f"{self._setup.settings.base_url}: {words}")
+            self._send("note", message=f"{asked.base_url}: {words}")
 
     def _halt(self, message: str) -> None:
         """Ask the parent to stop the run; conversations rest until it is taken up again."""
         self._stopping = True
-        self._call_gate.stop()
+        self._calls.stop()
         self._send("halt", message=message)
-
-    def _report_load(self) -> None:
-        """Tell the parent what the calls did, where there is news."""
-        load = self._call_gate.take_load()
-        if load != self._load or load.replies or load.failures:
-            self._load = load
-            self._send("load", load=asdict(load))
-        asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load)
 
     def _send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
         self._outbox.put(pack(type, payload, **fields))

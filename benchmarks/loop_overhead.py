@@ -22,10 +22,12 @@ from typing import Any
 from agent.conversation import Conversation
 from agent.messages import Message
 from agent.models.model import ModelSettings, Request
+from agent.models.names import read_key
+from agent.models.pool import ModelPool
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions
 from agent.rules import Terms
-from agent.setup import Home, Setup, SubagentModels, set_up
+from agent.setup import Home, Setup, set_up
 from agent.trajectory import Trajectory
 from toolsets.space import TaskSpace
 from toolsets.tool import tool
@@ -118,7 +120,7 @@ def main() -> None:
     common = Setup(SETTINGS, common.toolsets, (step,), {}, None)
     with tempfile.TemporaryDirectory() as root:
         space = TaskSpace(Workspace(Path(root)))
-        home = Home(common, space, SubagentModels(common, print), 300.0)
+        home = Home(common, space, ModelPool(key_of=read_key, on_retry=print), 300.0)
         plays: dict[str, Callable[[], Awaitable[None]]] = {
             "client and tool alone": lambda: bare(turns, home.toolbox()),
             "with the loop": lambda: looped(turns, home, plain),

@@ -13,13 +13,15 @@ import orjson
 from pydantic import Field
 
 from agent.conversation import Conversation
-from agent.messages import Event, Message
+from agent.messages import Event, Message, Usage
 from agent.models.model import Completion, Model, ModelSettings, Request
+from agent.models.names import read_key
+from agent.models.pool import ModelPool
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.moves import End
 from agent.options import AgentOptions
 from agent.rules import Terms
-from agent.setup import Home, Setup, SubagentModels, replies_played, set_up
+from agent.setup import Home, Setup, replies_played, set_up
 from agent.stream import StreamEvent
 from agent.tools import Approve
 from agent.trajectory import Trajectory
@@ -63,15 +65,25 @@ class Played(NamedTuple):
         return orjson.dumps(self.requests[n].messages).decode()
 
 
+class Price(NamedTuple):
+    """What each reply costs."""
+
+    usd: float | None
+    tokens: int | None
+
+
 class Watched:
     """A model that keeps what it was asked with."""
 
-    def __init__(self, model: Model, requests: list[Request], cost_usd: float | None) -> None:
-        self._model, self._requests, self._cost_usd = model, requests, cost_usd
+    def __init__(self, model: Model, requests: list[Request], price: Price) -> None:
+        self._model, self._requests, self._price = model, requests, price
 
     async def complete(self, request: Request) -> Completion:
         self._requests.append(replace(request, messages=copy.deepcopy(list(request.messages))))
-        return replace(await self._model.complete(request), cost_usd=self._cost_usd)
+        completion = await self._model.complete(request)
+        assert completion.usage is not None
+        usage: Usage = {**completion.usage, "input_tokens": self._price.tokens}
+        return replace(completion, cost_usd=self._price.usd, usage=usage)
 
     async def close(self) -> None:
         await self._model.close()
@@ -145,11 +157,12 @@ def play(
     user_replies: Sequence[str] = (),
     approve: Approve | None = None,
     cost_usd: float | None = 0.0,
+    reply_tokens: int | None = 0,
     **options: Any,
 ) -> Played:
     """Play a script from `past` on; `toolset` names a real one in the place of `tools`.
 
-    Each reply costs `cost_usd`.
+    Each reply costs `cost_usd` and takes `reply_tokens`.
     """
     checked = AgentOptions(**options)
     setup = set_up(checked, SETTINGS, enabled_toolsets=[toolset or "none"], disabled_toolsets=())
@@ -158,7 +171,9 @@ def play(
     if approve is not None:
         setup = replace(setup, approve=approve)
     terms = Terms(checked, expected=expected, user_replies=tuple(user_replies))
-    return asyncio.run(_play(root, setup, terms, script, past, opening, cost_usd))
+    return asyncio.run(
+        _play(root, setup, terms, script, past, opening, Price(cost_usd, reply_tokens))
+    )
 
 
 async def _play(
@@ -168,7 +183,7 @@ async def _play(
     script: Sequence[Any],
     past: list[Event] | None,
     opening: Sequence[Message],
-    cost_usd: float | None,
+    price: Price,
 ) -> Played:
     events = copy.deepcopy(past or [])
     requests: list[Request] = []
@@ -179,14 +194,15 @@ async def _play(
     home = Home(
         setup,
         space,
-        SubagentModels(setup, print, gate=lambda m: Watched(m, requests, cost_usd)),
+        ModelPool(key_of=read_key, on_retry=print),
         30.0,
+        gate=lambda m: Watched(m, requests, price),
     )
     model = ScriptedModel(parse_script(script), start=replies_played(trajectory, setup))
     conversation = Conversation(
         trajectory=trajectory,
         terms=terms,
-        model=Watched(model, requests, cost_usd),
+        model=Watched(model, requests, price),
         toolbox=home.toolbox(),
         journal=lambda event: events.append(copy.deepcopy(event)),
         host=home,

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.messages import Message
 from agent.models.errors import ModelError
-from batch.call_gate import CallGate, Stopped
+from agent.models.gate import Claim
+from agent.models.model import Completion
+from batch.call_gate import CallGate
 from batch.limiter import MAX_COOL_DOWN_S, Limiter, share_out
+from batch.pace import Pace
+from batch.purse import Purse
+from batch.stopped import Stopped
 from benchmarks.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts
 
@@ -87,18 +94,43 @@ def test_shares_sum_to_the_limit_and_serve_demand_first(limit: int, demands: lis
         assert max(shares) <= min(short) + len(shares)
 
 
+REPLY = Completion(
+    message=Message(role="assistant", content="Yes."),
+    finish_reason="stop",
+    usage={
+        "input_tokens": 30,
+        "output_tokens": 10,
+        "cache_read_tokens": None,
+        "cache_write_tokens": None,
+        "reasoning_tokens": None,
+    },
+    model=None,
+    response_id=None,
+    cost_usd=0.5,
+)
+
+
+def open_gate(**more: Any) -> CallGate:
+    purse = Purse(bounds=None, tell=lambda told: None)
+    return CallGate(**{"permits": 1, "purse": purse, "on_refusal": lambda *_: None, **more})
+
+
+def no_claim() -> Claim:
+    raise AssertionError("nothing depends on it, and counting costs time")
+
+
 class TestGate:
     def test_permits_bound_what_is_in_flight_and_the_first_come_goes_first(self) -> None:
         async def use() -> list[int]:
-            gate = CallGate(permits=2, on_refusal=lambda *_: None)
+            gate = open_gate(permits=2)
             order: list[int] = []
 
             async def attempt(n: int) -> None:
-                await gate.enter()
+                permit = await gate.enter(no_claim)
                 order.append(n)
                 assert gate.take_load().in_flight <= 2
                 await asyncio.sleep(0)
-                gate.leave(None, 0.0)
+                permit.leave(REPLY)
 
             await asyncio.gather(*map(attempt, range(9)))
             assert gate.take_load().in_flight == 0
@@ -108,12 +140,12 @@ class TestGate:
 
     def test_a_waiter_that_is_called_off_takes_no_permit(self) -> None:
         async def use() -> None:
-            gate = CallGate(permits=1, on_refusal=lambda *_: None)
-            await gate.enter()
-            waiters = [asyncio.create_task(gate.enter()) for _ in range(3)]
+            gate = open_gate()
+            permit = await gate.enter(no_claim)
+            waiters = [asyncio.create_task(gate.enter(no_claim)) for _ in range(3)]
             await asyncio.sleep(0)
             waiters[0].cancel()
-            gate.leave(None, 0.0)
+            permit.leave(REPLY)
             waiters[1].cancel()
             await asyncio.gather(*waiters[:2], return_exceptions=True)
             await asyncio.wait_for(waiters[2], 5)
@@ -124,25 +156,29 @@ class TestGate:
     def test_refusals_are_told_at_once_and_failures_counted(self) -> None:
         told: list[tuple[float | None, float]] = []
 
-        async def use() -> None:
-            gate = CallGate(permits=3, on_refusal=lambda *refusal: told.append(refusal))
+        async def use() -> list[float]:
+            gate = open_gate(permits=3, on_refusal=lambda *refusal: told.append(refusal))
+            sent = []
             for error in (
                 ModelError("rate_limited", "", retry_after_s=2.0),
                 ModelError("overloaded", ""),
                 ModelError("bad_request", ""),
             ):
-                await gate.enter()
-                gate.leave(error, 7.0)
+                permit = await gate.enter(no_claim)
+                sent.append(permit.sent_at)
+                permit.leave(error)
             load = gate.take_load()
             assert (load.replies, load.failures) == (0, 1)
+            assert not gate.has_answered
+            return sent
 
-        asyncio.run(use())
-        assert told == [(2.0, 7.0)]
+        sent = asyncio.run(use())
+        assert told == [(2.0, sent[0])]
 
     def test_a_cool_down_ends_by_itself(self) -> None:
         async def use() -> None:
-            gate = CallGate(permits=0, on_refusal=lambda *_: None)
-            waiter = asyncio.create_task(gate.enter())
+            gate = open_gate(permits=0)
+            waiter = asyncio.create_task(gate.enter(no_claim))
             await asyncio.sleep(0)
             gate.allow(1, cool_down_s=0.05)
             await asyncio.sleep(0)
@@ -153,16 +189,66 @@ class TestGate:
 
     def test_stopping_turns_all_away(self) -> None:
         async def use() -> None:
-            gate = CallGate(permits=0, on_refusal=lambda *_: None)
-            waiter = asyncio.create_task(gate.enter())
+            gate = open_gate(permits=0)
+            waiter = asyncio.create_task(gate.enter(no_claim))
             await asyncio.sleep(0)
             gate.stop()
             with pytest.raises(Stopped):
                 await waiter
             with pytest.raises(Stopped):
-                await gate.enter()
+                await gate.enter(no_claim)
 
         asyncio.run(use())
+
+    def test_tokens_per_minute_hold_back_what_comes_too_early(self) -> None:
+        """60 per second: the first call leaves a debt, which the true count makes smaller."""
+
+        async def use() -> None:
+            gate = open_gate(permits=9, tpm=3600.0)
+            permit = await gate.enter(lambda: Claim(None, None, 60 * 3600))
+            waiter = asyncio.create_task(gate.enter(lambda: Claim(None, None, 1)))
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            permit.leave(REPLY)
+            await asyncio.wait_for(waiter, 5)
+
+        asyncio.run(use())
+
+
+class TestPace:
+    def test_what_is_taken_is_waited_off_before_the_next(self) -> None:
+        pace = Pace(60.0, now=0.0)
+        assert pace.wait_s(now=0.0) == 0.0
+        pace.take(1)
+        assert pace.wait_s(now=0.0) == pytest.approx(0.0, abs=0.01)
+        pace.take(10)
+        assert pace.wait_s(now=0.0) == pytest.approx(10.0, abs=0.01)
+        assert pace.wait_s(now=10.5) == 0.0
+
+    def test_what_was_not_used_is_not_made_up_for(self) -> None:
+        pace = Pace(600.0, now=0.0)
+        taken = 0
+        while not pace.wait_s(now=3600.0):
+            pace.take(1)
+            taken += 1
+        assert taken <= 11
+
+    def test_over_a_minute_it_is_as_much_as_was_allowed(self) -> None:
+        pace, now, taken = Pace(300.0, now=0.0), 0.0, 0
+        while now < 60:
+            if wait_s := pace.wait_s(now=now):
+                now += wait_s
+            else:
+                pace.take(1)
+                taken += 1
+        assert 295 <= taken <= 307
+
+    def test_without_a_bound_nothing_waits(self) -> None:
+        pace = Pace(None, now=0.0)
+        pace.take(10**9)
+        assert pace.wait_s(now=0.0) == 0.0
+        pace.change(60.0, now=0.0)
+        assert pace.wait_s(now=0.0) > 0
 
 
 def test_a_run_finds_the_limit_of_its_endpoint(tmp_path: Path) -> None:

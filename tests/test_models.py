@@ -25,6 +25,7 @@ from agent.nesting import is_nested_deeper
 from agent.reasoning import split_inline_reasoning
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
+ANTHROPIC = dataclasses.replace(SETTINGS, api="anthropic_messages")
 TOOLS = [
     {
         "type": "function",
@@ -237,9 +238,9 @@ def test_anthropic_body_has_system_beside_and_results_together() -> None:
         Message(role="tool", tool_call_id="t1", name="f", content="A", is_error=False),
         Message(role="tool", tool_call_id="t2", name="f", content="B", is_error=True),
     ]
-    body = anthropic_messages.request_body(SETTINGS, Request(messages, TOOLS))
+    body = anthropic_messages.request_body(ANTHROPIC, Request(messages, TOOLS))
     assert body["system"][0]["text"] == "be brief"
-    assert body["max_tokens"] == anthropic_messages.DEFAULT_MAX_TOKENS
+    assert body["max_tokens"] == 16_000
     assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
     assert [b["is_error"] for b in body["messages"][2]["content"]] == [False, True]
     assert body["tools"] == [{"name": "f", "description": "F.", "input_schema": {"type": "object"}}]

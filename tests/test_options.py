@@ -524,6 +524,19 @@ class TestBudget:
         assert played.status == "budget"
         assert "unknown" in str(played.end.reason)
 
+    def test_tokens_are_a_budget_too(self, tmp_path: Path) -> None:
+        many = [calls(call("count"))] * 4
+        played = play(tmp_path, many, max_total_tokens=250, reply_tokens=100)
+        assert (played.status, played.trajectory.turns) == ("budget", 3)
+        assert played.end.reason == "300 tokens are over the budget of 250 after turn 3"
+        within = play(tmp_path / "b", [echo(), ANSWER], max_total_tokens=200, reply_tokens=100)
+        assert within.status == "completed"
+
+    def test_an_unknown_count_cannot_be_within_a_budget(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo(), ANSWER], max_total_tokens=1000, reply_tokens=None)
+        assert played.status == "budget"
+        assert "unknown" in str(played.end.reason)
+
 
 class TestRowOptions:
     """Each row can set most options for itself."""

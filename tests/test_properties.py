@@ -765,9 +765,6 @@ def scribble(value: Any) -> None:
 
 
 PROVENANCE = Provenance(
-    model="scripted",
-    api="scripted",
-    endpoint=None,
     sandbox=None,
     seed=0,
     config_digest="c",

@@ -22,7 +22,7 @@ from agent.setup import set_up
 from agent.views import with_views
 from benchmarks.fake_endpoint import FakeEndpoint
 from run_agent import AIAgent
-from tests.playing import SETTINGS, TOOLS, Watched, call, calls, say
+from tests.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
 from tests.running import WRITE_A_NOTE, lines
 from toolsets.space import TaskSpace
 from toolsets.tool import HostError, tool
@@ -230,7 +230,7 @@ def test_the_bound_is_stated_beside_an_ephemeral_prompt() -> None:
     talking = agent([say("x")], state_max_turns=True, ephemeral_system_prompt="secret")
     result = talking.run_conversation("go")
     assert result["messages"][0]["content"] == "You have at most 20 replies for this task."
-    model = Watched(ScriptedModel(parse_script([say("x")])), requests, 0.0)
+    model = Watched(ScriptedModel(parse_script([say("x")])), requests, Price(0.0, 0))
     shown = with_views(model, AgentOptions(ephemeral_system_prompt="secret"))
     asyncio.run(shown.complete(Request(result["messages"][:2])))
     assert requests[0].messages[0]["content"].startswith("secret\n\nYou have at most 20")

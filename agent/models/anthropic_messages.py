@@ -22,9 +22,6 @@ from agent.models.replies import (
 
 API = "anthropic_messages"
 
-DEFAULT_MAX_TOKENS = 16_000
-"""The API demands a bound; this one leaves room for thinking and is within every model's own."""
-
 _OLDER_VERSION = {"anthropic-version": "2023-06-01"}
 """The version that still takes temperature and top_p; the SDK's own default refuses them."""
 
@@ -78,7 +75,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     """The JSON body of one request; the system message travels beside the others."""
     body: dict[str, Any] = {
         "model": settings.name,
-        "max_tokens": settings.max_tokens or DEFAULT_MAX_TOKENS,
+        "max_tokens": settings.reply_bound,
         "messages": to_api_messages(request.messages),
     }
     if request.messages and request.messages[0]["role"] == "system":

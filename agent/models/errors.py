@@ -48,6 +48,9 @@ SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
 )
 """While an endpoint has never answered, these failures are its own and not the task's."""
 
+_UNANSWERED: frozenset[Kind] = frozenset({"connection", "timeout", "malformed"})
+"""Failures by which the endpoint did not say that it refuses the request."""
+
 _SHORTEST_KEY = 8
 
 _NO_CREDIT_CODES = ("insufficient_quota", "billing_error", "insufficient_credits")
@@ -70,17 +73,33 @@ class ModelError(Exception):
     message may quote the endpoint, so what a terminal would obey is taken out of it.
     """
 
-    def __init__(self, kind: Kind, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        was_sent: bool = True,
+    ) -> None:
+        """`was_sent` False tells that the request certainly never reached the endpoint."""
         super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
+        self._was_sent = was_sent
         self.endpoint: str | None = None
         """The base URL that was asked, where it is known."""
+        self.key_env: str | None = None
+        """The environment variable of the key that it was asked with."""
 
     @property
     def action(self) -> Action:
         """What the caller has to do."""
         return RULES[self.kind].action
+
+    @property
+    def may_have_cost(self) -> bool:
+        """Whether the endpoint may charge for the attempt although nobody could use its reply."""
+        return self._was_sent and self.kind in _UNANSWERED
 
 
 def kind_of_status(status: int, code: str, message: str) -> Kind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from agent.messages import FinishReason, Message, Usage
@@ -58,6 +58,14 @@ class Model(Protocol):
         ...
 
 
+_ANTHROPIC_MAX_TOKENS = 16_000
+"""The API demands a bound; this one leaves room for thinking and is within every model's own."""
+
+
+_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""What the dialects call that bound."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Everything that decides how a model is asked. Holds no secrets."""
@@ -70,13 +78,15 @@ class ModelSettings:
     """Root of the endpoint; None for scripted."""
     key_env: str | None
     """Environment variable that holds the key; None where no key is needed."""
+    reference: str = ""
+    """The model as the user wrote it."""
     provider: str | None = None
     """Provider id for the price table; None lets the table guess from the model's name."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
-    """Bound on one reply's tokens; None sends none (Anthropic demands one: 16,000)."""
-    extra_body: Mapping[str, Any] | None = None
+    """Bound on one reply's tokens; see `reply_bound`."""
+    extra_body: Mapping[str, Any] | None = field(default=None, hash=False)
     """Fields merged into each request body as they are, such as {"thinking": …}."""
     reasoning_effort: str | None = None
     """none, minimal, low, medium, high, xhigh or max; None leaves it to the endpoint."""
@@ -93,3 +103,32 @@ class ModelSettings:
     """Attempts of one call before the task's attempt fails; rate limits do not count."""
     call_timeout_s: float = 3600.0
     """Deadline of one call with all its attempts and waits."""
+
+    @property
+    def endpoint(self) -> str:
+        """Whose limits the calls count against: one base URL, asked with one key."""
+        return f"{self.base_url} {self.key_env}"
+
+    @property
+    def key_variable(self) -> str:
+        """The environment variable that may hold the key.
+
+        A bare name at a base URL of the user's own tries OPENAI_API_KEY, for self-hosted servers
+        mostly want none.
+        """
+        return self.key_env or "OPENAI_API_KEY"
+
+    @property
+    def reply_bound(self) -> int | None:
+        """The bound on one reply's tokens that requests carry, None where they carry none."""
+        own = [(self.extra_body or {}).get(name) for name in _BOUNDS]
+        if bounds := [bound for bound in own if isinstance(bound, int)]:
+            return max(bounds)
+        if self.max_tokens is None and self.api == "anthropic_messages":
+            return _ANTHROPIC_MAX_TOKENS
+        return self.max_tokens
+
+
+def url_of(endpoint: str) -> str:
+    """The base URL in a `ModelSettings.endpoint`."""
+    return endpoint.split(" ")[0]

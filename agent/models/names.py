@@ -5,6 +5,7 @@ openai:NAME              api.openai.com           OPENAI_API_KEY
 responses:NAME           the same, in the Responses dialect
 anthropic:NAME           api.anthropic.com        ANTHROPIC_API_KEY
 openrouter:NAME          openrouter.ai            OPENROUTER_API_KEY
+ENDPOINT:NAME            at an endpoint that the config names under `endpoints`
 NAME or VENDOR/NAME      the OpenAI dialect at --base_url, by default OpenRouter
 """
 
@@ -13,10 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from agent.models.gate import Gate
 from agent.models.model import Model, ModelSettings
-from agent.models.patience import Gate, PatientModel
+from agent.models.patience import PatientModel
 
 Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
 
@@ -27,7 +30,9 @@ class Endpoint(NamedTuple):
     api: str
     base_url: str
     key_env: str
-    provider: str
+    provider: str | None
+    options: Mapping[str, Any] = MappingProxyType({})
+    """Fields of `ModelSettings` that its models are asked with, instead of those of the run."""
 
 
 ENDPOINTS: Mapping[str, Endpoint] = {
@@ -57,22 +62,42 @@ class MissingKey(ValueError):
 
 
 def resolve_model(
-    name: str, *, base_url: str | None, api: Api | None, key_env: str | None, **options: Any
+    name: str,
+    *,
+    base_url: str | None,
+    api: Api | None,
+    key_env: str | None,
+    endpoints: Mapping[str, Endpoint] = MappingProxyType({}),
+    **options: Any,
 ) -> ModelSettings:
     """Resolve what the user wrote. `options` are further fields of `ModelSettings`.
 
-    A base URL of the user's own replaces the default one and, unless the name has a prefix,
-    takes the price table's provider with it.
+    `endpoints` are the user's own, by the prefixes that lead to them; `base_url`, `api` and
+    `key_env` are not for them. Elsewhere a base URL of the user's own replaces the default one
+    and, unless the name has a prefix, takes the price table's provider with it.
 
     Raises `UnknownModel`.
     """
     prefix, colon, rest = name.partition(":")
     if name == SCRIPTED:
-        return ModelSettings(name=name, api=SCRIPTED, base_url=None, key_env=None, **options)
+        return ModelSettings(
+            name=name, api=SCRIPTED, base_url=None, key_env=None, reference=name, **options
+        )
+    if colon and rest and (own := endpoints.get(prefix)):
+        return ModelSettings(
+            name=rest,
+            api=own.api,
+            base_url=own.base_url,
+            key_env=own.key_env,
+            provider=own.provider,
+            reference=name,
+            **{**options, **own.options},
+        )
     if colon and "/" not in prefix and not (prefix in ENDPOINTS and rest):
         if base_url is None:
+            known_prefixes = ", ".join(sorted({*ENDPOINTS, *endpoints}))
             msg = (
-                f"model {name!r}: unknown prefix {prefix!r}. Known: {', '.join(sorted(ENDPOINTS))}"
+                f"model {name!r}: unknown prefix {prefix!r}. Known: {known_prefixes}"
                 f" (as PREFIX:NAME), {SCRIPTED!r}, or a bare name with --base_url"
             )
             raise UnknownModel(msg)
@@ -86,40 +111,43 @@ def resolve_model(
         base_url=base_url or endpoint.base_url,
         key_env=key_env or (endpoint.key_env if known or not own_endpoint else None),
         provider=None if own_endpoint and not known else endpoint.provider,
+        reference=name,
         **options,
     )
 
 
-def resolve_sibling(name: str, settings: ModelSettings) -> ModelSettings:
+def resolve_sibling(
+    name: str, settings: ModelSettings, endpoints: Mapping[str, Endpoint] = MappingProxyType({})
+) -> ModelSettings:
     """Resolve the name of a model that is asked beside the one of `settings`.
 
     It is asked at the same endpoint, unless its prefix names another one. Raises `UnknownModel`.
     """
     prefix, colon, rest = name.partition(":")
-    known = ENDPOINTS.get(prefix) if colon and rest else None
-    if name != SCRIPTED and known is None and settings.api != SCRIPTED:
-        return replace(settings, name=name)
+    is_own = colon and rest and prefix in endpoints
+    known = ENDPOINTS.get(prefix) if colon and rest and not is_own else None
+    if name != SCRIPTED and known is None and settings.api != SCRIPTED and not is_own:
+        return replace(settings, name=name, reference=name)
     if known and known.provider == settings.provider and known.api == settings.api:
-        return replace(settings, name=rest)
-    other = resolve_model(name, base_url=None, api=None, key_env=None)
+        return replace(settings, name=rest, reference=name)
     same = ("temperature", "top_p", "max_tokens", "reasoning_effort", "prompt_caching")
     timing = ("attempt_timeout_s", "call_attempts", "call_timeout_s")
-    return replace(other, **{key: getattr(settings, key) for key in same + timing})
+    options = {key: getattr(settings, key) for key in same + timing}
+    return resolve_model(
+        name, base_url=None, api=None, key_env=None, endpoints=endpoints, **options
+    )
 
 
 def read_key(settings: ModelSettings) -> str:
     """The key from the environment, or a placeholder where the endpoint needs none.
 
-    A bare name at a base URL of the user's own tries OPENAI_API_KEY, for self-hosted servers
-    mostly want none.
-
     Raises `MissingKey`.
     """
     if settings.api == SCRIPTED or settings.key_env == _NO_KEY:
         return "no-key"
-    if settings.key_env is None:
-        return os.environ.get("OPENAI_API_KEY") or "no-key"
-    key = os.environ.get(settings.key_env)
+    key = os.environ.get(settings.key_variable)
+    if not key and settings.key_env is None:
+        return "no-key"
     if not key:
         msg = (
             f"no API key for {settings.base_url}: set the environment variable {settings.key_env}"

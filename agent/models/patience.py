@@ -6,37 +6,18 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
 
 from agent.models.errors import ModelError, redact
+from agent.models.gate import Gate
 from agent.models.model import Completion, Model, ModelSettings, Request
-from agent.models.prices import price
+from agent.models.prices import claim, price
 
 MAX_WAIT_S = 60.0
 """Longest pause between two attempts, also where the endpoint asks for more."""
 
 _backoff = wait_exponential_jitter(initial=1, max=MAX_WAIT_S, jitter=1)
-
-
-class Gate(Protocol):
-    """Where attempts wait for their turn, and what is told of each."""
-
-    async def enter(self) -> None:
-        """Wait until an attempt may be made; may raise to call it off."""
-        ...
-
-    def leave(self, error: ModelError | None, sent_at: float) -> None:
-        """The attempt is over; `error` is why it failed, None for a reply.
-
-        `sent_at` is when it was made, by the machine's monotonic clock.
-        """
-        ...
-
-    def abandon(self) -> None:
-        """The attempt was called off."""
-        ...
 
 
 class PatientModel:
@@ -73,8 +54,6 @@ class PatientModel:
         patience = _Patience(self._settings)
         retrying = self._retrying.copy(stop=patience.is_at_its_end)
         completion: Completion = await retrying(self._ask, request, patience)
-        if completion.cost_usd is None:
-            return replace(completion, cost_usd=price(completion, self._settings))
         return completion
 
     async def close(self) -> None:
@@ -85,27 +64,29 @@ class PatientModel:
         if self._gate is None:
             return await self._attempt(request)
         came = time.monotonic()
-        await self._gate.enter()
-        sent_at = time.monotonic()
-        patience.waited_s += sent_at - came
+        permit = await self._gate.enter(lambda: claim(request, self._settings))
+        patience.waited_s += permit.sent_at - came
+        outcome: Completion | ModelError | None = None
         try:
-            completion = await self._attempt(request)
+            outcome = await self._attempt(request)
+            return outcome
         except ModelError as error:
-            self._gate.leave(error, sent_at)
+            outcome = error
             raise
-        except BaseException:  # called off or broken: the permit must come back whatever it was
-            self._gate.abandon()
-            raise
-        self._gate.leave(None, sent_at)
-        return completion
+        finally:  # called off or broken: the permit must come back whatever it was
+            permit.leave(outcome)
 
     async def _attempt(self, request: Request) -> Completion:
         try:
-            return await self._adapter.complete(request)
+            completion = await self._adapter.complete(request)
         except ModelError as error:
             error.args = (redact(str(error), self._api_key),)
             error.endpoint = self._settings.base_url
+            error.key_env = self._settings.key_variable
             raise
+        if completion.cost_usd is None:
+            return replace(completion, cost_usd=price(completion, self._settings))
+        return completion
 
     def _tell(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None

@@ -8,12 +8,22 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from agent.models.model import Completion, ModelSettings
+import orjson
+
+from agent.models.gate import Claim
+from agent.models.model import Completion, ModelSettings, Request
 
 if TYPE_CHECKING:
+    from genai_prices import Usage as Tokens
     from genai_prices.types import PriceCalculation
 
 log = logging.getLogger(__name__)
+
+_UNSEEN_TOKENS = 1000
+"""Room for what providers add to a request themselves, such as their words about tools."""
+
+_BYTES_PER_TOKEN = 4
+"""Of English text and code, about."""
 
 _DATE = re.compile(r"-(?:\d{8}|\d{4}-\d\d-\d\d)$")
 """The day of a snapshot, which the table need not know to know the model."""
@@ -39,9 +49,37 @@ def price(completion: Completion, settings: ModelSettings) -> float | None:
         cache_write_tokens=usage["cache_write_tokens"],
     )
     try:
-        return float(found.model.calc_price(tokens, found.provider).total_price)
+        return _cost(found, tokens)
     except ValueError:  # counts that contradict each other: more tokens cached than read
         return None
+
+
+def claim(request: Request, settings: ModelSettings) -> Claim:
+    """What one attempt of a request can use up at most.
+
+    No tokenizer makes more tokens than there are bytes, and the JSON around a message is longer
+    than the marks that a chat template puts there. All input may be new to the provider's cache,
+    and written into it at a higher price.
+    """
+    asked = orjson.dumps([request.messages, request.tools, settings.extra_body])
+    most_in, most_out = len(asked) + _UNSEEN_TOKENS, settings.reply_bound
+    likely_in = len(asked) // _BYTES_PER_TOKEN
+    if most_out is None:
+        return Claim(None, None, likely_in)
+    found = _find(settings.name, settings.provider)
+    if found is None:
+        return Claim(None, most_in + most_out, likely_in)
+    from genai_prices import Usage
+
+    ways = (
+        Usage(input_tokens=most_in, output_tokens=most_out, cache_write_tokens=n)
+        for n in (0, most_in)
+    )
+    return Claim(max(_cost(found, way) for way in ways), most_in + most_out, likely_in)
+
+
+def _cost(found: PriceCalculation, tokens: Tokens) -> float:
+    return float(found.model.calc_price(tokens, found.provider).total_price)
 
 
 def is_known(settings: ModelSettings) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 from collections.abc import Awaitable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -18,6 +19,9 @@ from agent.models.errors import ModelError, kind_of_status, redact
 from agent.models.streaming import Assembly
 from agent.nesting import MAX_NESTING, is_nested_deeper
 from toolsets.tool import HOST_ERRNOS, HostError
+
+_NEVER_SENT = (ConnectionRefusedError, socket.gaierror)
+"""Failures to connect at all, in contrast to connections that were cut."""
 
 _SHOWN = 500
 """Characters of a foreign text that an error message repeats."""
@@ -194,7 +198,8 @@ def _sdk_error(error: Exception, secret: str) -> ModelError:
     if isinstance(root, OSError) and root.errno in HOST_ERRNOS:
         raise HostError(f"model call: {root.strerror}") from error
     if isinstance(root, OSError) and not isinstance(root, TimeoutError):
-        return ModelError("connection", root.strerror or str(root) or type(root).__name__)
+        words = root.strerror or str(root) or type(root).__name__
+        return ModelError("connection", words, was_sent=not isinstance(root, _NEVER_SENT))
     names = {base.__name__ for base in type(error).__mro__}
     if "APITimeoutError" in names and "Timeout" in type(root).__name__:
         return ModelError("timeout", str(error))

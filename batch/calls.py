@@ -1,0 +1,104 @@
+"""The model calls of one worker: its models, the gates before them, its share of the budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from agent.models.model import ModelSettings, url_of
+from agent.models.names import read_key
+from agent.models.pool import ModelPool
+from batch.call_gate import CallGate, Load
+from batch.limiter import Bounds
+from batch.purse import Amount, Purse
+
+_LOAD_EVERY_S = 0.1
+
+
+class Calls:
+    """What all conversations of a worker share in asking models. Needs a running event loop."""
+
+    def __init__(
+        self,
+        bounds: Mapping[str, Bounds],
+        budget: Amount | None,
+        *,
+        proven: Collection[str],
+        send: Callable[..., None],
+        on_retry: Callable[[ModelSettings, str], None],
+    ) -> None:
+        """`bounds` are the worker's own until it is told its share, by endpoint. `proven` are the
+        base URLs that have answered before.
+
+        `send(type, **fields)` reaches the parent. `on_retry` is told, in words, about every
+        failure that is waited out.
+        """
+        self._send = send
+        self._purse = Purse(bounds=budget, tell=lambda told: send("purse", told=told))
+        self._gates = {
+            endpoint: self._gate(endpoint, of_one) for endpoint, of_one in bounds.items()
+        }
+        self._proven_before = frozenset(proven)
+        self._loads = dict.fromkeys(bounds, Load())
+        self.pool = ModelPool(
+            key_of=read_key,
+            on_retry=on_retry,
+            gate_of=lambda settings: self._gates[settings.endpoint],
+        )
+        self._report_on()
+
+    @property
+    def proven(self) -> frozenset[str]:
+        """The base URLs that have answered."""
+        now = {url_of(endpoint) for endpoint, gate in self._gates.items() if gate.has_answered}
+        return self._proven_before | now
+
+    def on_limits(
+        self, endpoint: str, permits: int, cool_down_s: float, rpm: float | None, tpm: float | None
+    ) -> None:
+        """The parent says what this worker may do at an endpoint."""
+        self._gates[endpoint].allow(permits, cool_down_s=cool_down_s, rpm=rpm, tpm=tpm)
+
+    def on_loan(self, amount: list[Any]) -> None:
+        """The parent lends money."""
+        self._purse.take_loan(Amount(*amount))
+
+    def on_recall(self) -> None:
+        """The run is short of money."""
+        self._purse.recall()
+
+    def stop(self) -> None:
+        """Let no new attempt through: who waits or comes gets `Stopped`."""
+        for gate in self._gates.values():
+            gate.stop()
+        self._purse.stop()
+
+    def _gate(self, endpoint: str, bounds: Bounds) -> CallGate:
+        return CallGate(
+            permits=bounds.start,
+            rpm=bounds.rpm,
+            tpm=bounds.tpm,
+            purse=self._purse,
+            on_refusal=lambda retry_after_s, sent_at: self._send(
+                "refused", endpoint=endpoint, retry_after_s=retry_after_s, sent_at=sent_at
+            ),
+        )
+
+    async def close(self) -> None:
+        """Tell the last news and release all connections."""
+        self._report()
+        await self.pool.close()
+
+    def _report_on(self) -> None:
+        self._report()
+        asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_on)
+
+    def _report(self) -> None:
+        """Tell the parent what the calls did, where there is news."""
+        for endpoint, gate in self._gates.items():
+            load = gate.take_load()
+            if load != self._loads[endpoint] or load.replies or load.failures:
+                self._loads[endpoint] = load
+                self._send("load", endpoint=endpoint, load=asdict(load))

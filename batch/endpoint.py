@@ -1,0 +1,65 @@
+"""An endpoint that the config of a run gives a name: where it is, and what holds for it alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from agent.models.names import Endpoint
+from agent.options import PositiveFloat, PositiveInt
+
+
+def check_url(value: str) -> str:
+    """Raise `ValueError` where `value` is no base URL that may be written into files."""
+    if not value.startswith(("http://", "https://")):
+        msg = "must start with http:// or https://"
+        raise ValueError(msg)
+    if urlsplit(value).password is not None:
+        msg = "must hold no password, which would be written into files; see key_env"
+        raise ValueError(msg)
+    return value
+
+
+BaseUrl = Annotated[str, AfterValidator(check_url)]
+Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
+"""What its models are asked with, in place of what the run says: part of what the data is."""
+
+
+class EndpointConfig(BaseModel):
+    """One entry of `endpoints`. What it does not say is as the run says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_url: BaseUrl
+    api: Api = "openai_chat"
+    key_env: str = "none"
+    """Environment variable that holds the API key; none by default: no key leaves unasked."""
+    provider: str | None = None
+    """Id of the provider in the price table, where the model's name alone does not tell."""
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_tokens: PositiveInt | None = None
+    reasoning_effort: Effort | None = None
+    extra_body: dict[str, Any] | None = None
+    max_in_flight: PositiveInt | None = None
+    rpm: PositiveFloat | None = None
+    tpm: PositiveFloat | None = None
+
+    @property
+    def key(self) -> str:
+        """See `ModelSettings.endpoint`."""
+        return f"{self.base_url} {self.key_env}"
+
+    def to_endpoint(self) -> Endpoint:
+        """For `resolve_model`."""
+        options = {name: value for name in _OF_MODELS if (value := getattr(self, name)) is not None}
+        return Endpoint(self.api, self.base_url, self.key_env, self.provider, options)
+
+    def meaning(self) -> dict[str, Any]:
+        """What of it decides what the data is, JSON-ready."""
+        return {"api": self.api, **{name: getattr(self, name) for name in _OF_MODELS}}

@@ -1,0 +1,116 @@
+"""Which models a run asks, and within which bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from agent.models.model import ModelSettings
+from agent.models.names import SCRIPTED, read_key, resolve_model
+from agent.setup import Setup, set_up
+from batch.config import RunConfig
+from batch.errors import ConfigError
+from batch.limiter import Bounds
+from batch.purse import Amount
+
+Setups = Mapping[str, Setup]
+"""What conversations work with, by the model that they ask, as the user wrote it."""
+
+
+def set_up_models(config: RunConfig) -> dict[str, Setup]:
+    """Check and resolve everything that conversations can be given. Raises `ConfigError`."""
+    try:
+        setups = {name: _set_up(config, name) for name in config.model_weights()}
+        _check_budget(config, setups)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return setups
+
+
+def asked(setups: Setups) -> list[ModelSettings]:
+    """All models that may be asked at an endpoint, each once."""
+    every = [settings for setup in setups.values() for settings in setup.asked()]
+    return list(dict.fromkeys(settings for settings in every if settings.api != SCRIPTED))
+
+
+def unpriced(setups: Setups) -> str | None:
+    """The name of a model that may be asked and whose price is unknown, or None."""
+    return next((name for setup in setups.values() if (name := setup.unpriced())), None)
+
+
+def bounds_of(config: RunConfig, setups: Setups) -> dict[str, Bounds]:
+    """The bounds on calls, by endpoint.
+
+    Of several names for one endpoint the tightest bounds count; where the user says nothing, the
+    number of conversations is the bound.
+    """
+    bounds = {}
+    conversations = config.num_workers * config.agents_per_worker
+    for endpoint in {settings.endpoint: None for settings in asked(setups)}:
+        said = [one for one in config.endpoints.values() if one.key == endpoint]
+        most = _least((one.max_in_flight for one in said), config.max_in_flight)
+        ceiling = conversations if most is None else min(conversations, int(most))
+        bounds[endpoint] = Bounds(
+            start=min(config.start_in_flight, ceiling),
+            ceiling=ceiling,
+            rpm=_least((one.rpm for one in said), config.rpm),
+            tpm=_least((one.tpm for one in said), config.tpm),
+        )
+    return bounds
+
+
+def budget_of(config: RunConfig) -> Amount | None:
+    """What the run may spend, None where it is not bounded."""
+    if config.max_run_cost_usd is None and config.max_run_tokens is None:
+        return None
+    return Amount(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
+
+
+def _set_up(config: RunConfig, name: str) -> Setup:
+    endpoints = {prefix: one.to_endpoint() for prefix, one in config.endpoints.items()}
+    settings = resolve_model(
+        name,
+        base_url=config.base_url,
+        api=config.api,
+        key_env=config.key_env,
+        endpoints=endpoints,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=config.max_tokens,
+        extra_body=config.extra_body,
+        attempt_timeout_s=config.attempt_timeout_s,
+        call_attempts=config.call_attempts,
+        call_timeout_s=config.call_timeout_s,
+        reasoning_effort="none" if config.reasoning_disabled else config.reasoning_effort,
+        blank_reasoning=config.blank_reasoning,
+        prompt_caching=config.prompt_caching,
+    )
+    read_key(settings)
+    return set_up(
+        config.agent_options,
+        settings,
+        enabled_toolsets=config.selected_toolsets(),
+        disabled_toolsets=config.disabled_toolsets,
+        endpoints=endpoints,
+    )
+
+
+def _check_budget(config: RunConfig, setups: Setups) -> None:
+    """A budget is kept by what a call can use up at most, so that must be known."""
+    if config.max_run_cost_usd is not None and (name := unpriced(setups)):
+        msg = (
+            f"max_run_cost_usd: the price of model {name!r} is unknown, so a budget in dollars "
+            "cannot be kept; give max_run_tokens instead"
+        )
+        raise ValueError(msg)
+    unbounded = [settings.name for settings in asked(setups) if settings.reply_bound is None]
+    if budget_of(config) is not None and unbounded:
+        msg = (
+            f"max_tokens is missing: without a bound on the replies of {unbounded[0]!r} nobody "
+            "knows what its next call may cost, and a budget of the run cannot be kept"
+        )
+        raise ValueError(msg)
+
+
+def _least(own: Iterable[float | None], of_run: float | None) -> float | None:
+    """The least of what is said of an endpoint; what the run says, where nothing is."""
+    return min((value for value in own if value is not None), default=of_run)
