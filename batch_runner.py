@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from batch.command_line import Commands, RunCommand
 from batch.console import open_missing_streams, say, show
 
 if TYPE_CHECKING:
     from batch.accounts import Accounts
     from batch.config import RunConfig
     from batch.prompts import Scan
+    from batch.run import Outcome, Plan
 
 SIGNALLED = 128
 """Added to the number of the signal that stopped a run, as shells do."""
@@ -40,95 +42,12 @@ Examples:
       --model=openai:gpt-5-mini --batch_size=20 --num_workers=4
   python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
       --model=my-model --base_url=http://127.0.0.1:8000/v1
+  python batch_runner.py estimate --pilot=30 --dataset_file=prompts.jsonl --run_name=my_run ...
   python batch_runner.py status my_run
 
 Run the same command again to resume: finished conversations are kept, unfinished ones go on at
 their turn.
 """
-
-
-class _Commands(click.Group):
-    """A group whose default command is `run`, with that command's options in its own help."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = {"--help", "--version", *self.commands}
-        if not args or (args[0].startswith("-") and args[0] not in own):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write_usage(ctx.command_path, "[run] [OPTIONS]  |  COMMAND [ARGS]...")
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        run = self.commands["run"]
-        run.format_options(click.Context(run, parent=ctx), formatter)
-        self.format_commands(ctx, formatter)
-
-
-class _RunCommand(click.Command):
-    """A command with one option per config field, made from the config itself when needed.
-
-    The fields are read as late as possible, because the other commands and completion do not
-    need them.
-    """
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        from batch.config import RunConfig
-
-        known = {param.name for param in self.params}
-        for name, field in RunConfig.model_fields.items():
-            if name not in known:
-                self.params.append(_option(name, field))
-        return super().get_params(ctx)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from agent.options import AgentOptions
-
-        of_run: list[tuple[str, str]] = []
-        of_conversation: list[tuple[str, str]] = []
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                own = param.name in AgentOptions.model_fields
-                (of_conversation if own else of_run).append(record)
-        with formatter.section("Options of the run"):
-            formatter.write_dl(of_run)
-        with formatter.section(
-            "Options of each conversation (a row can set most of them in its column agent_options)"
-        ):
-            formatter.write_dl(of_conversation)
-
-
-def _option(name: str, field: Any) -> click.Option:
-    """The command line option of one config field; pydantic does the checking."""
-    is_flag = field.annotation is bool
-    default = field.default
-    shown = not field.is_required() and default not in (None, (), False)
-    text = field.description + (f"  [default: {'on' if is_flag else default}]" if shown else "")
-    declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
-    return click.Option([declaration], default=None, help=text, metavar=_metavar(name, field))
-
-
-def _metavar(name: str, field: Any) -> str | None:
-    from typing import get_args
-
-    from agent.options import parse_json
-
-    if field.annotation is bool:
-        return None
-    choices = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
-    for inner in get_args(field.annotation):
-        choices += [arg for arg in get_args(inner) if isinstance(arg, str)]
-    if choices:
-        return "|".join(choices)
-    kinds = str(field.annotation)
-    if any(getattr(rule, "func", None) is parse_json for rule in field.metadata):
-        return "JSON"
-    if "Path" in kinds:
-        return "PATH"
-    if "float" in kinds:
-        return "SECONDS" if name.endswith("_s") else "NUMBER"
-    return "N" if "int" in kinds else "TEXT"
 
 
 def _underscored(name: str) -> str:
@@ -137,7 +56,7 @@ def _underscored(name: str) -> str:
 
 
 @click.group(
-    cls=_Commands,
+    cls=Commands,
     epilog=_EXAMPLES,
     context_settings={"token_normalize_func": _underscored, "max_content_width": 100},
 )
@@ -150,62 +69,146 @@ def main() -> None:
     """
 
 
-@main.command(cls=_RunCommand, epilog=_EXAMPLES)
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path),
-    help="YAML file with any of these options; flags win over it.",
-)
+def _starting(function: Any) -> Any:
+    """The options of the commands that start a run."""
+    for option in reversed(
+        [
+            click.option(
+                "--config",
+                "config_file",
+                type=click.Path(path_type=Path),
+                help="YAML file with any of these options; flags win over it.",
+            ),
+            click.option(
+                "--fresh",
+                is_flag=True,
+                help="Begin anew; an existing run directory is moved aside.",
+            ),
+            click.option(
+                "--accept_config_change",
+                default="",
+                metavar="KEY,...",
+                help="Resume although these keys, which decide what the data is, have changed.",
+            ),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+@main.command(cls=RunCommand, epilog=_EXAMPLES)
+@_starting
 @click.option("--dry_run", is_flag=True, help="Check everything, say what would run, and stop.")
 @click.option(
     "--resume", is_flag=True, help="Accepted for habit's sake: the same command always resumes."
 )
-@click.option("--fresh", is_flag=True, help="Begin anew; an existing run directory is moved aside.")
-@click.option(
-    "--accept_config_change",
-    default="",
-    metavar="KEY,...",
-    help="Resume although these keys, which decide what the data is, have changed.",
-)
 def run(
     config_file: Path | None,
-    dry_run: bool,
-    resume: bool,
     fresh: bool,
     accept_config_change: str,
+    dry_run: bool,
+    resume: bool,
     **flags: Any,
 ) -> None:
     """Run all prompts of a dataset, or resume doing so (the default command)."""
-    from batch.config import load_config
-    from batch.run import describe, make_plan, refuse_bad_rows, run_batch, show_bad_rows, warn
-    from batch.run_dir import open_run
+    from batch.run import describe, show_bad_rows, warn
 
     with _errors_as_exit_codes():
-        given = {name: value for name, value in flags.items() if value is not None}
-        plan = make_plan(load_config(config_file, given))
-        warn(plan)
+        plan = _plan(config_file, flags)
         if dry_run:
+            warn(plan)
             show_bad_rows(plan.scan)
             show(describe(plan))
             return
-        refuse_bad_rows(plan)
-        accepted = [key for key in accept_config_change.split(",") if key]
-        run_dir = open_run(
-            plan.config,
-            plan.scan,
-            api=plan.api,
-            fresh=fresh,
-            accept_changes=accepted,
+        started = _start(plan, fresh=fresh, accept_config_change=accept_config_change)
+    _exit(*started)
+
+
+@main.command(cls=RunCommand)
+@_starting
+@click.option(
+    "--pilot",
+    type=click.IntRange(min=2),
+    default=30,
+    help="Tasks to run, drawn at random.  [default: 30]",
+)
+def estimate(
+    config_file: Path | None, fresh: bool, accept_config_change: str, pilot: int, **flags: Any
+) -> None:
+    """Run a random sample of a run's tasks, then forecast what the whole run will take.
+
+    Takes the options of the run. The sample is part of the run: the same options without
+    `estimate` go on with the rest.
+    """
+    import orjson
+
+    from batch.files import replace_file
+    from batch.forecast import as_table, forecast, sample_tasks
+    from batch.models import bounds_of
+
+    with _errors_as_exit_codes():
+        plan = _plan(config_file, flags)
+        config = plan.config
+        sample = sample_tasks(
+            plan.scan, num_samples=config.num_samples, count=pilot, seed=config.seed
         )
-        try:
-            outcome = run_batch(plan, run_dir)
-            accounts = _export_and_account(
-                run_dir.path, plan.scan, plan.config, last_start=outcome.to_json()
-            )
-        finally:
-            run_dir.close()
-        _show(run_dir.path, accounts)
+        outcome, accounts = _start(
+            plan, fresh=fresh, accept_config_change=accept_config_change, only=sample
+        )
+        bounds = bounds_of(config, plan.setups)
+        found = forecast(
+            config.run_dir,
+            accounts,
+            sample,
+            conversations=config.conversations,
+            bounds=bounds,
+            seed=config.seed,
+        )
+        if found is not None:
+            content = orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
+            replace_file(config.run_dir / "estimate.json", content)
+    if found is None:
+        _fail("no task of the sample has ended, so nothing can be forecast", 1)
+    show(as_table(found))
+    _exit(outcome, accounts)
+
+
+def _plan(config_file: Path | None, flags: dict[str, Any]) -> Plan:
+    from batch.config import load_config
+    from batch.run import make_plan
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    return make_plan(load_config(config_file, given))
+
+
+def _start(
+    plan: Plan, *, fresh: bool, accept_config_change: str, only: Collection[bytes] | None = None
+) -> tuple[Outcome, Accounts]:
+    """Work on the tasks of a plan (`only` those with these keys); show and give what came of it."""
+    from batch.run import refuse_bad_rows, run_batch, warn
+    from batch.run_dir import open_run
+
+    warn(plan)
+    refuse_bad_rows(plan)
+    run_dir = open_run(
+        plan.config,
+        plan.scan,
+        api=plan.api,
+        fresh=fresh,
+        accept_changes=[key for key in accept_config_change.split(",") if key],
+    )
+    try:
+        outcome = run_batch(plan, run_dir, only=only)
+        accounts = _export_and_account(
+            run_dir.path, plan.scan, plan.config, last_start=outcome.to_json()
+        )
+    finally:
+        run_dir.close()
+    _show(run_dir.path, accounts)
+    return outcome, accounts
+
+
+def _exit(outcome: Outcome, accounts: Accounts) -> NoReturn:
     if outcome.is_out_of_budget:
         _fail(
             f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; raise it and run "

@@ -264,6 +264,11 @@ class RunConfig(AgentOptions):
         return self.concurrency or self.batch_size
 
     @property
+    def conversations(self) -> int:
+        """Conversations in flight in the whole run."""
+        return self.num_workers * self.agents_per_worker
+
+    @property
     def run_dir(self) -> Path:
         """The directory of this run."""
         return self.output_dir / self.run_name

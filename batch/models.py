@@ -44,11 +44,10 @@ def bounds_of(config: RunConfig, setups: Setups) -> dict[str, Bounds]:
     number of conversations is the bound.
     """
     bounds = {}
-    conversations = config.num_workers * config.agents_per_worker
     for endpoint in {settings.endpoint: None for settings in asked(setups)}:
         said = [one for one in config.endpoints.values() if one.key == endpoint]
         most = _least((one.max_in_flight for one in said), config.max_in_flight)
-        ceiling = conversations if most is None else min(conversations, int(most))
+        ceiling = config.conversations if most is None else min(config.conversations, int(most))
         bounds[endpoint] = Bounds(
             start=min(config.start_in_flight, ceiling),
             ceiling=ceiling,

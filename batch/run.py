@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,8 +155,10 @@ def _shares(plan: Plan) -> str:
     )
 
 
-def run_batch(plan: Plan, run_dir: RunDir) -> Outcome:
+def run_batch(plan: Plan, run_dir: RunDir, *, only: Collection[bytes] | None = None) -> Outcome:
     """Work on all tasks that need work. Blocks until they end or the run is stopped.
+
+    `only` bounds the work to the tasks with these keys.
 
     Raises `EnvironmentStop` where the run cannot go on.
     """
@@ -164,7 +166,7 @@ def run_batch(plan: Plan, run_dir: RunDir) -> Outcome:
     log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
     hide_environment()
     allow_many_files()
-    outcome = _work(plan, run_dir)
+    outcome = _work(plan, run_dir, only)
     log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
     log.info("calls: %s", outcome.limits)
     return outcome
@@ -200,12 +202,12 @@ def refuse_bad_rows(plan: Plan) -> None:
         raise DatasetError(msg)
 
 
-def _work(plan: Plan, run_dir: RunDir) -> Outcome:
+def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcome:
     config = plan.config
     records = RecordFile(run_dir.path, run_dir.quarantine)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
     inflight = Inflight(run_dir.inflight)
-    progress = Progress(total=plan.scan.rows * config.num_samples)
+    progress = Progress(total=plan.scan.rows * config.num_samples if only is None else len(only))
     try:
         if records.unreadable:
             progress.say(
@@ -227,7 +229,7 @@ def _work(plan: Plan, run_dir: RunDir) -> Outcome:
             setups=plan.setups,
             setup=_worker_setup(plan, run_dir, has_answers=has_answers),
             spent=spent,
-            tasks=_owed(plan, settled, progress),
+            tasks=_owed(plan, only, settled, progress),
             records=records,
             failures=failures,
             inflight=inflight,
@@ -258,9 +260,16 @@ def _settled(index: Mapping[bytes, Entry], max_attempts: int) -> dict[bytes, boo
     }
 
 
-def _owed(plan: Plan, settled: Mapping[bytes, bool], progress: Progress) -> Iterator[Task]:
+def _owed(
+    plan: Plan,
+    only: Collection[bytes] | None,
+    settled: Mapping[bytes, bool],
+    progress: Progress,
+) -> Iterator[Task]:
     """The tasks that still need work, in dataset order."""
     for task in tasks(plan.scan, num_samples=plan.config.num_samples):
+        if only is not None and task.key not in only:
+            continue
         failed = settled.get(task.key)
         if failed is None:
             yield task

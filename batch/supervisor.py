@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _FAILED_STARTS = 3
+_FAILURES_SHOWN = 20
 _START_TIMEOUT_S = 120.0
 _KILL_AFTER_GRACE_S = 5.0
 
@@ -190,10 +191,7 @@ class Supervisor:
                 self._failures.append(failure)
                 self._failed_now.add(bytes.fromhex(header["key"]))
                 self._progress.task_ended(failed=True)
-                self._progress.say(
-                    f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
-                    f"{failure.message.strip().splitlines()[-1]}"
-                )
+                self._say_failed(failure)
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
             case "load":
@@ -208,6 +206,16 @@ class Supervisor:
                 self._note(header["message"])
             case "halt":
                 self._stop(header["message"])
+
+    def _say_failed(self, failure: Failure) -> None:
+        """Show the first failures each: a run may have thousands, and failures.jsonl has all."""
+        if len(self._failed_now) <= _FAILURES_SHOWN:
+            self._progress.say(
+                f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
+                f"{failure.message.strip().splitlines()[-1]}"
+            )
+        if len(self._failed_now) == _FAILURES_SHOWN:
+            self._progress.say(f"further failures: {self._run_dir.path / 'failures.jsonl'}")
 
     def _note(self, message: str) -> None:
         if not self._noted:

@@ -1,0 +1,189 @@
+"""What a whole run will take, judged by a random sample of its tasks that has been run."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any, NamedTuple
+
+import orjson
+
+from batch.accounts import Accounts
+from batch.failures import load_failed_attempts
+from batch.limiter import Bounds
+from batch.prompts import Scan, tasks
+from batch.records import Entry, load_index
+
+_CONFIDENCE = 0.95
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure with the interval in which it lies in 95 of 100 cases."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What all tasks of a run take together, those that have ended included."""
+
+    tasks: int
+    pilot: int
+    """Tasks of the sample that have ended."""
+    pilot_failed: int
+    conversations: int
+    """How many the forecast takes to be in flight at a time."""
+    dollars: Estimate | None
+    """None where what some conversation of the sample cost is unknown."""
+    input_tokens: Estimate | None
+    output_tokens: Estimate | None
+    hours: Estimate
+    """Of what is left to do."""
+    failure_percent: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        """For estimate.json."""
+        return asdict(self)
+
+
+def sample_tasks(scan: Scan, *, num_samples: int, count: int, seed: int) -> frozenset[bytes]:
+    """The keys of `count` tasks drawn at random: the same ones for the same file and seed."""
+
+    def lot(key: bytes) -> bytes:
+        return hashlib.blake2b(f"{seed}/pilot/".encode() + key, digest_size=8).digest()
+
+    keys = (task.key for task in tasks(scan, num_samples=num_samples))
+    return frozenset(heapq.nsmallest(count, keys, key=lot))
+
+
+def forecast(
+    run_dir: Path,
+    accounts: Accounts,
+    sample: Collection[bytes],
+    *,
+    conversations: int,
+    bounds: Mapping[str, Bounds],
+    seed: int,
+) -> Forecast | None:
+    """Judge the whole run by the tasks of `sample` that have ended; None where none has.
+
+    Hours hold if the endpoints answer `conversations` at a time as fast as they answered the
+    sample: that it is so, only the run itself can show.
+    """
+    entries = load_index(run_dir)
+    ended = [entry for key in sorted(sample) if (entry := entries.get(key)) is not None]
+    failed_before = load_failed_attempts(run_dir).keys()
+    unfinished = sum(key in failed_before and key not in entries for key in sample)
+    failed = unfinished + sum(entry.status == "failed" for entry in ended)
+    if not ended:
+        return None
+    left = accounts.total - accounts.discarded - accounts.done - accounts.failed
+    seconds = _durations(run_dir, ended)
+    draw = random.Random(seed)
+
+    def of_all(numbers: Sequence[float | None], spent: float) -> Estimate | None:
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers):
+            return None
+        return _total(known, left, draw, so_far=spent)
+
+    calls_s = [60 * sum(one.calls / rate for rate in _rates(bounds)) for one in seconds]
+    # What bounds the run is either how long its conversations take, or how many calls may be made.
+    in_flight = [one.seconds / conversations for one in seconds]
+    slower = in_flight if fmean(in_flight) >= fmean(calls_s) else calls_s
+    hours = _total([second / 3600 for second in slower], left, draw, so_far=0.0)
+    ended_count = len(ended) + unfinished
+    return Forecast(
+        tasks=accounts.total - accounts.discarded,
+        pilot=ended_count,
+        pilot_failed=failed,
+        conversations=conversations,
+        dollars=of_all([entry.cost_usd for entry in ended], accounts.cost_usd),
+        input_tokens=of_all([entry.input_tokens for entry in ended], accounts.input_tokens),
+        output_tokens=of_all([entry.output_tokens for entry in ended], accounts.output_tokens),
+        hours=hours,
+        failure_percent=_share(failed, ended_count),
+    )
+
+
+def as_table(found: Forecast) -> str:
+    """The forecast for a person."""
+    rows = [
+        ("dollars", found.dollars, "{:,.2f}"),
+        ("tokens in", found.input_tokens, "{:,.0f}"),
+        ("tokens out", found.output_tokens, "{:,.0f}"),
+        ("hours left", found.hours, "{:.3g}"),
+        ("failures %", found.failure_percent, "{:.1f}"),
+    ]
+    lines = [
+        f"forecast for {found.tasks:,} tasks by a random {found.pilot:,} of them "
+        f"({found.pilot_failed:,} failed), with 95 % intervals"
+    ]
+    for name, figure, form in rows:
+        if figure is None:
+            lines.append(f"  {name:<11} unknown: no price, or no counts, for some of them")
+            continue
+        interval = f"({form.format(figure.low)} to {form.format(figure.high)})"
+        lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
+    lines.append(
+        f"hours hold if the endpoint answers {found.conversations:,} conversations at a time as "
+        "fast as these"
+    )
+    return "\n".join(lines)
+
+
+class _Duration(NamedTuple):
+    seconds: float
+    """In replies and tools, without the time between two starts."""
+    calls: int
+
+
+def _durations(run_dir: Path, entries: Sequence[Entry]) -> list[_Duration]:
+    durations = []
+    with (run_dir / "records.jsonl").open("rb") as records:
+        for entry in entries:
+            records.seek(entry.offset)
+            record = orjson.loads(records.read(entry.length))
+            slowest: dict[int, float] = {}
+            for call in record["tool_calls"]:
+                slowest[call["turn"]] = max(slowest.get(call["turn"], 0.0), call["duration_s"])
+            in_replies = sum(turn["duration_s"] for turn in record["turns"])
+            durations.append(_Duration(in_replies + sum(slowest.values()), record["api_calls"]))
+    return durations
+
+
+def _rates(bounds: Mapping[str, Bounds]) -> list[float]:
+    """The requests per minute that may be made at all; empty where some endpoint has no bound."""
+    rates = [one.rpm for one in bounds.values() if one.rpm is not None]
+    return [sum(rates)] if rates and len(rates) == len(bounds) else []
+
+
+def _total(known: Sequence[float], left: int, draw: random.Random, *, so_far: float) -> Estimate:
+    """The sum over all tasks: what is known of it, and for the rest the sample's mean.
+
+    The interval comes from means of samples drawn from the sample again (the bootstrap), which
+    asks nothing of how the figures are spread: costs have long tails.
+    """
+    means = sorted(fmean(draw.choices(known, k=len(known))) for _ in range(_RESAMPLES))
+    tail = math.floor((1 - _CONFIDENCE) / 2 * _RESAMPLES)
+    figures = (fmean(known), means[tail], means[-1 - tail])
+    return Estimate(*(so_far + left * mean for mean in figures))
+
+
+def _share(count: int, of: int) -> Estimate:
+    """A share in percent, with Wilson's interval, which also holds for few and for none."""
+    z = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
+    share = count / of
+    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
+    spread = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
+    return Estimate(100 * share, 100 * max(0.0, middle - spread), 100 * min(1.0, middle + spread))
