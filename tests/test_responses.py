@@ -685,7 +685,9 @@ def test_how_the_dialect_is_asked_for(name: str, given: Any, means: Any) -> None
 
 def test_a_model_asked_beside_it_may_speak_the_other_dialect() -> None:
     settings = resolve_model("responses:gpt-5", base_url=None, api=None, key_env=None)
-    assert resolve_sibling("responses:small", settings) == replace(settings, name="small")
+    assert resolve_sibling("responses:small", settings) == replace(
+        settings, name="small", reference="responses:small"
+    )
     assert resolve_sibling("small", settings).api == API
     assert resolve_sibling("openai:small", settings).api == "openai_chat"
 

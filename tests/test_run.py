@@ -79,7 +79,9 @@ def test_a_run_makes_one_record_and_one_training_row_per_prompt(
         url = endpoint.openai_url if dialect == "openai" else endpoint.anthropic_url
         done = run(tmp_path, **{**RUN, "model": f"{dialect}:m", "key_env": "none", "base_url": url})
         journal = endpoint.journal()
-    assert (done.returncode, done.stderr) == (0, "")
+    # A slow machine shows progress.
+    said = [line for line in done.stderr.splitlines() if "/30 tasks: " not in line]
+    assert (done.returncode, said) == (0, [])
     assert journal["requests"] == 120
     assert sorted(ids(records(tmp_path))) == [f"p{n:04}" for n in range(30)]
     rows = lines(tmp_path / "trajectories" / "r.jsonl")
