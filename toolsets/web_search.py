@@ -62,9 +62,10 @@ def _ask_ddgs(query: str, max_results: int) -> list[SearchResult]:
         said = str(error)
         if said == "No results found.":
             return []
+        kind = clip(said.partition(":")[0], max_chars=80)  # the rest names one engine of many
         raise ToolError(
-            f"search provider ddgs got no answer ({clip(said, max_chars=200)}); "
-            "is this machine online?"
+            f"search provider ddgs got no answer from any search engine ({kind}); try later, and "
+            "see that this machine is online"
         ) from error
     return _results(rows, title="title", url="href", snippet="body")
 
