@@ -33,6 +33,7 @@ from export.completion import plain_ending
 from export.hermes import dumps_row, to_conversations
 from export.row_rules import Rejected, check_finished
 from toolsets.sandbox import SandboxError, sandbox_problem
+from toolsets.web_settings import WebSettings
 
 log = logging.getLogger("run_agent")
 
@@ -67,6 +68,7 @@ class AIAgent:
         transcript_dir: Path | str | None = None,
         stream_handler: StreamHandler | None = None,
         approve_calls: Approve | None = None,
+        web: WebSettings | None = None,
         **options: Any,
     ) -> None:
         """Check the settings; nothing is asked or written yet.
@@ -75,12 +77,14 @@ class AIAgent:
         unless `base_url` says otherwise. `api_key` None takes the key from the environment.
         `key_env` names its variable, "none" says that none is needed. `model_options` are
         further fields of `ModelSettings`, such as temperature or reasoning_effort.
-        `max_turns` bounds the model replies. Toolsets None means all. `sandbox` "local" runs
-        commands with your own rights. `script` holds the turns that model "scripted" plays.
+        `max_turns` bounds the model replies. Toolsets None means all but "web". `sandbox` "local"
+        runs commands with your own rights. `script` holds the turns that model "scripted" plays.
         With `save_trajectories`, each conversation is appended to `output_dir`, as ShareGPT.
         `transcript_dir` gets a JSONL file per conversation that grows as things happen.
         `stream_handler` is told of each `StreamEvent`, `approve_calls` is asked before each
-        tool call. `options` are the fields of `AgentOptions`.
+        tool call. `web` says how toolset "web" searches, what it may reach and where it keeps
+        pages; None means by ddgs, public addresses, nowhere. `options` are the fields of
+        `AgentOptions`.
 
         Raises `ValueError` (unknown model, toolset or option, missing key) and `SandboxError`.
         """
@@ -97,6 +101,8 @@ class AIAgent:
         )
         if common.sandboxed() and (problem := sandbox_problem(sandbox)):
             raise SandboxError(problem)
+        if common.uses("web") and (problem := (web or WebSettings()).problem()):
+            raise ValueError(problem)
         if approve_calls is not None:
             common = replace(common, approve=approve_calls)
         self._setup = AgentSetup(
@@ -110,6 +116,7 @@ class AIAgent:
             on_event=stream_handler,
             on_retry=log.warning,
             transcript_dir=Path(transcript_dir) if transcript_dir is not None else None,
+            web=web,
         )
         self._model_name = model
         self._save_trajectories = save_trajectories
@@ -269,7 +276,7 @@ def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
 @click.option("--key_env", help="Variable that holds the API key; 'none' for none.")
 @click.option("--system_prompt", help="System prompt of the conversation.")
 @click.option("--max_turns", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--enabled_toolsets", help="Names separated by commas; default: all.")
+@click.option("--enabled_toolsets", help="Names separated by commas; default: all but web.")
 @click.option("--disabled_toolsets", help="Names separated by commas.")
 @click.option("--sandbox", type=click.Choice(["bwrap", "local"]), default="bwrap")
 @click.option("--save_trajectories", is_flag=True, help="Append to trajectories/*.jsonl.")

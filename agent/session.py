@@ -34,6 +34,7 @@ from agent.transcript import Transcript
 from toolsets.execution import Limits
 from toolsets.sandbox import make_sandbox
 from toolsets.space import TaskSpace
+from toolsets.web_settings import WebSettings
 from toolsets.workspace import Workspace
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class AgentSetup:
     """Told of every event as it happens."""
     transcript_dir: Path | None = None
     call_timeout_s: float = 300.0
+    web: WebSettings | None = None
 
 
 class AgentSession:
@@ -226,7 +228,7 @@ class AgentSession:
         setup = self._setup
         workspace = Workspace(self._root / "workspace")
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
-        space = TaskSpace(workspace, sandbox)
+        space = TaskSpace(workspace, sandbox, web=setup.web)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(space.close, remove=False)
             journal = self._open_journal(stack)

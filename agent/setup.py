@@ -65,10 +65,17 @@ class Setup:
 
     def sandboxed(self) -> list[str]:
         """The names of the toolsets in use that run commands."""
+        return sorted({toolset.name for toolset in self._used() if toolset.needs_sandbox})
+
+    def uses(self, name: str) -> bool:
+        """Whether the toolset called `name` is in use, by conversations or by subagents."""
+        return any(toolset.name == name for toolset in self._used())
+
+    def _used(self) -> list[Toolset]:
         used = [*self.toolsets]
         for subagent in self.subagents.values():
             used += subagent.toolsets
-        return sorted({toolset.name for toolset in used if toolset.needs_sandbox})
+        return used
 
 
 def set_up(

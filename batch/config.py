@@ -106,7 +106,8 @@ class RunConfig(AgentOptions):
         None, "System prompt of every conversation whose row brings none."
     )
     enabled_toolsets: Names | None = meaning(
-        None, "Toolsets to offer, separated by commas; default: all. 'none' offers no tools."
+        None,
+        "Toolsets to offer, separated by commas; default: all but web. 'none' offers no tools.",
     )
     disabled_toolsets: Names = meaning((), "Toolsets never to offer; wins over enabled ones.")
     distribution: str | None = meaning(

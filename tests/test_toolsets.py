@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.running import ROOT
 from toolsets.execution import Limits
-from toolsets.registry import TOOLSETS, Toolset, UnknownToolset, resolve_toolsets, tools_of
+from toolsets.registry import (
+    TOOLSETS,
+    Toolset,
+    UnavailableToolset,
+    UnknownToolset,
+    resolve_toolsets,
+    tools_of,
+)
 from toolsets.sandbox import make_sandbox, sandbox_problem
 from toolsets.space import TaskSpace
 from toolsets.tool import Tool, ToolResult, tool
@@ -230,10 +240,66 @@ def test_selection_of_toolsets(
 
 
 def test_unknown_toolsets_are_named_with_the_known_ones() -> None:
-    with pytest.raises(UnknownToolset, match="'web'; known: file, python, terminal"):
-        resolve_toolsets(["web"])
-    with pytest.raises(UnknownToolset, match="'web'; known: file, python, terminal"):
-        resolve_toolsets(None, ["web"])
+    with pytest.raises(UnknownToolset, match="'wib'; known: file, python, terminal, web"):
+        resolve_toolsets(["wib"])
+    with pytest.raises(UnknownToolset, match="'wib'; known: file, python, terminal, web"):
+        resolve_toolsets(None, ["wib"])
+
+
+RESTRICTED = {
+    "asked": Toolset("asked", "", (B,), needs_sandbox=False, in_all=False),
+    "broken": Toolset("broken", "", (C,), needs_sandbox=False, problem=lambda: "install it"),
+    "plain": Toolset("plain", "", (A,), needs_sandbox=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("enabled", "disabled", "toolsets"),
+    [
+        (None, [], ["plain"]),
+        (["all"], [], ["plain"]),
+        (["all", "asked"], [], ["asked", "plain"]),
+        (["asked"], [], ["asked"]),
+        (["asked", "plain"], ["all"], []),
+        (["broken", "plain"], ["broken"], ["plain"]),
+    ],
+)
+def test_all_leaves_out_what_cannot_work_here_or_must_be_asked_for(
+    enabled: list[str] | None,
+    disabled: list[str],
+    toolsets: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    resolved = resolve_toolsets(enabled, disabled, known=RESTRICTED)
+    assert [toolset.name for toolset in resolved] == toolsets
+    told = [record.getMessage() for record in caplog.records]
+    is_all = enabled is None or "all" in enabled
+    assert told == (["toolset broken is left out: install it"] if is_all else [])
+
+
+def test_a_named_toolset_that_cannot_work_here_is_an_error() -> None:
+    for enabled in (["broken"], ["all", "broken"]):
+        with pytest.raises(UnavailableToolset, match="'broken' cannot be offered: install it"):
+            resolve_toolsets(enabled, known=RESTRICTED)
+
+
+@pytest.mark.parametrize("package", ["trafilatura", "ddgs", "lxml_html_clean"])
+def test_without_its_extra_the_web_is_not_offered(package: str) -> None:
+    """In a process of its own, where the package cannot be imported."""
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+from run_agent import AIAgent
+AIAgent("scripted", sandbox="local")
+AIAgent("scripted", enabled_toolsets="web")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.splitlines()[-1] == (
+        "toolsets.registry.UnavailableToolset: toolset 'web' cannot be offered: "
+        "it needs further packages: pip install 'batch-trajectories[web]'"
+    )
 
 
 def test_two_tools_of_one_name_in_different_toolsets_are_an_error() -> None:

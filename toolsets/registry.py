@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -11,6 +12,9 @@ from toolsets.file import list_files, patch_file, read_file, search_files, write
 from toolsets.python import python
 from toolsets.terminal import terminal
 from toolsets.tool import Tool
+from toolsets.web import web_fetch, web_problem, web_search
+
+_log = logging.getLogger(__name__)
 
 _ALL = ("all", "*")
 _NONE = "none"
@@ -18,6 +22,10 @@ _NONE = "none"
 
 class UnknownToolset(ValueError):
     """A toolset was named that does not exist."""
+
+
+class UnavailableToolset(ValueError):
+    """A toolset was named that cannot work here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,10 @@ class Toolset:
     """Its tools run commands."""
     includes: tuple[str, ...] = ()
     """Names of toolsets that come along with it."""
+    in_all: bool = True
+    """Whether "all" means it too; False for one that must be asked for by its name."""
+    problem: Callable[[], str | None] = lambda: None
+    """Says why it cannot be offered here, and what to install; None where it can."""
 
 
 def _by_name(*toolsets: Toolset) -> Mapping[str, Toolset]:
@@ -56,6 +68,14 @@ TOOLSETS: Mapping[str, Toolset] = _by_name(
         tools=(terminal,),
         needs_sandbox=True,
     ),
+    Toolset(
+        name="web",
+        description="Search the web and read its pages.",
+        tools=(web_fetch, web_search),
+        needs_sandbox=False,
+        in_all=False,  # What leaves this machine is for the user to decide.
+        problem=web_problem,
+    ),
 )
 
 
@@ -67,17 +87,22 @@ def resolve_toolsets(
 ) -> tuple[Toolset, ...]:
     """Return the toolsets that a selection means, sorted by name, without disabled tools.
 
-    None, "all" and "*" mean every toolset, "none" and an empty selection mean no toolset. What
-    is disabled goes with all it includes, and its tools go from other toolsets as well; a
-    toolset left without any tool is dropped. Raises `UnknownToolset`.
+    None, "all" and "*" enable every toolset that is `in_all` and can work here (the log names
+    those left out), "none" and an empty selection enable none. What is disabled goes with all it
+    includes, and its tools go from other toolsets as well; a toolset left without any tool is
+    dropped. Raises `UnknownToolset`, and `UnavailableToolset` for one that was named.
     """
-    wanted = _expand(_ALL[:1] if enabled is None else enabled, known)
-    unwanted = _expand(disabled, known)
+    enabled = _ALL[:1] if enabled is None else enabled
+    general = _general(known) if set(enabled) & set(_ALL) else ()
+    wanted = _expand(enabled, known, everything=general)
+    unwanted = _expand(disabled, known, everything=known)
     gone = {tool.name for name in unwanted for tool in known[name].tools}
     kept = []
     for name in sorted(wanted - unwanted):
         tools = tuple(tool for tool in known[name].tools if tool.name not in gone)
         if tools:
+            if (problem := known[name].problem()) is not None:
+                raise UnavailableToolset(f"toolset {name!r} cannot be offered: {problem}")
             kept.append(dataclasses.replace(known[name], tools=tools))
     return tuple(kept)
 
@@ -98,14 +123,29 @@ def tools_of(toolsets: Sequence[Toolset]) -> tuple[Tool, ...]:
     return tuple(by_name[name][0] for name in sorted(by_name))
 
 
-def _expand(names: Sequence[str], known: Mapping[str, Toolset]) -> set[str]:
+def _general(known: Mapping[str, Toolset]) -> list[str]:
+    """The toolsets that "all" enables here."""
+    names = []
+    for name, toolset in known.items():
+        if not toolset.in_all:
+            continue
+        if (problem := toolset.problem()) is None:
+            names.append(name)
+        else:
+            _log.warning("toolset %s is left out: %s", name, problem)
+    return names
+
+
+def _expand(
+    names: Sequence[str], known: Mapping[str, Toolset], *, everything: Collection[str]
+) -> set[str]:
     """Return the named toolsets and all they include; a circle of includes is fine."""
     found: set[str] = set()
     pending = list(names)
     while pending:
         name = pending.pop()
         if name in _ALL:
-            pending.extend(known.keys() - found)
+            pending.extend(set(everything) - found)
         elif name != _NONE and name not in found:
             if name not in known:
                 raise UnknownToolset(f"unknown toolset {name!r}; known: {', '.join(sorted(known))}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolsets.execution import Sandbox
 from toolsets.removal import remove_tree
+from toolsets.web_settings import WebSettings
 from toolsets.workspace import Workspace
 
 _log = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ class TaskSpace:
     """The files of the task; its directory is made when a tool first needs it."""
     sandbox: Sandbox | None = None
     """Runs commands; None where no tool that runs commands is enabled."""
+    web: WebSettings | None = None
+    """What the web tools work with; None means the defaults, without a cache."""
     conversation: Sequence[Mapping[str, Any]] = ()
     """The live messages of the conversation, while a call runs; not to be changed."""
     user_reply: str | None = None
