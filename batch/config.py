@@ -37,6 +37,7 @@ from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig
 from batch.errors import ConfigError
 from batch.row_rules import RowRules, script_use
 from toolsets.text import clip
+from toolsets.web_settings import WebSettings
 
 if TYPE_CHECKING:
     from toolsets.distributions import Distribution
@@ -121,6 +122,18 @@ class RunConfig(AgentOptions):
         "rights).",
     )
     network: bool = meaning(False, "Let commands in the sandbox use the network.")
+    web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
+        "ddgs",
+        "Who answers web_search: ddgs (no key), tavily (TAVILY_API_KEY), brave (BRAVE_API_KEY).",
+    )
+    web_search_url: str | None = _running(
+        None, "Where the search provider is asked, if not at its own address."
+    )
+    web_allow: Names = _running(
+        (),
+        "What web_fetch may reach beside public addresses, separated by commas: HOST, HOST:PORT or "
+        "NETWORK/BITS.",
+    )
     temperature: float | None = meaning(
         None, "Sampling temperature; unset sends none.", ge=0, allow_inf_nan=False
     )
@@ -245,6 +258,15 @@ class RunConfig(AgentOptions):
         """The toolsets that any conversation can be offered; None means all."""
         drawn = self.toolset_percentages()
         return self.enabled_toolsets if drawn is None else tuple(sorted(drawn))
+
+    def web_settings(self) -> WebSettings:
+        """What the web tools work with. Raises `ValueError`."""
+        return WebSettings(
+            cache_dir=self.run_dir / "web_cache",
+            provider=self.web_search_provider,
+            search_url=self.web_search_url,
+            allow=self.web_allow,
+        )
 
     def row_rules(
         self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None

@@ -18,7 +18,7 @@ import yaml
 
 from agent.models.model import ModelSettings, url_of
 from agent.models.scripted import ScriptedTurn, parse_script
-from agent.setup import schemas_for
+from agent.setup import Setup, schemas_for
 from batch.budget import spent_before
 from batch.config import RunConfig
 from batch.console import say
@@ -92,6 +92,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     setups = set_up_models(config)
     first = next(iter(setups.values()))
+    _check_web(config, first)
     needs_sandbox = first.sandboxed()
     if needs_sandbox and (problem := sandbox_problem(config.sandbox)):
         names = ",".join(needs_sandbox)
@@ -115,6 +116,16 @@ def make_plan(config: RunConfig) -> Plan:
             ),
         ),
     )
+
+
+def _check_web(config: RunConfig, setup: Setup) -> None:
+    try:
+        settings = config.web_settings()
+        problem = settings.problem() if setup.uses("web") else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if problem:
+        raise ConfigError(problem)
 
 
 def describe(plan: Plan) -> str:

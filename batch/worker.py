@@ -107,6 +107,7 @@ class Worker:
         self._config = setup.config
         self._rules = self._config.row_rules(setup.api)
         self._setups = set_up_models(self._config)
+        self._web = self._config.web_settings()
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, TaskSpace] = {}
@@ -225,7 +226,7 @@ class Worker:
         Raises what `_run` has to sort out.
         """
         workspace = Workspace(self._setup.run_dir / "workspaces" / task.key.hex())
-        space = TaskSpace(workspace, self._sandbox_for(workspace))
+        space = TaskSpace(workspace, self._sandbox_for(workspace), web=self._web)
         row = self._rules.read(task.columns)
         trajectory = Trajectory(row.opening, deal["events"])
         self._trajectories[task.key] = trajectory

@@ -1,0 +1,77 @@
+"""Runs with toolset web: settings reach the workers, pages stay the same, keys stay secret."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.playing import call, calls, say
+from tests.running import lines, run, write_rows
+from tests.websites import Answer, site
+from toolsets.web import web_problem
+
+pytestmark = pytest.mark.skipif(web_problem() is not None, reason=str(web_problem()))
+
+OPTIONS: dict[str, Any] = {
+    "run_name": "r",
+    "dataset_file": "p.jsonl",
+    "model": "scripted",
+    "enabled_toolsets": "web",
+}
+
+
+def test_all_workers_see_the_same_page_and_no_key_is_written(tmp_path: Path) -> None:
+    with site() as web, site() as provider:
+        web.pages["/"] = lambda visit: Answer(f"visit {len(web.visits)}".encode())
+        results = {"results": [{"title": "T", "url": web.url(), "content": "C"}]}
+        provider.pages["/"] = Answer(json.dumps(results).encode())
+        script = [
+            calls(call("web_search", query="q")),
+            calls(call("web_fetch", url=web.url())),
+            say("x"),
+        ]
+        rows = [{"id": f"p{n}", "prompt": "x", "script": script} for n in range(8)]
+        write_rows(tmp_path / "p.jsonl", *rows)
+        done = run(
+            tmp_path,
+            **OPTIONS,
+            num_workers=2,
+            web_allow=f"127.0.0.1:{web.port}",
+            web_search_provider="tavily",
+            web_search_url=provider.url(),
+            env={"TAVILY_API_KEY": "canary-key-77"},
+        )
+    assert done.returncode == 0, done.stderr
+    records = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    told = {
+        message["content"]
+        for record in records
+        for message in record["messages"]
+        if message["role"] == "tool"
+    }
+    assert len(records) == 8
+    assert len(told) == 2
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("web_cache" in path.parts for path in written)
+    assert not any(b"canary-key-77" in path.read_bytes() for path in written)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"web_search_provider": "brave"}, "needs its key in the variable BRAVE_API_KEY"),
+        ({"web_allow": "http://x"}, "web_allow: 'http://x' "),
+        ({"web_search_url": "http://x"}, "search_url goes with a provider that is not ddgs"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_run(
+    tmp_path: Path, options: dict[str, str], words: str
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("x")]})
+    done = run(tmp_path, **OPTIONS, **options, env={"BRAVE_API_KEY": ""})
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not (tmp_path / "trajectories").exists()
