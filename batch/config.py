@@ -121,6 +121,11 @@ class RunConfig(AgentOptions):
         "Where commands run: bwrap (isolated), or local (NOT isolated: commands run with your "
         "rights).",
     )
+    row_setup: bool = meaning(
+        False,
+        "Set each workspace up by its row's columns `files` and `setup`, and judge its end by the "
+        "row's `check` command; see docs/tools.md.",
+    )
     network: bool = meaning(False, "Let commands in the sandbox use the network.")
     web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
         "ddgs",
@@ -279,6 +284,7 @@ class RunConfig(AgentOptions):
             is_priced,
             None if toolsets is None else frozenset(toolsets),
             None if self.models is None else frozenset(self.models),
+            self.row_setup,
         )
 
     @property

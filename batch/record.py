@@ -2,7 +2,8 @@
 
 Keys, in this order: `id`, `status`, `status_reason` (null or words), `error` (null or {"class",
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
-the conversation (see `Trajectory.to_record`), `tools` (schemas as offered), `options` (those of
+the conversation (see `Trajectory.to_record`), `check` (null, or how the row's check judged the
+workspace; see `run_check`), `tools` (schemas as offered), `options` (those of
 the conversation that are not the defaults), `view_compacted` (the model saw parts of it in short
 or as a summary), and where it came from: `model` (as
 asked), `api`, `endpoint`, `toolsets`, `sandbox`, `seed`, `config_digest`, `versions`,
@@ -45,6 +46,7 @@ def make_record(
     terms: Terms,
     setup: Setup,
     failure: Failure | None,
+    check: dict[str, Any] | None = None,
     attempt: int,
     provenance: Provenance,
 ) -> dict[str, Any]:
@@ -60,6 +62,7 @@ def make_record(
         "attempt": attempt,
         "row": task.columns,
         **trajectory.to_record(),
+        "check": check,
         "tools": schemas_for(setup, terms.options),
         "options": terms.options.given(),
         "view_compacted": was_compacted(trajectory, terms.options),

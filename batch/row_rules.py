@@ -12,6 +12,8 @@ from agent.models.scripted import parse_script
 from agent.opening import with_bound_stated
 from agent.options import ROW_COLUMN, AgentOptions, of_row
 from agent.rules import Terms
+from batch.row_setup import COLUMNS as SETUP_COLUMNS
+from batch.row_setup import RowSetup, read_row_setup
 from toolsets.text import clip
 
 ScriptUse = Literal["ignored", "allowed", "needed"]
@@ -28,6 +30,8 @@ class RowTask(NamedTuple):
 
     opening: list[Message]
     terms: Terms
+    setup: RowSetup | None
+    """None where the run does not let rows set their workspaces up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class RowRules:
     """The toolsets on offer; None where that is not known."""
     models: frozenset[str] | None = None
     """The models of the run, of which a row can name one; None where there is one for all."""
+    with_setup: bool = False
+    """Rows set their workspaces up, and check them."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason where it cannot be used."""
@@ -71,7 +77,8 @@ class RowRules:
             expected=_expected(columns) if options.check_expected else None,
             user_replies=_user_replies(columns) if options.awaiting_input else (),
         )
-        return RowTask(with_bound_stated(opening, options), terms)
+        setup = read_row_setup(columns) if self.with_setup else None
+        return RowTask(with_bound_stated(opening, options), terms, setup)
 
     def deciding(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that decide what the conversation is."""
@@ -85,6 +92,8 @@ class RowRules:
             names.append("user_replies")
         if self.models is not None:
             names.append(MODEL_COLUMN)
+        if self.with_setup:
+            names += SETUP_COLUMNS
         return {name: columns[name] for name in names if name in columns}
 
 

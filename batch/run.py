@@ -93,15 +93,9 @@ def make_plan(config: RunConfig) -> Plan:
     setups = set_up_models(config)
     first = next(iter(setups.values()))
     _check_web(config, first)
-    needs_sandbox = first.sandboxed()
+    needs_sandbox = bool(first.sandboxed()) or config.row_setup
     if needs_sandbox and (problem := sandbox_problem(config.sandbox)):
-        names = ",".join(needs_sandbox)
-        msg = (
-            f"{problem.rstrip('.')}. The toolsets {names} run commands and are not "
-            f"loaded without it. Or choose --sandbox local (commands then run with your own "
-            f"rights, not isolated), or --disabled_toolsets {names}."
-        )
-        raise ConfigError(msg)
+        raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     script = _read_script(config.script_file)
     return Plan(
         config=config,
@@ -116,6 +110,17 @@ def make_plan(config: RunConfig) -> Plan:
             ),
         ),
     )
+
+
+def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:
+    names = ",".join(toolsets)
+    msg = f"{problem.rstrip('.')}. "
+    if toolsets:
+        msg += f"The toolsets {names} run commands and are not loaded without it. "
+    if config.row_setup:
+        msg += "The rows' `setup` and `check` are commands too (--row_setup). "
+    msg += "Or choose --sandbox local (commands then run with your own rights, not isolated)"
+    return msg + (f", or --disabled_toolsets {names}." if toolsets else ".")
 
 
 def _check_web(config: RunConfig, setup: Setup) -> None:

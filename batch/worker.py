@@ -46,6 +46,7 @@ from batch.prompts import Task
 from batch.purse import Amount
 from batch.record import Provenance, dump_record, make_record
 from batch.records import index_fields
+from batch.row_setup import SetupFailed, run_check, set_up_workspace
 from batch.stopped import Stopped
 from batch.wire import Deal, no_counters, pack, unpack
 from toolsets.process import use_pidfd_watcher
@@ -231,24 +232,34 @@ class Worker:
         trajectory = Trajectory(row.opening, deal["events"])
         self._trajectories[task.key] = trajectory
         end = End("failed")
-        failure = None
+        failure = check = None
         try:
             if not deal["events"]:
                 # What a conversation left whose journal was lost is not this one's.
                 await asyncio.to_thread(remove_tree, workspace.root)
-            end = await self._converse(task, deal, trajectory, row.terms, space)
+            kept = workspace.root.exists()
+            if row.setup is not None and not kept:
+                await set_up_workspace(space, row.setup)
+            end = await self._converse(task, deal, trajectory, row.terms, space, kept=kept)
+            if row.setup is not None and row.setup.check is not None:
+                check = await run_check(space, row.setup.check)
         except ModelError as error:
             if self._is_the_endpoints(error):
                 self._halt(self._in_words(error))
                 raise Stopped from error
             failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
+        except SetupFailed as error:
+            end = End("failed")
+            failure = Failure(
+                task.id, task.input_digest, deal["attempt"], "setup_failed", str(error)
+            )
         finally:
             await space.close(remove=False)
         log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
         if failure and deal["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = space
-        return self._finished(task, deal, trajectory, row.terms, end, failure)
+        return self._finished(task, deal, trajectory, row.terms, end, failure, check)
 
     def _finished(
         self,
@@ -258,6 +269,7 @@ class Worker:
         terms: Terms,
         end: End,
         failure: Failure | None,
+        check: dict[str, Any] | None = None,
     ) -> bytes:
         record = make_record(
             task,
@@ -266,6 +278,7 @@ class Worker:
             terms=terms,
             setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
+            check=check,
             attempt=deal["attempt"],
             provenance=self._setup.provenance,
         )
@@ -293,7 +306,14 @@ class Worker:
         return error.endpoint not in self._calls.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
 
     async def _converse(
-        self, task: Task, deal: Deal, trajectory: Trajectory, terms: Terms, space: TaskSpace
+        self,
+        task: Task,
+        deal: Deal,
+        trajectory: Trajectory,
+        terms: Terms,
+        space: TaskSpace,
+        *,
+        kept: bool,
     ) -> End:
         setup = setup_of_task(self._setups, self._config, task)
         home = Home(
@@ -324,7 +344,7 @@ class Worker:
             host=home,
             subagents=terms.options.subagents,
             approve=setup.approve,
-            kept=space.workspace.root.exists(),
+            kept=kept,
         )
         return await conversation.run(taken_up=bool(deal["events"]))
 

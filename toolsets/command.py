@@ -12,6 +12,14 @@ from toolsets.space import TaskSpace
 from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ToolError, ToolResult
 
+# Chosen where the command runs, since a sandbox need not hold the programs of this machine.
+_SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$1" bash; exec sh -c "$1" sh'
+
+
+def shell_argv(command: str) -> list[str]:
+    """What runs a shell command: bash where there is one."""
+    return ["sh", "-c", _SHELL, "sh", command]
+
 
 async def run_command(
     space: TaskSpace, argv: Sequence[str], *, timeout_s: float | None, stdin: bytes = b""

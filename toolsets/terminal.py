@@ -6,12 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from toolsets.command import run_command
+from toolsets.command import run_command, shell_argv
 from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult, tool
-
-# Chosen where the command runs, since a sandbox need not hold the programs of this machine.
-_SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$1" bash; exec sh -c "$1" sh'
 
 
 @tool(sequential=True)
@@ -27,4 +24,4 @@ async def terminal(
     Each call is a new shell: files stay, variables and the current directory do not. Input is
     empty, and processes left in the background are killed.
     """
-    return await run_command(space, ["sh", "-c", _SHELL, "sh", command], timeout_s=timeout_s)
+    return await run_command(space, shell_argv(command), timeout_s=timeout_s)

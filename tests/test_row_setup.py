@@ -1,0 +1,150 @@
+"""Rows that bring the state their task starts from, and the check that judges its end."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch.row_rules import RowRules
+from batch.row_setup import read_row_setup
+from tests.playing import call, calls, say
+from tests.running import SCRIPTED, lines, run, write_rows
+
+READ = calls(call("read_file", path="src/a.py"))
+ANSWER = say("done")
+
+
+def records_of(
+    tmp_path: Path, *rows: dict[str, Any], with_setup: bool = True, **options: Any
+) -> list[Any]:
+    script = [READ, ANSWER]
+    write_rows(tmp_path / "p.jsonl", *({"prompt": "x", "script": script, **row} for row in rows))
+    flags = ("--row_setup",) if with_setup else ()
+    done = run(tmp_path, *flags, **{**SCRIPTED, "sandbox": "local", **options})
+    assert done.returncode in (0, 1), done.stderr
+    return lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+
+
+def record_of(tmp_path: Path, row: dict[str, Any], **more: Any) -> Any:
+    [record] = records_of(tmp_path, row, **more)
+    return record
+
+
+class TestColumns:
+    def test_files_and_commands_are_read(self) -> None:
+        row = read_row_setup(
+            {
+                "files": {"a": "é", "b": {"base64": base64.b64encode(b"\xff").decode()}},
+                "setup": "make",
+                "check": {"command": "pytest", "files": {"t.py": "x"}},
+            }
+        )
+        assert row.files == {"a": "é".encode(), "b": b"\xff"}
+        assert row.commands == ("make",)
+        assert row.check == ("pytest", {"t.py": b"x"})
+        assert read_row_setup({}) == ({}, (), None)
+
+    @pytest.mark.parametrize(
+        ("columns", "words"),
+        [
+            ({"files": ["a"]}, "`files` must be an object"),
+            ({"files": {"a": 1}}, "`files.a` must be text"),
+            ({"files": {"a": {"base64": "?"}}}, "`files.a`: not base64"),
+            ({"setup": [1]}, "`setup` must be a command"),
+            ({"setup": {"a": 1}}, "`setup` must be a command"),
+            ({"check": 1}, "`check` must be a command"),
+            ({"check": {"files": {}}}, "`check` must be a command"),
+            ({"check": {"command": "x", "reward": 1}}, "`check` must be a command"),
+            ({"check": {"command": "x", "files": {"t": 1}}}, "`check.files.t` must be text"),
+        ],
+    )
+    def test_what_cannot_be_meant_is_a_bad_row(self, columns: Any, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            RowRules(with_setup=True).read({"prompt": "x", **columns})
+        # Without the option they are columns like any other.
+        assert RowRules().read({"prompt": "x", **columns}).setup is None
+
+    def test_they_are_part_of_what_the_conversation_is(self) -> None:
+        columns = {"prompt": "x", "files": {"a": "1"}, "check": "true", "other": 1}
+        assert RowRules(with_setup=True).deciding(columns).keys() == {"prompt", "files", "check"}
+        assert RowRules().deciding(columns).keys() == {"prompt"}
+
+
+def test_a_task_starts_from_its_row_and_is_judged_at_its_end(tmp_path: Path) -> None:
+    script = [READ, calls(call("write_file", path="out.txt", content="42")), ANSWER]
+    record = record_of(
+        tmp_path,
+        {
+            "files": {"src/a.py": "print(6 * 7)\n"},
+            "setup": ["echo b > b.txt", "test -f src/a.py"],
+            "check": {
+                "command": "cmp want.txt out.txt && test -f b.txt && echo '{\"reward\": 0.75}'",
+                "files": {"want.txt": "42"},
+            },
+            "script": script,
+        },
+    )
+    assert record["status"] == "completed"
+    assert record["messages"][2]["content"] == "print(6 * 7)\n"
+    assert record["check"].items() >= {"passed": True, "reward": 0.75, "exit_code": 0}.items()
+    told = [str(message["content"]) for message in record["messages"]]
+    assert not any("want.txt" in text or "cmp" in text for text in told)
+
+
+def test_the_exit_code_judges_and_a_reward_may_grade(tmp_path: Path) -> None:
+    judged: dict[str, tuple[bool, float]] = {
+        "test -f src/a.py": (True, 1.0),
+        "test -f nothing": (False, 0.0),
+        "echo '{\"reward\": 0.5}'; false": (False, 0.5),
+        'echo \'{"reward": "high"}\'': (True, 1.0),
+        "echo '{\"reward\": NaN}'": (True, 1.0),
+    }
+    rows = [{"files": {"src/a.py": "a"}, "check": check} for check in judged]
+    found = {
+        record["row"]["check"]: (record["check"]["passed"], record["check"]["reward"])
+        for record in records_of(tmp_path, *rows)
+    }
+    assert found == judged
+
+
+def test_a_check_that_takes_too_long_has_not_passed(tmp_path: Path) -> None:
+    record = record_of(tmp_path, {"check": "sleep 60"}, command_timeout_s=0.3)
+    assert (record["check"]["passed"], record["check"]["exit_code"]) == (False, None)
+
+
+def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> None:
+    record = record_of(tmp_path, {"setup": "echo no such thing >&2; exit 3"}, max_attempts=1)
+    assert record["status"] == "failed"
+    assert record["error"]["class"] == "setup_failed"
+    assert "ended with exit code 3: no such thing" in record["error"]["message"]
+    assert record["check"] is None
+    assert record["turns"] == []
+
+
+def test_files_of_a_row_stay_in_the_workspace(tmp_path: Path) -> None:
+    paths = ["../out", "/etc/passwd", "a/../../out", ""]
+    records = records_of(tmp_path, *({"files": {path: "x"}} for path in paths), max_attempts=1)
+    assert len(records) == 4
+    assert {record["error"]["class"] for record in records} == {"setup_failed"}
+    assert all("`files`" in record["error"]["message"] for record in records)
+    assert not list(tmp_path.rglob("out"))
+
+
+def test_without_the_option_nothing_of_a_row_is_run(tmp_path: Path) -> None:
+    row = {"setup": f"touch {tmp_path}/touched", "check": f"touch {tmp_path}/touched"}
+    record = record_of(tmp_path, row, with_setup=False)
+    assert record["check"] is None
+    assert not (tmp_path / "touched").exists()
+
+
+def test_commands_of_rows_need_a_sandbox_that_works(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [ANSWER]})
+    nowhere = {**os.environ, "PATH": str(tmp_path)}
+    refused = run(tmp_path, "--row_setup", **SCRIPTED, env=nowhere)
+    assert refused.returncode == 2
+    assert "bwrap" in refused.stderr
+    assert "`setup` and `check` are commands too" in refused.stderr
