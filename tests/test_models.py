@@ -14,7 +14,7 @@ from hypothesis import given as given_any
 from hypothesis import strategies as st
 
 from agent.messages import Message
-from agent.models import anthropic_messages, openai_chat
+from agent.models import anthropic_messages, openai_chat, openai_responses
 from agent.models.errors import RULES, ModelError, kind_of_status, redact
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
@@ -25,6 +25,7 @@ from agent.nesting import is_nested_deeper
 from agent.reasoning import split_inline_reasoning
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOLS = [
     {
         "type": "function",
@@ -227,6 +228,48 @@ def test_the_bound_on_tokens_has_the_name_that_the_endpoint_knows(url: str, key:
     settings = resolve("openai:m", base_url=url)
     body = openai_chat.request_body(dataclasses.replace(settings, max_tokens=5), Request([]))
     assert body[key] == 5
+
+
+def test_an_empty_text_beside_calls_is_said_as_openai_says_it() -> None:
+    """Where there are no calls it stays a text, for null is refused there."""
+    called = openai_reply({"content": None, "tool_calls": [CALL]}, "tool_calls").message
+    assert called["content"] == "", "the record holds texts"
+    assert openai_chat.to_api(called)["content"] is None
+    assert openai_chat.to_api({**called, "content": "so"})["content"] == "so"
+    assert openai_chat.to_api(Message(role="assistant", content=""))["content"] == ""
+    for cut, sent in (("", None), ("a", "a")):
+        views = openai_chat.to_api_messages([Message(role="assistant", content=cut), called])
+        assert [view["content"] for view in views] == [sent]
+
+
+def test_signed_thoughts_that_litellm_passes_on_go_back_verbatim() -> None:
+    block = {"type": "thinking", "thinking": "why", "signature": "s"}
+    message = {"content": "hi", "reasoning_content": "why", "thinking_blocks": [block]}
+    read = openai_reply(message).message
+    assert (read["content"], read["reasoning"]) == ("hi", "why")
+    assert openai_chat.to_api(read) == {"role": "assistant", **message}
+
+
+@pytest.mark.parametrize("host", ["api.openai.com", "eu.api.openai.com"])
+def test_the_turns_of_one_conversation_share_a_cache_key_at_openai(host: str) -> None:
+    settings = resolve("openai:m", base_url=f"https://{host}/v1")
+
+    def key(*messages: Message) -> Any:
+        return openai_chat.request_body(settings, Request(messages))["prompt_cache_key"]
+
+    a, b = (Message(role="user", content=text) for text in "ab")
+    reply = Message(role="assistant", content="x")
+    assert key(a) == key(a, reply, b) != key(b)
+    responses = openai_responses.request_body(settings, Request([a]))
+    assert responses["prompt_cache_key"] == key(a)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "https://api.openai.com.example/v1"])
+@pytest.mark.parametrize("dialect", [openai_chat, openai_responses])
+def test_no_other_endpoint_is_sent_a_cache_key(url: str, dialect: Any) -> None:
+    settings = resolve("openai:m", base_url=url)
+    body = dialect.request_body(settings, Request([Message(role="user", content="a")]))
+    assert "prompt_cache_key" not in body
 
 
 def test_anthropic_body_has_system_beside_and_results_together() -> None:

@@ -70,10 +70,22 @@ class ModelError(Exception):
     message may quote the endpoint, so what a terminal would obey is taken out of it.
     """
 
-    def __init__(self, kind: Kind, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        code: str = "",
+        param: str = "",
+    ) -> None:
         super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
+        self.code = code
+        """The code, or else the type, that the endpoint gave to the error; "" for none."""
+        self.param = param
+        """The field of the request that the endpoint named beside it; "" for none."""
         self.endpoint: str | None = None
         """The base URL that was asked, where it is known."""
 

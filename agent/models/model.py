@@ -76,6 +76,8 @@ class ModelSettings:
     top_p: float | None = None
     max_tokens: int | None = None
     """Bound on one reply's tokens; None sends none (Anthropic demands one: 16,000)."""
+    max_tokens_name: str | None = None
+    """Chat dialect: what this bound is called; None: as the endpoint is known to call it."""
     extra_body: Mapping[str, Any] | None = None
     """Fields merged into each request body as they are, such as {"thinking": …}."""
     reasoning_effort: str | None = None
