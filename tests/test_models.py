@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import tracemalloc
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from agent.models.replies import parse_object, retry_after_s
 from agent.models.scripted import parse_script
 from agent.nesting import is_nested_deeper
 from agent.reasoning import split_inline_reasoning
+from tests.answering import answering
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -242,12 +244,30 @@ def test_an_empty_text_beside_calls_is_said_as_openai_says_it() -> None:
         assert [view["content"] for view in views] == [sent]
 
 
-def test_signed_thoughts_that_litellm_passes_on_go_back_verbatim() -> None:
+@pytest.mark.parametrize("listens", [False, True])
+def test_what_litellm_says_of_another_api_goes_back_verbatim(listens: bool) -> None:
+    """It takes signed thoughts only so, and shows the model a sentence for an empty text."""
     block = {"type": "thinking", "thinking": "why", "signature": "s"}
-    message = {"content": "hi", "reasoning_content": "why", "thinking_blocks": [block]}
-    read = openai_reply(message).message
-    assert (read["content"], read["reasoning"]) == ("hi", "why")
-    assert openai_chat.to_api(read) == {"role": "assistant", **message}
+    said = {"role": "assistant", "content": None, "tool_calls": [CALL], "thinking_blocks": [block]}
+    said["reasoning_content"] = "why"
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        return 200, {"choices": [{"message": said, "finish_reason": "tool_calls"}]}
+
+    async def converse(root: str) -> Message:
+        model = openai_chat.OpenAIChat(dataclasses.replace(SETTINGS, base_url=root), "k")
+        opening = [Message(role="user", content="a")]
+        handler = (lambda event: None) if listens else None
+        reply = await model.complete(Request(opening, TOOLS, on_delta=handler))
+        result = Message(role="tool", tool_call_id="1", name="f", content="x")
+        await model.complete(Request([*opening, reply.message, result], TOOLS, on_delta=handler))
+        await model.close()
+        return reply.message
+
+    with answering(answer) as (root, asked):
+        message = asyncio.run(converse(root))
+    assert (message["content"], message["reasoning"]) == ("", "why")
+    assert asked[1]["messages"][1] == said
 
 
 @pytest.mark.parametrize("host", ["api.openai.com", "eu.api.openai.com"])

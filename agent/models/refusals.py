@@ -42,7 +42,7 @@ _CODES = frozenset({"unsupported_parameter", "unsupported_value", "unknown_param
 
 _WORDS = (
     "unsupported|not support(?:ed)?|not permitted|extra_forbidden|unrecognized|unknown|unexpected"
-    "|deprecated|cannot both be specified|may only be set"
+    "|n't support|only supports|deprecated|cannot both be specified|may only be set"
 )
 
 
@@ -75,6 +75,9 @@ class Refusals:
                 completion = await attempt(without(self._settings, refused))
             except ModelError as error:
                 field = refused_field(error)
+                if field is not None and field in refused & _CHAT_BOUNDS:
+                    # Gateways name the field that they passed on, not the one that they were sent.
+                    (field,) = _CHAT_BOUNDS - {field}
                 if field is None or field in refused:
                     raise
                 if not _can_go(field, without(self._settings, refused)):
