@@ -143,8 +143,10 @@ def to_api_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _content(role: str, blocks: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if role == "assistant":  # its blank ones are gone already
+        return blocks
     said = [block for block in blocks if not _is_blank(block)] or blocks[:1]
-    if role == "user" and len(said) == 1 and said[0]["type"] == "text":
+    if len(said) == 1 and said[0]["type"] == "text":
         text: str = said[0]["text"]
         return text
     return said
