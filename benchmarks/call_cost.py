@@ -189,11 +189,15 @@ def contenders(
     client: Any
     if api == "anthropic_messages":
         http = anthropic.DefaultAioHttpClient()
-        client = anthropic.AsyncAnthropic(api_key="no-key", base_url=base_url, http_client=http)
+        client = anthropic.AsyncAnthropic(
+            api_key="no-key", base_url=base_url, http_client=http, timeout=600
+        )
         create, tail = client.messages.create, path
     else:
         http = openai.DefaultAioHttpClient()
-        client = openai.AsyncOpenAI(api_key="no-key", base_url=base_url, http_client=http)
+        client = openai.AsyncOpenAI(
+            api_key="no-key", base_url=base_url, http_client=http, timeout=600
+        )
         chat, tail = client.chat.completions, path.removeprefix("/v1")
         create = chat.create if api == "openai_chat" else client.responses.create
 
