@@ -642,7 +642,7 @@ def test_the_chat_api_gets_its_own_shape() -> None:
         {"role": "user", "content": "Go."},
         {
             "role": "assistant",
-            "content": "",
+            "content": None,
             "reasoning_content": "Hm.",
             "tool_calls": [
                 {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import tracemalloc
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from hypothesis import given as given_any
 from hypothesis import strategies as st
 
 from agent.messages import Message
-from agent.models import anthropic_messages, openai_chat
+from agent.models import anthropic_messages, openai_chat, openai_responses
 from agent.models.errors import RULES, ModelError, kind_of_status, redact
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
@@ -23,9 +24,11 @@ from agent.models.replies import parse_object, retry_after_s
 from agent.models.scripted import parse_script
 from agent.nesting import is_nested_deeper
 from agent.reasoning import split_inline_reasoning
+from tests.answering import answering
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
 ANTHROPIC = dataclasses.replace(SETTINGS, api="anthropic_messages")
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOLS = [
     {
         "type": "function",
@@ -228,6 +231,66 @@ def test_the_bound_on_tokens_has_the_name_that_the_endpoint_knows(url: str, key:
     settings = resolve("openai:m", base_url=url)
     body = openai_chat.request_body(dataclasses.replace(settings, max_tokens=5), Request([]))
     assert body[key] == 5
+
+
+def test_an_empty_text_beside_calls_is_said_as_openai_says_it() -> None:
+    """Where there are no calls it stays a text, for null is refused there."""
+    called = openai_reply({"content": None, "tool_calls": [CALL]}, "tool_calls").message
+    assert called["content"] == "", "the record holds texts"
+    assert openai_chat.to_api(called)["content"] is None
+    assert openai_chat.to_api({**called, "content": "so"})["content"] == "so"
+    assert openai_chat.to_api(Message(role="assistant", content=""))["content"] == ""
+    for cut, sent in (("", None), ("a", "a")):
+        views = openai_chat.to_api_messages([Message(role="assistant", content=cut), called])
+        assert [view["content"] for view in views] == [sent]
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_what_litellm_says_of_another_api_goes_back_verbatim(listens: bool) -> None:
+    """It takes signed thoughts only so, and shows the model a sentence for an empty text."""
+    block = {"type": "thinking", "thinking": "why", "signature": "s"}
+    said = {"role": "assistant", "content": None, "tool_calls": [CALL], "thinking_blocks": [block]}
+    said["reasoning_content"] = "why"
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        return 200, {"choices": [{"message": said, "finish_reason": "tool_calls"}]}
+
+    async def converse(root: str) -> Message:
+        model = openai_chat.OpenAIChat(dataclasses.replace(SETTINGS, base_url=root), "k")
+        opening = [Message(role="user", content="a")]
+        handler = (lambda event: None) if listens else None
+        reply = await model.complete(Request(opening, TOOLS, on_delta=handler))
+        result = Message(role="tool", tool_call_id="1", name="f", content="x")
+        await model.complete(Request([*opening, reply.message, result], TOOLS, on_delta=handler))
+        await model.close()
+        return reply.message
+
+    with answering(answer) as (root, asked):
+        message = asyncio.run(converse(root))
+    assert (message["content"], message["reasoning"]) == ("", "why")
+    assert asked[1]["messages"][1] == said
+
+
+@pytest.mark.parametrize("host", ["api.openai.com", "eu.api.openai.com"])
+def test_the_turns_of_one_conversation_share_a_cache_key_at_openai(host: str) -> None:
+    settings = resolve("openai:m", base_url=f"https://{host}/v1")
+
+    def key(*messages: Message) -> Any:
+        return openai_chat.request_body(settings, Request(messages))["prompt_cache_key"]
+
+    a, b = (Message(role="user", content=text) for text in "ab")
+    reply = Message(role="assistant", content="x")
+    assert key(a) == key(a, reply, b) != key(b)
+    responses = openai_responses.request_body(settings, Request([a]))
+    assert responses["prompt_cache_key"] == key(a)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "https://api.openai.com.example/v1"])
+@pytest.mark.parametrize("dialect", [openai_chat, openai_responses])
+def test_no_other_endpoint_is_sent_a_cache_key(url: str, dialect: Any) -> None:
+    settings = resolve("openai:m", base_url=url)
+    body = dialect.request_body(settings, Request([Message(role="user", content="a")]))
+    assert "prompt_cache_key" not in body
 
 
 def test_anthropic_body_has_system_beside_and_results_together() -> None:

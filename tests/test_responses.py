@@ -405,7 +405,7 @@ def test_extra_fields_win_and_summaries_can_be_asked_for_beside_the_effort() -> 
 
 
 def test_the_turns_of_one_conversation_share_a_cache_key() -> None:
-    settings = replace(SETTINGS, provider="openai")
+    settings = replace(SETTINGS, base_url="https://api.openai.com/v1")
 
     def key(*messages: Message) -> Any:
         return request_body(settings, Request(messages))["prompt_cache_key"]

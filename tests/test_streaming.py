@@ -465,6 +465,26 @@ def test_openai_reasoning_details_are_put_together_and_go_back_verbatim() -> Non
     assert told(events)["thinking_delta"] == "whymore!"
 
 
+def test_thinking_blocks_are_put_together_by_their_signatures() -> None:
+    def block(text: str, **more: Any) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": text, **more}
+
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    parts = [block("w"), block("hy"), block("", signature="s"), block("more"), hidden, hidden]
+    reply, events = from_chunks(
+        *(chunk(thinking_blocks=[part], reasoning_content=part.get("thinking")) for part in parts),
+        chunk("stop", content="hi"),
+    )
+    (verbatim,) = reply.message["provider_blocks"]["blocks"]
+    assert verbatim["thinking_blocks"] == [
+        block("why", signature="s"),
+        block("more"),
+        hidden,
+        hidden,
+    ]
+    assert told(events)["thinking_delta"] == reply.message["reasoning"] == "whymore"
+
+
 def test_an_openai_refusal_in_parts() -> None:
     reply, events = from_chunks(chunk(refusal="I can"), chunk(refusal="not."), chunk("stop"))
     assert (reply.finish_reason, reply.message["content"]) == ("refusal", "I cannot.")

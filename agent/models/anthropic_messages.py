@@ -11,6 +11,7 @@ from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.anthropic_stream import MessagesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
+from agent.models.refusals import Refusals
 from agent.models.replies import (
     count_or_none,
     make_call,
@@ -43,7 +44,7 @@ class AnthropicMessages:
         from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
         samples = settings.temperature is not None or settings.top_p is not None
-        self._settings = settings
+        self._refusals = Refusals(settings)
         self._api_key = api_key
         self._client = AsyncAnthropic(
             api_key=api_key,
@@ -56,11 +57,14 @@ class AnthropicMessages:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
+        return await self._refusals.ask(lambda settings: self._ask(settings, request))
+
+    async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
         reply = await post(
             self._client,
             "/v1/messages",
-            request_body(self._settings, request),
-            self._settings.attempt_timeout_s,
+            request_body(settings, request),
+            settings.attempt_timeout_s,
             secret=self._api_key,
             assembly=None if request.on_delta is None else MessagesAssembly(request.on_delta),
         )
@@ -136,8 +140,10 @@ def to_api_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _content(role: str, blocks: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if role == "assistant":  # its blank ones are gone already
+        return blocks
     said = [block for block in blocks if not _is_blank(block)] or blocks[:1]
-    if role == "user" and len(said) == 1 and said[0]["type"] == "text":
+    if len(said) == 1 and said[0]["type"] == "text":
         text: str = said[0]["text"]
         return text
     return said

@@ -80,12 +80,18 @@ class ModelError(Exception):
         *,
         retry_after_s: float | None = None,
         was_sent: bool = True,
+        code: str = "",
+        param: str = "",
     ) -> None:
         """`was_sent` False tells that the request certainly never reached the endpoint."""
         super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
         self._was_sent = was_sent
+        self.code = code
+        """The code, or else the type, that the endpoint gave to the error; "" for none."""
+        self.param = param
+        """The field of the request that the endpoint named beside it; "" for none."""
         self.endpoint: str | None = None
         """The base URL that was asked, where it is known."""
         self.key_env: str | None = None

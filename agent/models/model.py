@@ -86,6 +86,8 @@ class ModelSettings:
     top_p: float | None = None
     max_tokens: int | None = None
     """Bound on one reply's tokens; see `reply_bound`."""
+    max_tokens_name: str | None = None
+    """Chat dialect: what this bound is called; None: as the endpoint is known to call it."""
     extra_body: Mapping[str, Any] | None = field(default=None, hash=False)
     """Fields merged into each request body as they are, such as {"thinking": …}."""
     reasoning_effort: str | None = None

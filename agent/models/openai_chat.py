@@ -8,13 +8,17 @@ history, and its reply objects let incomplete replies through.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
+
+import orjson
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_stream import ChatAssembly
+from agent.models.refusals import Refusals
 from agent.models.replies import (
     count_or_none,
     make_call,
@@ -38,6 +42,9 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details")
 """Where servers put reasoning; the API reference of OpenAI names none of them."""
 
+_VERBATIM_FIELDS = (*_REASONING_FIELDS, "thinking_blocks")
+"""What goes back as it came. LiteLLM puts signed thoughts of other APIs beside their text."""
+
 
 class OpenAIChat:
     """Asks one model of one OpenAI-compatible endpoint."""
@@ -45,7 +52,7 @@ class OpenAIChat:
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
         from openai import AsyncOpenAI, DefaultAioHttpClient
 
-        self._settings = settings
+        self._refusals = Refusals(settings)
         self._api_key = api_key
         self._client = AsyncOpenAI(
             api_key=api_key,
@@ -57,11 +64,14 @@ class OpenAIChat:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
+        return await self._refusals.ask(lambda settings: self._ask(settings, request))
+
+    async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
         reply = await post(
             self._client,
             "/chat/completions",
-            request_body(self._settings, request),
-            self._settings.attempt_timeout_s,
+            request_body(settings, request),
+            settings.attempt_timeout_s,
             secret=self._api_key,
             assembly=None if request.on_delta is None else ChatAssembly(request.on_delta),
         )
@@ -78,6 +88,8 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         "model": settings.name,
         "messages": to_api_messages(request.messages, blank_reasoning=settings.blank_reasoning),
     }
+    if is_openai(settings):
+        body["prompt_cache_key"] = cache_key(request.messages)
     if request.tools:
         body["tools"] = list(request.tools)
         if request.tool_choice == "none":
@@ -87,13 +99,32 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
             body[key] = value
     if settings.max_tokens is not None:
         # OpenAI's own reasoning models refuse the older name, other servers know only that.
-        is_openai = urlsplit(settings.base_url or "").hostname == "api.openai.com"
-        body["max_completion_tokens" if is_openai else "max_tokens"] = settings.max_tokens
+        known = "max_completion_tokens" if is_openai(settings) else "max_tokens"
+        body[settings.max_tokens_name or known] = settings.max_tokens
     body.update(_effort(settings))
     if request.on_delta is not None:
         body.update(stream=True, stream_options={"include_usage": True})
     body.update(settings.extra_body or {})
     return body
+
+
+def is_openai(settings: ModelSettings) -> bool:
+    """Whether it is OpenAI itself that is asked, in whatever region."""
+    host = urlsplit(settings.base_url or "").hostname or ""
+    return host == "api.openai.com" or host.endswith(".api.openai.com")
+
+
+def cache_key(messages: Sequence[Message]) -> str:
+    """The same for all turns of a conversation, so that they find what the first one cached.
+
+    Without it OpenAI goes by the prompt's first tokens, which a whole run has in common.
+    """
+    opening = []
+    for message in messages:
+        opening.append(message["content"])
+        if message["role"] == "user":
+            break
+    return blake2b(orjson.dumps(opening), digest_size=16).hexdigest()
 
 
 def _effort(settings: ModelSettings) -> dict[str, Any]:
@@ -130,7 +161,7 @@ def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, A
     """Two user messages are paragraphs; an assistant goes on where it was interrupted."""
     between = "\n\n" if later["role"] == "user" else ""
     content = between.join(filter(None, (earlier["content"], later["content"])))
-    return {**earlier, **later, "content": content}
+    return {**earlier, **later, "content": content or later["content"]}
 
 
 def to_api(message: Message) -> dict[str, Any]:
@@ -145,6 +176,9 @@ def to_api(message: Message) -> dict[str, Any]:
             view: dict[str, Any] = {"role": "assistant", "content": message["content"]}
             if calls := message.get("tool_calls"):
                 view["tool_calls"] = calls
+                # As OpenAI says it: some templates show no calls, and LiteLLM shows the model a
+                # sentence of its own, where there is an empty text beside them.
+                view["content"] = message["content"] or None
             blocks = message.get("provider_blocks")
             if blocks is not None and blocks["api"] == API:
                 view.update(blocks["blocks"][0])
@@ -203,7 +237,7 @@ def _read_message(raw: Mapping[str, Any]) -> Message:
         if not isinstance(calls, list):
             raise ModelError("malformed", "the reply's tool_calls are not a list")
         message["tool_calls"] = [_read_call(call) for call in calls]
-    verbatim = {key: raw[key] for key in _REASONING_FIELDS if raw.get(key)}
+    verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
     if inline is not None:
         verbatim["content"] = received
     if verbatim:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -17,7 +16,7 @@ import orjson
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of_status
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.openai_chat import OpenAIChat
+from agent.models.openai_chat import OpenAIChat, cache_key, is_openai
 from agent.models.replies import (
     count_or_none,
     make_call,
@@ -61,13 +60,12 @@ _PLAIN_FIELDS: Mapping[str, frozenset[str]] = {
 class OpenAIResponses(OpenAIChat):
     """Asks one model of one endpoint, with the same client as in the other dialect."""
 
-    async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`."""
+    async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
         reply = await post(
             self._client,
             "/responses",
-            request_body(self._settings, request),
-            self._settings.attempt_timeout_s,
+            request_body(settings, request),
+            settings.attempt_timeout_s,
             secret=self._api_key,
             assembly=None if request.on_delta is None else ResponsesAssembly(request.on_delta),
         )
@@ -83,8 +81,8 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     }
     if not _DOES_NOT_REASON.search(settings.name):
         body["include"] = ["reasoning.encrypted_content"]
-    if settings.provider == "openai":
-        body["prompt_cache_key"] = _cache_key(messages)
+    if is_openai(settings):
+        body["prompt_cache_key"] = cache_key(messages)
     if messages and messages[0]["role"] == "system":
         body["instructions"] = messages.pop(0)["content"]
     body["input"] = to_api_items(messages)
@@ -103,19 +101,6 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         body["stream"] = True
     _merge(body, settings.extra_body or {})
     return body
-
-
-def _cache_key(messages: Sequence[Message]) -> str:
-    """The same for all turns of a conversation, so that they find what the first one cached.
-
-    Without it the endpoint goes by the prompt's first tokens, which a whole run has in common.
-    """
-    opening = []
-    for message in messages:
-        opening.append(message["content"])
-        if message["role"] == "user":
-            break
-    return blake2b(orjson.dumps(opening), digest_size=16).hexdigest()
 
 
 def _tool_to_api(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class ChatAssembly:
         self._reply: dict[str, Any] = {"choices": []}
         self._message = Growing({"role": "assistant"})
         self._details: list[Growing] = []
+        self._blocks: list[Growing] = []
         self._calls: list[_Call] = []
         self._finish_reason: Any = None
 
@@ -50,6 +51,8 @@ class ChatAssembly:
         message = self._message.build()
         if self._details:
             message["reasoning_details"] = [detail.build() for detail in self._details]
+        if self._blocks:
+            message["thinking_blocks"] = [block.build() for block in self._blocks]
         if self._calls:
             message["tool_calls"] = [call.build() for call in self._calls]
         for choice in self._reply["choices"]:
@@ -61,6 +64,8 @@ class ChatAssembly:
         for key, text in texts.items():
             self._message.append(key, text)
         details = [self._add_detail(detail) for detail in _objects(delta.get("reasoning_details"))]
+        for block in _objects(delta.get("thinking_blocks")):
+            self._add_block(block)
         # Some servers say the same thought under two or three names.
         thought = texts.get("reasoning_content") or texts.get("reasoning") or "".join(details)
         if thought:
@@ -86,6 +91,16 @@ class ChatAssembly:
         text = _text_of(detail.get(key))
         grown.append(key, text)
         return text
+
+    def _add_block(self, part: Mapping[str, Any]) -> None:
+        """Take a part of `thinking_blocks`: nothing but a signature marks the end of one."""
+        last = self._blocks[-1].fields if self._blocks else {"signature": True}
+        if last.get("signature") or last.get("type") != part.get("type") or "data" in part:
+            self._blocks.append(Growing({}))
+        block = self._blocks[-1]
+        block.fields.update({key: part[key] for key in part if key != "thinking"})
+        if "thinking" in part:
+            block.append("thinking", _text_of(part["thinking"]))
 
     def _add_call(self, part: Mapping[str, Any]) -> None:
         given = part.get("function")

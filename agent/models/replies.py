@@ -9,7 +9,7 @@ import socket
 from collections.abc import Awaitable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import httpx2
 import orjson
@@ -188,11 +188,15 @@ def _sdk_error(error: Exception, secret: str) -> ModelError:
     if body is not None and (status is None or status < 400):
         return _error_in_stream(body, secret)
     if isinstance(status, int) and response is not None:
-        code, message = _read_error(redact(response.content.decode(errors="replace"), secret))
+        code, message, param = _read_error(
+            redact(response.content.decode(errors="replace"), secret)
+        )
         return ModelError(
             kind_of_status(status, code, message),
             f"HTTP {status}: {message}",
             retry_after_s=retry_after_s(response.headers),
+            code=code,
+            param=param,
         )
     root = _root_of(error)
     if isinstance(root, OSError) and root.errno in HOST_ERRNOS:
@@ -220,7 +224,7 @@ def _root_of(error: BaseException) -> BaseException:
 def _error_in_reply(error: Any) -> ModelError:
     """Some routers answer 200 and put the provider's error in the body."""
     status = error.get("code") if isinstance(error, dict) else None
-    code, message = _read_error(orjson.dumps({"error": error}, default=str).decode())
+    code, message, _ = _read_error(orjson.dumps({"error": error}, default=str).decode())
     if isinstance(status, int) and 400 <= status < 600:
         return ModelError(kind_of_status(status, code, message), f"error in a 200 reply: {message}")
     return ModelError("malformed", f"error in a 200 reply: {message}")
@@ -229,28 +233,42 @@ def _error_in_reply(error: Any) -> ModelError:
 def _error_in_stream(body: Any, secret: str) -> ModelError:
     """An error behind a 200 that was sent long before; its code or type stands for the status."""
     error = body.get("error", body) if isinstance(body, dict) else body
-    code, message = _read_error(redact(json.dumps({"error": error}), secret))
+    code, message, param = _read_error(redact(json.dumps({"error": error}), secret))
     fields = error if isinstance(error, dict) else {}
     names = [str(fields.get(name)) for name in ("code", "type")]
     statuses = [int(name) if name.isdecimal() else _STATUS_OF.get(name, 0) for name in names]
     status = next((status for status in statuses if 400 <= status < 600), None)
     if status is None:
         return ModelError("malformed", f"error in the stream: {message}")
-    return ModelError(kind_of_status(status, code, message), f"error in the stream: {message}")
+    return ModelError(
+        kind_of_status(status, code, message),
+        f"error in the stream: {message}",
+        code=code,
+        param=param,
+    )
 
 
-def _read_error(body: str) -> tuple[str, str]:
-    """Code (or type) and message of an error body in either dialect, else "" and its start."""
+class _ErrorBody(NamedTuple):
+    code: str
+    """The code, or else the type; "" for none."""
+    message: str
+    param: str
+    """The field of the request that is meant; "" for none."""
+
+
+def _read_error(body: str) -> _ErrorBody:
+    """What an error body says in either dialect; where it is no such body, its start."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return "", body[:_SHOWN].strip() or "(empty body)"
+        return _ErrorBody("", body[:_SHOWN].strip() or "(empty body)", "")
     error = parsed.get("error") if isinstance(parsed, dict) else None
     if not isinstance(error, dict):
-        return "", body[:_SHOWN]
+        return _ErrorBody("", body[:_SHOWN], "")
     message = error.get("message")
     shown = message if isinstance(message, str) else orjson.dumps(error, default=str).decode()
-    return str(error.get("code") or error.get("type") or ""), shown[:_SHOWN]
+    code = str(error.get("code") or error.get("type") or "")
+    return _ErrorBody(code, shown[:_SHOWN], str(error.get("param") or ""))
 
 
 def _excerpt(body: bytes) -> str:
