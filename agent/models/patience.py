@@ -52,13 +52,31 @@ class PatientModel:
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
         patience = _Patience(self._settings)
-        retrying = self._retrying.copy(stop=patience.is_at_its_end)
-        completion: Completion = await retrying(self._ask, request, patience)
-        return completion
+        try:
+            return await self._ask(request, patience)
+        except ModelError as error:
+            if error.action != "retry":
+                raise
+            return await self._ask_again(request, patience, error)
 
     async def close(self) -> None:
         """See `Model.close`."""
         await self._adapter.close()
+
+    async def _ask_again(
+        self, request: Request, patience: _Patience, error: ModelError
+    ) -> Completion:
+        """Go on after the first failure. Most calls have none, and tenacity costs 0.1 ms a call."""
+        failed: list[ModelError] = [error]
+
+        async def attempt() -> Completion:
+            if failed:
+                raise failed.pop()
+            return await self._ask(request, patience)
+
+        retrying = self._retrying.copy(stop=patience.is_at_its_end)
+        completion: Completion = await retrying(attempt)
+        return completion
 
     async def _ask(self, request: Request, patience: _Patience) -> Completion:
         if self._gate is None:
@@ -100,12 +118,13 @@ class _Patience:
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
+        self._began_at = time.monotonic()
         self.waited_s = 0.0
         """Time at the gate: others were served meanwhile, which says nothing of this call."""
 
     def is_at_its_end(self, state: RetryCallState) -> bool:
         """A rate limit says nothing about the task either, so it only counts against the clock."""
-        tried_s = (state.seconds_since_start or 0) - self.waited_s
+        tried_s = time.monotonic() - self._began_at - self.waited_s
         if tried_s >= self._settings.call_timeout_s:
             return True
         error = state.outcome.exception() if state.outcome else None
