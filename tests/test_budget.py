@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,15 @@ from batch.budget import RunBudget
 from batch.purse import Amount, Purse
 from batch.stopped import Stopped
 from benchmarks.fake_endpoint import FakeEndpoint
-from tests.running import WRITE_A_NOTE, lines, run, write_prompts
+from tests.running import (
+    WRITE_A_NOTE,
+    lines,
+    run,
+    started,
+    wait_until,
+    workers_of,
+    write_prompts,
+)
 
 
 def reply(cost_usd: float | None = 0.25, tokens: tuple[int | None, int | None] = (70, 30)) -> Any:
@@ -242,6 +252,26 @@ def test_a_run_stops_at_its_budget_and_goes_on_when_it_is_raised(tmp_path: Path)
         assert done.returncode == 0, done.stderr
         assert summary(tmp_path, "r")["cost_usd"] == pytest.approx(cost)
         assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 256
+
+
+def test_a_worker_that_dies_takes_its_loan_along_but_not_the_run(tmp_path: Path) -> None:
+    """What it had under way may have been charged, so nobody else spends that money."""
+    write_prompts(tmp_path / "p.jsonl", 120)
+    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        asked: dict[str, Any] = {
+            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file",
+            "model": "openai:gpt-4o", "base_url": endpoint.openai_url, "key_env": "none",
+            "num_workers": 2, "batch_size": 20, "max_tokens": 300, "max_run_cost_usd": 0.35,
+        }  # fmt: skip
+        records = tmp_path / "trajectories" / "r" / "records.jsonl"
+        with started(tmp_path, **asked) as process:
+            wait_until(lambda: records.exists() and records.stat().st_size)
+            os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+            assert process.wait(60) in (0, 3)
+        assert spent_in(tmp_path) <= 0.35
+        assert "died; its" in (tmp_path / "output.txt").read_text()
+        done = run(tmp_path, **{**asked, "max_run_cost_usd": 5})
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:

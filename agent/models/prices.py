@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
@@ -66,16 +66,36 @@ def claim(request: Request, settings: ModelSettings) -> Claim:
     likely_in = len(asked) // _BYTES_PER_TOKEN
     if most_out is None:
         return Claim(None, None, likely_in)
-    found = _find(settings.name, settings.provider)
-    if found is None:
+    rates = _most_per_token(settings.name, settings.provider, most_in.bit_length())
+    if rates is None:
         return Claim(None, most_in + most_out, likely_in)
+    usd = most_in * rates.read + most_out * rates.written
+    return Claim(usd, most_in + most_out, likely_in)
+
+
+class _Rates(NamedTuple):
+    """Dollars per token."""
+
+    read: float
+    written: float
+
+
+@lru_cache(maxsize=256)
+def _most_per_token(name: str, provider: str | None, bits: int) -> _Rates | None:
+    """The most that a token costs in a request of fewer than 2 ** `bits` tokens.
+
+    Longer requests may cost more per token, never less. Kept, because working out a price takes
+    longer than all the rest of a claim.
+    """
+    if (found := _find(name, provider)) is None:
+        return None
     from genai_prices import Usage
 
-    ways = (
-        Usage(input_tokens=most_in, output_tokens=most_out, cache_write_tokens=n)
-        for n in (0, most_in)
-    )
-    return Claim(max(_cost(found, way) for way in ways), most_in + most_out, likely_in)
+    most, many = 2**bits, 1_000_000
+    plain = _cost(found, Usage(input_tokens=most))
+    cached = _cost(found, Usage(input_tokens=most, cache_write_tokens=most))
+    both = _cost(found, Usage(input_tokens=most, output_tokens=many))
+    return _Rates(max(plain, cached) / most, (both - plain) / many)
 
 
 def _cost(found: PriceCalculation, tokens: Tokens) -> float:
