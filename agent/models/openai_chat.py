@@ -15,6 +15,7 @@ from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_stream import ChatAssembly
+from agent.models.receiving import bound_reply
 from agent.models.replies import (
     count_or_none,
     make_call,
@@ -52,7 +53,7 @@ class OpenAIChat:
             base_url=settings.base_url,
             max_retries=0,
             timeout=settings.attempt_timeout_s,
-            http_client=DefaultAioHttpClient(),
+            http_client=DefaultAioHttpClient(event_hooks={"response": [bound_reply]}),
         )
 
     async def complete(self, request: Request) -> Completion:
@@ -61,7 +62,7 @@ class OpenAIChat:
             self._client,
             "/chat/completions",
             request_body(self._settings, request),
-            self._settings.attempt_timeout_s,
+            self._settings,
             secret=self._api_key,
             assembly=None if request.on_delta is None else ChatAssembly(request.on_delta),
         )

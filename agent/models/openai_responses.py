@@ -67,7 +67,7 @@ class OpenAIResponses(OpenAIChat):
             self._client,
             "/responses",
             request_body(self._settings, request),
-            self._settings.attempt_timeout_s,
+            self._settings,
             secret=self._api_key,
             assembly=None if request.on_delta is None else ResponsesAssembly(request.on_delta),
         )
