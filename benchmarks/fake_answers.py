@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from benchmarks.fake_dialects import CHAT, MESSAGES
-from benchmarks.fake_faults import BODIES, BROKEN, RETRY_AFTER, STATUSES
+from benchmarks.fake_faults import BODIES, BROKEN, FAULTS, RETRY_AFTER, STATUSES
 from benchmarks.fake_responses import RESPONSES
 from benchmarks.fake_script import JSON, Ask, Options, Reply, digest, play
 
@@ -71,7 +71,11 @@ def read_ask(path: str, headers: Mapping[str, str], body: bytes, options: Option
         raise Refused(400, f"malformed request: {type(error).__name__}: {error}") from error
     if breach:
         raise Refused(400, breach)
-    return Ask(dialect, request, key, len(body), key[1] < turns, None)
+    named = first.removeprefix("fault:")
+    if named != first and named not in FAULTS:
+        raise Refused(400, f"unknown fault {named!r}")
+    fault = None if named == first else named
+    return Ask(dialect, request, key, len(body), key[1] < turns, fault)
 
 
 def respond(ask: Ask, options: Options) -> Answer:

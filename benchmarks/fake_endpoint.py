@@ -1,8 +1,9 @@
 """A model endpoint on the loopback interface that plays scripted conversations and counts calls.
 
 It speaks the OpenAI chat, OpenAI Responses and Anthropic messages dialects. A reply depends on
-the request alone, a fault also on how often it came; a model called fault:KIND always has that
-fault. Counts end with the process; the events in the file of `--journal` outlive it.
+the request alone, a fault also on how often it came; a conversation whose first user message is
+fault:KIND always has that fault. Counts end with the process; the events in the file of
+`--journal` outlive it.
 """
 
 from __future__ import annotations

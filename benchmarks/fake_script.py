@@ -123,9 +123,8 @@ class Ask(NamedTuple):
 
 def draw(ask: Ask, attempt: int, options: Options) -> Ask:
     """Decide on the fault of a request: the same in every run, however requests interleave."""
-    prefix, _, named = str(ask.request.get("model")).partition(":")
-    if prefix == "fault":
-        return ask._replace(fault=named if _is_in_place(named, ask) else None)
+    if ask.fault:
+        return ask._replace(fault=ask.fault if _is_in_place(ask.fault, ask) else None)
     if not options.faults:
         return ask
     point = int(digest(f"{options.seed}/{ask.key}/{attempt}", 6), 16) / 2**48

@@ -401,7 +401,7 @@ LACKING = {
 @pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, RESPONSES])
 @pytest.mark.parametrize("kind", sorted(set(FAULTS) - OTHERWISE_TESTED))
 def test_fault(endpoint: FakeEndpoint, path: str, kind: str) -> None:
-    body = ask(path, model=f"fault:{kind}")
+    body = ask(path, prompt=f"fault:{kind}")
     if kind in LACKING[path]:
         assert post(endpoint, path, body)[0] == 200
         assert endpoint.journal()["faults"] == {}
@@ -422,7 +422,7 @@ def test_fault(endpoint: FakeEndpoint, path: str, kind: str) -> None:
 @pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, RESPONSES])
 def test_refusals(endpoint: FakeEndpoint, path: str) -> None:
     for kind, due in STATUSES.items():
-        status, headers, body = post(endpoint, path, ask(path, model=f"fault:{kind}"))
+        status, headers, body = post(endpoint, path, ask(path, prompt=f"fault:{kind}"))
         assert status == due
         assert json.loads(body)["error"]["message"]
         if kind == "http429_date":
@@ -431,36 +431,36 @@ def test_refusals(endpoint: FakeEndpoint, path: str) -> None:
             assert headers["retry-after-ms"] == "50"
         else:
             assert headers.get("Retry-After") == RETRY_AFTER.get(kind)
-    status, _, body = post(endpoint, path, ask(path, model="fault:context"))
+    status, _, body = post(endpoint, path, ask(path, prompt="fault:context"))
     assert status == 400
     assert b"context_length_exceeded" in body or b"prompt is too long" in body
-    status, _, body = post(endpoint, path, ask(path, model="fault:quota"))
+    status, _, body = post(endpoint, path, ask(path, prompt="fault:quota"))
     assert b"insufficient_quota" in body if status == 429 else b"credit balance" in body
     assert endpoint.journal()["replies"] == 0
 
 
 def test_slow_and_huge_replies(endpoint: FakeEndpoint) -> None:
-    raw = json.dumps(ask(model="fault:drip")).encode()
+    raw = json.dumps(ask(prompt="fault:drip")).encode()
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as connection:
         connection.sendall(b"POST %b HTTP/1.1\r\n" % OPENAI.encode())
         connection.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(raw), raw))
         connection.recv(1000)
         assert [len(connection.recv(1000)) for _ in range(3)] == [1, 1, 1]
     for stream in (False, True):
-        body = post(endpoint, OPENAI, ask(model="fault:huge", stream=stream))[2]
+        body = post(endpoint, OPENAI, ask(prompt="fault:huge", stream=stream))[2]
         assert len(body) > 200 * 2**20
     assert endpoint.journal()["replies"] == 0
 
 
 @pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, RESPONSES])
 def test_faults_of_streams(endpoint: FakeEndpoint, path: str) -> None:
-    body = post(endpoint, path, ask(path, model="fault:error_event", stream=True))[2]
+    body = post(endpoint, path, ask(path, prompt="fault:error_event", stream=True))[2]
     assert b'"error"' in body
     assert not body.endswith((b"[DONE]\n\n", b'"message_stop"}\n\n'))
-    post(endpoint, path, ask(path, model="fault:error_event"))
+    post(endpoint, path, ask(path, prompt="fault:error_event"))
     assert endpoint.journal()["faults"] == {"error_event": 1}
     if path == OPENAI:
-        body = post(endpoint, path, ask(path, model="fault:roles", stream=True))[2]
+        body = post(endpoint, path, ask(path, prompt="fault:roles", stream=True))[2]
         assert body.count(b'"role":"assistant"') > 3
 
 

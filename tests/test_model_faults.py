@@ -55,61 +55,74 @@ WAITS = {
 SLOW = {"huge"}
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[FakeEndpoint]:
-    with FakeEndpoint(
-        turns=2, latency_s=0.0, reasoning_chars=53, text_chars=30, calls_per_turn=2
-    ) as running:
-        yield running
-
-
 def nobody(event: StreamEvent) -> None:
     """A handler for those who want the stream and not its parts."""
 
 
-async def complete(
-    dialect: str,
-    root: str,
-    *,
-    model: str = "fake",
-    is_streamed: bool = False,
-    is_last: bool = False,
-    **settings: Any,
-) -> Completion:
-    """Ask for a reply; the last one of a conversation is text."""
+def adapter_of(dialect: str, root: str, **given: Any) -> OpenAIChat | AnthropicMessages:
     base_url = root if dialect == "anthropic_messages" else root + "/v1"
-    limits = {"attempt_timeout_s": 5.0, **settings}
-    given = ModelSettings(name=model, api=dialect, base_url=base_url, key_env=None, **limits)
-    adapter = ADAPTERS[dialect](given, "no-key")
-    messages = [Message(role="user", content="Go.")]
+    given = {"attempt_timeout_s": 5.0, **given}
+    settings = ModelSettings(name="m", api=dialect, base_url=base_url, key_env=None, **given)
+    return ADAPTERS[dialect](settings, "no-key")
+
+
+def request_of(prompt: str, *, is_streamed: bool, is_last: bool = False) -> Request:
+    """A request for a reply; the last one of a conversation is text."""
+    messages = [Message(role="user", content=prompt)]
     if is_last:
         said = Message(role="assistant", content="Well.")
         messages += [said, Message(role="user", content="Go on.")]
-    try:
-        return await adapter.complete(
-            Request(messages, TOOLS, on_delta=nobody if is_streamed else None)
-        )
-    finally:
-        await adapter.close()
+    return Request(messages, TOOLS, on_delta=nobody if is_streamed else None)
 
 
-def ask(dialect: str, endpoint: FakeEndpoint, fault: str, **how: Any) -> Completion:
-    return asyncio.run(complete(dialect, endpoint.anthropic_url, model=f"fault:{fault}", **how))
+class Asker:
+    """Asks the endpoint for faults; the adapters are kept, for they take long to make."""
+
+    def __init__(self, endpoint: FakeEndpoint, runner: asyncio.Runner) -> None:
+        self._root = endpoint.anthropic_url
+        self._runner = runner
+        self._adapters: dict[Any, OpenAIChat | AnthropicMessages] = {}
+
+    def __call__(self, dialect: str, fault: str, *, given: Any = None, **how: Any) -> Completion:
+        return self._runner.run(self._ask(dialect, fault, given or {}, how))
+
+    def close(self) -> None:
+        for adapter in self._adapters.values():
+            self._runner.run(adapter.close())
+
+    async def _ask(self, dialect: str, fault: str, given: Any, how: Any) -> Completion:
+        place = (dialect, *given.items())
+        if place not in self._adapters:
+            self._adapters[place] = adapter_of(dialect, self._root, **given)
+        return await self._adapters[place].complete(request_of(f"fault:{fault}", **how))
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Asker]:
+    with (
+        FakeEndpoint(
+            turns=2, latency_s=0.0, reasoning_chars=53, text_chars=30, calls_per_turn=2
+        ) as endpoint,
+        asyncio.Runner() as runner,
+    ):
+        asker = Asker(endpoint, runner)
+        yield asker
+        asker.close()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("dialect", ADAPTERS)
 @pytest.mark.parametrize("fault", [fault for fault in KINDS if fault not in SLOW])
 def test_a_fault_has_its_kind_and_is_never_a_reply(
-    endpoint: FakeEndpoint, fault: str, dialect: str, is_streamed: bool
+    ask: Asker, fault: str, dialect: str, is_streamed: bool
 ) -> None:
     if fault == "error_event" and not is_streamed:
         pytest.skip("only a stream has events")
     if fault == "no_choices" and is_streamed and dialect != "openai_chat":
         pytest.skip("a stream without parts is an empty reply")
-    timeout_s = 0.15 if KINDS[fault] == "timeout" else 5.0
+    given = {"attempt_timeout_s": 0.1} if KINDS[fault] == "timeout" else {}
     with pytest.raises(ModelError) as caught:
-        ask(dialect, endpoint, fault, is_streamed=is_streamed, attempt_timeout_s=timeout_s)
+        ask(dialect, fault, is_streamed=is_streamed, given=given)
     assert caught.value.kind == KINDS[fault], caught.value
     if fault in WAITS:
         assert caught.value.retry_after_s == WAITS[fault]
@@ -122,11 +135,11 @@ def test_every_fault_is_known_here() -> None:
 @pytest.mark.parametrize("dialect", ADAPTERS)
 @pytest.mark.parametrize("fault", REPLY_FAULTS)
 def test_a_strange_reply_is_read_the_same_streamed_or_not(
-    endpoint: FakeEndpoint, fault: str, dialect: str
+    ask: Asker, fault: str, dialect: str
 ) -> None:
-    how: dict[str, Any] = {"is_last": fault == "empty_text"}
-    whole = ask(dialect, endpoint, fault, **how)
-    streamed = ask(dialect, endpoint, fault, **how, is_streamed=True)
+    is_last = fault == "empty_text"
+    whole = ask(dialect, fault, is_last=is_last, is_streamed=False)
+    streamed = ask(dialect, fault, is_last=is_last, is_streamed=True)
     if fault in ("list_arguments", "null_arguments"):
         # What is no object stays the text that it was in a stream.
         whole.message.pop("provider_blocks", None)
@@ -171,10 +184,19 @@ async def sending(head: bytes, *parts: bytes, every_s: float = 0.0) -> AsyncIter
 
 
 async def ask_one_that_sends(
-    dialect: str, head: bytes, *parts: bytes, every_s: float = 0.0, **how: Any
+    dialect: str,
+    head: bytes,
+    *parts: bytes,
+    is_streamed: bool,
+    every_s: float = 0.0,
+    **given: Any,
 ) -> Completion:
     async with sending(head, *parts, every_s=every_s) as root:
-        return await complete(dialect, root, **how)
+        adapter = adapter_of(dialect, root, **given)
+        try:
+            return await adapter.complete(request_of("Go.", is_streamed=is_streamed))
+        finally:
+            await adapter.close()
 
 
 MIB = b"x" * 2**20
@@ -183,13 +205,11 @@ SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream"
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("dialect", ["openai_chat", "anthropic_messages"])
-def test_a_huge_reply_is_not_read_to_its_end(
-    endpoint: FakeEndpoint, dialect: str, is_streamed: bool
-) -> None:
+def test_a_huge_reply_is_not_read_to_its_end(ask: Asker, dialect: str, is_streamed: bool) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     words = "no event in 8 MiB" if is_streamed else "larger than 64 MiB"
     with pytest.raises(ModelError, match=words) as caught:
-        ask(dialect, endpoint, "huge", is_streamed=is_streamed, attempt_timeout_s=60.0)
+        ask(dialect, "huge", is_streamed=is_streamed, given={"attempt_timeout_s": 60.0})
     assert caught.value.kind == "malformed"
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < 1.5 * MAX_REPLY_BYTES
@@ -227,12 +247,12 @@ LAST = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\ndata: [D
 
 
 def test_a_stream_that_falls_silent_is_given_up_before_the_attempt_is(
-    endpoint: FakeEndpoint,
+    ask: Asker,
 ) -> None:
-    how: dict[str, Any] = {"is_streamed": True, "attempt_timeout_s": 60.0, "idle_timeout_s": 0.2}
+    given = {"attempt_timeout_s": 60.0, "idle_timeout_s": 0.2}
     for dialect in ADAPTERS:
         with pytest.raises(ModelError, match=r"silent for 0\.2 s") as caught:
-            ask(dialect, endpoint, "stall", **how)
+            ask(dialect, "stall", is_streamed=True, given=given)
         assert caught.value.kind == "timeout"
 
 
