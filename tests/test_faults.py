@@ -285,7 +285,7 @@ def test_a_long_run_through_every_fault(
 ) -> None:
     """Half of the faults over 2,600 calls and more, so 10,400 in all; prints what came of it."""
     figures = run_with_faults(
-        tmp_path / "run", dialect, HALVES[half], prompts=800, workers=2, timeout_s=2.0, seed=1
+        tmp_path / "run", dialect, HALVES[half], prompts=560, workers=2, timeout_s=2.0, seed=1
     )
     with capsys.disabled():
         print(f"\n{dialect} {figures}")
