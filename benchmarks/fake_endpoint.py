@@ -1,7 +1,9 @@
 """A model endpoint on the loopback interface that plays scripted conversations and counts calls.
 
-It speaks the OpenAI chat and the Anthropic messages dialect. A reply depends on the request
-alone. Counts end with the process; the events in the file of `--journal` outlive it.
+It speaks the OpenAI chat, OpenAI Responses and Anthropic messages dialects. A reply depends on
+the request alone, a fault also on how often it came; a conversation whose first user message is
+fault:KIND always has that fault. Counts end with the process; the events in the file of
+`--journal` outlive it.
 """
 
 from __future__ import annotations
@@ -18,27 +20,16 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Self, cast
+from typing import IO, Any, Self, cast
 
 import orjson
 
-from benchmarks.fake_dialects import (
-    DIALECTS,
-    JSON,
-    REPLY_FAULTS,
-    Ask,
-    Key,
-    Options,
-    Refused,
-    draw,
-    frame,
-    openai_error,
-    read_ask,
-    respond,
-)
+from benchmarks.fake_answers import DIALECTS, Ending, Refused, Step, frame, read_ask, respond
+from benchmarks.fake_dialects import openai_error
+from benchmarks.fake_script import JSON, Ask, Key, Options, Reply, draw
 
 _PARENT_POLL_S = 0.5
 
@@ -72,10 +63,16 @@ class Tally:
         self.first_request_at = self.first_request_at or at
         return self.asked[key]
 
-    def answer(self, key: Key) -> None:
+    def play(self, key: Key, fault: str) -> None:
+        """Note a fault."""
+        self._record("fault", key, kind=fault)
+        self.faults[fault] += 1
+
+    def answer(self, reply: Reply) -> None:
         """Note a reply that left in full."""
-        self.last_reply_at = self._record("answered", key)
-        self.answered[key] += 1
+        said = {name: getattr(reply, name) for name in ("thought", "text", "calls", "finish")}
+        self.last_reply_at = self._record("answered", reply.key, **said)
+        self.answered[reply.key] += 1
 
     def view(self, *, full: bool) -> JSON:
         """The counts as `GET /journal` shows them; `full` adds those of every reply."""
@@ -92,10 +89,10 @@ class Tally:
             ]
         return shown
 
-    def _record(self, event: str, key: Key) -> float:
+    def _record(self, event: str, key: Key, **more: Any) -> float:
         at = time.monotonic()
         if self._file is not None:
-            line = {"event": event, "conversation": key[0], "turn": key[1], "at": at}
+            line = {"event": event, "conversation": key[0], "turn": key[1], "at": at, **more}
             os.write(self._file, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         return at
 
@@ -109,6 +106,8 @@ class Connection(asyncio.Protocol):
         self._options, self._tally = options, tally
         self._received = bytearray()
         self._ask: Ask | None = None
+        self._reply: Reply | None = None
+        self._steps: Iterator[Step] = iter(())
         self._timer: asyncio.TimerHandle | None = None
         self._closes = False
 
@@ -122,6 +121,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self._tally.in_flight -= self._ask is not None
         self._ask = None
+        self._steps = iter(())
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
             self._take()
 
     def resume_writing(self) -> None:
-        self._sent()
+        self._go_on()
 
     def _take(self) -> None:
         end = self._received.find(b"\r\n\r\n")
@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
         self._closes = headers.get("connection", "").lower() == "close"
         path, _, query = target.partition("?")
         match method, path:
-            case "POST", "/v1/chat/completions" | "/v1/messages":
+            case "POST", _ if path in DIALECTS:
                 self._accept(path, headers, body)
             case "GET", "/journal":
                 self._send(frame(200, self._tally.view(full="full=1" in query)))
@@ -177,9 +177,7 @@ class Connection(asyncio.Protocol):
             ask = ask._replace(fault="http429")
         self._ask = ask
         if ask.fault:
-            self._tally.faults[ask.fault] += 1
-        if ask.fault == "hang":
-            return None
+            self._tally.play(ask.key, ask.fault)
         if not self._options.latency_s or (capacity is not None and ask.fault == "http429"):
             return self._answer(ask)
         loop = asyncio.get_running_loop()
@@ -187,28 +185,41 @@ class Connection(asyncio.Protocol):
         return None
 
     def _answer(self, ask: Ask) -> None:
-        if ask.fault == "disconnect":
-            self._transport.close()
-        elif ask.fault == "reset":
-            frame = respond(ask, self._options)
-            body_start = frame.index(b"\r\n\r\n") + 4
-            self._transport.write(frame[: (body_start + len(frame)) // 2])
+        self._steps, self._reply = respond(ask, self._options)
+        self._go_on()
+
+    def _send(self, frame: bytes) -> None:
+        self._steps, self._reply = iter([frame]), None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Send what there is, as far as the other side takes it."""
+        for step in self._steps:
+            if isinstance(step, bytes):
+                self._transport.write(step)
+                if self._transport.is_closing() or self._transport.get_write_buffer_size():
+                    return
+            elif isinstance(step, float):
+                self._timer = asyncio.get_running_loop().call_later(step, self._go_on)
+                return
+            else:
+                self._end(step)
+                return
+        self._sent()
+
+    def _end(self, ending: Ending) -> None:
+        if ending is Ending.RESET:
             linger = struct.pack("ii", 1, 0)  # a close that does not linger sends RST
             connected: socket.socket = self._transport.get_extra_info("socket")
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self._transport.abort()
-        else:
-            self._send(respond(ask, self._options))
-
-    def _send(self, frame: bytes) -> None:
-        self._transport.write(frame)
-        if not self._transport.is_closing() and not self._transport.get_write_buffer_size():
-            self._sent()
+        elif ending is Ending.CLOSE:
+            self._transport.close()
 
     def _sent(self) -> None:
         if self._ask:
-            if self._ask.fault in (None, *REPLY_FAULTS):
-                self._tally.answer(self._ask.key)
+            if self._reply:
+                self._tally.answer(self._reply)
             self._tally.in_flight -= 1
             self._ask = None
         if self._closes:

@@ -10,7 +10,8 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ import anthropic
 import openai
 import pytest
 
-from benchmarks.fake_dialects import FAULTS, REPLY_FAULTS
 from benchmarks.fake_endpoint import FakeEndpoint
+from benchmarks.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STATUSES, STREAM_FAULTS
 
-OPENAI, ANTHROPIC = "/v1/chat/completions", "/v1/messages"
+OPENAI, ANTHROPIC, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS: dict[str, Any] = {
     OPENAI: [{"type": "function", "function": {"name": "temp", "parameters": SCHEMA}}],
     ANTHROPIC: [{"name": "temp", "input_schema": SCHEMA}],
+    RESPONSES: [{"type": "function", "name": "temp", "parameters": SCHEMA}],
 }
 
 
@@ -52,7 +54,7 @@ def ask(path: str = OPENAI, prompt: str = "Go.", **more: Any) -> dict[str, Any]:
     return {
         "model": "fake",
         "max_tokens": 100,
-        "messages": [{"role": "user", "content": prompt}],
+        "input" if path == RESPONSES else "messages": [{"role": "user", "content": prompt}],
         "tools": TOOLS[path],
         **more,
     }
@@ -321,49 +323,164 @@ def test_without_tools_the_reply_is_text_unless_turns_are_given(endpoint: FakeEn
 
 def _finish(body: bytes) -> Any:
     reply = json.loads(body)
-    return reply["choices"][0]["finish_reason"] if "choices" in reply else reply["stop_reason"]
+    if "choices" in reply:
+        return reply["choices"][0]["finish_reason"]
+    return reply["stop_reason"] if "content" in reply else reply["status"]
 
 
-ERRORS = {"http403": 403, "http500": 500, "http429": 429, "http529": 529, "context": 400}
+def _calls_in(body: bytes) -> list[tuple[Any, str, Any]]:
+    """Id, name and arguments of each call of a reply, the arguments as text if they are no JSON."""
+    reply = json.loads(body)
+    if "choices" in reply:
+        calls = reply["choices"][0]["message"]["tool_calls"]
+        return [(c.get("id"), *_function(c["function"])) for c in calls]
+    if "content" in reply:
+        blocks = [block for block in reply["content"] if block["type"] == "tool_use"]
+        return [(b.get("id"), b["name"], b["input"]) for b in blocks]
+    items = [item for item in reply["output"] if item["type"] == "function_call"]
+    return [(item.get("call_id"), *_function(item)) for item in items]
+
+
+def _function(fields: dict[str, str]) -> tuple[str, Any]:
+    with suppress(ValueError):
+        return fields["name"], json.loads(fields["arguments"])
+    return fields["name"], fields["arguments"]
+
+
+def _arguments(body: bytes) -> list[Any]:
+    return [arguments for _, _, arguments in _calls_in(body)]
+
+
 BODIES: dict[str, Callable[[bytes], object]] = {
     "html": lambda body: body.startswith(b"<html"),
     "empty": lambda body: body == b"",
     "null": lambda body: body == b"null",
     "cut": lambda body: body.startswith(b'{"id":') and not body.endswith(b"}"),
+    "mid_utf8": lambda body: body.endswith(b"\xc3"),
     "bad_utf8": lambda body: b"\xff" in body,
     "error200": lambda body: json.loads(body)["error"]["message"],
-    "no_choices": lambda body: b'"choices":[]' in body or b'"content":null' in body,
+    "no_choices": lambda body: (
+        b'"choices":[]' in body or b'"content":null' in body or b'"output":null' in body
+    ),
     "no_finish": lambda body: _finish(body) is None,
-    "length": lambda body: _finish(body) in ("length", "max_tokens"),
-    "refusal": lambda body: _finish(body) in ("content_filter", "refusal"),
-    "bad_arguments": lambda body: b'{\\"cut\\": \\""' in body,
+    "length": lambda body: _finish(body) in ("length", "max_tokens", "incomplete"),
+    "refusal": lambda body: b'"refusal"' in body,
+    "pause": lambda body: _finish(body) == "pause_turn",
+    "context_stop": lambda body: _finish(body) == "model_context_window_exceeded",
+    "bad_arguments": lambda body: _arguments(body) == ['{"cut": "'] * 2,
+    "list_arguments": lambda body: _arguments(body) == [["a"]] * 2,
+    "null_arguments": lambda body: _arguments(body) == [None] * 2,
+    "wrong_types": lambda body: _arguments(body) == [{"city": [1]}] * 2,
+    "unknown_tool": lambda body: _calls_in(body)[0][1] == "no_such_tool",
+    "empty_name": lambda body: _calls_in(body)[0][1] == "",
+    "missing_id": lambda body: _calls_in(body)[0][0] is None,
+    "duplicate_ids": lambda body: (
+        len(_calls_in(body)) == 2 and len({c[0] for c in _calls_in(body)}) == 1
+    ),
+    "many_calls": lambda body: len(_calls_in(body)) == 500,
+    "repeated_call": lambda body: _arguments(body)[0]["city"].endswith("/1"),
+    "unknown_fields": lambda body: body.count(b"x_unknown") > 3,
+    "other_reasoning": lambda body: b'"reasoning":"Thought' in body,
+    "no_usage": lambda body: b'"usage"' not in body,
 }
 NO_ANSWER: dict[str, type[Exception] | tuple[type[Exception], ...]] = {
     "disconnect": http.client.RemoteDisconnected,
+    "garbage": http.client.BadStatusLine,
+    "eof": http.client.IncompleteRead,
     "reset": (ConnectionResetError, http.client.IncompleteRead),
-    "hang": TimeoutError,
+    **dict.fromkeys(("hang", "silence", "stall"), TimeoutError),
+}
+OTHERWISE_TESTED = {"empty_text", "huge", "drip", "quota", "context", *STATUSES, *STREAM_FAULTS}
+LACKING = {
+    ANTHROPIC: {"other_reasoning"},
+    OPENAI: {"pause", "context_stop"},
+    RESPONSES: {"pause", "context_stop", "other_reasoning"},
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "empty_text"])
-def test_fault(kind: str) -> None:
-    with FakeEndpoint(latency_s=0.0, faults={kind: 1.0}) as endpoint:
-        for path in (OPENAI, ANTHROPIC):
-            if kind in NO_ANSWER:
-                with pytest.raises(NO_ANSWER[kind]):
-                    post(endpoint, path, ask(path), timeout_s=0.3)
-                continue
-            status, headers, body = post(endpoint, path, ask(path))
-            assert status == ERRORS.get(kind, 200)
-            assert headers.get("Retry-After") == ("0.05" if kind == "http429" else None)
-            assert kind in ERRORS or BODIES[kind](body)
-            if kind == "context":
-                assert b"context_length_exceeded" in body or b"prompt is too long" in body
-        wait_until(endpoint, lambda journal: journal["in_flight"] == 0)
-        journal = endpoint.journal()
-    # The same first user message makes it one conversation in both dialects.
-    assert journal["requests"] == journal["faults"][kind] == 2
-    assert journal["replies"] == (2 if kind in REPLY_FAULTS else 0)
+@pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, RESPONSES])
+@pytest.mark.parametrize("kind", sorted(set(FAULTS) - OTHERWISE_TESTED))
+def test_fault(endpoint: FakeEndpoint, path: str, kind: str) -> None:
+    body = ask(path, prompt=f"fault:{kind}")
+    if kind in LACKING[path]:
+        assert post(endpoint, path, body)[0] == 200
+        assert endpoint.journal()["faults"] == {}
+        return
+    if kind in NO_ANSWER:
+        with pytest.raises(NO_ANSWER[kind]):
+            post(endpoint, path, body, timeout_s=0.2)
+    else:
+        status, _, reply = post(endpoint, path, body)
+        assert status == 200
+        assert BODIES[kind](reply)
+    wait_until(endpoint, lambda journal: journal["in_flight"] == 0)
+    journal = endpoint.journal()
+    assert journal["requests"] == journal["faults"][kind] == 1
+    assert journal["replies"] == (kind in REPLY_FAULTS)
+
+
+@pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, RESPONSES])
+def test_refusals(endpoint: FakeEndpoint, path: str) -> None:
+    for kind, due in STATUSES.items():
+        status, headers, body = post(endpoint, path, ask(path, prompt=f"fault:{kind}"))
+        assert status == due
+        assert json.loads(body)["error"]["message"]
+        if kind == "http429_date":
+            assert parsedate_to_datetime(headers["Retry-After"]).year > 2000
+        elif kind == "http429_ms":
+            assert headers["retry-after-ms"] == "50"
+        else:
+            assert headers.get("Retry-After") == RETRY_AFTER.get(kind)
+    status, _, body = post(endpoint, path, ask(path, prompt="fault:context"))
+    assert status == 400
+    assert b"context_length_exceeded" in body or b"prompt is too long" in body
+    status, _, body = post(endpoint, path, ask(path, prompt="fault:quota"))
+    assert b"insufficient_quota" in body if status == 429 else b"credit balance" in body
+    assert endpoint.journal()["replies"] == 0
+
+
+def test_slow_and_huge_replies(endpoint: FakeEndpoint) -> None:
+    raw = json.dumps(ask(prompt="fault:drip")).encode()
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as connection:
+        connection.sendall(b"POST %b HTTP/1.1\r\n" % OPENAI.encode())
+        connection.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(raw), raw))
+        connection.recv(1000)
+        assert [len(connection.recv(1000)) for _ in range(3)] == [1, 1, 1]
+    for stream in (False, True):
+        body = post(endpoint, OPENAI, ask(prompt="fault:huge", stream=stream))[2]
+        assert len(body) > 200 * 2**20
+    assert endpoint.journal()["replies"] == 0
+
+
+@pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, RESPONSES])
+def test_faults_of_streams(endpoint: FakeEndpoint, path: str) -> None:
+    body = post(endpoint, path, ask(path, prompt="fault:error_event", stream=True))[2]
+    assert b'"error"' in body
+    assert not body.endswith((b"[DONE]\n\n", b'"message_stop"}\n\n'))
+    post(endpoint, path, ask(path, prompt="fault:error_event"))
+    assert endpoint.journal()["faults"] == {"error_event": 1}
+    if path == OPENAI:
+        body = post(endpoint, path, ask(path, prompt="fault:roles", stream=True))[2]
+        assert body.count(b'"role":"assistant"') > 3
+
+
+def test_replies_of_the_responses_dialect(endpoint: FakeEndpoint) -> None:
+    """Calls, then the text; results must be those of the calls."""
+    items: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
+    for turn in (1, 2, 3):
+        status, _, body = post(endpoint, RESPONSES, ask(RESPONSES, input=items))
+        assert status == 200
+        reply = json.loads(body)
+        assert reply["id"].endswith(f"_{turn}")
+        items += reply["output"]
+        calls = [item for item in reply["output"] if item["type"] == "function_call"]
+        assert len(calls) == (2 if turn < 3 else 0)
+        waits = [*items, {"role": "user", "content": "Well?"}]
+        assert post(endpoint, RESPONSES, ask(RESPONSES, input=waits))[0] == (400 if calls else 200)
+        for call in calls:
+            items.append({"type": "function_call_output", "call_id": call["call_id"], "output": ""})
+    stray = {"type": "function_call_output", "call_id": "other", "output": ""}
+    assert post(endpoint, RESPONSES, ask(RESPONSES, input=[*items, stray]))[0] == 400
 
 
 def test_empty_text_befalls_only_the_last_reply() -> None:
@@ -439,4 +556,5 @@ def test_ends_with_its_parent() -> None:
         port = int(parent.stdout.readline())
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             parent.send_signal(signal.SIGKILL)
-            assert connection.recv(1) == b""
+            with suppress(ConnectionResetError):  # where it had not been accepted yet
+                assert connection.recv(1) == b""

@@ -138,7 +138,7 @@ def test_an_incomplete_openai_reply_is_malformed_and_never_a_result(body: bytes)
         b'{"content": "text", "stop_reason": "end_turn"}',
         b'{"content": [1], "stop_reason": "end_turn"}',
         b'{"content": [], "stop_reason": null}',
-        b'{"type": "error", "error": {"type": "overloaded_error", "message": "x"}}',
+        b'{"type": "error", "error": {"type": "odd_error", "message": "x"}}',
     ],
 )
 def test_an_incomplete_anthropic_reply_is_malformed(body: bytes) -> None:
@@ -147,10 +147,22 @@ def test_an_incomplete_anthropic_reply_is_malformed(body: bytes) -> None:
     assert caught.value.kind == "malformed"
 
 
-def test_an_error_in_a_200_reply_counts_by_its_code() -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ({"code": 429, "message": "slow down"}, "rate_limited"),
+        ({"code": "429"}, "rate_limited"),
+        ({"code": "rate_limit_exceeded"}, "rate_limited"),
+        ({"code": None, "type": "overloaded_error"}, "overloaded"),
+        ({"type": "insufficient_quota", "code": "insufficient_quota"}, "no_credit"),
+        ({"code": 200, "message": "odd"}, "malformed"),
+        ("boom", "malformed"),
+    ],
+)
+def test_an_error_in_a_200_reply_counts_by_its_code_or_type(error: Any, kind: str) -> None:
     with pytest.raises(ModelError) as caught:
-        parse_object(b'{"error": {"code": 429, "message": "slow down"}}')
-    assert caught.value.kind == "rate_limited"
+        parse_object(orjson.dumps({"error": error}))
+    assert caught.value.kind == kind
 
 
 def test_half_an_emoji_in_a_reply_is_replaced() -> None:
@@ -563,6 +575,15 @@ def test_broken_arguments_reach_anthropic_inside_an_object(arguments: str) -> No
     assert body["messages"][0]["content"][0]["input"] == {"raw_arguments": arguments}
 
 
+@pytest.mark.parametrize("given", [["a"], None, 5, "a", True])
+def test_a_kept_input_that_is_no_object_goes_back_inside_one(given: Any) -> None:
+    read = anthropic_reply(THINKING, {**TOOL_USE, "input": given}, stop="tool_use").message
+    assert read["provider_blocks"]["blocks"][1]["input"] == given, "the record keeps what came"
+    (sent,) = anthropic_messages.request_body(SETTINGS, Request([read]))["messages"]
+    text = given if isinstance(given, str) else orjson.dumps(given).decode()
+    assert sent["content"][1]["input"] == {"raw_arguments": text}
+
+
 def test_anthropic_input_tokens_include_what_was_cached() -> None:
     usage = anthropic_reply(
         {"type": "text", "text": "x"},
@@ -655,12 +676,39 @@ def test_every_kind_has_a_rule_with_words() -> None:
         ("soon", None),
         ("Sat, 21 Nov 2026 12:00:10 GMT", 10.0),
         ("Sat, 21 Nov 2026 11:00:00 GMT", None),
+        ("Sat, 21 Nov 2026 12:00:10", 10.0),
+        ("Sat, 21 Nov 2026 13:00:10 +0100", 10.0),
+        ("Sat, 21 Nov 2026 12:00:10 +99999999999", None),
+        ("Sat, 99999999999999999999 Nov 2026 12:00:10 GMT", None),
+        (" 2 ", 2.0),
+        ("7200", 7200.0),
+        ("-inf", None),
+        ("1e999", None),
+        ("", None),
+        ("1, 2", None),
     ],
 )
 def test_retry_after_in_its_forms(value: str | None, seconds: float | None) -> None:
     now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     headers = {} if value is None else {"retry-after": value}
     assert retry_after_s(headers, now=now) == seconds
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "seconds"),
+    [("250", 0.25), ("0", 0.0), ("-5", 3.0), ("nan", 3.0), ("soon", 3.0), ("", 3.0)],
+)
+def test_milliseconds_go_before_seconds_where_they_are_usable(
+    milliseconds: str, seconds: float
+) -> None:
+    headers = {"retry-after-ms": milliseconds, "retry-after": "3"}
+    assert retry_after_s(headers) == seconds
+
+
+@given_any(st.text())
+def test_any_text_is_a_wait_or_none(value: str) -> None:
+    seconds = retry_after_s({"retry-after": value})
+    assert seconds is None or seconds >= 0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.anthropic_stream import MessagesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
+from agent.models.receiving import bound_reply
 from agent.models.refusals import Refusals
 from agent.models.replies import (
     count_or_none,
@@ -51,7 +52,7 @@ class AnthropicMessages:
             base_url=settings.base_url,
             max_retries=0,
             timeout=settings.attempt_timeout_s,
-            http_client=DefaultAioHttpClient(),
+            http_client=DefaultAioHttpClient(event_hooks={"response": [bound_reply]}),
             default_headers=_OLDER_VERSION if samples else None,
         )
 
@@ -64,7 +65,7 @@ class AnthropicMessages:
             self._client,
             "/v1/messages",
             request_body(settings, request),
-            settings.attempt_timeout_s,
+            settings,
             secret=self._api_key,
             assembly=None if request.on_delta is None else MessagesAssembly(request.on_delta),
         )
@@ -184,10 +185,15 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _with_object(block: dict[str, Any]) -> dict[str, Any]:
-    """A stream that the token limit cut leaves an input that is text; it would be refused."""
-    if isinstance(block.get("input"), str):
-        return {**block, "input": _input_object(block["input"])}
-    return block
+    """An input that is no object would be refused, though some servers give one.
+
+    A stream that the token limit cut leaves one that is text.
+    """
+    if "input" not in block or isinstance(block["input"], dict):
+        return block
+    given = block["input"]
+    text = given if isinstance(given, str) else orjson.dumps(given).decode()
+    return {**block, "input": _input_object(text)}
 
 
 def _is_blank(block: Mapping[str, Any]) -> bool:

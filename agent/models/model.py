@@ -101,6 +101,8 @@ class ModelSettings:
     """Anthropic: have the system message and the tools kept in the prompt cache."""
     attempt_timeout_s: float = 600.0
     """Deadline of one attempt of one call, first byte to last."""
+    idle_timeout_s: float = 120.0
+    """Longest silence within a streamed reply once it has begun."""
     call_attempts: int = 8
     """Attempts of one call before the task's attempt fails; rate limits do not count."""
     call_timeout_s: float = 3600.0

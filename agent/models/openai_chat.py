@@ -18,6 +18,7 @@ from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_stream import ChatAssembly
+from agent.models.receiving import bound_reply
 from agent.models.refusals import Refusals
 from agent.models.replies import (
     count_or_none,
@@ -59,7 +60,7 @@ class OpenAIChat:
             base_url=settings.base_url,
             max_retries=0,
             timeout=settings.attempt_timeout_s,
-            http_client=DefaultAioHttpClient(),
+            http_client=DefaultAioHttpClient(event_hooks={"response": [bound_reply]}),
         )
 
     async def complete(self, request: Request) -> Completion:
@@ -71,7 +72,7 @@ class OpenAIChat:
             self._client,
             "/chat/completions",
             request_body(settings, request),
-            settings.attempt_timeout_s,
+            settings,
             secret=self._api_key,
             assembly=None if request.on_delta is None else ChatAssembly(request.on_delta),
         )

@@ -65,7 +65,7 @@ class OpenAIResponses(OpenAIChat):
             self._client,
             "/responses",
             request_body(settings, request),
-            settings.attempt_timeout_s,
+            settings,
             secret=self._api_key,
             assembly=None if request.on_delta is None else ResponsesAssembly(request.on_delta),
         )

@@ -11,11 +11,14 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Protocol
 
+import aiohttp
 import httpx2
 import orjson
 
 from agent.messages import FunctionCall, ToolCall
 from agent.models.errors import ModelError, kind_of_status, redact
+from agent.models.model import ModelSettings
+from agent.models.receiving import MAX_EVENT_BYTES, ReceivedBytes
 from agent.models.streaming import Assembly
 from agent.nesting import MAX_NESTING, is_nested_deeper
 from toolsets.tool import HOST_ERRNOS, HostError
@@ -49,7 +52,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if is_nested_deeper(body, MAX_NESTING):
         raise ModelError("malformed", f"nested deeper than {MAX_NESTING} levels")
     if reply.get("error"):
-        raise _error_in_reply(reply["error"])
+        raise _error_behind_200(reply["error"], "a 200 reply")
     return reply
 
 
@@ -87,69 +90,112 @@ async def post(
     client: SdkClient,
     path: str,
     request: Mapping[str, Any],
-    timeout_s: float,
+    settings: ModelSettings,
     *,
     secret: str,
     assembly: Assembly | None = None,
 ) -> bytes:
-    """Send one request; return the body of the reply.
+    """Send one request; return the body of the reply, which must come in time.
 
     With an `assembly` the request must ask for a stream, whose parts it puts together. Raises
     `ModelError`, and `HostError` where this machine ran out of what a call needs. `secret` is
-    taken out of what error messages quote, before they are cut to size.
+    taken out of what error messages quote, before they are cut to size. The HTTP client of
+    `client` must have `bound_reply` as its hook.
 
     Both SDKs are generated from one template and name their errors alike, so that one place
     can classify them without importing either.
     """
+    timeout_s = settings.attempt_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             content = orjson.dumps(request)
             if assembly is not None:
                 stream = await client.post(path, cast_to=object, content=content, stream=True)
-                return await _assemble(stream, assembly)
+                return await _assemble(stream, assembly, settings.idle_timeout_s)
             response = await client.post(
                 path, cast_to=httpx2.Response, content=content, stream=False
             )
             body: bytes = response.content
             return body
+    except ModelError:
+        raise
     except TimeoutError as error:
         raise ModelError("timeout", f"no complete reply within {timeout_s:g} s") from error
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, aiohttp.ClientError) as error:
+        # One SDK lets failures of its transport through that it has no names for: what came was
+        # no HTTP, or had headers beyond measure.
         raise ModelError("connection", f"{type(error).__name__}: {error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError("malformed", f"in the stream: {type(error).__name__}: {error}") from error
     except Exception as error:
         raise _sdk_error(error, secret) from error
 
 
-async def _assemble(stream: Any, assembly: Assembly) -> bytes:
-    async with stream:
-        # Some servers know no streams, or not for this model, and answer in one piece.
-        if stream.response.headers.get("content-type", "").startswith("application/json"):
-            body: bytes = await stream.response.aread()
-            return body
-        async for part in stream:
-            if isinstance(part, dict):
-                assembly.add(part)
+async def _assemble(stream: Any, assembly: Assembly, idle_timeout_s: float) -> bytes:
+    """Read a stream to its end, unless it falls silent once it has begun.
+
+    Until then only the attempt's time counts: who thinks or queues says nothing at first.
+    """
+    clock = asyncio.get_running_loop()
+    silence = asyncio.timeout(None)
+    unread = 0
+
+    def on_part(size: int) -> None:
+        # Bytes rather than events: what keeps a connection alive is often no event.
+        silence.reschedule(clock.time() + idle_timeout_s)
+        nonlocal unread
+        unread += size
+        if unread > MAX_EVENT_BYTES:
+            raise ModelError("malformed", f"no event in {MAX_EVENT_BYTES // 2**20} MiB of a stream")
+
+    try:
+        async with stream, silence:
+            # Some servers know no streams, or not for this model, and answer in one piece.
+            if stream.response.headers.get("content-type", "").startswith("application/json"):
+                body: bytes = await stream.response.aread()
+                return body
+            received: ReceivedBytes = stream.response.stream
+            received.on_part = on_part
+            async for part in stream:
+                unread = 0
+                if isinstance(part, dict):
+                    assembly.add(part)
+    except (ValueError, RecursionError) as error:
+        raise ModelError("malformed", f"in the stream: {type(error).__name__}: {error}") from error
+    except TimeoutError as error:
+        if not silence.expired():
+            raise
+        words = f"the stream was silent for {idle_timeout_s:g} s"
+        raise ModelError("timeout", words) from error
     return assembly.finish()
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) -> float | None:
-    """How long the endpoint asks to wait: seconds or an HTTP date; None where unusable."""
-    value = headers.get("retry-after")
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
+    """How long the endpoint asks to wait: milliseconds, seconds or an HTTP date.
+
+    None where it asks for nothing usable, such as a moment that has passed.
+    """
+    milliseconds = _finite(headers.get("retry-after-ms", ""))
+    if milliseconds is not None:
+        return milliseconds / 1000
+    value = headers.get("retry-after", "")
+    seconds = _finite(value)
+    if seconds is None:
         try:
             when = parsedate_to_datetime(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         if when.tzinfo is None:
             when = when.replace(tzinfo=UTC)
         seconds = (when - (now or datetime.now(UTC))).total_seconds()
-    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+    return seconds if seconds >= 0 else None
+
+
+def _finite(value: str) -> float | None:
+    """The number that is written there, None for what cannot be waited for."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
 
 
 def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -186,7 +232,8 @@ def _sdk_error(error: Exception, secret: str) -> ModelError:
     response = getattr(error, "response", None)
     body = getattr(error, "body", None)
     if body is not None and (status is None or status < 400):
-        return _error_in_stream(body, secret)
+        error_told = body.get("error", body) if isinstance(body, dict) else body
+        return _error_behind_200(error_told, "the stream", secret)
     if isinstance(status, int) and response is not None:
         code, message, param = _read_error(
             redact(response.content.decode(errors="replace"), secret)
@@ -199,6 +246,9 @@ def _sdk_error(error: Exception, secret: str) -> ModelError:
             param=param,
         )
     root = _root_of(error)
+    if isinstance(root, ModelError):
+        # One SDK takes our own limits for failures of its connection.
+        return ModelError(root.kind, str(root))
     if isinstance(root, OSError) and root.errno in HOST_ERRNOS:
         raise HostError(f"model call: {root.strerror}") from error
     if isinstance(root, OSError) and not isinstance(root, TimeoutError):
@@ -221,31 +271,19 @@ def _root_of(error: BaseException) -> BaseException:
     return error
 
 
-def _error_in_reply(error: Any) -> ModelError:
-    """Some routers answer 200 and put the provider's error in the body."""
-    status = error.get("code") if isinstance(error, dict) else None
-    code, message, _ = _read_error(orjson.dumps({"error": error}, default=str).decode())
-    if isinstance(status, int) and 400 <= status < 600:
-        return ModelError(kind_of_status(status, code, message), f"error in a 200 reply: {message}")
-    return ModelError("malformed", f"error in a 200 reply: {message}")
+def _error_behind_200(error: Any, place: str, secret: str = "") -> ModelError:
+    """An error that is told after the status was sent; its code or type stands for the status.
 
-
-def _error_in_stream(body: Any, secret: str) -> ModelError:
-    """An error behind a 200 that was sent long before; its code or type stands for the status."""
-    error = body.get("error", body) if isinstance(body, dict) else body
+    Routers put the provider's error into the body, and streams have no other way. `place` is
+    where it stood.
+    """
     code, message, param = _read_error(redact(json.dumps({"error": error}), secret))
     fields = error if isinstance(error, dict) else {}
     names = [str(fields.get(name)) for name in ("code", "type")]
     statuses = [int(name) if name.isdecimal() else _STATUS_OF.get(name, 0) for name in names]
     status = next((status for status in statuses if 400 <= status < 600), None)
-    if status is None:
-        return ModelError("malformed", f"error in the stream: {message}")
-    return ModelError(
-        kind_of_status(status, code, message),
-        f"error in the stream: {message}",
-        code=code,
-        param=param,
-    )
+    kind = "malformed" if status is None else kind_of_status(status, code, message)
+    return ModelError(kind, f"error in {place}: {message}", code=code, param=param)
 
 
 class _ErrorBody(NamedTuple):
