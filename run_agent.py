@@ -32,6 +32,9 @@ from batch.files import AppendFile, StorageError
 from export.completion import plain_ending
 from export.hermes import dumps_row, to_conversations
 from export.row_rules import Rejected, check_finished
+from toolsets.catalog import catalog
+from toolsets.own import as_toolsets, load_own
+from toolsets.registry import Toolset
 from toolsets.sandbox import SandboxError, sandbox_problem
 
 log = logging.getLogger("run_agent")
@@ -65,6 +68,7 @@ class AIAgent:
         script: Sequence[dict[str, Any]] | None = None,
         output_dir: Path | str = "trajectories",
         transcript_dir: Path | str | None = None,
+        tools: Sequence[Any] | str = (),
         stream_handler: StreamHandler | None = None,
         approve_calls: Approve | None = None,
         **options: Any,
@@ -78,6 +82,8 @@ class AIAgent:
         `max_turns` bounds the model replies. Toolsets None means all. `sandbox` "local" runs
         commands with your own rights. `script` holds the turns that model "scripted" plays.
         With `save_trajectories`, each conversation is appended to `output_dir`, as ShareGPT.
+        `tools` are your own: functions, `Tool`s and `Toolset`s, or MODULE:ATTRIBUTE as text; they
+        are toolsets like others, functions and `Tool`s in one called "own".
         `transcript_dir` gets a JSONL file per conversation that grows as things happen.
         `stream_handler` is told of each `StreamEvent`, `approve_calls` is asked before each
         tool call. `options` are the fields of `AgentOptions`.
@@ -94,6 +100,7 @@ class AIAgent:
             enabled_toolsets=_names(enabled_toolsets),
             disabled_toolsets=_names(disabled_toolsets) or (),
             api_key=api_key,
+            known=catalog(_own_toolsets(tools)),
         )
         if common.sandboxed() and (problem := sandbox_problem(sandbox)):
             raise SandboxError(problem)
@@ -252,6 +259,13 @@ def _check_options(options: Mapping[str, Any]) -> AgentOptions:
         raise ValueError(msg) from error
 
 
+def _own_toolsets(tools: Sequence[Any] | str) -> tuple[Toolset, ...]:
+    """The toolsets of what was given as tools: places as text, and the things themselves."""
+    given = tools if isinstance(tools, list | tuple) else _names(tools) or ()
+    places = tuple(one for one in given if isinstance(one, str))
+    return load_own(places) + as_toolsets(("own", one) for one in given if not isinstance(one, str))
+
+
 def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
     """Names as a list; also written as one text with commas, as on the command line."""
     if isinstance(value, str):
@@ -271,6 +285,7 @@ def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
 @click.option("--max_turns", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--enabled_toolsets", help="Names separated by commas; default: all.")
 @click.option("--disabled_toolsets", help="Names separated by commas.")
+@click.option("--tools", default="", help="Your own tools: MODULE:ATTRIBUTE, with commas.")
 @click.option("--sandbox", type=click.Choice(["bwrap", "local"]), default="bwrap")
 @click.option("--save_trajectories", is_flag=True, help="Append to trajectories/*.jsonl.")
 @click.option("--verbose_logging", is_flag=True, help="Log each turn on standard error.")
@@ -284,6 +299,7 @@ def main(
     max_turns: int,
     enabled_toolsets: str | None,
     disabled_toolsets: str | None,
+    tools: str,
     sandbox: str,
     save_trajectories: bool,
     verbose_logging: bool,
@@ -299,6 +315,7 @@ def main(
             system_prompt=system_prompt,
             enabled_toolsets=enabled_toolsets,
             disabled_toolsets=disabled_toolsets,
+            tools=tools,
             sandbox=sandbox,
             save_trajectories=save_trajectories,
             verbose_logging=verbose_logging,

@@ -95,6 +95,11 @@ class RunConfig(AgentOptions):
         None, "Toolsets to offer, separated by commas; default: all. 'none' offers no tools."
     )
     disabled_toolsets: Names = meaning((), "Toolsets never to offer; wins over enabled ones.")
+    tools: Names | None = meaning(
+        None,
+        "Your own tools, as toolsets: MODULE:ATTRIBUTE, or the name of an installed package's "
+        "entry point, separated by commas.",
+    )
     distribution: str | None = meaning(
         None,
         "Instead of --enabled_toolsets: the name (see `distributions`) or YAML file of the "
@@ -211,7 +216,9 @@ class RunConfig(AgentOptions):
 
     def toolset_percentages(self) -> Distribution | None:
         """The distribution of toolsets; None where all conversations are offered the same."""
-        return None if self.distribution is None else _load_distribution(self.distribution)
+        if self.distribution is None:
+            return None
+        return _load_distribution(self.distribution, self.tools)
 
     def selected_toolsets(self) -> tuple[str, ...] | None:
         """The toolsets that any conversation can be offered; None means all."""
@@ -243,13 +250,16 @@ class RunConfig(AgentOptions):
     def meaning(self) -> dict[str, Any]:
         """The fields that decide what the data is, JSON-ready and in one form.
 
-        A script counts by its content; the order in which toolsets are named does not count.
+        A script counts by its content, tools by what a model is told of them; the order in which
+        toolsets are named does not count.
         """
         fields = {name: value for name, value in self.to_json().items() if is_meaning(name)}
         if self.script_file is not None:
             fields["script_file"] = hashlib.sha256(self.script_file.read_bytes()).hexdigest()
         if (distribution := self.toolset_percentages()) is not None:
             fields["distribution"] = dict(sorted(distribution.items()))
+        if self.tools is not None:
+            fields["tools"] = _digests_of_tools(self.tools)
         for name in ("enabled_toolsets", "disabled_toolsets"):
             fields[name] = fields[name] and sorted(set(fields[name]))
         return fields
@@ -264,11 +274,20 @@ class RunConfig(AgentOptions):
 
 
 @lru_cache(maxsize=8)
-def _load_distribution(name: str) -> Distribution:
+def _load_distribution(name: str, tools: tuple[str, ...] | None) -> Distribution:
     """Asked once per task; the import would slow down whoever only wants help."""
+    from toolsets.catalog import catalog
     from toolsets.distributions import load_distribution
+    from toolsets.own import load_own
 
-    return load_distribution(name)
+    return load_distribution(name, known=catalog(load_own(tools or ())))
+
+
+def _digests_of_tools(places: tuple[str, ...]) -> dict[str, str]:
+    """The digest of the schemas of each toolset of the user's own."""
+    from toolsets.own import load_own, schemas_digest
+
+    return {toolset.name: schemas_digest(toolset.tools) for toolset in load_own(places)}
 
 
 def is_meaning(name: str) -> bool:

@@ -20,6 +20,7 @@ from agent.models.model import ModelSettings
 from agent.models.names import read_key, resolve_model
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for, set_up
+from batch.catalog import catalog_of
 from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
@@ -96,6 +97,7 @@ def make_plan(config: RunConfig) -> Plan:
             settings,
             enabled_toolsets=config.selected_toolsets(),
             disabled_toolsets=config.disabled_toolsets,
+            known=catalog_of(config),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,12 +12,17 @@ from toolsets.python import python
 from toolsets.terminal import terminal
 from toolsets.tool import Tool
 
-_ALL = ("all", "*")
-_NONE = "none"
+ALL = ("all", "*")
+NONE = "none"
+"""What stands for toolsets in a selection and is the name of none."""
 
 
 class UnknownToolset(ValueError):
     """A toolset was named that does not exist."""
+
+
+def _no_problem() -> str | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +32,12 @@ class Toolset:
     name: str
     description: str
     tools: tuple[Tool, ...]
-    needs_sandbox: bool
+    needs_sandbox: bool = False
     """Its tools run commands."""
     includes: tuple[str, ...] = ()
     """Names of toolsets that come along with it."""
+    problem: Callable[[], str | None] = _no_problem
+    """Says in one sentence why it does not work here and what to do; None where it works."""
 
 
 def _by_name(*toolsets: Toolset) -> Mapping[str, Toolset]:
@@ -71,7 +78,7 @@ def resolve_toolsets(
     is disabled goes with all it includes, and its tools go from other toolsets as well; a
     toolset left without any tool is dropped. Raises `UnknownToolset`.
     """
-    wanted = _expand(_ALL[:1] if enabled is None else enabled, known)
+    wanted = _expand(ALL[:1] if enabled is None else enabled, known)
     unwanted = _expand(disabled, known)
     gone = {tool.name for name in unwanted for tool in known[name].tools}
     kept = []
@@ -93,7 +100,8 @@ def tools_of(toolsets: Sequence[Toolset]) -> tuple[Tool, ...]:
             other, owner = by_name.setdefault(tool.name, (tool, toolset.name))
             if other is not tool:
                 raise ValueError(
-                    f"toolsets {owner} and {toolset.name} both have a tool {tool.name!r}"
+                    f"toolsets {owner} and {toolset.name} both have a tool {tool.name!r}; "
+                    "disable or rename one"
                 )
     return tuple(by_name[name][0] for name in sorted(by_name))
 
@@ -104,9 +112,9 @@ def _expand(names: Sequence[str], known: Mapping[str, Toolset]) -> set[str]:
     pending = list(names)
     while pending:
         name = pending.pop()
-        if name in _ALL:
+        if name in ALL:
             pending.extend(known.keys() - found)
-        elif name != _NONE and name not in found:
+        elif name != NONE and name not in found:
             if name not in known:
                 raise UnknownToolset(f"unknown toolset {name!r}; known: {', '.join(sorted(known))}")
             found.add(name)
