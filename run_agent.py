@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from agent.messages import Event, Message
 from agent.models.names import Api, read_key, resolve_model
@@ -33,6 +33,8 @@ from export.completion import plain_ending
 from export.hermes import dumps_row, to_conversations
 from export.row_rules import Rejected, check_finished
 from toolsets.catalog import catalog
+from toolsets.mcp_servers import McpError, McpServers, list_servers
+from toolsets.mcp_settings import McpServer, ServerName
 from toolsets.own import as_toolsets, load_own
 from toolsets.registry import Toolset
 from toolsets.sandbox import SandboxError, sandbox_problem
@@ -69,6 +71,7 @@ class AIAgent:
         output_dir: Path | str = "trajectories",
         transcript_dir: Path | str | None = None,
         tools: Sequence[Any] | str = (),
+        mcp: Mapping[str, Any] | None = None,
         stream_handler: StreamHandler | None = None,
         approve_calls: Approve | None = None,
         **options: Any,
@@ -83,7 +86,8 @@ class AIAgent:
         commands with your own rights. `script` holds the turns that model "scripted" plays.
         With `save_trajectories`, each conversation is appended to `output_dir`, as ShareGPT.
         `tools` are your own: functions, `Tool`s and `Toolset`s, or MODULE:ATTRIBUTE as text; they
-        are toolsets like others, functions and `Tool`s in one called "own".
+        are toolsets like others, functions and `Tool`s in one called "own". `mcp` are MCP
+        servers by name, as in a config file; all of them are started and asked for their tools.
         `transcript_dir` gets a JSONL file per conversation that grows as things happen.
         `stream_handler` is told of each `StreamEvent`, `approve_calls` is asked before each
         tool call. `options` are the fields of `AgentOptions`.
@@ -94,13 +98,14 @@ class AIAgent:
             model, base_url=base_url, api=api, key_env=key_env, **(model_options or {})
         )
         checked = _check_options({"max_turns": max_turns, **options})
+        servers = McpServers(_listed_servers(mcp or {}))
         common = set_up(
             checked,
             settings,
             enabled_toolsets=_names(enabled_toolsets),
             disabled_toolsets=_names(disabled_toolsets) or (),
             api_key=api_key,
-            known=catalog(_own_toolsets(tools)),
+            known=catalog((*_own_toolsets(tools), *servers.toolsets())),
         )
         if common.sandboxed() and (problem := sandbox_problem(sandbox)):
             raise SandboxError(problem)
@@ -117,6 +122,7 @@ class AIAgent:
             on_event=stream_handler,
             on_retry=log.warning,
             transcript_dir=Path(transcript_dir) if transcript_dir is not None else None,
+            servers=servers,
         )
         self._model_name = model
         self._save_trajectories = save_trajectories
@@ -264,6 +270,22 @@ def _own_toolsets(tools: Sequence[Any] | str) -> tuple[Toolset, ...]:
     given = tools if isinstance(tools, list | tuple) else _names(tools) or ()
     places = tuple(one for one in given if isinstance(one, str))
     return load_own(places) + as_toolsets(("own", one) for one in given if not isinstance(one, str))
+
+
+def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
+    """MCP servers with the tools that they offer; raises `ValueError`."""
+    try:
+        servers = TypeAdapter(dict[ServerName, McpServer]).validate_python(mcp)
+    except ValidationError as error:
+        first = error.errors()[0]
+        msg = f"mcp: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ValueError(msg) from error
+    listed = {}
+    for name, server in run_here(list_servers(servers)).items():
+        if isinstance(server, McpError):
+            raise server
+        listed[name] = server
+    return listed
 
 
 def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:

@@ -32,6 +32,7 @@ from agent.tools import check_names
 from agent.trajectory import Journal, Trajectory
 from agent.transcript import Transcript
 from toolsets.execution import Limits
+from toolsets.mcp_servers import McpServers
 from toolsets.sandbox import make_sandbox
 from toolsets.space import TaskSpace
 from toolsets.workspace import Workspace
@@ -59,6 +60,8 @@ class AgentSetup:
     """Told of every event as it happens."""
     transcript_dir: Path | None = None
     call_timeout_s: float = 300.0
+    servers: McpServers | None = None
+    """The MCP servers behind the tools; they live as long as the answering of one prompt."""
 
 
 class AgentSession:
@@ -228,6 +231,9 @@ class AgentSession:
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
         space = TaskSpace(workspace, sandbox)
         async with AsyncExitStack() as stack:
+            if setup.servers is not None:
+                setup.servers.open()
+                stack.push_async_callback(setup.servers.close)
             stack.push_async_callback(space.close, remove=False)
             journal = self._open_journal(stack)
             models = SubagentModels(setup.common, setup.on_retry, api_key=setup.api_key)

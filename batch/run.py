@@ -20,7 +20,7 @@ from agent.models.model import ModelSettings
 from agent.models.names import read_key, resolve_model
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for, set_up
-from batch.catalog import catalog_of
+from batch.catalog import catalog_of, with_listed_servers
 from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
@@ -92,6 +92,7 @@ def make_plan(config: RunConfig) -> Plan:
             prompt_caching=config.prompt_caching,
         )
         read_key(settings)
+        config = with_listed_servers(config)
         setup = set_up(
             config.agent_options,
             settings,
@@ -163,6 +164,9 @@ def run_batch(plan: Plan, run_dir: RunDir) -> Outcome:
     """
     log_to(run_dir.path / "run.log", plan.config.log_level)
     log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
+    for name, server in (plan.config.mcp or {}).items():
+        for tool in server.listed or ():
+            log.info("mcp server %s offers %r: %r", name, tool.name, tool.description)
     hide_environment()
     allow_many_files()
     outcome = _work(plan, run_dir)
