@@ -22,7 +22,7 @@ DESCRIPTIONS = {
     "hang": "Never answer.",
     "env": "Tell the environment.",
     "pids": "Start a child; tell its process and one's own.",
-    "where": "Tell the arguments and the directory.",
+    "where": f"Tell the arguments, {sys.argv[1:]}, and the directory.",
     "refuse": "Answer with an error of the protocol.",
     "big": "Say very much.",
 }

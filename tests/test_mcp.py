@@ -307,6 +307,20 @@ def test_a_server_per_task_works_in_its_workspace(tmp_path: Path) -> None:
     assert json.loads(raw.content)[2] == str(Path.cwd())
 
 
+def test_a_server_per_task_ends_with_its_task(tmp_path: Path) -> None:
+    async def work() -> None:
+        found = (await list_servers({"raw": server(per_task=True)}))["raw"]
+        assert isinstance(found, McpServer)
+        toolboxes = Toolboxes(tmp_path, McpServers({"raw": found}), 20)
+        told = await toolboxes.of("a").call("raw__pids", "{}")
+        pid, _ = json.loads(told.content)
+        assert is_alive(pid)
+        await toolboxes.of("a").close(remove_workspace=True)
+        assert not is_alive(pid)
+
+    asyncio.run(work())
+
+
 def test_settings_that_contradict_each_other_are_refused() -> None:
     for settings, words in [
         ({}, "either `command` or `url`"),
@@ -371,7 +385,7 @@ def configured(cwd: Path, servers: Mapping[str, Any], **more: Any) -> dict[str, 
 
 
 def test_a_run_with_servers(tmp_path: Path) -> None:
-    """They are offered, called, recorded, part of the meaning; and no key of theirs is written."""
+    """They are offered, called and recorded, and no key of theirs is written."""
     script = [calls(call("raw__echo", text="hi"), call("raw__env")), say("done")]
     write_rows(tmp_path / "p.jsonl", *({"id": n, "prompt": "x", "script": script} for n in "ab"))
     raw = {"command": RAW, "env": {"TOKEN": "s3cr3t-value"}}
@@ -387,11 +401,19 @@ def test_a_run_with_servers(tmp_path: Path) -> None:
         assert record["toolsets"] == ["raw"]
     assert "s3cr3t" not in (run_dir / "run.json").read_text() + (run_dir / "run.log").read_text()
     assert "mcp server raw offers 'echo': 'Say it again.'" in (run_dir / "run.log").read_text()
-    assert run(tmp_path, **given).returncode == 0, "the same servers are the same run"
-    given = configured(tmp_path, {"raw": {**raw, "command": [*RAW, "--tool=new"]}})
-    changed = run(tmp_path, **given)
-    assert changed.returncode == 2
-    assert "mcp: the run has {'raw': " in changed.stderr
+
+
+def test_what_servers_offer_is_part_of_the_meaning(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
+
+    def meaning(*more: str) -> Any:
+        configured(tmp_path, {"raw": {"command": [*RAW, *more], "env": {"A": more[0]}}})
+        return make_plan(load_config(tmp_path / "run.yaml", {})).config.meaning()["mcp"]["raw"]
+
+    first = meaning("{workspace}")
+    assert first == meaning("{workspace}"), "a path that is new each time does not count"
+    assert first["per_task"]
+    assert first["tools"] != meaning("{workspace}", "--tool=new")["tools"]
 
 
 def test_a_start_without_its_server_is_refused(tmp_path: Path) -> None:
