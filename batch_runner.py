@@ -309,6 +309,31 @@ def distributions() -> None:
 
 
 @main.command()
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="As for run.")
+@click.option("--tools", help="As for run.")
+@click.option("--mcp", metavar="JSON", help="As for run; the servers are started and asked.")
+@click.option("--sandbox", help="As for run.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the whole schemas.")
+def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
+    """Show every toolset with its tools, and whether it works here."""
+    import orjson
+
+    from batch.config import load_config
+    from batch.errors import ConfigError
+    from batch.tool_list import as_text, tool_list
+
+    with _errors_as_exit_codes():
+        given = {name: value for name, value in flags.items() if value is not None}
+        # A config is checked as a whole, and these two have no default.
+        unused = {"dataset_file": "-", "run_name": "tools"}
+        try:
+            found = tool_list(load_config(config_file, {**unused, **given}))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() if as_json else as_text(found))
+
+
+@main.command()
 def errors() -> None:
     """Show what each failure of an endpoint leads to."""
     from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from agent.messages import Event, Message
 from agent.models.names import Api, read_key, resolve_model
@@ -32,6 +32,11 @@ from batch.files import AppendFile, StorageError
 from export.completion import plain_ending
 from export.hermes import dumps_row, to_conversations
 from export.row_rules import Rejected, check_finished
+from toolsets.catalog import catalog
+from toolsets.mcp_servers import McpError, McpServers, list_servers
+from toolsets.mcp_settings import McpServer, ServerName
+from toolsets.own import as_toolsets, load_own
+from toolsets.registry import Toolset
 from toolsets.sandbox import SandboxError, sandbox_problem
 from toolsets.web_settings import WebSettings
 
@@ -66,6 +71,8 @@ class AIAgent:
         script: Sequence[dict[str, Any]] | None = None,
         output_dir: Path | str = "trajectories",
         transcript_dir: Path | str | None = None,
+        tools: Sequence[Any] | str = (),
+        mcp: Mapping[str, Any] | None = None,
         stream_handler: StreamHandler | None = None,
         approve_calls: Approve | None = None,
         web: WebSettings | None = None,
@@ -80,6 +87,9 @@ class AIAgent:
         `max_turns` bounds the model replies. Toolsets None means all but "web". `sandbox` "local"
         runs commands with your own rights. `script` holds the turns that model "scripted" plays.
         With `save_trajectories`, each conversation is appended to `output_dir`, as ShareGPT.
+        `tools` are your own: functions, `Tool`s and `Toolset`s, or MODULE:ATTRIBUTE as text; they
+        are toolsets like others, functions and `Tool`s in one called "own". `mcp` are MCP
+        servers by name, as in a config file; all of them are started and asked for their tools.
         `transcript_dir` gets a JSONL file per conversation that grows as things happen.
         `stream_handler` is told of each `StreamEvent`, `approve_calls` is asked before each
         tool call. `web` says how toolset "web" searches, what it may reach and where it keeps
@@ -92,12 +102,14 @@ class AIAgent:
             model, base_url=base_url, api=api, key_env=key_env, **(model_options or {})
         )
         checked = _check_options({"max_turns": max_turns, **options})
+        servers = McpServers(_listed_servers(mcp or {}))
         common = set_up(
             checked,
             settings,
             enabled_toolsets=_names(enabled_toolsets),
             disabled_toolsets=_names(disabled_toolsets) or (),
             api_key=api_key,
+            known=catalog((*_own_toolsets(tools), *servers.toolsets())),
         )
         if common.sandboxed() and (problem := sandbox_problem(sandbox)):
             raise SandboxError(problem)
@@ -117,6 +129,7 @@ class AIAgent:
             on_retry=log.warning,
             transcript_dir=Path(transcript_dir) if transcript_dir is not None else None,
             web=web,
+            servers=servers,
         )
         self._model_name = model
         self._save_trajectories = save_trajectories
@@ -259,6 +272,29 @@ def _check_options(options: Mapping[str, Any]) -> AgentOptions:
         raise ValueError(msg) from error
 
 
+def _own_toolsets(tools: Sequence[Any] | str) -> tuple[Toolset, ...]:
+    """The toolsets of what was given as tools: places as text, and the things themselves."""
+    given = tools if isinstance(tools, list | tuple) else _names(tools) or ()
+    places = tuple(one for one in given if isinstance(one, str))
+    return load_own(places) + as_toolsets(("own", one) for one in given if not isinstance(one, str))
+
+
+def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
+    """MCP servers with the tools that they offer; raises `ValueError`."""
+    try:
+        servers = TypeAdapter(dict[ServerName, McpServer]).validate_python(mcp)
+    except ValidationError as error:
+        first = error.errors()[0]
+        msg = f"mcp: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ValueError(msg) from error
+    listed = {}
+    for name, server in run_here(list_servers(servers)).items():
+        if isinstance(server, McpError):
+            raise server
+        listed[name] = server
+    return listed
+
+
 def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
     """Names as a list; also written as one text with commas, as on the command line."""
     if isinstance(value, str):
@@ -278,6 +314,7 @@ def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
 @click.option("--max_turns", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--enabled_toolsets", help="Names separated by commas; default: all but web.")
 @click.option("--disabled_toolsets", help="Names separated by commas.")
+@click.option("--tools", default="", help="Your own tools: MODULE:ATTRIBUTE, with commas.")
 @click.option("--sandbox", type=click.Choice(["bwrap", "local"]), default="bwrap")
 @click.option("--save_trajectories", is_flag=True, help="Append to trajectories/*.jsonl.")
 @click.option("--verbose_logging", is_flag=True, help="Log each turn on standard error.")
@@ -291,6 +328,7 @@ def main(
     max_turns: int,
     enabled_toolsets: str | None,
     disabled_toolsets: str | None,
+    tools: str,
     sandbox: str,
     save_trajectories: bool,
     verbose_logging: bool,
@@ -306,6 +344,7 @@ def main(
             system_prompt=system_prompt,
             enabled_toolsets=enabled_toolsets,
             disabled_toolsets=disabled_toolsets,
+            tools=tools,
             sandbox=sandbox,
             save_trajectories=save_trajectories,
             verbose_logging=verbose_logging,

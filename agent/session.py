@@ -32,6 +32,7 @@ from agent.tools import check_names
 from agent.trajectory import Journal, Trajectory
 from agent.transcript import Transcript
 from toolsets.execution import Limits
+from toolsets.mcp_servers import McpServers
 from toolsets.sandbox import make_sandbox
 from toolsets.space import TaskSpace
 from toolsets.web_settings import WebSettings
@@ -61,6 +62,8 @@ class AgentSetup:
     transcript_dir: Path | None = None
     call_timeout_s: float = 300.0
     web: WebSettings | None = None
+    servers: McpServers | None = None
+    """The MCP servers behind the tools; they live as long as the answering of one prompt."""
 
 
 class AgentSession:
@@ -230,6 +233,9 @@ class AgentSession:
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
         space = TaskSpace(workspace, sandbox, web=setup.web)
         async with AsyncExitStack() as stack:
+            if setup.servers is not None:
+                setup.servers.open()
+                stack.push_async_callback(setup.servers.close)
             stack.push_async_callback(space.close, remove=False)
             journal = self._open_journal(stack)
             pool = ModelPool(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pkgutil
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +16,8 @@ from agent.options import AgentOptions, Subagent
 from agent.subagents import schema_of
 from agent.tools import Approve, check_names, offered
 from agent.trajectory import Trajectory
-from toolsets.registry import Toolset, resolve_toolsets, tools_of
+from toolsets.own import import_place
+from toolsets.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
 from toolsets.space import TaskSpace
 from toolsets.tool import Tool
 from toolsets.toolbox import Toolbox
@@ -86,21 +84,22 @@ def set_up(
     disabled_toolsets: Sequence[str],
     api_key: str | None = None,
     endpoints: Mapping[str, Endpoint] = MappingProxyType({}),
+    known: Mapping[str, Toolset] = TOOLSETS,
 ) -> Setup:
     """Check and resolve what options and toolsets name.
 
     `api_key` is that of the endpoint, None to take keys from the environment alone. `endpoints`
-    are those that models of subagents can name beside the known ones. Raises
-    `ValueError` with a message for the user (among them `UnknownToolset`, `UnknownModel` and
-    `MissingKey`).
+    are those that models of subagents can name beside the known ones, `known` all toolsets that
+    can be named. Raises `ValueError` with a message for the user (among them `UnknownToolset`,
+    `UnknownModel` and `MissingKey`).
     """
-    toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets)
+    toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets, known=known)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *(agent.name for agent in options.subagents)])
     if words := options.not_on_offer([toolset.name for toolset in toolsets]):
         raise ValueError(f"preparation_toolsets: {words}")
     subagents = {
-        agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets, endpoints)
+        agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets, endpoints, known)
         for agent in options.subagents
     }
     approve = None if options.approve is None else _load(options.approve)
@@ -120,6 +119,7 @@ def _set_up_subagent(
     api_key: str | None,
     disabled: Sequence[str],
     endpoints: Mapping[str, Endpoint],
+    known: Mapping[str, Toolset],
 ) -> SubagentSetup:
     settings = None
     if agent.model is not None:
@@ -135,7 +135,7 @@ def _set_up_subagent(
                 msg = f"subagent {agent.name!r}: {error}"
                 raise ValueError(msg) from error
     # What is never to be offered is not offered to subagents either.
-    toolsets = resolve_toolsets(agent.enabled_toolsets, disabled)
+    toolsets = resolve_toolsets(agent.enabled_toolsets, disabled, known=known)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *agent.subagents])
     return SubagentSetup(settings, toolsets, tools)
@@ -152,14 +152,7 @@ def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None)
 
 
 def _load(place: str) -> Approve:
-    """Import a hook; modules in the current directory are found too."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
-    try:
-        hook = pkgutil.resolve_name(place)
-    except (Exception, SystemExit) as error:  # a user's module may do anything when imported
-        msg = f"approve: cannot import {place!r}: {type(error).__name__}: {error}"
-        raise ValueError(msg) from error
+    hook = import_place(place, "approve")
     if not callable(hook):
         msg = f"approve: {place!r} is not callable"
         raise ValueError(msg)

@@ -36,6 +36,7 @@ from agent.options import (
 from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig
 from batch.errors import ConfigError
 from batch.row_rules import RowRules, script_use
+from toolsets.mcp_settings import McpServer, ServerName
 from toolsets.text import clip
 from toolsets.web_settings import WebSettings
 
@@ -111,6 +112,15 @@ class RunConfig(AgentOptions):
         "Toolsets to offer, separated by commas; default: all but web. 'none' offers no tools.",
     )
     disabled_toolsets: Names = meaning((), "Toolsets never to offer; wins over enabled ones.")
+    tools: Names | None = meaning(
+        None,
+        "Your own tools, as toolsets: MODULE:ATTRIBUTE, or the name of an installed package's "
+        "entry point, separated by commas.",
+    )
+    mcp: Annotated[dict[ServerName, McpServer] | None, BeforeValidator(parse_json)] = meaning(
+        None,
+        "MCP servers by name, each a toolset: `command` or `url`, and more; see the README.",
+    )
     distribution: str | None = meaning(
         None,
         "Instead of --enabled_toolsets: the name (see `distributions`) or YAML file of the "
@@ -257,7 +267,9 @@ class RunConfig(AgentOptions):
 
     def toolset_percentages(self) -> Distribution | None:
         """The distribution of toolsets; None where all conversations are offered the same."""
-        return None if self.distribution is None else _load_distribution(self.distribution)
+        if self.distribution is None:
+            return None
+        return _load_distribution(self.distribution, self.tools, tuple(self.mcp or ()))
 
     def selected_toolsets(self) -> tuple[str, ...] | None:
         """The toolsets that any conversation can be offered; None means all."""
@@ -305,13 +317,22 @@ class RunConfig(AgentOptions):
     def meaning(self) -> dict[str, Any]:
         """The fields that decide what the data is, JSON-ready and in one form.
 
-        A script counts by its content; the order in which toolsets are named does not count.
+        A script counts by its content, tools by what a model is told of them; the order in which
+        toolsets are named does not count.
         """
         fields = {name: value for name, value in self.to_json().items() if is_meaning(name)}
         if self.script_file is not None:
             fields["script_file"] = hashlib.sha256(self.script_file.read_bytes()).hexdigest()
         if (distribution := self.toolset_percentages()) is not None:
             fields["distribution"] = dict(sorted(distribution.items()))
+        if self.tools is not None:
+            fields["tools"] = _digests_of_tools(self.tools)
+        if self.mcp is not None:
+            fields["mcp"] = {
+                name: _meaning_of_server(server)
+                for name, server in self.mcp.items()
+                if server.listed
+            }
         for name in ("enabled_toolsets", "disabled_toolsets"):
             fields[name] = fields[name] and sorted(set(fields[name]))
         if self.models is not None:
@@ -331,20 +352,52 @@ class RunConfig(AgentOptions):
         } | {"endpoints": {}}
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, for run.json; of a prompt that is for no file only its digest."""
+        """All fields, for run.json; of what is for no file (a prompt, keys) only its digest."""
         fields = self.model_dump(mode="json")
         if self.ephemeral_system_prompt is not None:
-            digest = hashlib.sha256(self.ephemeral_system_prompt.encode()).hexdigest()
-            fields["ephemeral_system_prompt"] = f"sha256:{digest}"
+            fields["ephemeral_system_prompt"] = _hidden(self.ephemeral_system_prompt)
+        for server in (fields["mcp"] or {}).values():
+            server["env"] = {name: _hidden(text) for name, text in server["env"].items()}
         return fields
 
 
 @lru_cache(maxsize=8)
-def _load_distribution(name: str) -> Distribution:
+def _load_distribution(
+    name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
+) -> Distribution:
     """Asked once per task; the import would slow down whoever only wants help."""
+    from toolsets.catalog import catalog
     from toolsets.distributions import load_distribution
+    from toolsets.own import load_own
+    from toolsets.registry import Toolset
 
-    return load_distribution(name)
+    added = (*load_own(tools or ()), *(Toolset(server, "", ()) for server in servers))
+    return load_distribution(name, known=catalog(added))
+
+
+def _digests_of_tools(places: tuple[str, ...]) -> dict[str, str]:
+    """The digest of the schemas of each toolset of the user's own."""
+    from toolsets.own import load_own, schemas_digest
+
+    return {toolset.name: schemas_digest(toolset.tools) for toolset in load_own(places)}
+
+
+def _meaning_of_server(server: McpServer) -> dict[str, Any]:
+    """What of a server decides what the data is: not its environment, nor where it listens."""
+    tools = [
+        [tool.name, tool.description, tool.input_schema]
+        for tool in sorted(server.listed or (), key=lambda tool: tool.name)
+    ]
+    schemas = orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)
+    return {
+        "command": list(server.argv),
+        "per_task": server.is_per_task,
+        "tools": hashlib.sha256(schemas).hexdigest(),
+    }
+
+
+def _hidden(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def is_meaning(name: str) -> bool:

@@ -11,15 +11,19 @@ from batch.config import RunConfig
 from batch.errors import ConfigError
 from batch.limiter import Bounds
 from batch.purse import Amount
+from toolsets.registry import TOOLSETS, Toolset
 
 Setups = Mapping[str, Setup]
 """What conversations work with, by the model that they ask, as the user wrote it."""
 
 
-def set_up_models(config: RunConfig) -> dict[str, Setup]:
-    """Check and resolve everything that conversations can be given. Raises `ConfigError`."""
+def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) -> dict[str, Setup]:
+    """Check and resolve everything that conversations can be given.
+
+    `known` are all toolsets that can be named. Raises `ConfigError`.
+    """
     try:
-        setups = {name: _set_up(config, name) for name in config.model_weights()}
+        setups = {name: _set_up(config, name, known) for name in config.model_weights()}
         _check_budget(config, setups)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -64,7 +68,7 @@ def budget_of(config: RunConfig) -> Amount | None:
     return Amount(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
 
 
-def _set_up(config: RunConfig, name: str) -> Setup:
+def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup:
     endpoints = {prefix: one.to_endpoint() for prefix, one in config.endpoints.items()}
     settings = resolve_model(
         name,
@@ -90,6 +94,7 @@ def _set_up(config: RunConfig, name: str) -> Setup:
         enabled_toolsets=config.selected_toolsets(),
         disabled_toolsets=config.disabled_toolsets,
         endpoints=endpoints,
+        known=known,
     )
 
 

@@ -20,6 +20,7 @@ from agent.models.model import ModelSettings, url_of
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
 from batch.budget import spent_before
+from batch.catalog import catalog_of, with_listed_servers
 from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
@@ -90,7 +91,12 @@ def make_plan(config: RunConfig) -> Plan:
 
     Raises `ConfigError` or `DatasetError`.
     """
-    setups = set_up_models(config)
+    try:
+        config = with_listed_servers(config)
+        known = catalog_of(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    setups = set_up_models(config, known)
     first = next(iter(setups.values()))
     _check_web(config, first)
     needs_sandbox = bool(first.sandboxed()) or config.row_setup
@@ -180,6 +186,9 @@ def run_batch(plan: Plan, run_dir: RunDir, *, only: Collection[bytes] | None = N
     """
     log_to(run_dir.path / "run.log", plan.config.log_level)
     log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
+    for name, server in (plan.config.mcp or {}).items():
+        for tool in server.listed or ():
+            log.info("mcp server %s offers %r: %r", name, tool.name, tool.description)
     hide_environment()
     allow_many_files()
     outcome = _work(plan, run_dir, only)

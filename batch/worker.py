@@ -34,6 +34,7 @@ from agent.rules import Terms
 from agent.setup import Home, replies_played
 from agent.trajectory import Trajectory
 from batch.calls import Calls
+from batch.catalog import catalog_of
 from batch.config import RunConfig
 from batch.draw import setup_of_task
 from batch.failures import Failure
@@ -49,6 +50,7 @@ from batch.records import index_fields
 from batch.row_setup import SetupFailed, run_check, set_up_workspace
 from batch.stopped import Stopped
 from batch.wire import Deal, no_counters, pack, unpack
+from toolsets.mcp_servers import McpServers
 from toolsets.process import use_pidfd_watcher
 from toolsets.removal import remove_tree
 from toolsets.sandbox import Limits, make_sandbox, sandbox_problem
@@ -107,7 +109,8 @@ class Worker:
         self._setup = setup
         self._config = setup.config
         self._rules = self._config.row_rules(setup.api)
-        self._setups = set_up_models(self._config)
+        self._servers = McpServers(self._config.mcp or {})
+        self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
         self._web = self._config.web_settings()
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._trajectories: dict[bytes, Trajectory] = {}
@@ -136,6 +139,7 @@ class Worker:
             send=self._send,
             on_retry=self._on_retry,
         )
+        self._servers.open()
         loop.add_reader(self._connection.fileno(), self._receive)
         self._send("ready")
         while not self._exit.is_set():
@@ -149,6 +153,7 @@ class Worker:
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
         await self._calls.close()
+        await self._servers.close()
         self._journal.close()
         self._outbox.put(None)
         sender.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import pytest
@@ -111,8 +113,16 @@ def test_decoration_refuses_what_it_cannot_describe() -> None:
         """Take anything."""
         return ""
 
-    def lonely() -> str:
-        """Lack the space."""
+    def lazy(space: TaskSpace) -> Iterator[str]:
+        """Give piece after piece."""
+        yield ""
+
+    def foreign(space: TaskSpace, lock: threading.Lock) -> str:
+        """Take what JSON cannot hold."""
+        return ""
+
+    def hidden(city: str, /) -> str:
+        """Cannot be called by name."""
         return ""
 
     with pytest.raises(TypeError, match=r"untyped.*'path'"):
@@ -121,8 +131,14 @@ def test_decoration_refuses_what_it_cannot_describe() -> None:
         tool()(silent)
     with pytest.raises(TypeError, match=r"greedy.*'rest'"):
         tool()(greedy)
-    with pytest.raises(TypeError, match=r"lonely.*space"):
-        tool()(lonely)
+    with pytest.raises(TypeError, match=r"lazy.*generator"):
+        tool()(lazy)
+    with pytest.raises(TypeError, match=r"foreign.*lock"):
+        tool()(foreign)
+    with pytest.raises(TypeError, match=r"hidden.*'city'.*positional"):
+        tool()(hidden)
+    with pytest.raises(TypeError, match=r"'a\.b': no valid name"):
+        tool(name="a.b")(silent)
 
 
 @pytest.mark.parametrize(

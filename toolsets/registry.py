@@ -16,8 +16,9 @@ from toolsets.web import web_fetch, web_problem, web_search
 
 _log = logging.getLogger(__name__)
 
-_ALL = ("all", "*")
-_NONE = "none"
+ALL = ("all", "*")
+NONE = "none"
+"""What stands for toolsets in a selection and is the name of none."""
 
 
 class UnknownToolset(ValueError):
@@ -35,7 +36,7 @@ class Toolset:
     name: str
     description: str
     tools: tuple[Tool, ...]
-    needs_sandbox: bool
+    needs_sandbox: bool = False
     """Its tools run commands."""
     includes: tuple[str, ...] = ()
     """Names of toolsets that come along with it."""
@@ -92,8 +93,8 @@ def resolve_toolsets(
     includes, and its tools go from other toolsets as well; a toolset left without any tool is
     dropped. Raises `UnknownToolset`, and `UnavailableToolset` for one that was named.
     """
-    enabled = _ALL[:1] if enabled is None else enabled
-    general = _general(known) if set(enabled) & set(_ALL) else ()
+    enabled = ALL[:1] if enabled is None else enabled
+    general = _general(known) if set(enabled) & set(ALL) else ()
     wanted = _expand(enabled, known, everything=general)
     unwanted = _expand(disabled, known, everything=known)
     gone = {tool.name for name in unwanted for tool in known[name].tools}
@@ -118,7 +119,8 @@ def tools_of(toolsets: Sequence[Toolset]) -> tuple[Tool, ...]:
             other, owner = by_name.setdefault(tool.name, (tool, toolset.name))
             if other is not tool:
                 raise ValueError(
-                    f"toolsets {owner} and {toolset.name} both have a tool {tool.name!r}"
+                    f"toolsets {owner} and {toolset.name} both have a tool {tool.name!r}; "
+                    "disable or rename one"
                 )
     return tuple(by_name[name][0] for name in sorted(by_name))
 
@@ -144,9 +146,9 @@ def _expand(
     pending = list(names)
     while pending:
         name = pending.pop()
-        if name in _ALL:
+        if name in ALL:
             pending.extend(set(everything) - found)
-        elif name != _NONE and name not in found:
+        elif name != NONE and name not in found:
             if name not in known:
                 raise UnknownToolset(f"unknown toolset {name!r}; known: {', '.join(sorted(known))}")
             found.add(name)

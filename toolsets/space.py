@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from toolsets.execution import Sandbox
 from toolsets.removal import remove_tree
@@ -14,6 +14,13 @@ from toolsets.web_settings import WebSettings
 from toolsets.workspace import Workspace
 
 _log = logging.getLogger(__name__)
+
+
+class Held(Protocol):
+    """What a tool keeps from call to call."""
+
+    async def close(self) -> None:
+        """Release it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class TaskSpace:
     """The live messages of the conversation, while a call runs; not to be changed."""
     user_reply: str | None = None
     """What the user said, where the tool had asked for input and is called again with it."""
+    held: dict[str, Held] = field(default_factory=dict)
+    """What tools opened for this task, by a name of their own; closed with the space."""
 
     @property
     def home(self) -> str:
@@ -39,12 +48,14 @@ class TaskSpace:
         return self.workspace.aliases[0] if self.workspace.aliases else str(self.workspace.root)
 
     async def close(self, *, remove: bool) -> None:
-        """Stop the sandbox and, if asked, remove the workspace; may be called again.
+        """Stop what is held and the sandbox, and remove the workspace if asked; may be repeated.
 
         What cannot be removed is logged and left, since the task itself is done.
         """
         self.workspace.close()
         try:
+            while self.held:
+                await self.held.popitem()[1].close()
             if self.sandbox is not None:
                 await self.sandbox.stop()
         finally:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import errno
 import inspect
 import json
-import typing
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ValidationError
+
+from toolsets.docstring import read_docstring
+from toolsets.signature import PREFIX, arguments_model, schema_of
 
 MAX_RESULT_CHARS = 100_000
 """Longest content of a tool result; a longer one loses its middle."""
 
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What every endpoint takes as the name of a tool."""
+
 _MAX_REPORTED_FIELDS = 10
-_FIELD_PREFIX = "arg_"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,13 +84,17 @@ class Tool:
     parameters: dict[str, Any]
     """JSON Schema of the arguments object."""
     function: Callable[..., Any]
-    """Called as `function(space, **arguments)`; sync or async."""
+    """Called as `function(space, **arguments)`, or without the space; sync or async."""
     arguments_model: type[BaseModel] | None
-    """Checks and converts the arguments; None leaves that to the function."""
+    """Checks and converts the arguments; None leaves that to `check`, or to the function."""
     idempotent: bool = False
     """A call may be repeated after a crash without changing what it did."""
     sequential: bool = False
     """A call must not run beside other calls of the same turn."""
+    takes_space: bool = True
+    """The function's first argument is the task's space."""
+    check: Callable[[dict[str, Any]], None] | None = None
+    """Checks the arguments where there is no model; raises `ArgumentsError`."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -114,6 +123,8 @@ class Tool:
         if not isinstance(loaded, dict):
             raise ArgumentsError(f"expected a JSON object, got {_json_type(loaded)}")
         if self.arguments_model is None:
+            if self.check is not None:
+                self.check(loaded)
             return loaded
         try:
             checked = self.arguments_model.model_validate(loaded)
@@ -122,7 +133,7 @@ class Tool:
         except ValidationError as error:
             raise ArgumentsError(_explain(error)) from None
         return {
-            name.removeprefix(_FIELD_PREFIX): getattr(checked, name)
+            name.removeprefix(PREFIX): getattr(checked, name)
             for name in self.arguments_model.model_fields
         }
 
@@ -130,27 +141,37 @@ class Tool:
 def tool(
     *, name: str | None = None, idempotent: bool = False, sequential: bool = False
 ) -> Callable[[F], Tool]:
-    """Make a `Tool` from a typed function whose first parameter is the task's space.
+    """Make a `Tool` from a typed function.
 
-    The other parameters become the schema, described through `Annotated[T, Field(...)]`; the
-    docstring becomes the description. The function returns a string, a `ToolResult`, or any
-    value that JSON can hold. Raises `TypeError` when the function cannot be described.
+    A first parameter annotated as `TaskSpace` gets the task's space. The other parameters become
+    the schema, described through `Annotated[T, Field(description=...)]` or an "Args:" section of
+    the docstring, whose text before that becomes the description. The function returns a string,
+    a `ToolResult`, or any value that JSON can hold. Raises `TypeError` when the function cannot
+    be described.
     """
 
     def build(function: F) -> Tool:
         tool_name = name or function.__name__
-        description = inspect.getdoc(function)
+        if not TOOL_NAME.fullmatch(tool_name):
+            raise TypeError(
+                f"tool {tool_name!r}: no valid name of a tool: it takes 1 to 64 letters, digits, "
+                "'_' and '-'"
+            )
+        description, arguments = read_docstring(inspect.getdoc(function) or "")
         if not description:
-            raise TypeError(f"tool {function.__name__}: the function has no docstring")
-        model = _arguments_model(function, tool_name)
+            raise TypeError(f"tool {tool_name}: the function has no docstring")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"tool {tool_name}: a generator cannot be a tool; return a list")
+        model, takes_space = arguments_model(function, tool_name, arguments)
         return Tool(
             name=tool_name,
-            description=_unwrapped(description),
-            parameters=_without_titles(model.model_json_schema()),
+            description=description,
+            parameters=schema_of(model, tool_name),
             function=function,
             arguments_model=model,
             idempotent=idempotent,
             sequential=sequential,
+            takes_space=takes_space,
         )
 
     return build
@@ -178,64 +199,12 @@ def as_result(returned: object) -> ToolResult:
     return ToolResult(content)
 
 
-def _unwrapped(docstring: str) -> str:
-    """The docstring with each paragraph on one line: its wraps mean nothing to a model."""
-    return "\n\n".join(" ".join(part.split()) for part in docstring.split("\n\n"))
-
-
 def _encode(value: object) -> str:
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:
         # The standard library also takes integers beyond 64 bits and lone surrogates.
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _arguments_model(function: Callable[..., Any], tool_name: str) -> type[BaseModel]:
-    parameters = list(inspect.signature(function).parameters.values())
-    if not parameters:
-        raise TypeError(f"tool {function.__name__}: the first parameter must be the task's space")
-    for parameter in parameters:
-        where = f"tool {function.__name__}: parameter {parameter.name!r}"
-        if parameter.annotation is inspect.Parameter.empty:
-            raise TypeError(f"{where} has no type hint")
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise TypeError(f"{where} must not be *args or **kwargs")
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter is not parameters[0]:
-            raise TypeError(f"{where} must not be positional-only")
-    try:
-        hints = typing.get_type_hints(function, include_extras=True)
-    except NameError as error:
-        raise TypeError(f"tool {function.__name__}: unknown type in a hint: {error}") from error
-    fields: dict[str, Any] = {}
-    for parameter in parameters[1:]:
-        default = ... if parameter.default is parameter.empty else parameter.default
-        # The prefix keeps names such as "schema" or "_x", which pydantic reserves, usable.
-        fields[_FIELD_PREFIX + parameter.name] = (
-            Annotated[hints[parameter.name], Field(alias=parameter.name)],
-            default,
-        )
-    config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=False)
-    return create_model(f"{tool_name}_arguments", __config__=config, **fields)
-
-
-def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
-    """Drop the titles pydantic adds, but no property that happens to be called "title"."""
-    cleaned: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "title" and isinstance(value, str):
-            continue
-        if key in ("properties", "$defs") and isinstance(value, dict):
-            cleaned[key] = {name: _without_titles(inner) for name, inner in value.items()}
-        elif key in ("default", "const", "enum", "examples"):
-            cleaned[key] = value
-        elif isinstance(value, dict):
-            cleaned[key] = _without_titles(value)
-        elif isinstance(value, list):
-            cleaned[key] = [_without_titles(v) if isinstance(v, dict) else v for v in value]
-        else:
-            cleaned[key] = value
-    return cleaned
 
 
 def _explain(error: ValidationError) -> str:

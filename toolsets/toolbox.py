@@ -110,7 +110,7 @@ class Toolbox:
             return await asyncio.to_thread(self._run_sync, tool, space, arguments)
         before = cancellations()
         try:
-            result = _tidy(as_result(await tool.function(space, **arguments)))
+            result = _tidy(as_result(await _invoke(tool, space, arguments)))
         except (GeneratorExit, HostError):
             raise
         except BaseException as error:
@@ -124,7 +124,7 @@ class Toolbox:
     def _run_sync(self, tool: Tool, space: TaskSpace, arguments: dict[str, Any]) -> ToolResult:
         # Caught in the thread, because a future cannot carry every exception to its awaiter.
         try:
-            return _tidy(as_result(tool.function(space, **arguments)))
+            return _tidy(as_result(_invoke(tool, space, arguments)))
         except HostError:
             raise
         except BaseException as error:
@@ -149,6 +149,10 @@ class Toolbox:
 
     def _failure(self, text: str, failure: str, **facts: str) -> ToolResult:
         return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
+
+
+def _invoke(tool: Tool, space: TaskSpace, arguments: Mapping[str, Any]) -> Any:
+    return tool.function(*((space,) if tool.takes_space else ()), **arguments)
 
 
 def cancellations() -> int:

@@ -1,0 +1,121 @@
+"""What a user says about an MCP server, and what the server says about its tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    model_validator,
+)
+
+WORKSPACE = "{workspace}"
+"""Stands for the directory of a task's workspace in a command, an environment and a `cwd`."""
+
+ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class McpServer(BaseModel):
+    """How a server is reached, and how much patience it gets."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    """The program that speaks over its standard streams, and its arguments; or `url`."""
+    args: tuple[str, ...] = ()
+    """Further arguments."""
+    env: dict[VariableName, str] = Field(default_factory=dict)
+    """The server's environment, beside PATH, HOME and LANG."""
+    env_from: tuple[VariableName, ...] = ()
+    """Variables that it gets from the environment of this program: keys, say."""
+    cwd: str | None = None
+    url: str | None = None
+    """Endpoint of a server that speaks over streamable HTTP; or `command`."""
+    headers_env: dict[str, VariableName] = Field(default_factory=dict)
+    """Headers of requests, each with the variable that holds its value."""
+    per_task: bool | None = None
+    """Every conversation has a server of its own. None: where the workspace is mentioned."""
+    start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 10
+    """How often it is restarted, per worker or, with `per_task`, per conversation."""
+    restart_pause_s: Annotated[float, Field(ge=0, le=60)] = 1.0
+    """Before the first restart; doubled before each further one, up to 30 s."""
+
+    _listed: tuple[ListedTool, ...] | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> McpServer:
+        if bool(self.command) == bool(self.url):
+            msg = "give either `command` or `url`"
+            raise ValueError(msg)
+        if any("\0" in part for part in self.argv):
+            msg = "a command cannot contain a NUL character"
+            raise ValueError(msg)
+        if self.url is not None:
+            parts = urlsplit(self.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                msg = "`url` must start with http:// or https://"
+                raise ValueError(msg)
+            if parts.password is not None:
+                msg = "`url` must hold no password, which would be written into files"
+                raise ValueError(msg)
+        elif self.headers_env:
+            msg = "`headers_env` goes with `url`"
+            raise ValueError(msg)
+        if self.per_task is False and self._mentions_workspace():
+            msg = f"{WORKSPACE} needs a server per task; leave `per_task` out"
+            raise ValueError(msg)
+        return self
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The whole command."""
+        return self.command + self.args
+
+    @property
+    def is_per_task(self) -> bool:
+        """Whether conversations share no server."""
+        return self._mentions_workspace() if self.per_task is None else self.per_task
+
+    @property
+    def listed(self) -> tuple[ListedTool, ...] | None:
+        """The tools that it offered when it was asked; None before."""
+        return self._listed
+
+    def with_listed(self, tools: tuple[ListedTool, ...]) -> McpServer:
+        """This server with the tools that it offers."""
+        server = self.model_copy()
+        server._listed = tools
+        return server
+
+    def _mentions_workspace(self) -> bool:
+        return any(WORKSPACE in part for part in (*self.argv, *self.env.values(), self.cwd or ""))
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTool:
+    """A tool as its server describes it."""
+
+    name: str
+    description: str
+    input_schema: Mapping[str, Any]
+    is_read_only: bool
+    is_idempotent: bool
+
+    def name_in(self, server: str) -> str:
+        """The name that models know it by: `server__tool`, as every endpoint takes it."""
+        return re.sub(r"[^A-Za-z0-9_-]", "_", f"{server}__{self.name}")
