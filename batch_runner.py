@@ -174,7 +174,7 @@ def estimate(
 
 
 def _plan(config_file: Path | None, flags: dict[str, Any]) -> Plan:
-    from batch.config import load_config
+    from batch.config_file import load_config
     from batch.run import make_plan
 
     given = {name: value for name, value in flags.items() if value is not None}
@@ -318,7 +318,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
     """Show every toolset with its tools, and whether it works here."""
     import orjson
 
-    from batch.config import load_config
+    from batch.config_file import load_config
     from batch.errors import ConfigError
     from batch.tool_list import as_text, tool_list
 

@@ -7,7 +7,6 @@ one digest, while all other fields may change between one start and the next.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Collection, Mapping
 from functools import lru_cache
@@ -15,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import orjson
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    ValidationError,
     model_validator,
 )
 
@@ -34,19 +31,14 @@ from agent.options import (
     split_commas,
 )
 from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig
-from batch.errors import ConfigError
 from batch.row_rules import RowRules, script_use
 from toolsets.mcp_settings import McpServer, ServerName
-from toolsets.text import clip
 from toolsets.web_settings import WebSettings
 
 if TYPE_CHECKING:
     from toolsets.distributions import Distribution
 
 _DEFAULT_MODEL = "anthropic/claude-sonnet-4"
-
-_INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
-"""Paths that a config file gives relative to itself."""
 
 
 def _plain_name(value: str) -> str:
@@ -214,6 +206,14 @@ class RunConfig(AgentOptions):
     tool_timeout_s: PositiveFloat = meaning(300.0, "Deadline of one tool call, in seconds.")
     attempt_timeout_s: PositiveFloat = _running(
         600.0, "Deadline of one attempt of a model call, in seconds."
+    )
+    idle_timeout_s: PositiveFloat = _running(
+        120.0, "Longest silence between two parts of a streamed reply, in seconds."
+    )
+    stream_replies: bool = _running(
+        False,
+        "Have replies sent in parts: for long ones through proxies that cut silent connections. "
+        "Costs more CPU per call.",
     )
     call_attempts: PositiveInt = _running(
         8, "Attempts of one model call; rate limits do not count."
@@ -410,67 +410,3 @@ def digest_of(meaning: Mapping[str, Any]) -> str:
     """The semantic digest: 16 hex digits over the meaning of a config."""
     canonical = orjson.dumps(meaning, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(canonical).hexdigest()[:16]
-
-
-def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
-    """Read `config_file` (YAML), put the flags that were given on top, and check all of it.
-
-    Input paths in the file are relative to the file; flags are relative to the current
-    directory. Raises `ConfigError` naming the file, the key and what is allowed.
-    """
-    values = _read_yaml(config_file) if config_file is not None else {}
-    values.update(flags)
-    path = values.get("prefill_messages_file")
-    if isinstance(path, str | Path) and "prefill_messages" not in values:
-        values["prefill_messages"] = _read_json(Path(path))
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        lines = [_explain(detail, config_file, flags) for detail in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        msg = f"{path}: cannot read it as JSON: {error}"
-        raise ConfigError(msg) from error
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path}: cannot read this config file: {error}"
-        raise ConfigError(msg) from error
-    except yaml.YAMLError as error:
-        msg = f"{path}: not YAML: {error}"
-        raise ConfigError(msg) from error
-    if not isinstance(loaded, dict):
-        msg = f"{path}: a config file holds `key: value` lines"
-        raise ConfigError(msg)
-    loaded = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    for key in _INPUT_PATHS:
-        if isinstance(loaded.get(key), str):
-            loaded[key] = str(path.parent / loaded[key])
-    if str(loaded.get("distribution")).endswith((".yaml", ".yml")):
-        loaded["distribution"] = str(path.parent / loaded["distribution"])
-    return loaded
-
-
-def _explain(detail: Any, config_file: Path | None, flags: Mapping[str, Any]) -> str:
-    reason = detail["msg"].removeprefix("Value error, ")
-    if not detail["loc"]:
-        return str(reason)
-    key, *inside = map(str, detail["loc"])
-    place = f"--{key}" if key in flags or config_file is None else f"{config_file}: {key}"
-    if inside:
-        place += f", in {'.'.join(inside)}"
-    elif detail["type"] == "missing":
-        return f"--{key} is missing: {RunConfig.model_fields[key].description}"
-    elif detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "see --help for the known ones"
-        return f"{place}: unknown key; {hint}"
-    return f"{place}: {reason} (got {clip(repr(detail['input']), max_chars=200)})"

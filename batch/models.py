@@ -81,6 +81,8 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         max_tokens=config.max_tokens,
         extra_body=config.extra_body,
         attempt_timeout_s=config.attempt_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+        stream_replies=config.stream_replies,
         call_attempts=config.call_attempts,
         call_timeout_s=config.call_timeout_s,
         reasoning_effort="none" if config.reasoning_disabled else config.reasoning_effort,

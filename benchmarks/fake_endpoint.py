@@ -48,7 +48,7 @@ class Tally:
         self.asked: Counter[Key] = Counter()
         self.answered: Counter[Key] = Counter()
         self.faults: Counter[str] = Counter()
-        self.refused = self.repeated = 0
+        self.refused = self.repeated = self.streamed = 0
         self.max_in_flight = self.in_flight
         self.first_request_at: float | None = None
         self.last_reply_at: float | None = None
@@ -171,6 +171,7 @@ class Connection(asyncio.Protocol):
             self._tally.refused += 1
             error = DIALECTS[path].error(refused.status, str(refused))
             return self._send(frame(refused.status, error))
+        self._tally.streamed += bool(ask.request.get("stream"))
         ask = draw(ask, self._tally.ask(ask.key), self._options)
         capacity = self._options.capacity
         if capacity is not None and self._tally.in_flight > capacity:

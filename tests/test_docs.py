@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from batch.config import RunConfig, load_config
+from batch.config import RunConfig
+from batch.config_file import load_config
 from tests.running import ROOT, ids, run
 
 README = (ROOT / "README.md").read_text()

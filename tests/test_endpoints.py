@@ -11,13 +11,14 @@ import pytest
 import yaml
 
 from agent.models.names import read_key
-from batch.config import RunConfig, load_config
+from batch.config import RunConfig
+from batch.config_file import load_config
 from batch.draw import setup_of_task
 from batch.errors import ConfigError
 from batch.models import asked, bounds_of, set_up_models
 from batch.prompts import Task
 from benchmarks.fake_endpoint import FakeEndpoint
-from tests.running import lines, run, write_rows
+from tests.running import WRITE_A_NOTE, lines, run, write_rows
 
 
 def config(**given: Any) -> RunConfig:
@@ -187,3 +188,18 @@ def test_a_run_asks_each_endpoint_with_its_own_key_and_dialect(
         enabled_toolsets="none", rpm=600,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
+
+
+def test_streamed_replies_make_the_same_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", *({"id": f"q{n}", "prompt": f"Go {n}"} for n in range(6)))
+    files = []
+    with FakeEndpoint(latency_s=0.0, turns=3, reasoning_chars=40, **WRITE_A_NOTE) as endpoint:
+        for name, flag in (("whole", "--no_stream_replies"), ("streamed", "--stream_replies")):
+            done = run(
+                tmp_path, flag, dataset_file="p.jsonl", run_name=name, model="m", num_workers=1,
+                base_url=endpoint.openai_url, key_env="none", enabled_toolsets="file",
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            files.append((tmp_path / "trajectories" / f"{name}.jsonl").read_bytes())
+        assert endpoint.journal()["streamed"] == 18
+    assert files[0] == files[1]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from batch.config import load_config
+from batch.config_file import load_config
 from batch.errors import ConfigError
 from batch.run import make_plan
 from batch.tool_list import as_text

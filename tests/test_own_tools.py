@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from batch.config import load_config
+from batch.config_file import load_config
 from batch.errors import ConfigError
 from batch.run import make_plan
 from run_agent import AIAgent

@@ -108,6 +108,9 @@ class ModelSettings:
     call_timeout_s: float = 3600.0
     """Deadline of one call with all its attempts and waits."""
 
+    stream_replies: bool = False
+    """Have replies sent in parts although nobody watches: some proxies cut silent connections."""
+
     @property
     def endpoint(self) -> str:
         """Whose limits the calls count against: one base URL, asked with one key."""

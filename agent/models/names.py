@@ -130,8 +130,15 @@ def resolve_sibling(
         return replace(settings, name=name, reference=name)
     if known and known.provider == settings.provider and known.api == settings.api:
         return replace(settings, name=rest, reference=name)
-    same = ("temperature", "top_p", "max_tokens", "reasoning_effort", "prompt_caching")
-    timing = ("attempt_timeout_s", "call_attempts", "call_timeout_s")
+    same = (
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "reasoning_effort",
+        "prompt_caching",
+        "stream_replies",
+    )
+    timing = ("attempt_timeout_s", "idle_timeout_s", "call_attempts", "call_timeout_s")
     options = {key: getattr(settings, key) for key in same + timing}
     return resolve_model(
         name, base_url=None, api=None, key_env=None, endpoints=endpoints, **options

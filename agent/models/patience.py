@@ -13,6 +13,7 @@ from agent.models.errors import ModelError, redact
 from agent.models.gate import Gate
 from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import claim, price
+from agent.stream import StreamEvent
 
 MAX_WAIT_S = 60.0
 """Longest pause between two attempts, also where the endpoint asks for more."""
@@ -51,6 +52,8 @@ class PatientModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
+        if self._settings.stream_replies and request.on_delta is None:
+            request = replace(request, on_delta=_to_nobody)
         patience = _Patience(self._settings)
         try:
             return await self._ask(request, patience)
@@ -111,6 +114,10 @@ class PatientModel:
         wait_s = state.next_action.sleep if state.next_action else 0.0
         kind = error.kind if isinstance(error, ModelError) else "?"
         self._on_retry(f"{kind}: {error}; attempt {state.attempt_number}, next in {wait_s:.1f} s")
+
+
+def _to_nobody(event: StreamEvent) -> None:
+    """The handler of a reply that is streamed for the connection's sake."""
 
 
 class _Patience:
