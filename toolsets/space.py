@@ -28,6 +28,10 @@ class TaskSpace:
     user_reply: str | None = None
     """What the user said, where the tool had asked for input and is called again with it."""
 
+    resumed: bool = False
+    """The conversation goes on after what ran its commands before had ended, as after a crash or
+    with the next prompt of a session: files are kept, shells and interpreters are new."""
+
     @property
     def home(self) -> str:
         """The path of the workspace as the model knows it."""
