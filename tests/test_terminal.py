@@ -16,6 +16,7 @@ import pytest
 
 from tests.running import ROOT, wait_until
 from tests.test_sandbox import alive, has_no_writer, needs_bwrap, workspace
+from toolsets.cgroup import make_group
 from toolsets.execution import Limits
 from toolsets.interpreter import python_bin
 from toolsets.registry import TOOLSETS, tools_of
@@ -262,11 +263,11 @@ def test_a_server_that_is_stopped_does_not_stop_the_worker(tmp_path: Path) -> No
 def test_a_call_that_is_cut_off_loses_the_state_and_the_next_says_so(
     kind: str, tmp_path: Path
 ) -> None:
-    task = Task(kind, tmp_path / "ws", Limits(), call_timeout_s=2)
+    task = Task(kind, tmp_path / "ws", Limits(), call_timeout_s=1)
     try:
         task.out("X=1")
         cut = task.call("terminal", command="touch begun; sleep 1000")
-        assert "no result within 2 s" in cut.content
+        assert "no result within 1 s" in cut.content
         after = task.sh("echo .$X.; ls")
         assert after["stdout"] == "..\nbegun\n"
         assert after["note"].startswith(
@@ -326,6 +327,7 @@ def test_code_that_takes_too_long_is_interrupted_and_keeps_its_state(task: Task)
     assert task.py("x")["value"] == "1"
 
 
+@pytest.mark.parametrize("kind", ["local"])
 def test_code_that_cannot_be_interrupted_is_killed_and_says_so(task: Task) -> None:
     task.py("x = 1")
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
@@ -404,6 +406,23 @@ def test_memory_of_a_cell_is_bounded_and_its_state_survives(kind: str, tmp_path:
         task.close()
 
 
+def test_processes_of_a_task_are_bounded_where_they_can_be(kind: str, tmp_path: Path) -> None:
+    if kind == "local" or os.getuid() == 0:
+        if (group := make_group(30)) is None:
+            pytest.skip("no control groups can be made here, and nothing else bounds this user")
+        asyncio.run(group.close())
+    task = small(kind, tmp_path / "ws", processes=30)
+    try:
+        bomb = "import os, time\nfor n in range(100):\n    if os.fork() == 0: time.sleep(1000)"
+        assert "BlockingIOError: [Errno 11]" in task.py(bomb, timeout_s=5)["stderr"]
+        refused = task.call("terminal", command="true")
+        assert "the sandbox ran too many processes and was ended, and all" in refused.content
+        assert task.sh("f() { f | f & }; f; sleep 1000", timeout_s=0.5)["timed_out"]
+        assert task.py("1 + 1")["value"] == "2"
+    finally:
+        task.close()
+
+
 def test_no_secret_of_the_worker_is_in_a_session(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,7 +458,7 @@ asyncio.run(main())
 
 
 def of_our_own() -> tuple[set[int], set[str], set[str]]:
-    """What could leak: living children, descriptors, and mounts of this process."""
+    """What could leak: children, descriptors, and mounts and groups of this process."""
     children = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -449,6 +468,9 @@ def of_our_own() -> tuple[set[int], set[str], set[str]]:
         if int(fields[1]) == os.getpid():
             children.add(int(path.parent.name))
     mounts = set(Path("/proc/self/mounts").read_text().splitlines())
+    mounts |= {
+        str(path) for path in Path("/sys/fs/cgroup").glob(f"**/trajectories-{os.getpid()}-*")
+    }
     return children, {path.name for path in Path("/proc/self/fd").iterdir()}, mounts
 
 

@@ -21,6 +21,7 @@ from typing import IO, Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from toolsets.cgroup import Group
 from toolsets.execution import SandboxError
 from toolsets.inside.boot import LENGTH, framed
 from toolsets.tool import HOST_ERRNOS, HostError
@@ -69,15 +70,16 @@ class Reply(BaseModel):
 class Channel:
     """A process of ours at the other end of a socket."""
 
-    def __init__(self, launch: Launch, *, output_bytes: int) -> None:
+    def __init__(self, launch: Launch, group: Group | None, *, output_bytes: int) -> None:
         # The head and the tail of two streams, in base64, and a value that JSON may make longer.
         self._max_bytes = 12 * output_bytes + _SPARE_BYTES
+        self._group = group
         self._socket, theirs = socket.socketpair()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by `begin`
         try:
             # In this thread: a sandbox may be told to die with the thread that made it.
             self._process = subprocess.Popen(
-                list(launch.argv),
+                list(launch.argv) if group is None else group.joined(launch.argv),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=self._errors,
@@ -149,6 +151,8 @@ class Channel:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+        if self._group is not None:
+            await self._group.close()
 
     async def _read(self, size: int) -> bytes:
         raw = bytearray()

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from toolsets.cgroup import make_group
 from toolsets.channel import Channel, Gone, Launch, Reply, decoded
 from toolsets.execution import ExecResult, Limits, SandboxError, Session
 from toolsets.inside.boot import BOOT
@@ -117,6 +118,9 @@ class ServedSandbox(ABC):
             request |= {"id": self._calls, "timeout_s": timeout_s}
             try:
                 reply = await channel.ask(request, timeout_s + _REPLY_GRACE_S)
+                if reply.refused == errno.EAGAIN:
+                    # At its bound a task could not even stop a process, so it starts afresh.
+                    raise Gone("ran too many processes and was ended")
                 return self._result(reply, session, time.monotonic() - begun)
             except (Gone, TimeoutError) as error:
                 await self._discard(str(error) or "did not react and was ended", besides=session)
@@ -161,7 +165,8 @@ class ServedSandbox(ABC):
         }
         with ExitStack() as stack:
             launch = self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack)
-            channel = Channel(launch, output_bytes=limits.output_bytes)
+            group = None if self.max_processes else make_group(limits.processes)
+            channel = Channel(launch, group, output_bytes=limits.output_bytes)
         try:
             await channel.begin(_program(), terms, _START_TIMEOUT_S)
         except asyncio.CancelledError:
@@ -211,7 +216,7 @@ def _encodable(text: str) -> str:
 
 
 def _refusal(number: int) -> Exception:
-    if number in HOST_ERRNOS - {errno.EAGAIN, errno.ENOMEM}:
+    if number in HOST_ERRNOS - {errno.ENOMEM}:
         return HostError(f"cannot start a command: {os.strerror(number)}")
     if number == errno.E2BIG:
         return SandboxError("the command is too long; write it to a file and run that")

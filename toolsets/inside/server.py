@@ -249,9 +249,9 @@ class Server:
         background = [pid for pid, _ in descendants() if pid not in own]
         if background:
             self._measure()
-            for pid in background if self._full_mb() else ():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in background if self._full_mb() is not None else ():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def _measure(self) -> None:
         begun = time.monotonic()
