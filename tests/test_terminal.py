@@ -17,6 +17,7 @@ import pytest
 from tests.running import ROOT, wait_until
 from tests.test_sandbox import alive, has_no_writer, needs_bwrap, workspace
 from toolsets.cgroup import make_group
+from toolsets.channel import Channel, Gone, Launch
 from toolsets.execution import Limits
 from toolsets.interpreter import python_bin
 from toolsets.registry import TOOLSETS, tools_of
@@ -188,9 +189,10 @@ def test_a_call_does_not_wait_for_the_end_of_a_leaked_pipe(task: Task) -> None:
 
 
 def test_an_endless_writer_in_the_background_does_not_hold_up_calls(task: Task) -> None:
-    task.out("yes & echo $! > pid")
+    """What a call takes of its output is bounded, also where more is always there."""
+    task.out("for n in 1 2 3 4 5 6; do yes & done")
     assert task.sh("echo now", timeout_s=10)["exit_code"] == 0
-    assert task.sh("kill $(cat pid); wait", timeout_s=10)["exit_code"] == 0
+    assert task.sh("kill $(jobs -p)", timeout_s=10)["exit_code"] == 0
 
 
 def test_commands_have_no_input_and_no_terminal(task: Task) -> None:
@@ -210,9 +212,8 @@ def test_what_a_command_starts_cannot_reach_how_calls_are_made(task: Task) -> No
     """Only the shell itself holds its control, and what it could forge is its own result."""
     look = "import os\nprint(sorted(int(fd) for fd in os.listdir('/proc/self/fd'))[:-1])"
     assert task.out(f'python3 -c "{look}"') == "[0, 1, 2]\n"
-    assert task.py("import subprocess\nprint(subprocess.getoutput('ls /proc/self/fd'))")[
-        "stdout"
-    ].split() == ["0", "1", "2", "3"]
+    seen = task.py("import os\nos.system('ls /proc/self/fd')")["stdout"]
+    assert seen.split() == ["0", "1", "2", "3"]
 
 
 @needs_bwrap
@@ -231,14 +232,13 @@ def test_the_server_of_a_sandbox_cannot_be_looked_into(tmp_path: Path) -> None:
 
 
 @needs_bwrap
-def test_a_forged_reply_ends_the_sandbox_and_nothing_else(tmp_path: Path) -> None:
-    """A command that ends the server costs its task the sandbox, and it is told so."""
+def test_a_command_that_ends_the_server_costs_its_task_the_sandbox(tmp_path: Path) -> None:
     task = small("bwrap", tmp_path / "ws")
     try:
         task.py("x = 1")
         ended = task.call("terminal", command="touch file; kill -9 $PPID")
         assert ended.is_error
-        assert "the sandbox ended, and all that ran in it; the next call" in ended.content
+        assert "the sandbox ended, with all that ran in it; the next call" in ended.content
         assert task.out("ls") == "file\n"
         after = task.py("'x' in globals()")
         assert after["value"] == "False"
@@ -246,6 +246,35 @@ def test_a_forged_reply_ends_the_sandbox_and_nothing_else(tmp_path: Path) -> Non
         assert "note" not in task.py("1")
     finally:
         task.close()
+
+
+LIES = {
+    "no JSON": ("0, 0, 0, 2, *b'{{'", "said what it may not"),
+    "too long": ("255, 0, 0, 0, *b'x'", "said more than it may"),
+    "for another call": ("0, 0, 0, 8, *b'{\"id\":9}'", "answered what it was not asked"),
+    "unknown field": ('0, 0, 0, 14, *b\'{"id":1,"a":1}\'', "said what it may not"),
+    "no answer": ("", "ended"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_server_says_is_checked(lie: str, tmp_path: Path) -> None:
+    """Whoever got at it could say anything; here a program does so in its place."""
+    said, complaint = LIES[lie]
+    answer = "b'\\0\\0\\0\\x08{\"id\":0}'"
+    liar = f"import os; os.read(0, 9); os.write(1, {answer}); os.write(1, bytes([{said}]))"
+
+    async def ask() -> None:
+        launch = Launch([sys.executable, "-c", liar], {}, str(tmp_path))
+        channel = Channel(launch, None, output_bytes=1000)
+        try:
+            await channel.begin("", {}, 10)
+            await channel.ask({"id": 1}, 10)
+        finally:
+            await channel.close()
+
+    with pytest.raises(Gone, match=complaint):
+        asyncio.run(ask())
 
 
 @needs_bwrap
@@ -348,8 +377,11 @@ def test_an_interpreter_that_crashes_is_replaced(task: Task, code: str, exit_cod
 
 
 def test_cells_that_fork_thread_or_return_floods(task: Task) -> None:
-    forked = task.py("import os\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait()")
-    assert (forked["exit_code"], forked["stdout"]) == (0, "child\n")
+    code = (
+        "import os\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait(); print('parent')"
+    )
+    forked = task.py(code)
+    assert (forked["exit_code"], forked["stdout"]) == (0, "child\nparent\n")
     long = task.py("'x' * 10_000_000")
     assert "characters cut" in long["value"]
     assert len(long["value"]) < 70_000
@@ -416,7 +448,7 @@ def test_processes_of_a_task_are_bounded_where_they_can_be(kind: str, tmp_path: 
         bomb = "import os, time\nfor n in range(100):\n    if os.fork() == 0: time.sleep(1000)"
         assert "BlockingIOError: [Errno 11]" in task.py(bomb, timeout_s=5)["stderr"]
         refused = task.call("terminal", command="true")
-        assert "the sandbox ran too many processes and was ended, and all" in refused.content
+        assert "the sandbox ran too many processes and was ended, with all" in refused.content
         assert task.sh("f() { f | f & }; f; sleep 1000", timeout_s=0.5)["timed_out"]
         assert task.py("1 + 1")["value"] == "2"
     finally:

@@ -123,9 +123,10 @@ class ServedSandbox(ABC):
                     raise Gone("ran too many processes and was ended")
                 return self._result(reply, session, time.monotonic() - begun)
             except (Gone, TimeoutError) as error:
-                await self._discard(str(error) or "did not react and was ended", besides=session)
+                why = str(error) if isinstance(error, Gone) else "did not react and was ended"
+                await self._discard(why, besides=session)
                 raise SandboxError(
-                    f"the sandbox {error}, and all that ran in it; the next call starts a new one"
+                    f"the sandbox {why}, with all that ran in it; the next call starts a new one"
                 ) from error
             except asyncio.CancelledError:
                 # The command must not run on, and what it was is known only inside.
