@@ -120,6 +120,12 @@ def test_a_shell_that_ends_says_so_and_is_replaced(task: Task, command: str, cod
     assert after == {"exit_code": 0, "stdout": "..\n", "stderr": ""}
 
 
+def test_a_command_that_signals_its_group_reaches_the_shell_and_no_further(task: Task) -> None:
+    assert task.out("trap '' TERM; kill 0; echo here") == "here\n"
+    assert task.sh("trap - TERM; kill 0")["exit_code"] == 143
+    assert task.py("1")["value"] == "1"
+
+
 def test_syntax_errors_cost_no_state(task: Task) -> None:
     task.out("X=1")
     broken = task.sh("if then")
@@ -169,8 +175,8 @@ def test_background_processes_run_on_and_can_be_listed_and_stopped(task: Task) -
     assert str(started["process_id"]) in task.out("jobs -l")
     read = task.call("read_file", path=started["output_file"])
     assert read.content == "5\n"
-    task.sh(started["stop"])
-    task.sh("wait")
+    assert task.sh(started["stop"])["exit_code"] == 0
+    assert "error" not in task.sh("wait", timeout_s=10)
     assert "Running" not in task.out("jobs -l")
     assert task.out("echo $-").count("m") == 0, "job control is as it was"
 
@@ -190,7 +196,7 @@ def test_a_call_does_not_wait_for_the_end_of_a_leaked_pipe(task: Task) -> None:
 
 def test_an_endless_writer_in_the_background_does_not_hold_up_calls(task: Task) -> None:
     """What a call takes of its output is bounded, also where more is always there."""
-    task.out("for n in 1 2 3 4 5 6; do yes & done")
+    task.out("for n in 1 2 3 4 5 6; do cat /dev/zero & done")
     assert task.sh("echo now", timeout_s=10)["exit_code"] == 0
     assert task.sh("kill $(jobs -p)", timeout_s=10)["exit_code"] == 0
 
