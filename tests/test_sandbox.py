@@ -7,10 +7,10 @@ import json
 import os
 import resource
 import select
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from toolsets.execution import ExecResult, Limits
-from toolsets.process import OutputBuffer
+from toolsets.inside.outputs import HeadTail
 from toolsets.sandbox import SANDBOXES, SandboxError, make_sandbox, sandbox_problem
+from toolsets.text import output_text
 from toolsets.workspace import Workspace
 
 BWRAP_PROBLEM = sandbox_problem("bwrap")
@@ -59,8 +60,14 @@ def run(
     timeout_s: float | None = None,
     stdin: bytes = b"",
 ) -> ExecResult:
-    sandbox = make_sandbox(name, workspace, limits or Limits(timeout_s=20))
-    return asyncio.run(sandbox.exec(argv, timeout_s=timeout_s, stdin=stdin))
+    async def once() -> ExecResult:
+        sandbox = make_sandbox(name, workspace, limits or Limits(timeout_s=20))
+        try:
+            return await sandbox.exec(argv, timeout_s=timeout_s, stdin=stdin)
+        finally:
+            await sandbox.stop()
+
+    return asyncio.run(once())
 
 
 def sh(name: str, workspace: Workspace, script: str, limits: Limits | None = None) -> ExecResult:
@@ -154,8 +161,7 @@ def test_a_command_that_ignores_sigterm_dies_at_its_deadline(
 ) -> None:
     started = time.monotonic()
     script = f"trap '' TERM INT HUP; echo up; {KEEP_ALIVE}"
-    sandbox = make_sandbox(name, workspace, Limits())
-    result = asyncio.run(sandbox.exec(["sh", "-c", script], timeout_s=0.5))
+    result = run(name, workspace, "sh", "-c", script, timeout_s=0.5)
     assert result.timed_out
     assert result.exit_code is None
     assert result.stdout == "up\n"
@@ -182,25 +188,11 @@ def test_a_child_that_keeps_the_pipe_open_does_not_hold_up_the_result(
     assert has_no_writer(alive, within_s=2)
 
 
-@needs_bwrap
-def test_bwrap_leaves_no_process_that_daemonised(workspace: Workspace, alive: int) -> None:
+@BOTH
+def test_no_process_is_left_that_daemonised(name: str, workspace: Workspace, alive: int) -> None:
     script = f"setsid nohup sh -c '{KEEP_ALIVE}' >/dev/null 2>&1 & {UNTIL_STARTED}"
-    assert sh("bwrap", workspace, script).exit_code == 0
+    assert sh(name, workspace, script).exit_code == 0
     assert has_no_writer(alive, within_s=2)
-
-
-def test_local_does_not_wait_for_a_daemon_that_holds_its_output(
-    workspace: Workspace, alive: int
-) -> None:
-    started = time.monotonic()
-    script = f"setsid sh -c 'echo $$ > pid; {KEEP_ALIVE}' & {UNTIL_STARTED}; echo done"
-    result = sh("local", workspace, script)
-    try:
-        assert result.stdout == "done\n"
-        assert time.monotonic() - started < 3
-        assert not has_no_writer(alive, within_s=0), "local is documented not to reach daemons"
-    finally:
-        os.kill(int((workspace.root / "pid").read_text()), signal.SIGKILL)
 
 
 @BOTH
@@ -241,13 +233,6 @@ asyncio.run(sandbox.exec(["sh", "-c", {f"( {KEEP_ALIVE} ) & wait"!r}]))
     process.kill()
     process.wait()
     assert has_no_writer(alive, within_s=3)
-
-
-def test_a_local_command_can_wait_for_all_its_children(workspace: Workspace) -> None:
-    """The watchdog is not among them, or this would last as long as the watchdog."""
-    code = "import os\ntry:\n    os.wait()\nexcept ChildProcessError:\n    print('no children')"
-    result = run("local", workspace, "python3", "-c", code, timeout_s=5)
-    assert result.stdout == "no children\n"
 
 
 @needs_bwrap
@@ -378,42 +363,28 @@ def test_stopping_is_possible_at_any_time(name: str, workspace: Workspace) -> No
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1000])
 def test_output_is_cut_between_characters_and_counted_exactly(chunk: int) -> None:
     raw = ("é日𝄞" * 40).encode()
-    buffer = OutputBuffer(101)
+    kept = HeadTail(101)
     for start in range(0, len(raw), chunk):
-        buffer.feed(raw[start : start + chunk])
-    head, mark, tail = buffer.text().split("\n")
+        kept.feed(raw[start : start + chunk])
+    head, mark, tail = output_text(*kept.kept(), kept.total).split("\n")
     cut_bytes = int(mark.split()[1])
-    assert buffer.truncated
     assert "\ufffd" not in head + tail
     assert len(head.encode()) + len(tail.encode()) + cut_bytes == len(raw)
 
 
 def test_output_within_the_limit_is_whole() -> None:
-    buffer = OutputBuffer(10)
+    kept = HeadTail(10)
     for piece in (b"01234", b"567", b"\xff\0"):
-        buffer.feed(piece)
-    assert buffer.text() == "01234567\ufffd\ufffd"
-    assert not buffer.truncated
+        kept.feed(piece)
+    assert output_text(*kept.kept(), kept.total) == "01234567\ufffd\ufffd"
 
 
-def test_the_pidfd_watcher_runs_processes_without_threads(workspace: Workspace) -> None:
-    code = f"""
-import asyncio, pathlib, threading
-from toolsets.process import use_pidfd_watcher
-from toolsets.sandbox import Limits, make_sandbox
-from toolsets.workspace import Workspace
-async def main():
-    sandbox = make_sandbox("local", Workspace(pathlib.Path({str(workspace.root)!r})), Limits())
-    result = await sandbox.exec(["sh", "-c", "exit 7"])
-    print(result.exit_code, threading.active_count())
-use_pidfd_watcher()
-asyncio.run(main())
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("7 1\n", "")
+def test_commands_take_no_threads_of_the_worker(workspace: Workspace) -> None:
+    async def threads() -> int:
+        sandbox = make_sandbox("local", workspace, Limits())
+        assert (await sandbox.exec(["sh", "-c", "exit 7"])).exit_code == 7
+        await sandbox.stop()
+        return threading.active_count()
+
+    before = threading.active_count()
+    assert asyncio.run(threads()) == before

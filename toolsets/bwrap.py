@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import IO
 
-from toolsets.execution import ExecResult, Limits, SandboxError
+from toolsets.channel import Launch
+from toolsets.execution import Limits, SandboxError
 from toolsets.interpreter import python_bin, python_prefix
-from toolsets.process import Spawn, check_argv, input_file, run_process
-from toolsets.rlimits import limited
-from toolsets.workspace import Workspace
+from toolsets.served import ServedSandbox
 
 HOME = "/workspace"
 
@@ -33,61 +37,55 @@ _ETC = ["ld.so.cache", "alternatives", "nsswitch.conf", "localtime"]
 _ETC_NETWORK = ["resolv.conf", "hosts", "ssl/certs", "ssl/openssl.cnf", "pki/tls/certs"]
 
 
-class BwrapSandbox:
-    """Runs each command in a fresh set of namespaces around the workspace.
+class BwrapSandbox(ServedSandbox):
+    """Runs a task's commands in namespaces of their own around the workspace.
 
     A command sees /usr and the running Python read-only, the workspace at /workspace, a /tmp of
-    its own, and nothing else of the machine. When the command ends, when time is up and when
-    this process dies the kernel ends every process the command started, whatever it did to get
-    away. Not bounded: the number of processes, and the workspace's total size.
+    the task's own, and nothing else of the machine. When the sandbox is stopped and when this
+    process dies the kernel ends every process in it, whatever it did to get away.
+
+    Commands run as the same user as the server inside, so they can stop or end it, which ends
+    their sandbox; what they can forge is the result of their own task.
     """
 
     name = "bwrap"
-    home = HOME
 
-    def __init__(self, workspace: Workspace, limits: Limits) -> None:
-        self._workspace = workspace
-        self._limits = limits
+    @property
+    def home(self) -> str:
+        """The workspace is in the same place for every task."""
+        return HOME
 
-    async def exec(
-        self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
-    ) -> ExecResult:
-        """Run one command in the workspace."""
-        check_argv(argv)
+    @property
+    def max_processes(self) -> int | None:
+        """Since Linux 5.14 processes are counted per user namespace; root's never are."""
+        release = tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])
+        return self._limits.processes if os.getuid() != 0 and release >= (5, 14) else None
+
+    def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
+        """See `ServedSandbox`."""
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise SandboxError(f"the sandbox is gone: bwrap was not found; {_INSTALL}")
-        self._workspace.make()
-        with input_file(stdin) as file, input_file(_PASSWD) as passwd, input_file(_GROUP) as group:
-            spawn = Spawn(
-                argv=[
-                    bwrap,
-                    *confinement(bwrap, self._limits),
-                    *("--ro-bind-data", str(passwd.fileno()), "/etc/passwd"),
-                    *("--ro-bind-data", str(group.fileno()), "/etc/group"),
-                    *("--bind", str(self._workspace.root), HOME, "--chdir", HOME),
-                    # Last, because mounting needs directories to be made.
-                    *("--remount-ro", "/dev", "--remount-ro", "/", "--"),
-                    *limited(argv, self._limits),
-                ],
-                # bwrap stays in the sandbox as process 1, whose first environment commands can
-                # read, so clearing theirs would not be enough.
-                env={},
-                cwd="/",
-                stdin=file.fileno(),
-                pass_fds=[passwd.fileno(), group.fileno()],
-            )
-            result = await run_process(
-                spawn,
-                timeout_s=self._limits.command_timeout_s(timeout_s),
-                output_bytes=self._limits.output_bytes,
-            )
-        if result.exit_code == 1 and result.stderr.startswith("bwrap: "):
-            raise SandboxError(f"the sandbox did not start: {_first_line(result.stderr)}")
-        return result
-
-    async def stop(self) -> None:
-        """Nothing outlives an `exec`, so there is nothing to release."""
+        passwd, group = (stack.enter_context(_file_with(text)) for text in (_PASSWD, _GROUP))
+        options = [
+            *confinement(bwrap, self._limits),
+            *("--ro-bind-data", str(passwd.fileno()), "/etc/passwd"),
+            *("--ro-bind-data", str(group.fileno()), "/etc/group"),
+            *("--bind", str(self._workspace.root), HOME, "--chdir", HOME),
+            # Last, because mounting needs directories to be made.
+            *("--remount-ro", "/dev", "--remount-ro", "/"),
+        ]
+        # Not as arguments, since commands can see those of process 1: they tell host paths.
+        packed = b"".join(os.fsencode(option) + b"\0" for option in options)
+        args = stack.enter_context(_file_with(packed))
+        return Launch(
+            argv=[bwrap, "--args", str(args.fileno()), "--", *argv],
+            # bwrap stays in the sandbox as process 1, whose first environment commands can
+            # read, so clearing theirs would not be enough.
+            env={},
+            cwd="/",
+            pass_fds=[file.fileno() for file in (args, passwd, group)],
+        )
 
 
 def bwrap_problem() -> str | None:
@@ -127,6 +125,7 @@ def _env() -> dict[str, str]:
         "LANG": "C.UTF-8",
         "TERM": "dumb",
         "USER": "user",
+        "MPLBACKEND": "Agg",
     }
 
 
@@ -167,6 +166,15 @@ def _probe(bwrap: str, extra: tuple[str, ...]) -> str | None:
     if done.returncode == 0:
         return None
     return _first_line(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}"
+
+
+@contextlib.contextmanager
+def _file_with(content: bytes) -> Iterator[IO[bytes]]:
+    """An unnamed file, to be read from its start."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file
 
 
 def _first_line(text: str) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from toolsets.tool import ToolError
+
+Session = Literal["shell", "python"]
+"""What a task has one of, with a state that lasts from call to call."""
 
 
 class SandboxError(ToolError):
@@ -18,11 +21,16 @@ class Limits:
     """Bounds on every command a sandbox runs."""
 
     timeout_s: float = 120.0
-    """Longest time one command may take; a command may ask for less, never for more."""
+    """Longest time one call may take; a call may ask for less, never for more."""
     memory_mb: int = 2048
-    """Private memory of each process of a command."""
+    """Private memory of each process."""
+    processes: int = 512
+    """Processes and threads of the task at a time, where the system can bound them."""
     file_mb: int = 512
     """Largest single file a command may write."""
+    workspace_mb: int = 4096
+    """Size of the workspace. It is measured while calls run and after them, so what writes fast
+    gets beyond it for a second or so."""
     output_bytes: int = 64 * 1024
     """Kept of each output stream: its head and its tail."""
     tmp_mb: int = 256
@@ -31,29 +39,45 @@ class Limits:
     """Commands may reach the network."""
 
     def command_timeout_s(self, asked_s: float | None) -> float:
-        """Return the time a command may take that asked for `asked_s`."""
+        """Return the time a call may take that asked for `asked_s`."""
         return self.timeout_s if asked_s is None else min(asked_s, self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How one command ended and what it printed."""
+    """How one call ended and what it printed."""
 
     exit_code: int | None
-    """128 + N for a command ended by signal N, as shells report it; None after a timeout."""
+    """128 + N for a process ended by signal N, as shells report it; None if it was stopped."""
     stdout: str
     stderr: str
     timed_out: bool
     truncated: bool
     """The middle of an output stream was cut."""
     duration_s: float
+    full_mb: int | None = None
+    """The size of the workspace where it is over its limit."""
+    was_filling: bool = False
+    """The call was stopped because it made a workspace larger that was over its limit."""
+    value: str | None = None
+    """The `repr` of a cell's last expression, where it is not None."""
+    plots: tuple[str, ...] = ()
+    """Files that figures were saved in."""
+    last_pid: int | None = None
+    """The process that the shell started last in the background."""
+    ended: bool = False
+    """The session is gone with all that it held; the next call begins a new one."""
+    lost: str | None = None
+    """Why the session had lost what it held, before this call."""
+    is_first: bool = False
+    """No call was made to this session before."""
 
 
 class Sandbox(Protocol):
-    """A place that runs commands beside one workspace.
+    """A place that runs commands beside one workspace, for one task.
 
-    Whatever it needs it starts at the first `exec`, so making one is cheap. Each `exec` leaves
-    no process behind. A sandbox belongs to one task.
+    It is started by the first call, so making one is cheap, and kept until it is stopped. Calls
+    wait for each other.
     """
 
     @property
@@ -67,7 +91,25 @@ class Sandbox(Protocol):
     async def exec(
         self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
     ) -> ExecResult:
-        """Run one command in the workspace; raises `SandboxError` if it could not be started."""
+        """Run one command apart from all sessions; what it starts is killed when it ends.
+
+        Raises `SandboxError` if it could not be started.
+        """
+
+    async def run(
+        self,
+        session: Session,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        output_file: str | None = None,
+    ) -> ExecResult:
+        """Run a command in the task's shell, or a cell in its interpreter.
+
+        With `output_file`, a path in the sandbox, the shell starts the command in the background,
+        in a process group of its own, and lets it print into that file. Raises `SandboxError` if
+        the session could not be started.
+        """
 
     async def stop(self) -> None:
-        """Release what the sandbox holds; may be called again, and without any `exec`."""
+        """End all that runs; may be called again, and without any call before."""

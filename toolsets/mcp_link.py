@@ -13,8 +13,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from toolsets.inside.outputs import HeadTail
 from toolsets.mcp_settings import WORKSPACE, ListedTool, McpServer
-from toolsets.process import OutputBuffer
+from toolsets.text import output_text
 from toolsets.tool import HOST_ERRNOS, HostError, ToolError
 
 _log = logging.getLogger(__name__)
@@ -288,7 +289,7 @@ class _Stderr(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._first = b""
-        self._kept = OutputBuffer(_STDERR_BYTES)
+        self._kept = HeadTail(_STDERR_BYTES)
         self.pid: int | None = None
 
     async def __aenter__(self) -> Any:
@@ -314,7 +315,7 @@ class _Stderr(asyncio.Protocol):
         self._kept.feed(data)
 
     def text(self) -> str:
-        return self._kept.text()
+        return output_text(*self._kept.kept(), self._kept.total)
 
 
 def _variable(name: str, server: str) -> str:

@@ -40,6 +40,10 @@ class TaskSpace:
     held: dict[str, Held] = field(default_factory=dict)
     """What tools opened for this task, by a name of their own; closed with the space."""
 
+    resumed: bool = False
+    """The conversation goes on after what ran its commands before had ended, as after a crash or
+    with the next prompt of a session: files are kept, shells and interpreters are new."""
+
     @property
     def home(self) -> str:
         """The path of the workspace as the model knows it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 
 def clip(text: str, *, max_chars: int) -> str:
     """Return `text`, or its head and tail around a mark when it is longer than `max_chars`.
@@ -23,3 +25,26 @@ def valid_utf8(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def output_text(head: bytes, tail: bytes, total: int) -> str:
+    """Return what was kept of `total` bytes of output, as text without NUL.
+
+    Where the middle is missing a mark says how much.
+    """
+    if total <= len(head) + len(tail):
+        return _decode(head + tail)
+    # A character split by the cut is dropped rather than shown as a broken one.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(head)
+    head = head[: len(head) - len(decoder.getstate()[0])]
+    lead = 0
+    while lead < min(3, len(tail)) and tail[lead] & 0xC0 == 0x80:
+        lead += 1
+    tail = tail[lead:]
+    cut_bytes = total - len(head) - len(tail)
+    return f"{_decode(head)}\n[... {cut_bytes} bytes cut ...]\n{_decode(tail)}"
+
+
+def _decode(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace").replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -1,0 +1,176 @@
+"""The wire between this process and the server inside a sandbox; see `toolsets.inside.server`.
+
+Nothing that comes out of a sandbox is trusted: replies are bounded and checked before use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from toolsets.cgroup import Group
+from toolsets.execution import SandboxError
+from toolsets.inside.boot import LENGTH, framed
+from toolsets.tool import HOST_ERRNOS, HostError
+
+_CHUNK_BYTES = 1 << 18
+_SPARE_BYTES = 1 << 20
+_STOP_GRACE_S = 3.0
+_MAX_SAID = 300
+
+Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class Gone(Exception):
+    """The sandbox is gone, or not to be used any more; the message continues "the sandbox"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a process that serves on its standard input and output."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    pass_fds: Sequence[int] = ()
+
+
+class Reply(BaseModel):
+    """What the server says of a call. Commands could have said it in its place."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: Number
+    refused: Number | None = None
+    """The error number with which a process could not be started."""
+    stopped: Literal["time", "space"] | None = None
+    ended: bool = False
+    exit_code: Number | None = None
+    value: str | None = None
+    plots: Annotated[list[Annotated[str, Field(max_length=_MAX_SAID)]], Field(max_length=100)] = []
+    last_pid: Number | None = None
+    full_mb: Number | None = None
+    stdout: tuple[bytes, bytes, Number] = (b"", b"", 0)
+    stderr: tuple[bytes, bytes, Number] = (b"", b"", 0)
+
+
+class Channel:
+    """A process of ours at the other end of a socket."""
+
+    def __init__(self, launch: Launch, group: Group | None, *, output_bytes: int) -> None:
+        # The head and the tail of two streams, in base64, and a value that JSON may make longer.
+        self._max_bytes = 12 * output_bytes + _SPARE_BYTES
+        self._group = group
+        self._socket, theirs = socket.socketpair()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by `begin`
+        try:
+            # In this thread: a sandbox may be told to die with the thread that made it.
+            self._process = subprocess.Popen(
+                list(launch.argv) if group is None else group.joined(launch.argv),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=self._errors,
+                env=dict(launch.env),
+                cwd=launch.cwd,
+                pass_fds=tuple(launch.pass_fds),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._socket.close()
+            self._errors.close()
+            if error.errno in HOST_ERRNOS:
+                raise HostError(f"cannot start a sandbox: {error.strerror}") from error
+            raise SandboxError(f"the sandbox did not start: {error}") from error
+        finally:
+            theirs.close()
+        self._socket.setblocking(False)
+
+    async def begin(self, program: str, terms: Mapping[str, Any], timeout_s: float) -> None:
+        """Hand over the server and tell it what it needs; raises `SandboxError` if it fails."""
+        try:
+            # It fits into the socket as a whole, or nearly, so this waits for nobody for long.
+            with contextlib.suppress(ConnectionError):
+                await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
+            await self.ask({**terms, "id": 0}, timeout_s)
+        except (Gone, TimeoutError) as error:
+            await self.close(grace_s=0)
+            self._errors.seek(0)
+            said = self._errors.read(4096).decode(errors="replace").strip().splitlines()
+            why = said[-1][:_MAX_SAID] if said else str(error) or "it did not answer in time"
+            raise SandboxError(f"the sandbox did not start: {why}") from error
+        finally:
+            self._errors.close()
+
+    async def ask(self, request: Mapping[str, Any], timeout_s: float) -> Reply:
+        """Make a request and return the reply; raises `Gone` and `TimeoutError`.
+
+        After any exception, cancellation too, the channel is good for nothing but closing.
+        """
+        async with asyncio.timeout(timeout_s):
+            raw = orjson.dumps(request)
+            try:
+                send = asyncio.get_running_loop().sock_sendall
+                await send(self._socket, LENGTH.pack(len(raw)) + raw)
+                size = LENGTH.unpack(await self._read(LENGTH.size))[0]
+                if size > self._max_bytes:
+                    raise Gone("said more than it may and was ended")
+                answer = await self._read(size)
+            except ConnectionError as error:
+                raise Gone("ended") from error
+        try:
+            reply = Reply.model_validate_json(answer)
+        except ValidationError as error:
+            raise Gone("said what it may not and was ended") from error
+        if reply.id != request["id"]:
+            raise Gone("answered what it was not asked and was ended")
+        return reply
+
+    async def close(self, *, grace_s: float = _STOP_GRACE_S) -> None:
+        """End the process and all that it started; after `grace_s` by force."""
+        # The server ends when the socket does, and then what it started has ended before it.
+        self._socket.close()
+        try:
+            give_up = time.monotonic() + grace_s
+            while self._process.poll() is None and time.monotonic() < give_up:
+                await asyncio.sleep(0.002)
+        finally:
+            if self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        if self._group is not None:
+            await self._group.close()
+
+    async def _read(self, size: int) -> bytes:
+        raw = bytearray()
+        receive = asyncio.get_running_loop().sock_recv
+        while len(raw) < size:
+            chunk = await receive(self._socket, min(_CHUNK_BYTES, size - len(raw)))
+            if not chunk:
+                raise Gone("ended")
+            raw += chunk
+        return bytes(raw)
+
+
+def decoded(kept: tuple[bytes, bytes, int], max_bytes: int) -> tuple[bytes, bytes, int]:
+    """The head, the tail and the length of a stream; raises `Gone` where they cannot be that."""
+    try:
+        head, tail = (base64.b64decode(part, validate=True) for part in kept[:2])
+    except ValueError as error:
+        raise Gone("said what it may not and was ended") from error
+    if len(head) + len(tail) > max_bytes or kept[2] < len(head) + len(tail):
+        raise Gone("said what it may not and was ended")
+    return head, tail, kept[2]

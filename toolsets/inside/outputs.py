@@ -1,0 +1,36 @@
+"""What is kept of an output stream."""
+
+from __future__ import annotations
+
+
+class HeadTail:
+    """The head and the tail of a byte stream of any length, in bounded memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._head_bytes = max_bytes // 2
+        self._tail_bytes = max_bytes - self._head_bytes
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.total = 0
+        """How many bytes there were."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next piece of the stream."""
+        self.total += len(chunk)
+        room = self._head_bytes - len(self._head)
+        if room > 0:
+            self._head += chunk[:room]
+            chunk = chunk[room:]
+        self._tail += chunk[-self._tail_bytes :] if self._tail_bytes else b""
+        # Trimming at twice the size moves each byte once on average.
+        if len(self._tail) > 2 * self._tail_bytes:
+            self._trim()
+
+    def kept(self) -> tuple[bytes, bytes]:
+        """Return the head, and the tail where the head is not all."""
+        self._trim()
+        return bytes(self._head), bytes(self._tail)
+
+    def _trim(self) -> None:
+        if len(self._tail) > self._tail_bytes:
+            del self._tail[: len(self._tail) - self._tail_bytes]

@@ -1,0 +1,79 @@
+"""The loop that a persistent shell runs, and how commands are handed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+CONTROL = 250
+"""Where a shell or interpreter is told what to run and says how it went."""
+_SH_CONTROL = 7
+
+
+class Shell(NamedTuple):
+    """A shell that takes a loop, then commands, all encoded."""
+
+    argv: list[str]
+    control: int
+    loop: str
+    encode: Callable[[str], bytes]
+
+
+# The shell's own errors go nowhere, so that `set -x` does not show this loop. A redirection of a
+# builtin is undone when it ends: what a command does to its output does not last, and the
+# descriptors of this loop are closed for all that a command starts. `$?` is what the model thinks.
+_BASH_LOOP = """\
+shopt -s expand_aliases
+exec 251>&1 252>&2 2>/dev/null
+__status=0
+while IFS= read -r -d '' __command <&250; do
+  [ "$__status" = 0 ] || (exit "$__status")
+  eval "$__command" </dev/null >&251 2>&252 250>&- 251>&- 252>&-
+  __status=$?
+  printf '%d %d\\n' "$__status" "${!:-0}" >&250
+done
+"""
+_BASH_START = "IFS= read -r -d '' __command <&250; eval \"$__command\""
+
+
+def _ended_by_nul(code: str) -> bytes:
+    return code.encode() + b"\0"
+
+
+BASH = Shell(
+    ["bash", "--norc", "--noprofile", "-c", _BASH_START, "bash"],
+    CONTROL,
+    _BASH_LOOP,
+    _ended_by_nul,
+)
+
+# Shells that are not bash read no further than the end of a line, and know descriptors to 9.
+_SH_LOOP = """\
+exec 8>&1 9>&2 2>/dev/null
+__status=0
+while IFS= read -r __command <&7; do
+  __command=$(printf '%b.' "$__command")
+  [ "$__status" = 0 ] || (exit "$__status")
+  eval "${__command%.}" </dev/null >&8 2>&9 7<&- 8>&- 9>&-
+  __status=$?
+  printf '%d %d\\n' "$__status" "${!:-0}" >&7
+done
+"""
+_SH_START = 'IFS= read -r __command <&7; eval "$(printf %b "$__command")"'
+
+
+def _on_one_line(code: str) -> bytes:
+    return code.replace("\\", "\\0134").replace("\n", "\\0012").encode() + b"\n"
+
+
+SH = Shell(["sh", "-c", _SH_START, "sh"], _SH_CONTROL, _SH_LOOP, _on_one_line)
+
+
+def in_background(code: str, path: str) -> str:
+    """The command that starts `code` in a group of its own, which can then be killed as one."""
+    quoted = "'" + code.replace("'", "'\\''") + "'"
+    group = '[ -z "$BASH_VERSION" ] || case $- in *m*) ;; *) set -m; __m=1;; esac\n'
+    start = f"{{ eval {quoted}; }} </dev/null >'{path}' 2>&1 &\n"
+    return f"mkdir -p '{path.rpartition('/')[0]}' && : >'{path}' && {{\n{group}{start}" + (
+        '[ -z "$__m" ] || { set +m; unset __m; }\n}'
+    )

@@ -1,0 +1,237 @@
+"""A sandbox that is kept for a whole task: what all kinds of it have in common.
+
+A program of ours runs inside (`toolsets.inside`) and holds the task's shell and interpreter. A
+sandbox that breaks its rules, is silent past a call's deadline, or whose caller is cancelled, is
+ended as a whole; the next call starts another, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from toolsets.cgroup import make_group
+from toolsets.channel import Channel, Gone, Launch, Reply, decoded
+from toolsets.execution import ExecResult, Limits, SandboxError, Session
+from toolsets.inside.boot import BOOT
+from toolsets.text import output_text
+from toolsets.tool import HOST_ERRNOS, HostError
+from toolsets.workspace import Workspace
+
+_START_TIMEOUT_S = 60.0
+_REPLY_GRACE_S = 10.0
+"""For what the server does when the time is up; longer than all its own graces together."""
+_MAX_CODE_CHARS = 8 << 20
+_INSIDE = Path(__file__).parent / "inside"
+_MODULES = ("boot", "outputs", "processes", "job", "shells", "server")
+"""In the order in which they import each other."""
+_PROGRAM = """\
+import sys, types
+for name, source in {sources!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+sys.modules["toolsets.inside.server"].main()
+"""
+
+
+class ServedSandbox(ABC):
+    """A sandbox around one workspace, from its first call until it is stopped."""
+
+    def __init__(self, workspace: Workspace, limits: Limits) -> None:
+        self._workspace = workspace
+        self._limits = limits
+        self._lock = asyncio.Lock()
+        self._channel: Channel | None = None
+        self._is_stopped = False
+        self._calls = 0
+        self._opened: set[Session] = set()
+        self._held: set[Session] = set()
+        self._lost: dict[Session, str] = {}
+
+    @property
+    @abstractmethod
+    def home(self) -> str:
+        """The path of the workspace as commands see it."""
+
+    @abstractmethod
+    def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
+        """How to start `argv` in the sandbox; what is put on `stack` is kept until it has begun."""
+
+    @property
+    def max_processes(self) -> int | None:
+        """The bound on processes that the sandbox is to set for itself, where that works."""
+        return None
+
+    async def exec(
+        self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
+    ) -> ExecResult:
+        """See `Sandbox`."""
+        if not argv:
+            raise SandboxError("there is no command to run")
+        argv = [_sendable(argument) for argument in argv]
+        request = {"kind": "command", "argv": argv, "stdin": base64.b64encode(stdin).decode()}
+        return await self._call(request, timeout_s)
+
+    async def run(
+        self,
+        session: Session,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        output_file: str | None = None,
+    ) -> ExecResult:
+        """See `Sandbox`."""
+        request = {
+            "kind": session,
+            "code": _sendable(code) if session == "shell" else _encodable(code),
+            "output_file": output_file,
+            "max_chars": self._limits.output_bytes,
+        }
+        if len(code) > _MAX_CODE_CHARS:
+            raise SandboxError("the code is too long; write it to a file and run that")
+        return await self._call(request, timeout_s, session)
+
+    async def stop(self) -> None:
+        """See `Sandbox`."""
+        self._is_stopped = True
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def _call(
+        self, request: dict[str, Any], asked_s: float | None, session: Session | None = None
+    ) -> ExecResult:
+        timeout_s = self._limits.command_timeout_s(asked_s)
+        async with self._lock:
+            begun = time.monotonic()
+            channel = await self._started()
+            self._calls += 1
+            request |= {"id": self._calls, "timeout_s": timeout_s}
+            try:
+                reply = await channel.ask(request, timeout_s + _REPLY_GRACE_S)
+                if reply.refused == errno.EAGAIN:
+                    # At its bound a task could not even stop a process, so it starts afresh.
+                    raise Gone("ran too many processes and was ended")
+                return self._result(reply, session, time.monotonic() - begun)
+            except (Gone, TimeoutError) as error:
+                why = str(error) if isinstance(error, Gone) else "did not react and was ended"
+                await self._discard(why, besides=session)
+                raise SandboxError(
+                    f"the sandbox {why}, with all that ran in it; the next call starts a new one"
+                ) from error
+            except asyncio.CancelledError:
+                # The command must not run on, and what it was is known only inside.
+                await self._discard("was ended with a call that was cut off")
+                raise
+
+    async def _discard(self, why: str, besides: Session | None = None) -> None:
+        """End the sandbox, and keep in mind what is to be told to whoever had a session in it."""
+        channel, self._channel = self._channel, None
+        self._lost |= dict.fromkeys(self._held - {besides}, f"the sandbox {why}")
+        self._held.clear()
+        if channel is not None:
+            await channel.close()
+
+    async def _started(self) -> Channel:
+        if self._is_stopped:
+            raise SandboxError("the sandbox of this task was stopped")
+        if self._channel is not None:
+            return self._channel
+        self._workspace.make()
+        limits = self._limits
+        rlimits = {
+            "RLIMIT_CORE": 0,
+            "RLIMIT_FSIZE": limits.file_mb << 20,
+            # The data segment, not the address space, of which some runtimes reserve far more
+            # than they use.
+            "RLIMIT_DATA": limits.memory_mb << 20,
+        }
+        if self.max_processes is not None:
+            rlimits["RLIMIT_NPROC"] = self.max_processes
+        terms = {
+            "home": self.home,
+            "kernel": _kernel(),
+            "output_bytes": limits.output_bytes,
+            "workspace_mb": limits.workspace_mb,
+            "rlimits": rlimits,
+        }
+        with ExitStack() as stack:
+            launch = self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack)
+            group = None if self.max_processes else make_group(limits.processes)
+            channel = Channel(launch, group, output_bytes=limits.output_bytes)
+        try:
+            await channel.begin(_program(), terms, _START_TIMEOUT_S)
+        except asyncio.CancelledError:
+            await channel.close(grace_s=0)
+            raise
+        self._channel = channel
+        return channel
+
+    def _result(self, reply: Reply, session: Session | None, duration_s: float) -> ExecResult:
+        if reply.refused is not None:
+            raise _refusal(reply.refused)
+        out, err = (
+            decoded(kept, self._limits.output_bytes) for kept in (reply.stdout, reply.stderr)
+        )
+        is_first = session is not None and session not in self._opened
+        lost = None
+        if session is not None:
+            self._opened.add(session)
+            lost = self._lost.pop(session, None)
+            (self._held.discard if reply.ended else self._held.add)(session)
+        return ExecResult(
+            exit_code=reply.exit_code,
+            stdout=output_text(*out),
+            stderr=output_text(*err),
+            timed_out=reply.stopped == "time",
+            truncated=any(total > len(head) + len(tail) for head, tail, total in (out, err)),
+            duration_s=duration_s,
+            full_mb=reply.full_mb,
+            was_filling=reply.stopped == "space",
+            value=reply.value,
+            plots=tuple(reply.plots),
+            last_pid=reply.last_pid,
+            ended=reply.ended,
+            lost=lost,
+            is_first=is_first,
+        )
+
+
+def _sendable(argument: str) -> str:
+    if "\0" in argument:
+        raise SandboxError("a command cannot contain a NUL character")
+    return _encodable(argument)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _refusal(number: int) -> Exception:
+    if number in HOST_ERRNOS - {errno.ENOMEM}:
+        return HostError(f"cannot start a command: {os.strerror(number)}")
+    if number == errno.E2BIG:
+        return SandboxError("the command is too long; write it to a file and run that")
+    return SandboxError(f"the command could not be started: {os.strerror(number)}")
+
+
+@cache
+def _program() -> str:
+    sources = [
+        (f"toolsets.inside.{name}", (_INSIDE / f"{name}.py").read_text()) for name in _MODULES
+    ]
+    return _PROGRAM.format(sources=sources)
+
+
+@cache
+def _kernel() -> str:
+    return (_INSIDE / "kernel.py").read_text()
