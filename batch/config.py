@@ -128,6 +128,13 @@ class RunConfig(AgentOptions):
         "Set each workspace up by its row's columns `files` and `setup`, and judge its end by the "
         "row's `check` command; see docs/tools.md.",
     )
+    command_memory_mb: PositiveInt = meaning(2048, "Memory of each process of a command, in MB.")
+    max_processes: PositiveInt = meaning(
+        512, "Processes that the commands of a conversation may have at a time."
+    )
+    workspace_mb: PositiveInt = meaning(
+        4096, "Size of a workspace, in MB; a command that makes it larger is stopped."
+    )
     network: bool = meaning(False, "Let commands in the sandbox use the network.")
     web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
         "ddgs",

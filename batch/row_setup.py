@@ -1,8 +1,8 @@
 """What a row brings for its workspace: files, commands that set it up, and a check at the end.
 
 Columns, read where the run allows it (`row_setup`): `files` ({path: text, or {"base64": …}}),
-`setup` (a command or a list of them), and `check` (a command, or {"command", "files"}; its files
-are written when it runs, so that the model never sees them).
+`setup` (a command or a list of them), `cwd` (where shells begin), and `check` (a command, or
+{"command", "files"}; its files are written when it runs, so that the model never sees them).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import base64
 import binascii
 import math
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import orjson
@@ -22,7 +23,7 @@ from toolsets.space import TaskSpace
 from toolsets.text import clip
 from toolsets.tool import ToolError
 
-COLUMNS = ("files", "setup", "check")
+COLUMNS = ("files", "setup", "cwd", "check")
 
 _SHOWN = 2000
 """Characters of a command's output that a record or a message repeats."""
@@ -40,6 +41,7 @@ class RowSetup(NamedTuple):
 
     files: Mapping[str, bytes]
     commands: tuple[str, ...]
+    start_dir: str
     check: Check | None
 
 
@@ -56,7 +58,8 @@ def read_row_setup(columns: Mapping[str, Any]) -> RowSetup:
         msg = "`setup` must be a command or a list of commands"
         raise ValueError(msg)
     files = _files(columns.get("files", {}), "files")
-    return RowSetup(files, tuple(commands), _check(columns.get("check")))
+    start_dir = _start_dir(columns.get("cwd", "."))
+    return RowSetup(files, tuple(commands), start_dir, _check(columns.get("check")))
 
 
 async def set_up_workspace(space: TaskSpace, row: RowSetup) -> None:
@@ -126,6 +129,19 @@ def _content(raw: Any, place: str) -> bytes:
             raise ValueError(msg) from error
     msg = f'`{place}` must be text or {{"base64": …}}'
     raise ValueError(msg)
+
+
+def _start_dir(raw: Any) -> str:
+    path = PurePosixPath(raw) if isinstance(raw, str) else None
+    if path is None or "\0" in str(path) or ".." in path.parts:
+        msg = "`cwd` must be a directory in the workspace"
+        raise ValueError(msg)
+    if path.is_absolute():
+        if not path.is_relative_to("/workspace"):
+            msg = "`cwd` must be in the workspace: a relative path, or one beneath /workspace"
+            raise ValueError(msg)
+        path = path.relative_to("/workspace")
+    return str(path)
 
 
 def _check(raw: Any) -> Check | None:

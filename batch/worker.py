@@ -232,7 +232,9 @@ class Worker:
         Raises what `_run` has to sort out.
         """
         workspace = Workspace(self._setup.run_dir / "workspaces" / task.key.hex())
-        space = TaskSpace(workspace, self._sandbox_for(workspace), web=self._web)
+        space = TaskSpace(
+            workspace, self._sandbox_for(workspace), web=self._web, resumed=bool(deal["events"])
+        )
         row = self._rules.read(task.columns)
         trajectory = Trajectory(row.opening, deal["events"])
         self._trajectories[task.key] = trajectory
@@ -243,6 +245,8 @@ class Worker:
                 # What a conversation left whose journal was lost is not this one's.
                 await asyncio.to_thread(remove_tree, workspace.root)
             kept = workspace.root.exists()
+            if row.setup is not None:
+                workspace.start_dir = row.setup.start_dir
             if row.setup is not None and not kept:
                 await set_up_workspace(space, row.setup)
             end = await self._converse(task, deal, trajectory, row.terms, space, kept=kept)
@@ -378,7 +382,14 @@ class Worker:
         kind = self._setup.provenance.sandbox
         if kind is None:
             return None
-        limits = Limits(timeout_s=self._config.command_timeout_s, network=self._config.network)
+        config = self._config
+        limits = Limits(
+            timeout_s=config.command_timeout_s,
+            memory_mb=config.command_memory_mb,
+            processes=config.max_processes,
+            workspace_mb=config.workspace_mb,
+            network=config.network,
+        )
         return make_sandbox(kind, workspace, limits)
 
     def _release(self, key: bytes) -> None:

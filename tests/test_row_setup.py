@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class TestColumns:
         assert row.files == {"a": "é".encode(), "b": b"\xff"}
         assert row.commands == ("make",)
         assert row.check == ("pytest", {"t.py": b"x"})
-        assert read_row_setup({}) == ({}, (), None)
+        assert read_row_setup({}) == ({}, (), ".", None)
 
     @pytest.mark.parametrize(
         ("columns", "words"),
@@ -56,6 +57,9 @@ class TestColumns:
             ({"files": {"a": {"base64": "?"}}}, "`files.a`: not base64"),
             ({"setup": [1]}, "`setup` must be a command"),
             ({"setup": {"a": 1}}, "`setup` must be a command"),
+            ({"cwd": "../x"}, "`cwd` must be a directory in the workspace"),
+            ({"cwd": "/etc"}, "or one beneath /workspace"),
+            ({"cwd": 1}, "`cwd` must be a directory"),
             ({"check": 1}, "`check` must be a command"),
             ({"check": {"files": {}}}, "`check` must be a command"),
             ({"check": {"command": "x", "reward": 1}}, "`check` must be a command"),
@@ -109,6 +113,31 @@ def test_the_exit_code_judges_and_a_reward_may_grade(tmp_path: Path) -> None:
         for record in records_of(tmp_path, *rows)
     }
     assert found == judged
+
+
+@pytest.mark.parametrize("sandbox", ["local", "bwrap"])
+def test_shells_and_interpreters_begin_where_the_row_says(tmp_path: Path, sandbox: str) -> None:
+    script = [
+        calls(
+            call("terminal", command="pwd; cat a.py"), call("python", code="open('a.py').read()")
+        ),
+        ANSWER,
+    ]
+    record = record_of(
+        tmp_path,
+        {
+            "files": {"src/a.py": "42"},
+            "cwd": "/workspace/src",
+            "check": "test -d src",
+            "script": script,
+        },
+        sandbox=sandbox,
+        enabled_toolsets="terminal,python",
+    )
+    shell, python = (json.loads(m["content"]) for m in record["messages"] if m["role"] == "tool")
+    assert shell["stdout"].endswith("/src\n42")
+    assert python["value"] == "'42'"
+    assert record["check"]["passed"]
 
 
 def test_a_check_that_takes_too_long_has_not_passed(tmp_path: Path) -> None:

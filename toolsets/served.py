@@ -159,6 +159,7 @@ class ServedSandbox(ABC):
             rlimits["RLIMIT_NPROC"] = self.max_processes
         terms = {
             "home": self.home,
+            "start_dir": self._workspace.start_dir,
             "kernel": _kernel(),
             "output_bytes": limits.output_bytes,
             "workspace_mb": limits.workspace_mb,

@@ -55,6 +55,9 @@ class Workspace:
     methods may be called from several threads.
     """
 
+    start_dir = "."
+    """Where shells and interpreters begin: a path beneath the root."""
+
     def __init__(self, root: Path, aliases: tuple[str, ...] = ("/workspace",)) -> None:
         self.root = root.absolute()
         self.aliases = aliases

@@ -58,6 +58,7 @@ class Server:
         self._max_bytes = begin["workspace_mb"] << 20
         self._kernel = begin["kernel"]
         self._home = begin["home"]
+        self._start_dir = begin["start_dir"]
         os.chdir(self._home)
         for name, wanted in begin["rlimits"].items():
             kind = getattr(resource, name)
@@ -125,9 +126,12 @@ class Server:
     def _begin(self, request: dict[str, Any]) -> Job:
         """Start what the request needs that is not there, and hand over what is to be run."""
         kind = request["kind"]
+        os.chdir(self._home)
         if kind == "command":
             stdin = _file_with(binascii.a2b_base64(request["stdin"]))
             return self._add(kind, Job(self, request["argv"], stdin=stdin))
+        with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
+            os.chdir(self._start_dir)
         job = self._jobs.get(kind)
         code = request["code"]
         if kind == "python":
