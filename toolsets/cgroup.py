@@ -79,7 +79,9 @@ def _kill_all(group: Path) -> None:
     with contextlib.suppress(OSError):
         for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                # 0 stands for a process that cannot be seen from here, and means us to `kill`.
+                if int(pid) > 0:
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 def _candidates() -> Iterator[Path]:
