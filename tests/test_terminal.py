@@ -497,6 +497,20 @@ asyncio.run(main())
     assert has_no_writer(alive, within_s=3)
 
 
+def test_groups_of_dead_workers_are_removed_by_the_next(tmp_path: Path) -> None:
+    code = "from toolsets.cgroup import make_group; print(make_group(9)._path)"
+    made = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            pytest.skip("no control groups can be made here")
+        made.append(Path(done.stdout.strip()))
+    assert not made[0].exists()
+    made[1].rmdir()
+
+
 def of_our_own() -> tuple[set[int], set[str], set[str]]:
     """What could leak: children, descriptors, and mounts and groups of this process."""
     children = set()

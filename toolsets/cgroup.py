@@ -34,10 +34,7 @@ class Group:
     async def close(self) -> None:
         """Kill whatever is still in the group, and remove it."""
         for _ in range(_REMOVAL_ATTEMPTS):
-            with contextlib.suppress(OSError):
-                for pid in (self._path / "cgroup.procs").read_text().split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
+            _kill_all(self._path)
             try:
                 self._path.rmdir()
                 return
@@ -65,16 +62,26 @@ def make_group(max_processes: int) -> Group | None:
 
 @cache
 def _parent() -> Path | None:
-    """The directory in which groups are made; what dead processes left there is removed."""
+    """The directory in which groups are made; what dead workers left there is ended."""
     for path in _candidates():
         if os.access(path, os.W_OK):
             for left in path.glob(f"{_PREFIX}-*-*"):
                 owner = left.name.split("-")[1]
                 if owner.isdigit() and not Path("/proc", owner).exists():
+                    _kill_all(left)
                     with contextlib.suppress(OSError):
                         left.rmdir()
             return path
     return None
+
+
+def _kill_all(group: Path) -> None:
+    with contextlib.suppress(OSError):
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                # 0 stands for a process that cannot be seen from here, and means us to `kill`.
+                if int(pid) > 0:
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 def _candidates() -> Iterator[Path]:
