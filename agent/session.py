@@ -231,7 +231,8 @@ class AgentSession:
         setup = self._setup
         workspace = Workspace(self._root / "workspace")
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
-        space = TaskSpace(workspace, sandbox, web=setup.web)
+        resumed = bool(self.trajectory.results)  # each prompt has a shell of its own
+        space = TaskSpace(workspace, sandbox, web=setup.web, resumed=resumed)
         async with AsyncExitStack() as stack:
             if setup.servers is not None:
                 setup.servers.open()

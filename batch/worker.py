@@ -47,7 +47,7 @@ from batch.prompts import Task
 from batch.purse import Amount
 from batch.record import Provenance, dump_record, make_record
 from batch.records import index_fields
-from batch.row_setup import SetupFailed, run_check, set_up_workspace
+from batch.row_workspace import SetupFailed, run_check, set_up_workspace
 from batch.stopped import Stopped
 from batch.wire import Deal, no_counters, pack, unpack
 from toolsets.mcp_servers import McpServers
