@@ -11,6 +11,7 @@ import orjson
 import yaml
 from pydantic import ValidationError
 
+from agent.options import split_commas
 from batch.config import RunConfig
 from batch.errors import ConfigError
 from toolsets.text import clip
@@ -61,9 +62,22 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     for key in _INPUT_PATHS:
         if isinstance(loaded.get(key), str):
             loaded[key] = str(path.parent / loaded[key])
+    if "tools" in loaded:
+        loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
     if str(loaded.get("distribution")).endswith((".yaml", ".yml")):
         loaded["distribution"] = str(path.parent / loaded["distribution"])
     return loaded
+
+
+def _listed(value: Any) -> list[Any]:
+    value = split_commas(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _place(place: Any, directory: Path) -> Any:
+    """A place of tools, with a file as seen from where the config file lies."""
+    file = place.rpartition(":")[0] if isinstance(place, str) else ""
+    return str(directory / place) if file.endswith(".py") else place
 
 
 def _explain(detail: Any, config_file: Path | None, flags: Mapping[str, Any]) -> str:

@@ -45,13 +45,13 @@ def test_the_readme_names_every_exit_code_of_the_errors() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_demo_is_what_the_readme_says(tmp_path: Path, workers: int) -> None:
-    """24 tasks, all ended; one early, one rejected; whatever the number of workers."""
+    """26 tasks, all ended; one early, one rejected; whatever the number of workers."""
     done = run(
         tmp_path, config=ROOT / "configs/demo/run.yaml", run_name="demo", num_workers=workers
     )
     assert done.returncode == 0, done.stderr
     exports = tmp_path / "trajectories" / "demo" / "exports"
-    assert len(ids(tmp_path / "trajectories" / "demo.jsonl")) == 22
+    assert len(ids(tmp_path / "trajectories" / "demo.jsonl")) == 24
     assert ids(exports / "partial.jsonl") == ["demo-14-never-done"]
     assert ids(exports / "rejects.jsonl") == ["demo-13-unknown-tool"]
     manifest = json.loads((exports / "manifest.json").read_text())

@@ -173,7 +173,7 @@ def unusable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("broken:NOTHING", "tools: broken: there is no tool in the list"),
         ("broken:NUMBER", "tools: broken: 3 is no tool; give a function"),
         ("broken:fine,broken:other", "broken.py:20: toolset 'broken' has two tools called 'fine'"),
-        ("unknown", "tools: 'unknown' is neither MODULE:ATTRIBUTE nor the entry point"),
+        ("unknown", "tools: 'unknown' is neither MODULE:ATTRIBUTE, nor FILE.py:ATTRIBUTE, nor"),
         ("leaves:f", "tools: cannot import 'leaves:f': SystemExit: 3"),
         ("taken:SET", "the toolset name 'file' is that of a built-in toolset"),
         ("taken:READ", "toolsets file and taken both have a tool 'read_file'; disable or rename"),
@@ -293,3 +293,20 @@ def test_an_agent_takes_functions(tmp_path: Path) -> None:
         "scripted", script=script, tools=[shout], enabled_toolsets="own", output_dir=tmp_path
     )
     assert agent.run_conversation("x")["messages"][2]["content"] == "HO"
+
+
+def test_a_file_can_hold_tools_and_is_found_beside_the_config(tmp_path: Path) -> None:
+    beside = tmp_path / "sub"
+    beside.mkdir()
+    source = 'def price(item: str) -> int:\n    """Tell."""\n    return 7\n'
+    (beside / "shop.py").write_text(source)
+    (beside / "run.yaml").write_text("tools: shop.py:price\nrun_name: r\ndataset_file: p\n")
+    config = load_config(tmp_path / "sub" / "run.yaml", {})
+    [toolset] = load_own(config.tools or ())
+    assert (toolset.name, [tool.name for tool in toolset.tools]) == ("shop", ["price"])
+    for place, words in (
+        (f"{tmp_path}/sub/shop.py:cost", "cannot import 'cost' of .*shop.py: AttributeError"),
+        (f"{tmp_path}/none.py:cost", "cannot import 'cost' of .*none.py: FileNotFoundError"),
+    ):
+        with pytest.raises(OwnToolError, match=words):
+            load_own((place,))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import metadata
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ class OwnToolError(ValueError):
 
 
 def import_place(place: str, option: str) -> Any:
-    """Import MODULE:ATTRIBUTE; modules in the current directory are found too.
+    """Import MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE; modules in the current directory are found too.
 
     Raises `OwnToolError` naming the `option` that the place was given by.
     """
+    file, _, attribute = place.rpartition(":")
+    if file.endswith(".py"):
+        return _import_file(Path(file), attribute, option)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
@@ -40,9 +44,25 @@ def import_place(place: str, option: str) -> Any:
         raise OwnToolError(msg) from error
 
 
+def _import_file(path: Path, attribute: str, option: str) -> Any:
+    try:
+        spec = spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)
+        spec.loader.exec_module(module)
+        return getattr(module, attribute)
+    except (Exception, SystemExit) as error:  # a user's module may do anything when imported
+        msg = f"{option}: cannot import {attribute!r} of {path}: {type(error).__name__}: {error}"
+        raise OwnToolError(msg) from error
+
+
 @lru_cache(maxsize=8)
 def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
-    """Return the toolsets that `places` name: MODULE:ATTRIBUTE, or an entry point's name.
+    """Return the toolsets that `places` name.
+
+    A place is MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE, or the name of an entry point.
 
     An attribute is a function, a `Tool`, a list of those, or a `Toolset`. What is not in a
     toolset of its own goes into one that is named after its module, or its entry point. Raises
@@ -51,7 +71,8 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
     entry_points = {entry.name: entry.value for entry in metadata.entry_points(group=ENTRY_POINTS)}
     named: list[tuple[str, Any]] = []
     for place in places:
-        module = place.partition(":")[0]
+        module = place.rpartition(":")[0]
+        module = Path(module).stem if module.endswith(".py") else module
         if place in entry_points:
             named.append((place, import_place(entry_points[place], f"tools: {place}")))
         elif ":" in place:
@@ -59,8 +80,8 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
         else:
             known = ", ".join(sorted(entry_points)) or "none"
             msg = (
-                f"tools: {place!r} is neither MODULE:ATTRIBUTE nor the entry point of an installed "
-                f"package (group {ENTRY_POINTS}: {known})"
+                f"tools: {place!r} is neither MODULE:ATTRIBUTE, nor FILE.py:ATTRIBUTE, nor the "
+                f"entry point of an installed package (group {ENTRY_POINTS}: {known})"
             )
             raise OwnToolError(msg)
     return as_toolsets(named)
