@@ -305,7 +305,7 @@ def distributions() -> None:
 
     for name, distribution in DISTRIBUTIONS.items():
         shares = ", ".join(f"{toolset} {percent:g}%" for toolset, percent in distribution.items())
-        show(f"{name:<8} {shares}")
+        show(f"{name:<14} {shares}")
 
 
 @main.command()

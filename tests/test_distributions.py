@@ -72,8 +72,18 @@ def test_a_wrong_file_is_refused(
         load_distribution(str(path))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_shares_are_met_within_one_percent_of_10_000_tasks(seed: int) -> None:
+    asked = {"file": 100, "python": 30, "terminal": 70, "web": 5}
+    counts = Counter(
+        name for n in range(10_000) for name in draw_toolsets(asked, f"{seed}/task-{n}")
+    )
+    for name, percent in asked.items():
+        assert abs(counts[name] / 100 - percent) < 1, name
+
+
 def test_names_are_known_and_hold_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"^Unknown distribution 'nope'; known: all, coding"):
+    with pytest.raises(ValueError, match=r"^Unknown distribution 'nope'; known: all, balanced"):
         load_distribution("nope")
     for distribution in DISTRIBUTIONS.values():
         assert distribution.keys() <= TOOLSETS.keys()
@@ -108,4 +118,4 @@ def test_it_goes_in_the_place_of_enabled_toolsets(tmp_path: Path) -> None:
     both = run(tmp_path, **SCRIPTED, distribution="even", enabled_toolsets="file")
     assert both.returncode == 2
     assert "give one" in both.stderr
-    assert "even     file 50%" in run(tmp_path, "distributions").stdout
+    assert "even           file 50%" in run(tmp_path, "distributions").stdout

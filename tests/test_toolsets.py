@@ -116,6 +116,10 @@ def test_listing_marks_what_an_entry_is(files: Toolbox, root: Path) -> None:
     (root / "l").symlink_to("/etc/passwd")
     assert call(files, "list_files").content == "d/\nl (symlink)"
     assert call(files, "list_files", recursive=True).content == "d/\nd/f (3 bytes)\nl (symlink)"
+    for matching in ("f", "d/*"):
+        assert (
+            call(files, "list_files", recursive=True, matching=matching).content == "d/f (3 bytes)"
+        )
     for number in range(1001):
         (root / "d" / str(number)).touch()
     many = call(files, "list_files", path="d")
@@ -133,10 +137,28 @@ def test_search_finds_literal_text_by_line(files: Toolbox, root: Path) -> None:
     assert both == "a.txt:2: TWO.*\nsub/b.txt:1: two.*"
     assert call(files, "search_files", text="TWO", path="a.txt").content == "a.txt:2: TWO.*"
     assert call(files, "search_files", text="four").content == "[no matches]"
+    assert call(files, "search_files", text="^tw[oO]", is_regex=True).content == (
+        "sub/b.txt:1: two.*"
+    )
+    by_name = {"text": "two", "ignore_case": True}
+    assert call(files, "search_files", **by_name, matching="b.*").content == "sub/b.txt:1: two.*"
+    assert call(files, "search_files", **by_name, matching="sub/*").content == "sub/b.txt:1: two.*"
+    assert call(files, "search_files", **by_name, matching="*.py").content == "[no matches]"
     (root / "many").write_text("four\n" * 300)
     many = call(files, "search_files", text="four").content.split("\n")
     assert len(many) == 201
     assert "only the first 200" in many[-1]
+
+
+def test_a_regular_expression_cannot_hold_the_worker(files: Toolbox, root: Path) -> None:
+    """Without a bound this one runs for longer than anyone lives."""
+    (root / "a.txt").write_text("a" * 64 + "\n")
+    hostile = call(files, "search_files", text="(a|a)*b|(a|aa)+$^", is_regex=True)
+    assert hostile.is_error
+    assert "takes too long; make it simpler" in hostile.content
+    wrong = call(files, "search_files", text="(", is_regex=True)
+    assert wrong.is_error
+    assert "the regular expression '(' is wrong: missing )" in wrong.content
 
 
 def test_terminal_reports_a_failing_command_without_being_an_error(sandboxed: Toolbox) -> None:

@@ -26,6 +26,15 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
         "coding": {"file": 100, "terminal": 80, "python": 50},
         "shell": {"terminal": 100, "file": 40, "python": 20},
         "files": {"file": 100, "terminal": 10},
+        # Those of hermes-agent, as far as there are such toolsets here.
+        "balanced": {"file": 50, "terminal": 50, "web": 50},
+        "development": {"file": 80, "terminal": 80, "web": 30},
+        "minimal": {"web": 100},
+        "research": {"terminal": 10, "web": 90},
+        "science": {"file": 94, "terminal": 94, "web": 94},
+        "terminal_only": {"file": 100, "terminal": 100},
+        "terminal_tasks": {"file": 97, "terminal": 97, "web": 97},
+        "terminal_web": {"file": 100, "terminal": 100, "web": 100},
     }
 )
 """The distributions that have a name."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Annotated
 
@@ -22,7 +24,14 @@ _MAX_LINE_CHARS = 300
 _MAX_SEARCHED_BYTES = 200 * 1024 * 1024
 _BINARY_PROBE_BYTES = 8192
 
+_MAX_REGEX_S = 3.0
+"""For all that one search matches against a regular expression."""
+
 PathArgument = Annotated[str, Field(description="Path in the workspace.")]
+NamePattern = Annotated[
+    str | None,
+    Field(description="Only files like this: *.py in any directory, or src/*.py by their path."),
+]
 
 
 @tool(idempotent=True)
@@ -95,11 +104,14 @@ def list_files(
     space: TaskSpace,
     path: PathArgument = ".",
     recursive: Annotated[bool, Field(description="List subdirectories as well.")] = False,
+    matching: NamePattern = None,
 ) -> ToolResult:
     """List a directory: one entry per line, directories end in "/", files show their size."""
     entries: Iterator[Entry] = (
         space.workspace.walk(path) if recursive else iter(space.workspace.listing(path))
     )
+    if matching is not None:
+        entries = (entry for entry in entries if _is_named(entry.path, matching))
     lines = [_show(entry) for entry in islice(entries, _MAX_ENTRIES)]
     if next(entries, None) is None:
         return ToolResult("\n".join(lines) or "[no files]")
@@ -110,13 +122,17 @@ def list_files(
 @tool(idempotent=True)
 def search_files(
     space: TaskSpace,
-    text: Annotated[str, Field(min_length=1, description="Literal text to find.")],
+    text: Annotated[str, Field(min_length=1, description="Text to find, literally.")],
     path: Annotated[str, Field(description="File or directory to search.")] = ".",
     ignore_case: Annotated[bool, Field(description="Let upper and lower case match.")] = False,
+    is_regex: Annotated[
+        bool, Field(description="The text is a Python regular expression, for within a line.")
+    ] = False,
+    matching: NamePattern = None,
 ) -> ToolResult:
-    """Search text files for a literal text; each match is a line "path:line: text"."""
-    wanted = text.lower() if ignore_case else text
-    matches = _matches(space.workspace, path, wanted, ignore_case=ignore_case)
+    """Search text files line by line; each match is a line "path:line: text"."""
+    finds = _finder(text, ignore_case=ignore_case, is_regex=is_regex)
+    matches = _matches(space.workspace, path, finds, matching)
     lines = list(islice(matches, _MAX_MATCHES))
     if next(matches, None) is None:
         return ToolResult("\n".join(lines) or "[no matches]")
@@ -124,9 +140,43 @@ def search_files(
     return ToolResult("\n".join(lines), details={"truncated": True})
 
 
-def _matches(workspace: Workspace, path: str, wanted: str, *, ignore_case: bool) -> Iterator[str]:
+def _finder(text: str, *, ignore_case: bool, is_regex: bool) -> Callable[[str], bool]:
+    """What tells whether a line holds what is sought."""
+    if not is_regex:
+        wanted = text.lower() if ignore_case else text
+        return lambda line: wanted in (line.lower() if ignore_case else line)
+    # Not `re`: an expression of a model's can take for ever, and `re` cannot be stopped.
+    import regex
+
+    try:
+        pattern = regex.compile(text, regex.IGNORECASE if ignore_case else 0)
+    except regex.error as error:
+        raise ToolError(f"the regular expression {text!r} is wrong: {error}") from error
+    give_up = time.monotonic() + _MAX_REGEX_S
+
+    def finds(line: str) -> bool:
+        try:
+            left_s = give_up - time.monotonic()
+            return pattern.search(line, timeout=max(left_s, 0.001), concurrent=True) is not None
+        except TimeoutError as error:
+            msg = f"the regular expression {text!r} takes too long; make it simpler"
+            raise ToolError(msg) from error
+
+    return finds
+
+
+def _is_named(path: str, pattern: str) -> bool:
+    """Whether a pattern means a path; one without a slash means names in any directory."""
+    return fnmatchcase(path if "/" in pattern else path.rpartition("/")[2], pattern)
+
+
+def _matches(
+    workspace: Workspace, path: str, finds: Callable[[str], bool], matching: str | None
+) -> Iterator[str]:
     searched_bytes = 0
     for file_path in workspace.walk_files(path):
+        if matching is not None and not _is_named(file_path, matching):
+            continue
         try:
             content = workspace.read_bytes(file_path, _MAX_FILE_BYTES)
         except PathError:
@@ -134,7 +184,7 @@ def _matches(workspace: Workspace, path: str, wanted: str, *, ignore_case: bool)
         searched_bytes += len(content)
         if not _is_binary(content):
             for number, line in enumerate(content.decode("utf-8", "replace").split("\n"), 1):
-                if wanted in (line.lower() if ignore_case else line):
+                if finds(line):
                     yield f"{file_path}:{number}: {clip(line.strip(), max_chars=_MAX_LINE_CHARS)}"
         if searched_bytes > _MAX_SEARCHED_BYTES:
             yield f"[stopped at {file_path}: enough searched; search a directory beneath]"
