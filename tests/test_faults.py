@@ -107,7 +107,7 @@ def finish(cwd: Path, **options: Any) -> int:
     """Carry a run to its end; far longer than it may take, it is stuck."""
     with (cwd / "output.txt").open("ab") as output:
         done = subprocess.run(
-            command(**options), cwd=cwd, stdout=output, stderr=output, timeout=1_800
+            command(**options), cwd=cwd, stdout=output, stderr=output, timeout=900
         )
     return done.returncode
 
@@ -283,7 +283,7 @@ def test_no_credit_stops_the_run_although_it_comes_as_a_429(tmp_path: Path) -> N
 def test_a_long_run_through_every_fault(
     tmp_path: Path, half: int, dialect: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of the faults over 2,600 calls and more, so 10,400 in all; prints what came of it."""
+    """Half of the faults over 2,600 calls or more, 10,400 in all four; prints what came of it."""
     figures = run_with_faults(
         tmp_path / "run", dialect, HALVES[half], prompts=560, workers=2, timeout_s=2.0, seed=1
     )
