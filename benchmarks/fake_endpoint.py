@@ -129,7 +129,8 @@ class Connection(asyncio.Protocol):
             self._take()
 
     def resume_writing(self) -> None:
-        self._go_on()
+        # Not at once: the transport is at work, and must not be closed under its hands.
+        asyncio.get_running_loop().call_soon(self._go_on)
 
     def _take(self) -> None:
         end = self._received.find(b"\r\n\r\n")
@@ -195,6 +196,8 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Send what there is, as far as the other side takes it."""
+        if self._transport.is_closing():
+            return
         for step in self._steps:
             if isinstance(step, bytes):
                 self._transport.write(step)
