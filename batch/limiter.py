@@ -19,8 +19,13 @@ _NEAR = 0.95
 _SLOWLY = 0.3
 """Calls per round that the limit grows by when it grows slowly."""
 
-_PAUSE_S = 5.0
-"""After a failure of the endpoint (5xx, a cut connection) the limit does not grow; this long."""
+_HELD_UP = 10
+"""Replies that it takes to make up for a failure of the endpoint (5xx, a cut connection): until
+then the limit does not grow. So it stands still while one call in ten fails, and does grow beside
+a failure now and then."""
+
+_MOST_HELD_UP = 3
+"""An outage holds growth up for so many rounds of calls at most."""
 
 MAX_COOL_DOWN_S = 60.0
 """Longest pause of all calls, also where the endpoint asks for more."""
@@ -56,7 +61,7 @@ class Limiter:
         self._ceiling = ceiling
         self._refused_at = float("inf")
         self._cut_at = float("-inf")
-        self._failed_at = float("-inf")
+        self._held_up = 0
         self.cool_down_until = float("-inf")
         """Before this moment no call is to be sent."""
         self.refused = 0
@@ -72,13 +77,16 @@ class Limiter:
         """Whether the endpoint has ever refused a call."""
         return self.refused > 0
 
-    def on_replies(self, count: int, *, is_needed: bool, now: float) -> None:
+    def on_replies(self, count: int, *, is_needed: bool) -> None:
         """`count` calls were answered; `is_needed` tells whether calls wait for the limit.
 
         The limit doubles per round of calls until the first refusal. After that it grows by one
         call per round, and slowly where calls were refused last: there it is about right.
         """
-        if not is_needed or now - self._failed_at < _PAUSE_S:
+        held_up = min(self._held_up, count)
+        self._held_up -= held_up
+        count -= held_up
+        if not is_needed or not count:
             return
         if not self.is_probed:
             growth = float(count)
@@ -103,16 +111,18 @@ class Limiter:
             self._refused_at = self._limit
             self._limit = max(1.0, self._limit * _CUT)
 
-    def on_failure(self, *, now: float) -> None:
-        """A call failed in a way that more calls would not help."""
-        self._failed_at = now
+    def on_failures(self, count: int) -> None:
+        """Some calls failed in a way that more calls would not help."""
+        most = int(_MOST_HELD_UP * self._limit) + _HELD_UP
+        self._held_up = min(self._held_up + _HELD_UP * count, most)
 
 
-def share_out(limit: int, demands: Sequence[int]) -> list[int]:
+def share_out(limit: int, demands: Sequence[int], *, turn: int = 0) -> list[int]:
     """Divide `limit` calls among workers that want `demands` calls in flight.
 
     Nobody gets more than it wants while another wants more; what nobody wants is divided too, so
-    that a worker can begin at once. The shares sum to `limit`.
+    that a worker can begin at once. The shares sum to `limit`. What does not divide evenly goes to
+    others with every `turn`, so that a limit below the number of workers starves none.
     """
     shares = [0] * len(demands)
     left = limit
@@ -120,7 +130,8 @@ def share_out(limit: int, demands: Sequence[int]) -> list[int]:
         open_ = [n for n in range(len(shares)) if shares[n] < wanted[n]]
         while left and open_:
             each, extra = divmod(left, len(open_))
-            for place, n in enumerate(open_):
+            shift = turn % len(open_)
+            for place, n in enumerate(open_[shift:] + open_[:shift]):
                 more = min(wanted[n] - shares[n], each + (place < extra))
                 shares[n] += more
                 left -= more

@@ -12,6 +12,9 @@ from batch.limiter import Bounds, Limiter, share_out
 from batch.wire import pack
 from batch.worker_process import WorkerProcess
 
+_TURN_S = 1.0
+"""How long a worker keeps what could as well be another's."""
+
 
 class RunLimits:
     """Hears what the workers' calls meet, and tells each how many it may have in flight."""
@@ -77,7 +80,6 @@ class _EndpointLimits:
         self._is_paced = False
 
     def on_load(self, worker: WorkerProcess, load: dict[str, int]) -> None:
-        now = time.monotonic()
         share = self._shares.setdefault(worker, _Share())
         share.in_flight, share.waiting = load["in_flight"], load["waiting"]
         in_flight = sum(one.in_flight for one in self._shares.values())
@@ -88,10 +90,10 @@ class _EndpointLimits:
         if share.waiting and has_room and (self._bounds.rpm or self._bounds.tpm):
             self._is_paced = True
         if load["failures"]:
-            self.limiter.on_failure(now=now)
+            self.limiter.on_failures(load["failures"])
         if load["replies"]:
             is_needed = any(one.waiting for one in self._shares.values())
-            self.limiter.on_replies(load["replies"], is_needed=is_needed, now=now)
+            self.limiter.on_replies(load["replies"], is_needed=is_needed)
 
     def share(self, ready: Sequence[WorkerProcess]) -> None:
         for gone in self._shares.keys() - set(ready):
@@ -100,7 +102,8 @@ class _EndpointLimits:
         demands = [share.in_flight + share.waiting for share in shares]
         limit = self.limiter.limit
         cool_down_until = self.limiter.cool_down_until
-        for worker, share, permits in zip(ready, shares, share_out(limit, demands), strict=True):
+        parts = share_out(limit, demands, turn=int(time.monotonic() / _TURN_S))
+        for worker, share, permits in zip(ready, shares, parts, strict=True):
             if share.told == (permits, cool_down_until):
                 continue
             share.told = (permits, cool_down_until)

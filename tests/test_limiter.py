@@ -27,13 +27,13 @@ class TestLimiter:
     def test_it_doubles_per_round_until_the_first_refusal(self) -> None:
         limiter = Limiter(start=4, ceiling=100)
         for expected in (8, 16, 32, 64, 100, 100):
-            limiter.on_replies(limiter.limit, is_needed=True, now=0.0)
+            limiter.on_replies(limiter.limit, is_needed=True)
             assert limiter.limit == expected
         assert not limiter.is_probed
 
     def test_it_grows_only_where_calls_wait(self) -> None:
         limiter = Limiter(start=4, ceiling=100)
-        limiter.on_replies(50, is_needed=False, now=0.0)
+        limiter.on_replies(50, is_needed=False)
         assert limiter.limit == 4
 
     def test_a_refusal_cuts_once_per_round(self) -> None:
@@ -51,11 +51,11 @@ class TestLimiter:
         limiter.on_refusal(None, sent_at=0.0, now=1.0)
         rounds = 0
         while limiter.limit < 95:
-            limiter.on_replies(limiter.limit, is_needed=True, now=2.0)
+            limiter.on_replies(limiter.limit, is_needed=True)
             rounds += 1
         assert 9 <= rounds <= 12
         while limiter.limit < 98:
-            limiter.on_replies(limiter.limit, is_needed=True, now=2.0)
+            limiter.on_replies(limiter.limit, is_needed=True)
             rounds += 1
         assert rounds >= 17
 
@@ -65,13 +65,30 @@ class TestLimiter:
             limiter.on_refusal(None, sent_at=n + 0.5, now=n + 1.0)
         assert limiter.limit == 1
 
-    def test_failures_pause_its_growth(self) -> None:
+    def test_failures_hold_its_growth_up_until_enough_replies_came(self) -> None:
         limiter = Limiter(start=4, ceiling=100)
-        limiter.on_failure(now=10.0)
-        limiter.on_replies(4, is_needed=True, now=12.0)
+        limiter.on_failures(1)
+        limiter.on_replies(10, is_needed=True)
         assert limiter.limit == 4
-        limiter.on_replies(4, is_needed=True, now=16.0)
+        limiter.on_replies(4, is_needed=True)
         assert limiter.limit == 8
+
+    def test_an_outage_holds_it_up_for_some_rounds_only(self) -> None:
+        limiter = Limiter(start=40, ceiling=100)
+        limiter.on_failures(5000)
+        limiter.on_replies(130, is_needed=True)
+        assert limiter.limit == 40
+        limiter.on_replies(1, is_needed=True)
+        assert limiter.limit == 41
+
+    def test_it_grows_beside_a_failure_now_and_then(self) -> None:
+        """Two calls in a hundred fail, and few are refused: the limit must not stay at one."""
+        limiter = Limiter(start=1, ceiling=64)
+        limiter.on_refusal(None, sent_at=0.0, now=1.0)
+        for _ in range(200):
+            limiter.on_replies(49, is_needed=True)
+            limiter.on_failures(1)
+        assert limiter.limit > 40
 
     @pytest.mark.parametrize(("asked", "pause"), [(2.0, 2.0), (86_400.0, MAX_COOL_DOWN_S)])
     def test_what_the_endpoint_asks_for_cools_all_calls_down(
@@ -92,6 +109,12 @@ def test_shares_sum_to_the_limit_and_serve_demand_first(limit: int, demands: lis
     if short:
         assert all(share <= wanted for share, wanted in pairs)
         assert max(shares) <= min(short) + len(shares)
+
+
+def test_a_limit_below_the_number_of_workers_starves_none() -> None:
+    shares = [share_out(1, [5, 5, 5], turn=turn) for turn in range(3)]
+    assert [sum(of_worker) for of_worker in zip(*shares, strict=True)] == [1, 1, 1]
+    assert share_out(1, [0, 5, 0], turn=2) == [0, 1, 0]
 
 
 REPLY = Completion(
@@ -184,6 +207,14 @@ class TestGate:
             await asyncio.sleep(0)
             assert not waiter.done()
             await asyncio.wait_for(waiter, 5)
+
+        asyncio.run(use())
+
+    def test_who_comes_in_a_cool_down_goes_when_it_is_over(self) -> None:
+        async def use() -> None:
+            gate = open_gate()
+            gate.allow(1, cool_down_s=0.05)
+            await asyncio.wait_for(gate.enter(no_claim), 5)
 
         asyncio.run(use())
 

@@ -132,6 +132,16 @@ def test_retry_after_is_honoured_within_reason(waits: list[float]) -> None:
     assert MAX_WAIT_S <= waits[1] <= MAX_WAIT_S + 1
 
 
+def test_rate_limits_use_up_no_attempts(waits: list[float]) -> None:
+    limited = [ModelError("rate_limited", "slow down", retry_after_s=0.0) for _ in range(9)]
+    adapter = Failing(*limited, ModelError("overloaded", "busy"), *limited)
+    ask_patiently(adapter, call_attempts=2)
+    assert adapter.asked == 20
+    twice = Failing(*limited, *(ModelError("overloaded", "busy") for _ in range(2)))
+    with pytest.raises(ModelError, match="busy"):
+        ask_patiently(twice, call_attempts=2)
+
+
 @pytest.mark.parametrize("kind", ["bad_request", "not_found", "forbidden", "auth"])
 def test_other_client_errors_fail_at_once(kind: Any, waits: list[float]) -> None:
     """S2.26: with the provider's message."""

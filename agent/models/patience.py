@@ -125,6 +125,7 @@ class _Patience:
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
+        self._failures = 0
         self._began_at = time.monotonic()
         self.waited_s = 0.0
         """Time at the gate: others were served meanwhile, which says nothing of this call."""
@@ -137,7 +138,8 @@ class _Patience:
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, ModelError) and error.kind == "rate_limited":
             return False
-        return state.attempt_number >= self._settings.call_attempts
+        self._failures += 1
+        return self._failures >= self._settings.call_attempts
 
 
 def _is_passing(error: BaseException) -> bool:
