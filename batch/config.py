@@ -31,7 +31,7 @@ from agent.options import (
     split_commas,
 )
 from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig
-from batch.row_rules import RowRules, script_use
+from batch.row_rules import ColumnUse, RowRules, script_use
 from toolsets.mcp_settings import McpServer, ServerName
 from toolsets.web_settings import WebSettings
 
@@ -118,10 +118,15 @@ class RunConfig(AgentOptions):
         "Instead of --enabled_toolsets: the name (see `distributions`) or YAML file of the "
         "percentages by which each conversation draws its toolsets.",
     )
-    sandbox: Literal["bwrap", "local"] = meaning(
+    sandbox: Literal["bwrap", "docker", "local"] = meaning(
         "bwrap",
-        "Where commands run: bwrap (isolated), or local (NOT isolated: commands run with your "
-        "rights).",
+        "Where commands run: bwrap or docker (isolated), or local (NOT isolated: commands run with "
+        "your rights).",
+    )
+    docker_image: str | None = meaning(
+        None,
+        "Image for --sandbox=docker, with python3 in it; rows may name their own in the column "
+        "`docker_image` or `image`.",
     )
     row_setup: bool = meaning(
         False,
@@ -304,12 +309,18 @@ class RunConfig(AgentOptions):
             None if toolsets is None else frozenset(toolsets),
             None if self.models is None else frozenset(self.models),
             self.row_setup,
+            self._image_use(),
         )
 
     @property
     def agents_per_worker(self) -> int:
         """Conversations in flight per worker."""
         return self.concurrency or self.batch_size
+
+    def _image_use(self) -> ColumnUse:
+        if self.sandbox != "docker":
+            return "ignored"
+        return "needed" if self.docker_image is None else "allowed"
 
     @property
     def conversations(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -16,12 +17,17 @@ from batch.row_setup import COLUMNS as SETUP_COLUMNS
 from batch.row_setup import RowSetup, read_row_setup
 from toolsets.text import clip
 
-ScriptUse = Literal["ignored", "allowed", "needed"]
-"""What a row's `script` column is: a column like any other, or the turns to be played."""
+ColumnUse = Literal["ignored", "allowed", "needed"]
+"""What a column is: one like any other, or one that may or must say something."""
 
 MODEL_COLUMN = "model"
 
+_IMAGE_COLUMNS = ("docker_image", "image")
+
 _CHAT_COLUMNS = ("messages", "conversations")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
+"""What cannot be taken for an option of the engine's."""
+
 _ROLES = {"human": "user", "user": "user", "system": "system"}
 
 
@@ -30,6 +36,8 @@ class RowTask(NamedTuple):
 
     opening: list[Message]
     terms: Terms
+    image: str | None
+    """What the row has its commands run in, where the run asks for that."""
     setup: RowSetup | None
     """None where the run does not let rows set their workspaces up."""
 
@@ -41,7 +49,7 @@ class RowRules:
     system_prompt: str | None = None
     """For rows that bring no system message of their own."""
     options: AgentOptions = field(default_factory=AgentOptions)
-    script: ScriptUse = "ignored"
+    script: ColumnUse = "ignored"
     is_priced: bool = True
     """The price of the model is known, so that budgets in dollars can be kept."""
     toolsets: frozenset[str] | None = None
@@ -50,6 +58,8 @@ class RowRules:
     """The models of the run, of which a row can name one; None where there is one for all."""
     with_setup: bool = False
     """Rows set their workspaces up, and check them."""
+    image: ColumnUse = "ignored"
+    """What the columns are by which rows name the image that their commands run in."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason where it cannot be used."""
@@ -78,7 +88,11 @@ class RowRules:
             user_replies=_user_replies(columns) if options.awaiting_input else (),
         )
         setup = read_row_setup(columns) if self.with_setup else None
-        return RowTask(with_bound_stated(opening, options), terms, setup)
+        image = None if self.image == "ignored" else _image(columns)
+        if image is None and self.image == "needed":
+            msg = "no `docker_image` or `image` field (or give --docker_image)"
+            raise ValueError(msg)
+        return RowTask(with_bound_stated(opening, options), terms, image, setup)
 
     def deciding(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that decide what the conversation is."""
@@ -94,10 +108,12 @@ class RowRules:
             names.append(MODEL_COLUMN)
         if self.with_setup:
             names += SETUP_COLUMNS
+        if self.image != "ignored":
+            names += _IMAGE_COLUMNS
         return {name: columns[name] for name in names if name in columns}
 
 
-def script_use(api: str, *, has_script_file: bool) -> ScriptUse:
+def script_use(api: str, *, has_script_file: bool) -> ColumnUse:
     """What a row's `script` column is to a model of this API."""
     if api != SCRIPTED:
         return "ignored"
@@ -199,6 +215,17 @@ def _check_chat(messages: list[Message]) -> None:
     if turns != expected:
         msg = f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
         raise ValueError(msg)
+
+
+def _image(columns: Mapping[str, Any]) -> str | None:
+    for name in _IMAGE_COLUMNS:
+        image = columns.get(name)
+        if image is not None and (not isinstance(image, str) or not _IMAGE.fullmatch(image)):
+            msg = f"`{name}`: {clip(repr(image), max_chars=200)} is no name of an image"
+            raise ValueError(msg)
+        if image is not None:
+            return str(image)
+    return None
 
 
 def _expected(columns: Mapping[str, Any]) -> str:

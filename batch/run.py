@@ -100,7 +100,7 @@ def make_plan(config: RunConfig) -> Plan:
     first = next(iter(setups.values()))
     _check_web(config, first)
     needs_sandbox = bool(first.sandboxed()) or config.row_setup
-    if needs_sandbox and (problem := sandbox_problem(config.sandbox)):
+    if needs_sandbox and (problem := sandbox_problem(config.sandbox, image=config.docker_image)):
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     script = _read_script(config.script_file)
     return Plan(

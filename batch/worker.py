@@ -53,7 +53,7 @@ from batch.wire import Deal, no_counters, pack, unpack
 from toolsets.mcp_servers import McpServers
 from toolsets.process import use_pidfd_watcher
 from toolsets.removal import remove_tree
-from toolsets.sandbox import Limits, make_sandbox, sandbox_problem
+from toolsets.sandbox import Limits, Sandbox, make_sandbox, sandbox_problem
 from toolsets.space import TaskSpace
 from toolsets.tool import HOST_ERRNOS, HostError
 from toolsets.workspace import Workspace
@@ -92,8 +92,8 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     allow_many_files()
     log_to(setup.run_dir / "run.log", setup.config.log_level)
     use_pidfd_watcher()
-    if setup.provenance.sandbox:
-        sandbox_problem(setup.provenance.sandbox)  # probes once, before there is a loop to block
+    if setup.provenance.sandbox == "bwrap":
+        sandbox_problem("bwrap")  # probes once, before there is a loop to block
     asyncio.run(Worker(connection, setup).serve())
 
 
@@ -232,10 +232,9 @@ class Worker:
         Raises what `_run` has to sort out.
         """
         workspace = Workspace(self._setup.run_dir / "workspaces" / task.key.hex())
-        space = TaskSpace(
-            workspace, self._sandbox_for(workspace), web=self._web, resumed=bool(deal["events"])
-        )
         row = self._rules.read(task.columns)
+        sandbox = self._sandbox_for(workspace, row.image)
+        space = TaskSpace(workspace, sandbox, web=self._web, resumed=bool(deal["events"]))
         trajectory = Trajectory(row.opening, deal["events"])
         self._trajectories[task.key] = trajectory
         end = End("failed")
@@ -378,7 +377,7 @@ class Worker:
         own = task.columns.get("script")
         return self._setup.script or () if own is None else parse_script(own)
 
-    def _sandbox_for(self, workspace: Workspace) -> Any:
+    def _sandbox_for(self, workspace: Workspace, image: str | None) -> Sandbox | None:
         kind = self._setup.provenance.sandbox
         if kind is None:
             return None
@@ -390,7 +389,7 @@ class Worker:
             workspace_mb=config.workspace_mb,
             network=config.network,
         )
-        return make_sandbox(kind, workspace, limits)
+        return make_sandbox(kind, workspace, limits, image=image or config.docker_image)
 
     def _release(self, key: bytes) -> None:
         """The task's record is durable: nothing else of it is needed."""

@@ -344,9 +344,9 @@ def test_a_sandbox_that_cannot_start_is_refused(
 
 def test_an_unknown_sandbox_is_refused_by_name(workspace: Workspace) -> None:
     assert sandbox_problem("local") is None
-    with pytest.raises(SandboxError, match=r"'docker'; known: bwrap, local"):
-        make_sandbox("docker", workspace, Limits())
-    assert set(SANDBOXES) == {"bwrap", "local"}
+    with pytest.raises(SandboxError, match=r"'podman'; known: bwrap, docker, local"):
+        make_sandbox("podman", workspace, Limits())
+    assert set(SANDBOXES) == {"bwrap", "docker", "local"}
 
 
 @BOTH

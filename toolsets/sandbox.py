@@ -5,10 +5,8 @@ A sandbox that was asked for and does not work is refused; none ever stands in f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
 from toolsets.bwrap import BwrapSandbox, bwrap_problem
+from toolsets.docker import DockerSandbox, docker_problem
 from toolsets.execution import ExecResult, Limits, Sandbox, SandboxError
 from toolsets.local import LocalSandbox
 from toolsets.workspace import Workspace
@@ -23,22 +21,33 @@ __all__ = [
     "sandbox_problem",
 ]
 
-SANDBOXES: Mapping[str, Callable[[Workspace, Limits], Sandbox]] = MappingProxyType(
-    {"bwrap": BwrapSandbox, "local": LocalSandbox}
-)
-"""How to make each sandbox."""
+SANDBOXES = ("bwrap", "docker", "local")
+"""The names of the sandboxes."""
 
 
-def sandbox_problem(name: str) -> str | None:
-    """Return None if the sandbox works here, else one sentence that says what to do."""
+def sandbox_problem(name: str, *, image: str | None = None) -> str | None:
+    """Return None if the sandbox works here, else one sentence that says what to do.
+
+    `image` is what docker is to run.
+    """
     if name not in SANDBOXES:
-        return f"unknown sandbox {name!r}; known: {', '.join(sorted(SANDBOXES))}"
+        return f"unknown sandbox {name!r}; known: {', '.join(SANDBOXES)}"
+    if name == "docker":
+        return docker_problem(image)
     return bwrap_problem() if name == "bwrap" else None
 
 
-def make_sandbox(name: str, workspace: Workspace, limits: Limits) -> Sandbox:
-    """Return a sandbox around `workspace`; raises `SandboxError` if it does not work here."""
-    problem = sandbox_problem(name)
-    if problem is not None:
+def make_sandbox(
+    name: str, workspace: Workspace, limits: Limits, *, image: str | None = None
+) -> Sandbox:
+    """Return a sandbox around `workspace`; raises `SandboxError` if it does not work here.
+
+    An image is not looked for until the sandbox starts, which it then does not.
+    """
+    if name == "docker" and image is not None:
+        return DockerSandbox(workspace, limits, image=image)
+    if name == "docker":
+        raise SandboxError("sandbox docker: no image was named")
+    if problem := sandbox_problem(name):
         raise SandboxError(problem)
-    return SANDBOXES[name](workspace, limits)
+    return BwrapSandbox(workspace, limits) if name == "bwrap" else LocalSandbox(workspace, limits)

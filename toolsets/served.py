@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolsets.cgroup import make_group
+from toolsets.cgroup import Group, make_group
 from toolsets.channel import Channel, Gone, Launch, Reply, decoded
 from toolsets.execution import ExecResult, Limits, SandboxError, Session
 from toolsets.inside.boot import BOOT
@@ -70,6 +70,10 @@ class ServedSandbox(ABC):
     def max_processes(self) -> int | None:
         """The bound on processes that the sandbox is to set for itself, where that works."""
         return None
+
+    def group(self) -> Group | None:
+        """The control group that bounds the processes, where the sandbox does not do so itself."""
+        return None if self.max_processes else make_group(self._limits.processes)
 
     async def exec(
         self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
@@ -167,8 +171,7 @@ class ServedSandbox(ABC):
         }
         with ExitStack() as stack:
             launch = self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack)
-            group = None if self.max_processes else make_group(limits.processes)
-            channel = Channel(launch, group, output_bytes=limits.output_bytes)
+            channel = Channel(launch, self.group(), output_bytes=limits.output_bytes)
         try:
             await channel.begin(_program(), terms, _START_TIMEOUT_S)
         except asyncio.CancelledError:
