@@ -11,10 +11,10 @@ import orjson
 
 from batch.row_setup import Check, RowSetup
 from toolsets.command import shell_argv
+from toolsets.errors import ToolError
 from toolsets.execution import ExecResult
 from toolsets.space import TaskSpace
 from toolsets.text import clip
-from toolsets.tool import ToolError
 
 _SHOWN = 2000
 """Characters of a command's output that a record or a message repeats."""

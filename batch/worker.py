@@ -50,12 +50,12 @@ from batch.records import index_fields
 from batch.row_workspace import SetupFailed, run_check, set_up_workspace
 from batch.stopped import Stopped
 from batch.wire import Deal, no_counters, pack, unpack
+from toolsets.errors import HOST_ERRNOS, HostError
 from toolsets.mcp_servers import McpServers
 from toolsets.process import use_pidfd_watcher
 from toolsets.removal import remove_tree
 from toolsets.sandbox import Limits, Sandbox, make_sandbox, sandbox_problem
 from toolsets.space import TaskSpace
-from toolsets.tool import HOST_ERRNOS, HostError
 from toolsets.workspace import Workspace
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ from agent.session import AgentSession
 from run_agent import COMPLETED_FILE, AIAgent
 from tests.playing import call, calls, say
 from tests.running import ROOT, lines
+from toolsets.errors import HostError
 from toolsets.space import TaskSpace
-from toolsets.tool import HostError, Tool, tool
+from toolsets.tool import Tool, tool
 
 WRITE = calls(call("write_file", path="a", content="A"))
 LOOK = calls(call("list_files"))

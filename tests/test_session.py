@@ -24,8 +24,9 @@ from benchmarks.fake_endpoint import FakeEndpoint
 from run_agent import AIAgent
 from tests.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
 from tests.running import WRITE_A_NOTE, lines
+from toolsets.errors import HostError
 from toolsets.space import TaskSpace
-from toolsets.tool import HostError, tool
+from toolsets.tool import tool
 
 WRITE = calls(call("write_file", path="a", content="A"))
 READ = calls(call("read_file", path="a"))

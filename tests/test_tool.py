@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, Field
 
+from toolsets.errors import ToolError
 from toolsets.space import TaskSpace
-from toolsets.tool import ArgumentsError, ToolError, as_result, tool
+from toolsets.tool import ArgumentsError, as_result, tool
 
 
 class Point(BaseModel):

@@ -19,8 +19,9 @@ from run_agent import AIAgent
 from tests.playing import call as planned
 from tests.playing import calls, say
 from tests.websites import Answer, Site, Visit, site
+from toolsets.errors import ToolError
 from toolsets.space import TaskSpace
-from toolsets.tool import ToolError, ToolResult
+from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.web import web_fetch, web_problem
 from toolsets.web_guard import Guard

@@ -22,9 +22,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolsets.cgroup import Group
+from toolsets.errors import HOST_ERRNOS, HostError
 from toolsets.execution import SandboxError
 from toolsets.inside.boot import LENGTH, framed
-from toolsets.tool import HOST_ERRNOS, HostError
 
 _CHUNK_BYTES = 1 << 18
 _SPARE_BYTES = 1 << 20

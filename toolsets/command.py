@@ -6,10 +6,11 @@ from typing import Any
 
 import orjson
 
+from toolsets.errors import ToolError
 from toolsets.execution import ExecResult, Sandbox, Session
 from toolsets.space import TaskSpace
 from toolsets.text import clip
-from toolsets.tool import MAX_RESULT_CHARS, ToolError, ToolResult
+from toolsets.tool import MAX_RESULT_CHARS, ToolResult
 
 # Chosen where the command runs, since a sandbox need not hold the programs of this machine.
 _SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$1" bash; exec sh -c "$1" sh'

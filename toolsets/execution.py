@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from toolsets.tool import ToolError
+from toolsets.errors import ToolError
 
 Session = Literal["shell", "python"]
 """What a task has one of, with a state that lasts from call to call."""

@@ -10,9 +10,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from toolsets.errors import ToolError
 from toolsets.space import TaskSpace
 from toolsets.text import clip
-from toolsets.tool import ToolError, ToolResult, tool
+from toolsets.tool import ToolResult, tool
 from toolsets.workspace import Entry, PathError, Workspace
 
 _MAX_FILE_BYTES = 10 * 1024 * 1024

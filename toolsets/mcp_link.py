@@ -13,10 +13,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from toolsets.errors import HOST_ERRNOS, HostError, ToolError
 from toolsets.inside.outputs import HeadTail
 from toolsets.mcp_settings import WORKSPACE, ListedTool, McpServer
 from toolsets.text import output_text
-from toolsets.tool import HOST_ERRNOS, HostError, ToolError
 
 _log = logging.getLogger(__name__)
 

@@ -11,12 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from toolsets.errors import HostError
 from toolsets.mcp_link import Link, StartError
 from toolsets.mcp_settings import ListedTool, McpServer
 from toolsets.registry import Toolset
 from toolsets.space import TaskSpace
 from toolsets.text import clip
-from toolsets.tool import TOOL_NAME, ArgumentsError, HostError, Tool, ToolResult
+from toolsets.tool import TOOL_NAME, ArgumentsError, Tool, ToolResult
 
 _STARTS_AT_A_TIME = 4
 _HOME = "/workspace"

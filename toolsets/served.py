@@ -21,10 +21,10 @@ from typing import Any
 
 from toolsets.cgroup import Group, make_group
 from toolsets.channel import Channel, Gone, Launch, Reply, decoded
+from toolsets.errors import HOST_ERRNOS, HostError
 from toolsets.execution import ExecResult, Limits, SandboxError, Session
 from toolsets.inside.boot import BOOT
 from toolsets.text import output_text
-from toolsets.tool import HOST_ERRNOS, HostError
 from toolsets.workspace import Workspace
 
 _START_TIMEOUT_S = 60.0

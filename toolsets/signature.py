@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
+from toolsets.space import TaskSpace
+
 PREFIX = "arg_"
 """Before the names of the model's fields, so that those which pydantic reserves can be used."""
 
@@ -72,8 +74,6 @@ def _hints(function: Callable[..., Any], tool_name: str) -> dict[str, Any]:
 
 
 def _takes_space(hints: Mapping[str, Any]) -> bool:
-    from toolsets.space import TaskSpace  # its own modules import this one
-
     return next(iter(hints.values()), None) is TaskSpace
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import json
 import re
@@ -14,6 +13,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from toolsets.docstring import read_docstring
+from toolsets.errors import ToolError
 from toolsets.signature import PREFIX, arguments_model, schema_of
 
 MAX_RESULT_CHARS = 100_000
@@ -29,32 +29,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ASKS = "asks"
 """In the details of a result: the question to the user that the tool waits for an answer to."""
-
-
-class ToolError(Exception):
-    """A failure whose message the model should see as it is."""
-
-
-class HostError(Exception):
-    """The machine failed, not the tool: its disk is full or failing, or it ran out of handles.
-
-    No result: what it says must not become part of a conversation.
-    """
-
-
-HOST_ERRNOS = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EIO,
-        errno.EROFS,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.EAGAIN,
-    }
-)
-"""What `HostError` stands for, as error numbers of the system."""
 
 
 class ArgumentsError(ValueError):

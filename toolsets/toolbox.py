@@ -13,18 +13,10 @@ from typing import Any
 
 import orjson
 
+from toolsets.errors import HOST_ERRNOS, HostError, ToolError
 from toolsets.space import TaskSpace
 from toolsets.text import clip, valid_utf8
-from toolsets.tool import (
-    HOST_ERRNOS,
-    MAX_RESULT_CHARS,
-    ArgumentsError,
-    HostError,
-    Tool,
-    ToolError,
-    ToolResult,
-    as_result,
-)
+from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, as_result
 
 _MAX_MESSAGE_CHARS = 2000
 

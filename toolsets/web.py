@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from toolsets.errors import ToolError
 from toolsets.space import TaskSpace
-from toolsets.tool import ToolError, ToolResult, tool
+from toolsets.tool import ToolResult, tool
 from toolsets.web_cache import WebCache
 from toolsets.web_settings import WebSettings
 

@@ -10,8 +10,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
+from toolsets.errors import HOST_ERRNOS, ToolError
 from toolsets.text import clip
-from toolsets.tool import HOST_ERRNOS, ToolError
 from toolsets.web_guard import Guard
 from toolsets.web_page import refuse_unreadable
 from toolsets.web_settings import WebSettings

@@ -12,8 +12,8 @@ from typing import Any, TypedDict
 import aiohttp
 import orjson
 
+from toolsets.errors import ToolError
 from toolsets.text import clip, valid_utf8
-from toolsets.tool import ToolError
 from toolsets.web_http import in_words, read_body
 from toolsets.web_settings import KEY_VARIABLES, WebSettings
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from toolsets.tool import HOST_ERRNOS, HostError, ToolError
+from toolsets.errors import HOST_ERRNOS, HostError, ToolError
 
 _MAX_PATH_CHARS = 4096
 _MAX_DEPTH = 255

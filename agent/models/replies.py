@@ -21,7 +21,7 @@ from agent.models.model import ModelSettings
 from agent.models.receiving import MAX_EVENT_BYTES, ReceivedBytes
 from agent.models.streaming import Assembly
 from agent.nesting import MAX_NESTING, is_nested_deeper
-from toolsets.tool import HOST_ERRNOS, HostError
+from toolsets.errors import HOST_ERRNOS, HostError
 
 _NEVER_SENT = (ConnectionRefusedError, socket.gaierror)
 """Failures to connect at all, in contrast to connections that were cut."""
