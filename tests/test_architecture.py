@@ -55,6 +55,22 @@ def test_a_module_fits_in_the_head(path: Path) -> None:
     assert ast.get_docstring(ast.parse(text))
 
 
+def imported_modules(path: Path) -> set[Path]:
+    """Our modules that `path` imports at its top level, at run time."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(ROOT / f"{node.module.replace('.', '/')}.py")
+    return {module for module in found if module.exists()}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    left = {path: imported_modules(path) for path in modules()}
+    while free := {path for path, imports in left.items() if not imports & left.keys()}:
+        left = {path: imports for path, imports in left.items() if path not in free}
+    assert not left, sorted(str(path.relative_to(ROOT)) for path in left)
+
+
 def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
     """Every package is named in pyproject.toml; tests, benchmarks and configs stay outside."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
