@@ -14,8 +14,15 @@ from typing import Any
 
 from export.row_rules import Reason, Rejected
 
-_MARKER_IN_JSON = re.compile(r"<(?=/?(?:tool_call|tool_response|think|tools)>)")
-"""The `<` of a tag of the format. In JSON it can only stand inside a string."""
+_CONTROL_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>|/?s>|(?:bos|eos|pad|unk)>"
+
+CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
+"""What the tokenizers of known models read as one token of structure, wherever it stands."""
+
+_MARKER_IN_JSON = re.compile(
+    rf"<(?=/?(?:tool_call|tool_response|think|tools)>|{_CONTROL_TAILS})|\[(?=/?INST\])"
+)
+"""The start of a tag of the format or of a control token. In JSON it stands inside a string."""
 
 _MAX_DEPTH = 100
 """Deepest JSON that is written as JSON: widely used readers refuse more than 128 levels."""
@@ -56,7 +63,13 @@ def content_json(text: str) -> str:
 
 def escape_markers(json_text: str) -> str:
     """JSON text in which no string holds a tag of the format, and that reads the same."""
-    return _MARKER_IN_JSON.sub(r"\\u003c", json_text) if "<" in json_text else json_text
+    if "<" not in json_text and "INST]" not in json_text:
+        return json_text
+    return _MARKER_IN_JSON.sub(_escaped, json_text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 def _respaced_json(text: str) -> str:

@@ -46,6 +46,8 @@ class Reason(StrEnum):
     """An assistant turn opens a block of reasoning and never closes it."""
     MARKER_IN_TEXT = "marker_in_text"
     """A tag of the format stands in the model's text or reasoning, where it would be structure."""
+    CONTROL_TOKEN = "control_token"
+    """A token that templates are made of stands where it would be read as one."""
     NOT_TEXT = "not_text"
     """The content of a message, or a final answer, is not a string."""
     NO_REASONING = "no_reasoning"
