@@ -56,6 +56,9 @@ class Turn:
     text: str
     calls: Sequence[Call] = ()
     results: Sequence[Result] = ()
+    replies: int = 1
+    """How many replies it is made of: several where the provider paused, none where the answer
+    was given by a call and is told as a turn of its own."""
     is_given: bool = False
     """The prompt brought this turn along."""
 
@@ -109,6 +112,10 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
             else entry
             for entry in entries
         ]
+    if completion == "final_answer":
+        last = entries[-1]
+        assert isinstance(last, Turn)  # it holds the answer
+        entries = [*entries[:-1], replace(last, replies=last.replies - 1)]
     stats = tool_stats(messages[start:])
     return Conversation(
         system=_system(messages),
@@ -212,7 +219,7 @@ def _read_turn(
         )
         for position, call in enumerate(calls, start=1)
     ]
-    return Turn(number, reasoning, text, read)
+    return Turn(number, reasoning, text, read, replies=len(messages))
 
 
 def _joined(parts: Sequence[str]) -> str:

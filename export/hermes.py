@@ -127,9 +127,7 @@ def _gpt_value(turn: Turn) -> str:
     if turn.text:
         parts.append(f"{turn.text}\n")
     for call in turn.calls:
-        body = escape_markers(
-            f'{{"name": {write_json(call.name)}, "arguments": {call.arguments}}}'
-        )
+        body = escape_markers(f'{{"name": {write_json(call.name)}, "arguments": {call.arguments}}}')
         parts.append(f"<tool_call>\n{body}\n</tool_call>\n")
     return "".join(parts).rstrip()
 

@@ -22,12 +22,12 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import orjson
 
-from batch.errors import EnvironmentStop
 from batch.failures import load_failed_attempts
 from batch.files import StorageError, open_temporary, replace_file, sync_directory, temporary_for
 from batch.prompts import Scan, tasks
-from batch.records import Entry, load_index
+from batch.records import load_index
 from export.hermes import dumps_row, to_row
+from export.reading import open_records, read_record
 from export.row_rules import Reason, Rejected
 from export.statistics import Statistics
 
@@ -110,14 +110,14 @@ def export_run(
             outputs = {
                 place: stack.enter_context(_replacing(path)) for place, path in paths.items()
             }
-            records = stack.enter_context(_records(run_dir))
+            records = stack.enter_context(open_records(run_dir))
             for task in tasks(scan, num_samples=num_samples):
                 total += 1
                 entry = index.pop(task.key, None)
                 if entry is None:
                     to_retry += task.key in failed_attempts
                     continue
-                record = _read(records, entry, task.id)
+                record = read_record(records, entry.offset, entry.length, task.id).record
                 statistics.add(record)
                 place, line, reason = route(record, require_reasoning=require_reasoning)
                 outputs[place].write(line)
@@ -180,35 +180,3 @@ def _replacing(path: Path) -> Iterator[_Output]:
         sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _records(run_dir: Path) -> Iterator[BinaryIO | None]:
-    try:
-        file = (run_dir / "records.jsonl").open("rb")
-    except FileNotFoundError:
-        yield None
-        return
-    with file:
-        yield file
-
-
-def _read(records: BinaryIO | None, entry: Entry, task_id: str) -> dict[str, Any]:
-    if records is None:
-        msg = "records.jsonl vanished while it was read"
-        raise OSError(msg)
-    records.seek(entry.offset)
-    try:
-        record: dict[str, Any] = orjson.loads(records.read(entry.length))
-        if record["id"] != task_id:
-            raise ValueError(task_id)
-    except (ValueError, TypeError, KeyError) as error:
-        # Without its index the file is read whole at the next start, and what is unreadable in
-        # it is set aside.
-        Path(records.name).with_suffix(".idx").unlink(missing_ok=True)
-        msg = (
-            f"{records.name}: the record at byte {entry.offset} is unreadable. Run the same "
-            "command again: it sets the record aside and runs its task again."
-        )
-        raise EnvironmentStop(msg) from error
-    return record
