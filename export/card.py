@@ -32,9 +32,19 @@ _NOT_LOADED = ("atif", "raw")
 """Formats whose rows have no one schema."""
 
 
+class _Plain(yaml.SafeDumper):
+    """Writes equal parts out in full, for readers that know no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Nothing is referred to."""
+        return True
+
+
 def card(manifest: Mapping[str, Any], recipe: Recipe) -> str:
     """The content of README.md."""
-    header = yaml.safe_dump(_header(manifest, recipe), sort_keys=False, allow_unicode=True)
+    header = yaml.dump(
+        _header(manifest, recipe), Dumper=_Plain, sort_keys=False, allow_unicode=True
+    )
     return f"---\n{header}---\n\n" + "\n".join(_body(manifest, recipe)) + "\n"
 
 
@@ -46,13 +56,12 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
             {
                 "config_name": name,
                 "data_files": [
-                    {"split": split, "path": paths[0] if len(paths) == 1 else paths}
-                    for split, paths in files.items()
+                    {"split": split, "path": _pattern(paths[0])} for split, paths in files.items()
                 ],
                 **({} if configs else {"default": True}),
             }
         )
-        if not name.endswith("_parquet"):  # a Parquet file says what its columns are
+        if not _has_twins(manifest):  # a Parquet file says what its columns are
             infos.append({"config_name": name, "features": _features(name)})
     rows = max((part["rows"] for part in manifest["formats"]), default=0)
     size = next((name for bound, name in _SIZES if rows < bound), "n>1M")
@@ -63,20 +72,36 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
         "size_categories": [size],
         "task_categories": ["text-generation"],
         "tags": ["agent", "tool-use", "synthetic", "sharegpt"],
-        **({"configs": configs, "dataset_info": infos} if configs else {}),
+        **({"configs": configs} if configs else {}),
+        **({"dataset_info": infos} if infos else {}),
     }
 
 
 def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """The configs of the hub: one per folder of rows, its files by split."""
+    """The configs of the hub, each with its files by split.
+
+    Its loader takes all configs of a repository for one kind of file, so where there are Parquet
+    twins it is given these alone.
+    """
+    suffix = ".parquet" if _has_twins(manifest) else ".jsonl"
     for part in manifest["formats"]:
-        if part["format"] in _NOT_LOADED:
-            continue
-        folders: dict[str, dict[str, list[str]]] = {}
+        found: dict[str, list[str]] = {}
         for file in part["files"]:
-            folder = file["path"].partition("/")[0]
-            folders.setdefault(folder, {}).setdefault(file["split"], []).append(file["path"])
-        yield from folders.items()
+            if part["format"] not in _NOT_LOADED and file["path"].endswith(suffix):
+                found.setdefault(file["split"], []).append(file["path"])
+        if found:
+            yield part["format"], found
+
+
+def _pattern(path: str) -> str:
+    """A file, or all shards beside it."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/*.{name.rpartition('.')[2]}" if "-of-" in name else path
+
+
+def _has_twins(manifest: Mapping[str, Any]) -> bool:
+    paths = (file["path"] for part in manifest["formats"] for file in part["files"])
+    return any(path.endswith(".parquet") for path in paths)
 
 
 def _features(name: str) -> list[dict[str, Any]]:

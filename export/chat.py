@@ -12,7 +12,7 @@ from typing import Any
 
 from export.conversation import Conversation, Entry, Turn, refuse_control_tokens
 from export.hermes import common_columns
-from export.row_json import TOOL_RESPONSE, write_json
+from export.row_json import TOOL_CALL, TOOL_RESPONSE, write_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
 
@@ -56,6 +56,15 @@ def refuse_structure_in_results(turn: Turn) -> None:
             raise Rejected(Reason.MARKER_IN_RESULT, f"{where}: {tag[0]}")
 
 
+def refuse_structure_in_arguments(turn: Turn) -> None:
+    """Raise Rejected where arguments, once a template has spelt them out, would end their call."""
+    where = f"arguments of turn {turn.number}"
+    for call in turn.calls:
+        refuse_control_tokens(call.arguments, where=where)
+        if "<" in call.arguments and (tag := TOOL_CALL.search(call.arguments)):
+            raise Rejected(Reason.MARKER_IN_ARGUMENTS, f"{where}: {tag[0]}")
+
+
 def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same messages with the arguments of calls as JSON strings, for one Parquet schema."""
     return [
@@ -86,23 +95,19 @@ def _messages(entry: Entry, *, inline: bool) -> Sequence[dict[str, Any]]:
         said["content"] = f"<think>\n{entry.reasoning}\n</think>\n\n{said['content']}".rstrip()
     elif entry.reasoning:
         said["reasoning_content"] = entry.reasoning
+    refuse_structure_in_arguments(entry)
+    refuse_structure_in_results(entry)
     if entry.calls:
         said["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments, entry)},
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
             }
             for call in entry.calls
         ]
-    refuse_structure_in_results(entry)
     results = [
         {"role": "tool", "tool_call_id": result.id, "name": result.name, "content": result.content}
         for result in entry.results
     ]
     return [said, *results]
-
-
-def _arguments(text: str, turn: Turn) -> Any:
-    refuse_control_tokens(text, where=f"arguments of turn {turn.number}")
-    return json.loads(text)

@@ -175,8 +175,8 @@ class _RawFiles(_Files):
 class _PreferenceFiles(_Files):
     """Rows out of the samples of one prompt."""
 
-    def __init__(self, name: str, place: Place, recipe: Recipe) -> None:
-        super().__init__(name, place, recipe, lines=True, twin=False)
+    def __init__(self, name: str, place: Place, recipe: Recipe, **outputs: bool) -> None:
+        super().__init__(name, place, recipe, **outputs)
         self._style = recipe.style
         self._preference = recipe.preference
 
@@ -214,18 +214,12 @@ def open_formats(recipe: Recipe, place: Place) -> list[FormatFiles]:
         names[names.index("parquet")] = "openai"
     formats: list[FormatFiles] = []
     for name in names:
+        twin = has_twins and name in TWINNED
+        outputs = {"lines": not (alone and twin), "twin": twin}
         if name in ROW_FORMATS:
-            formats.append(
-                _RowFiles(
-                    ROW_FORMATS[name],
-                    place,
-                    recipe,
-                    lines=not (alone and name in TWINNED),
-                    twin=has_twins and name in TWINNED,
-                )
-            )
+            formats.append(_RowFiles(ROW_FORMATS[name], place, recipe, **outputs))
         elif name in GROUP_FORMATS:
-            formats.append(_PreferenceFiles(name, place, recipe))
+            formats.append(_PreferenceFiles(name, place, recipe, **outputs))
         elif name == "raw":
-            formats.append(_RawFiles(name, place, recipe, lines=True, twin=False))
+            formats.append(_RawFiles(name, place, recipe, **outputs))
     return formats

@@ -52,7 +52,7 @@ ROW_FORMATS: Mapping[str, Format] = {
 GROUP_FORMATS = ("dpo", "kto")
 """Formats whose rows are made of the samples of one prompt."""
 
-TWINNED = ("hermes", "llamafactory", "openai")
+TWINNED = ("hermes", "llamafactory", "openai", "dpo", "kto")
 """Formats that have a Parquet twin."""
 
 KNOWN = (*ROW_FORMATS, "parquet", *GROUP_FORMATS, "raw")

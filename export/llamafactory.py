@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from export.chat import refuse_structure_in_results
+from export.chat import (
+    refuse_structure_in_arguments,
+    refuse_structure_in_results,
+    tools_json,
+)
 from export.conversation import Conversation, Turn, refuse_control_tokens
 from export.hermes import common_columns
 from export.row_json import escape_markers, write_json
@@ -53,7 +57,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     return {
         "id": conversation.record["id"],
         "conversations": conversations,
-        "tools": escape_markers(write_json(conversation.tools)) if conversation.tools else "",
+        "tools": tools_json(conversation) if conversation.tools else "",
         "completed": conversation.completed,
         **common_columns(conversation),
     }
@@ -80,6 +84,7 @@ def _said(turn: Turn) -> str:
     text = turn.text.strip()
     if not turn.calls:
         return thoughts + text
+    refuse_structure_in_arguments(turn)
     calls = [
         f'{{"name": {write_json(call.name)}, "arguments": {call.arguments}}}' for call in turn.calls
     ]

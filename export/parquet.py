@@ -13,6 +13,8 @@ from export.chat import with_arguments_as_text
 from export.extras import missing
 from export.row_files import Hashing, MakeWriter, RowWriter
 
+_MESSAGES = frozenset({"messages", "prompt", "completion", "chosen", "rejected"})
+
 _GROUP_BYTES = 16 << 20
 """JSON bytes of a row group: what is held in memory."""
 
@@ -36,8 +38,8 @@ def parquet_writer(format_name: str) -> MakeWriter:
 
         def write(self, line: bytes) -> None:
             row = json.loads(line)
-            if "messages" in row:
-                row["messages"] = with_arguments_as_text(row["messages"])
+            for name in _MESSAGES.intersection(row):
+                row[name] = with_arguments_as_text(row[name])
             self._rows.append(row)
             self._held += len(line)
             if self._held >= _GROUP_BYTES:
@@ -76,6 +78,12 @@ def _schema(pa: Any, format_name: str) -> Any:
             ]
         )
     )
+    if format_name == "dpo":
+        compared = [(name, messages) for name in ("prompt", "chosen", "rejected")]
+        return pa.schema([("id", text), *compared, ("tools", text), ("metadata", text)])
+    if format_name == "kto":
+        judged = [("prompt", messages), ("completion", messages), ("label", pa.bool_())]
+        return pa.schema([("id", text), *judged, ("tools", text), ("metadata", text)])
     end = [
         ("num_turns", pa.int64()),
         ("num_tool_calls", pa.int64()),

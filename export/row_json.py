@@ -19,8 +19,9 @@ _CONTROL_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>|/?s>|(?
 CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
 """What the tokenizers of known models read as one token of structure, wherever it stands."""
 
+TOOL_CALL = re.compile(r"</?tool_call>")
 TOOL_RESPONSE = re.compile(r"</?tool_response>")
-"""The tags that chat templates put around results."""
+"""The tags that chat templates put around calls and results."""
 
 _MARKER_IN_JSON = re.compile(
     rf"<(?=/?(?:tool_call|tool_response|think|tools)>|{_CONTROL_TAILS})|\[(?=/?INST\])"

@@ -46,6 +46,8 @@ class Reason(StrEnum):
     """An assistant turn opens a block of reasoning and never closes it."""
     MARKER_IN_TEXT = "marker_in_text"
     """A tag of the format stands in the model's text or reasoning, where it would be structure."""
+    MARKER_IN_ARGUMENTS = "marker_in_arguments"
+    """Arguments hold the tag that closes calls, in a format that templates spell out."""
     MARKER_IN_RESULT = "marker_in_result"
     """A tool result holds the tag that closes results, in a format that shows it as it is."""
     CONTROL_TOKEN = "control_token"
