@@ -6,6 +6,7 @@ which is how an export is derived again to be checked.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -42,12 +43,17 @@ class Place(Protocol):
         """Give a file that was written its last name."""
 
 
+class _Void(io.BytesIO):
+    def write(self, content: Any) -> int:
+        return len(content)
+
+
 class Nowhere:
     """Files that are counted and not kept."""
 
     def open(self, path: str) -> BinaryIO:
         """A file that takes all and holds nothing."""
-        return Path(os.devnull).open("wb")
+        return _Void()
 
     def rename(self, path: str, final: str) -> None:
         """Nothing is there."""
@@ -60,6 +66,7 @@ class Staging:
         self._directory = directory
         self._root = directory / f".export.{os.getpid()}.tmp"
         self._paths: dict[str, str] = {}
+        self._files: list[BinaryIO] = []
 
     def __enter__(self) -> Staging:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -74,6 +81,9 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # of a full disk; what is in them is thrown away
+                file.close()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def open(self, path: str) -> BinaryIO:
@@ -81,7 +91,9 @@ class Staging:
         temporary = self._root / path
         temporary.parent.mkdir(parents=True, exist_ok=True)
         self._paths[path] = path
-        return open_temporary(temporary, self._directory / path)
+        self._files = [file for file in self._files if not file.closed]
+        self._files.append(open_temporary(temporary, self._directory / path))
+        return self._files[-1]
 
     def rename(self, path: str, final: str) -> None:
         """The file written as `path` is to lie at `final`."""
