@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from batch.errors import ConfigError, EnvironmentStop, RunLocked
+from batch.files import StorageError
 from batch.records import load_index
 from export.checking import findings
 from export.dataset import Source
@@ -170,7 +171,9 @@ class TestFilters:
     ) -> None:
         record = record_of(user(), assistant("", call()), result(f"key={secret} end"),
                            assistant("Hi."))  # fmt: skip
-        plain = said("ask-anthropic-about-sklearn and https://example.org/a:b@c, task-1234567890")
+        plain = said(
+            "sk-learn-is-not-a-key-at-all, https://example.org/a:b@c, task-12345678901234567890x"
+        )
         source = make_run(tmp_path, record, plain)
         assert left_out(source, secrets="patterns") == {"t0": "secrets"}
         (line,) = lines(tmp_path / "out" / "rejects.jsonl")
@@ -413,6 +416,19 @@ class TestDirectory:
         with pytest.raises(EnvironmentStop, match="unreadable"):
             exported(source, formats="openai")
         assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
+
+    def test_a_failure_while_files_take_their_places_is_no_dataset(self, tmp_path: Path) -> None:
+        """Some are new then and some old; the next export makes one of them."""
+        source = make_run(tmp_path, worked())
+        directory, _ = exported(source, formats="hermes,raw")
+        (directory / "openai" / "train.jsonl" / "in_the_way").mkdir(parents=True)
+        with pytest.raises(StorageError, match="records are safe"):
+            exported(source, formats="openai,hermes")
+        assert ["interrupted" in one for one in findings(source, directory)] == [True]
+        (directory / "openai" / "train.jsonl" / "in_the_way").rmdir()
+        (directory / "openai" / "train.jsonl").rmdir()
+        exported(source, formats="atif")
+        assert list(findings(source, directory)) == []
 
     def test_two_exports_do_not_mix(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())

@@ -269,6 +269,13 @@ class TestAtif:
         assert steps[3]["observation"]["results"][0]["extra"] == {"is_error": True}
         assert "metrics" not in steps[1]
 
+    def test_a_paused_turn_is_one_step_of_several_calls_of_the_model(self) -> None:
+        record = record_of(user(), assistant("One,"), assistant("two."))
+        for turn, tokens in zip(record["turns"], (3, 4), strict=True):
+            turn["usage"] = {"input_tokens": tokens, "output_tokens": None}
+        step = row(record, "atif")["steps"][1]
+        assert (step["llm_call_count"], step["metrics"]) == (2, {"prompt_tokens": 7})
+
     def test_an_answer_by_a_call_is_a_step_that_cost_nothing_of_its_own(self) -> None:
         record = ended_by(assistant("", call(id="c2"), final("14")))
         for turn, started_at in zip(record["turns"], (10.0, 20.0), strict=True):
@@ -363,6 +370,13 @@ class TestPreferences:
         assert [m["content"] for m in found["prompt"]] == ["Go.", "Given.", "On."]
         assert [m["content"] for m in found["completion"]] == ["Own."]
 
+    def test_what_the_user_says_later_is_part_of_the_completion(self, tmp_path: Path) -> None:
+        record = record_of(user(), assistant("A."), user("On."), assistant("B."),
+                           check={"reward": 1.0})  # fmt: skip
+        (found,) = rows(make_run(tmp_path, record), "kto")
+        assert [m["content"] for m in found["prompt"]] == ["Go."]
+        assert [m["content"] for m in found["completion"]] == ["A.", "On.", "B."]
+
 
 def test_raw_rows_are_the_records_to_the_byte(tmp_path: Path) -> None:
     """Those that break rules of other formats too."""
@@ -380,8 +394,9 @@ class TestParquet:
         directory, manifest = exported(source, formats="hermes,openai,parquet")
         table = pq.read_table(directory / "hermes_parquet" / "train.parquet")
         assert table.to_pylist() == lines(directory / "hermes" / "train.jsonl")
-        table = pq.read_table(directory / "openai_parquet" / "train.parquet")
-        assert table.schema.metadata is None
+        file = directory / "openai_parquet" / "train.parquet"
+        assert pq.ParquetFile(file).metadata.metadata is None
+        table = pq.read_table(file)
         (first, _), written = table.to_pylist(), lines(directory / "openai" / "train.jsonl")
         asked = first["messages"][2]["tool_calls"][0]["function"]
         assert json.loads(asked["arguments"]) == {"city": "Oslo", "n": 1.5}
