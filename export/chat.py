@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from export import hermes
 from export.conversation import Conversation, Entry, Turn, refuse_control_tokens
-from export.hermes import common_columns
 from export.row_json import TOOL_CALL, TOOL_RESPONSE, write_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
@@ -24,7 +24,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
         "messages": messages_of(conversation, style),
         "tools": tools_json(conversation),
         "completed": conversation.completed,
-        **common_columns(conversation),
+        **hermes.common_columns(conversation),
     }
 
 
@@ -42,7 +42,7 @@ def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]
 
 def tools_json(conversation: Conversation) -> str:
     """The tools on offer as a JSON list in a string; raises Rejected."""
-    text = write_json(conversation.tools)
+    text = hermes.tools_json(conversation.tools)
     refuse_control_tokens(text, where="tools")
     return text
 

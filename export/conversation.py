@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -46,8 +46,7 @@ class Result(NamedTuple):
     is_error: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One turn of the model and what its calls brought, in the order of the calls."""
 
     number: int
@@ -107,7 +106,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     given = sum(role == "assistant" for role, _ in groupby(messages[: start + 1], key=_role)) - 1
     if given > 0:
         entries = [
-            replace(entry, is_given=True)
+            entry._replace(is_given=True)
             if isinstance(entry, Turn) and entry.number <= given
             else entry
             for entry in entries
@@ -115,7 +114,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     if completion == "final_answer":
         last = entries[-1]
         assert isinstance(last, Turn)  # it holds the answer
-        entries = [*entries[:-1], replace(last, replies=last.replies - 1)]
+        entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
     stats = tool_stats(messages[start:])
     return Conversation(
         system=_system(messages),
@@ -152,7 +151,7 @@ def read_entries(
         else:
             turn = entries[-1]
             assert isinstance(turn, Turn)  # check_conversation: results follow their calls
-            entries[-1] = replace(turn, results=_read_results(list(group), turn))
+            entries[-1] = turn._replace(results=_read_results(list(group), turn))
     return entries
 
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import orjson
+
 from export.extras import missing
 
 _PERMUTATIONS = 128
@@ -16,11 +18,8 @@ _WORD = re.compile(r"\w+")
 
 def fingerprint(record: Mapping[str, Any]) -> bytes:
     """16 bytes over all that is said in a conversation; ids and times are no part of it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in _said(record, with_results=True):
-        digest.update(part.encode(errors="surrogatepass"))
-        digest.update(b"\xff")  # no part of UTF-8, so texts cannot run into each other
-    return digest.digest()
+    said = orjson.dumps(list(_said(record, with_results=True)))
+    return hashlib.blake2b(said, digest_size=16).digest()
 
 
 class NearDuplicates:

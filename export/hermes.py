@@ -12,10 +12,12 @@ Models were trained on this wording: it belongs to the format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from export.conversation import Conversation, Entry, Turn, read_conversation, read_entries
 from export.row_json import content_json, escape_markers, write_json
@@ -41,7 +43,7 @@ def row_of(conversation: Conversation, *, with_system_prompt: bool = False) -> d
     return {
         "id": record["id"],
         "conversations": _conversations(conversation.entries, conversation.tools, system=system),
-        "tools": write_json(conversation.tools),
+        "tools": tools_json(conversation.tools),
         "completed": conversation.completed,
         "partial": not conversation.completed,
         "api_calls": record["api_calls"],
@@ -102,7 +104,31 @@ def _conversations(
     return conversations
 
 
+def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The tools on offer as a JSON list."""
+    return _once(tools, write_json)
+
+
 def _system_value(tools: Sequence[Mapping[str, Any]]) -> str:
+    return _once(tools, _preamble)
+
+
+def _once(
+    tools: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> str:
+    """What `make` makes of tools: most records of a run are offered the same ones."""
+    try:
+        return _cached(orjson.dumps(tools), make)
+    except TypeError:  # halves of surrogate pairs, or numbers beyond 64 bits
+        return make(tools)
+
+
+@lru_cache(maxsize=256)
+def _cached(tools: bytes, make: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+    return make(orjson.loads(tools))
+
+
+def _preamble(tools: Sequence[Mapping[str, Any]]) -> str:
     signatures = [
         {
             "name": tool["function"]["name"],

@@ -49,7 +49,7 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
         kept = style.reasoning == "last"
         last = max(n for n, entry in enumerate(entries) if isinstance(entry, Turn))
         entries = [
-            replace(entry, reasoning="")
+            entry._replace(reasoning="")
             if isinstance(entry, Turn) and not (kept and n == last)
             else entry
             for n, entry in enumerate(entries)
@@ -65,7 +65,7 @@ def _with_short_results(entry: Entry, max_chars: int) -> Entry:
     if isinstance(entry, str) or all(len(r.content) <= max_chars for r in entry.results):
         return entry
     short = [r._replace(content=clip(r.content, max_chars=max_chars)) for r in entry.results]
-    return replace(entry, results=short)
+    return entry._replace(results=short)
 
 
 def _split(entry: Entry) -> Sequence[Entry]:
@@ -78,5 +78,5 @@ def _split(entry: Entry) -> Sequence[Entry]:
     ]
     if unanswered := [call for call in entry.calls if call.id not in results]:
         steps.append((unanswered, []))
-    first, *rest = [replace(entry, calls=calls, results=got) for calls, got in steps]
-    return [first, *(replace(turn, reasoning="", text="") for turn in rest)]
+    first, *rest = [entry._replace(calls=calls, results=got) for calls, got in steps]
+    return [first, *(turn._replace(reasoning="", text="") for turn in rest)]
