@@ -43,6 +43,14 @@ def test_a_template_that_shows_all_drops_nothing(tmp_path: Path) -> None:
     assert "<user>" in found.text
 
 
+def test_templates_choose_how_json_is_written(tmp_path: Path) -> None:
+    template = (
+        "{{ {'b': messages[0].content, 'a': 1} | tojson(ensure_ascii=True, sort_keys=True) }}"
+    )
+    record = record_of(user(CHINESE), assistant("Hi."))
+    assert rendered(tmp_path, template, record).text == '{"a": 1, "b": "\\u5317\\u4eac"}'
+
+
 @pytest.mark.parametrize(
     ("change", "dropped"),
     [
