@@ -34,6 +34,8 @@ def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
 
     Raises `ConfigError` without huggingface_hub, `EnvironmentStop` where the hub refuses.
     """
+    import httpx2
+
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
@@ -49,8 +51,9 @@ def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
             allow_patterns=_paths(manifest),
             commit_message=f"Dataset of run {manifest['run']['name']}",
         )
-    except HfHubHTTPError as error:
-        msg = f"{repo}: the hub refused: {error}. The dataset is whole in {directory}."
+    except (HfHubHTTPError, httpx2.HTTPError) as error:
+        reason = str(error).splitlines()[0]
+        msg = f"{repo}: the hub refused: {reason}. The dataset is whole in {directory}."
         raise EnvironmentStop(msg) from error
     except ValueError as error:
         msg = f"--push_to_hub={repo}: {error}"
