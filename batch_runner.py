@@ -22,6 +22,7 @@ import click
 
 from batch.command_line import Commands, RunCommand
 from batch.console import open_missing_streams, say, show
+from export.command import asks_for_dataset, dataset_options, make_dataset
 
 if TYPE_CHECKING:
     from batch.accounts import Accounts
@@ -288,10 +289,16 @@ def status(run: str, output_dir: Path, as_json: bool) -> None:
 
 @main.command()
 @_run_dir_argument
-def export(run: str, output_dir: Path) -> None:
-    """Write the training files of RUN (a name or a directory) again from its records."""
+@dataset_options
+def export(run: str, output_dir: Path, **flags: Any) -> None:
+    """Write the training files of RUN (a name or a directory) again from its records.
+
+    With any of the options below, make a dataset of it instead: see docs/export.md.
+    """
     with _errors_as_exit_codes():
         path, scan, config = _open_for_reading(run, output_dir)
+        if asks_for_dataset(flags):
+            sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
         accounts = _export_and_account(path, scan, config)
     if accounts.pending:
         click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)

@@ -99,17 +99,23 @@ class RecordFile:
 
 
 def load_index(run_dir: Path) -> dict[bytes, Entry]:
-    """All records of a run by task key, the last one of each task; writes nothing.
+    """All records of a run by task key, the last one of each task; writes nothing."""
+    return dict(iter_index(run_dir))
 
-    What the index does not cover yet is read from the records themselves.
+
+def iter_index(run_dir: Path) -> Iterator[tuple[bytes, Entry]]:
+    """The records of a run by task key in the order of the file: of a task, the last one counts.
+
+    What the index does not cover yet is read from the records themselves. Writes nothing.
     """
     records, index = run_dir / "records.jsonl", run_dir / "records.idx"
-    entries, covered, _ = _read_index(index, _size(records))
+    covered = 0
+    for key, entry, _ in _right_lines(index, _size(records)):
+        yield key, entry
+        covered = entry.offset + entry.length
     for offset, line in _lines_from(records, covered):
         if (record := _parse(line)) is not None:
-            key, entry = _read_line(_index_line(index_fields(record), offset, len(line)))
-            entries[key] = entry
-    return entries
+            yield _read_line(_index_line(index_fields(record), offset, len(line)))
 
 
 def _index_line(fields: list[Any], offset: int, length: int) -> bytes:
@@ -131,22 +137,27 @@ def _read_line(line: bytes) -> tuple[bytes, Entry]:
     return task_key(task_id, digest), entry
 
 
-def _read_index(index: Path, records_size: int) -> tuple[dict[bytes, Entry], int, int]:
-    """Read the index as far as it is right: entries, bytes of records and of index covered."""
-    entries: dict[bytes, Entry] = {}
-    covered = index_size = 0
+def _right_lines(index: Path, records_size: int) -> Iterator[tuple[bytes, Entry, int]]:
+    """The lines of the index as far as it is right: key, entry, and where the line ends."""
+    covered = 0
     for position, line in _lines_from(index, 0):
         try:
             key, entry = _read_line(line)
             fits = entry.offset == covered and covered + entry.length <= records_size
         except (ValueError, TypeError, AttributeError):
-            break
+            return
         if not fits:
-            break
-        entries[key] = entry
+            return
         covered += entry.length
-        index_size = position + len(line)
-    return entries, covered, index_size
+        yield key, entry, position + len(line)
+
+
+def _covered(index: Path, records_size: int) -> tuple[int, int]:
+    """How many bytes of the records the index covers, and how many of its own do."""
+    covered = index_size = 0
+    for _, entry, end in _right_lines(index, records_size):
+        covered, index_size = entry.offset + entry.length, end
+    return covered, index_size
 
 
 def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> int:
@@ -154,7 +165,7 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> int
 
     Unreadable lines of the records are set aside, named by line, and left out of the file.
     """
-    _, covered, index_size = _read_index(index, _size(records))
+    covered, index_size = _covered(index, _size(records))
     if index.exists() and index.stat().st_size > index_size:
         with index.open("r+b") as file:
             file.truncate(index_size)

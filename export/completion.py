@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from agent.completion import RESERVED
+from agent.reasoning import split_inline_reasoning
 from export.row_json import arguments_json
 from export.row_rules import Reason, Rejected, check_conversation, final_answer_call
 
@@ -47,6 +48,19 @@ def plain_ending(
     if not completed:
         return Told(messages, tools, None)
     return Told(messages, tools, "text" if call is None else "final_answer")
+
+
+def answer_of(record: Mapping[str, Any]) -> str | None:
+    """The words that a conversation ends with, None where it does not end with the model's."""
+    completed = record["status"] == "completed"
+    try:
+        told = plain_ending(record["messages"], record["tools"] or [], completed=completed)
+    except Rejected:
+        return None
+    last = told.messages[-1]
+    if last["role"] != "assistant" or not isinstance(last["content"], str):
+        return None
+    return split_inline_reasoning(last["content"]).rest.strip() or None
 
 
 def _with_answer_as_text(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from agent.reasoning import split_inline_reasoning
+
 
 def first_reply(messages: Sequence[Mapping[str, Any]], *, turns: int) -> int:
     """The place of the first of the last `turns` assistant messages, or the end if there is none.
@@ -32,3 +34,11 @@ def tool_stats(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             outcome = "failure" if message.get("is_error") else "success"
             stats[names[message["tool_call_id"]]][outcome] += 1
     return [stats[name] for name in sorted(stats)]
+
+
+def has_reasoning(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant message holds reasoning, apart from its text or inline."""
+    if (message.get("reasoning") or "").strip():
+        return True
+    content = message.get("content")
+    return isinstance(content, str) and split_inline_reasoning(content).reasoning is not None

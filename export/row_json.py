@@ -10,23 +10,44 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
+
+import orjson
 
 from export.row_rules import Reason, Rejected
 
-_MARKER_IN_JSON = re.compile(r"<(?=/?(?:tool_call|tool_response|think|tools)>)")
-"""The `<` of a tag of the format. In JSON it can only stand inside a string."""
+_CONTROL_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>|/?s>|(?:bos|eos|pad|unk)>"
+
+CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
+"""What the tokenizers of known models read as one token of structure, wherever it stands."""
+
+TOOL_CALL = re.compile(r"</?tool_call>")
+TOOL_RESPONSE = re.compile(r"</?tool_response>")
+"""The tags that chat templates put around calls and results."""
+
+_MARKER_IN_JSON = re.compile(
+    rf"<(?=/?(?:tool_call|tool_response|think|tools)>|{_CONTROL_TAILS})|\[(?=/?INST\])"
+)
+"""The start of a tag of the format or of a control token. In JSON it stands inside a string."""
 
 _MAX_DEPTH = 100
 """Deepest JSON that is written as JSON: widely used readers refuse more than 128 levels."""
 
 _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels"
 
-_SQUARE = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_write_slowly = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
-write_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-"""JSON text of a value, non-ASCII as it is; raises ValueError for numbers that JSON has not."""
+
+class _Digits(str):
+    """A number in the digits it came in."""
+
+    __slots__ = ()
+
+
+def write_json(value: Any) -> str:
+    """JSON text of a value, non-ASCII as it is; raises ValueError for numbers that JSON has not."""
+    return _written(value, 0)
 
 
 def arguments_json(call: Mapping[str, Any], *, where: str) -> str:
@@ -56,7 +77,13 @@ def content_json(text: str) -> str:
 
 def escape_markers(json_text: str) -> str:
     """JSON text in which no string holds a tag of the format, and that reads the same."""
-    return _MARKER_IN_JSON.sub(r"\\u003c", json_text) if "<" in json_text else json_text
+    if "<" not in json_text and "INST]" not in json_text:
+        return json_text
+    return _MARKER_IN_JSON.sub(_escaped, json_text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 def _respaced_json(text: str) -> str:
@@ -66,47 +93,57 @@ def _respaced_json(text: str) -> str:
     of range, repeated keys, too deep nesting.
     """
     try:
-        _strict_decoder.decode(text)
+        return _written(_strict_decoder.decode(text), 1)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    pieces = _pieces(text)
-    structure = '"'.join(pieces[::2])
-    if _is_too_deep(structure):
+
+
+def _written(value: Any, depth: int) -> str:
+    """JSON of a value; `depth` is that of the value, or 0 where depth does not count."""
+    kind = type(value)
+    if kind is str:
+        return _text(value)
+    if kind is int:
+        return str(value)
+    if kind is _Digits:
+        return str.__str__(value)
+    if kind is dict:
+        inner = _deeper(depth)
+        members = [f"{_key(key)}: {_written(member, inner)}" for key, member in value.items()]
+        return f"{{{', '.join(members)}}}"
+    if kind is list:
+        inner = _deeper(depth)
+        return f"[{', '.join([_written(element, inner) for element in value])}]"
+    return _write_slowly(value)
+
+
+@lru_cache(maxsize=4096)
+def _key(key: str) -> str:
+    return _text(key)
+
+
+def _deeper(depth: int) -> int:
+    if depth > _MAX_DEPTH:
         raise ValueError(_TOO_DEEP)
-    for white in " \t\n\r":
-        structure = structure.replace(white, "")
-    pieces[::2] = structure.replace(",", ", ").replace(":", ": ").split('"')
-    if "\\u" in text or "\\/" in text:  # every other escape is written as it came
-        strings = '","'.join(pieces[1::2])
-        pieces[1::2] = _pieces(write_json(json.loads(f'["{_reveal(strings)}"]')))[1::2]
-    return _reveal('"'.join(pieces))
+    return depth + 1 if depth else 0
 
 
-def _pieces(json_text: str) -> list[str]:
-    """Valid JSON cut at its quotes: strings at the odd places, what is between them at the even.
-
-    Escaped backslashes and quotes are hidden behind control characters, which JSON cannot hold.
-    """
-    return json_text.replace("\\\\", "\0").replace('\\"', "\1").split('"')
-
-
-def _reveal(hidden: str) -> str:
-    return hidden.replace("\1", '\\"').replace("\0", "\\\\")
+def _text(text: str) -> str:
+    """A string as JSON; orjson and the standard library write it alike, the former faster."""
+    try:
+        return orjson.dumps(text).decode()
+    except (TypeError, UnicodeDecodeError):  # halves of surrogate pairs
+        return _write_slowly(text)
 
 
-def _is_too_deep(structure: str) -> bool:
-    brackets = structure.encode().translate(_SQUARE, _NO_BRACKETS)
-    for _ in range(_MAX_DEPTH):
-        if not brackets:
-            return False
-        brackets = brackets.replace(b"[]", b"")  # the innermost level, everywhere at once
-    return bool(brackets)
-
-
-def _finite(digits: str) -> float:
-    if math.isinf(number := float(digits)):
+def _finite(digits: str) -> _Digits:
+    if math.isinf(float(digits)):
         raise ValueError(f"number out of range: {digits[:40]}")
-    return number
+    return _Digits(digits)
+
+
+def _integer(digits: str) -> int | _Digits:
+    return _Digits(digits) if digits == "-0" else int(digits)
 
 
 def _refuse_constant(name: str) -> float:
@@ -121,5 +158,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _strict_decoder = json.JSONDecoder(
-    parse_float=_finite, parse_constant=_refuse_constant, object_pairs_hook=_object
+    parse_float=_finite,
+    parse_int=_integer,
+    parse_constant=_refuse_constant,
+    object_pairs_hook=_object,
 )

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agent.reasoning import split_inline_reasoning
-from export.replies import first_reply, tool_stats
+from export.replies import first_reply, has_reasoning, tool_stats
 
 _UNNAMED_FAILURE = "reported"
 """The kind of a failure that the tool itself reported, without an exception."""
@@ -117,7 +116,7 @@ class Statistics:
 
     def _add_reasoning(self, replies: Iterable[Mapping[str, Any]]) -> None:
         said = [message for message in replies if message["role"] == "assistant"]
-        with_reasoning = sum(map(_has_reasoning, said))
+        with_reasoning = sum(map(has_reasoning, said))
         self._replies += len(said)
         self._with_reasoning += with_reasoning
         self._rows_with_reasoning += with_reasoning > 0
@@ -146,13 +145,6 @@ class Statistics:
 def _kind_of_failure(message: Mapping[str, Any]) -> str:
     kind = (message.get("details") or {}).get("failure")
     return kind if isinstance(kind, str) else _UNNAMED_FAILURE
-
-
-def _has_reasoning(message: Mapping[str, Any]) -> bool:
-    if (message.get("reasoning") or "").strip():
-        return True
-    content = message.get("content")
-    return isinstance(content, str) and split_inline_reasoning(content).reasoning is not None
 
 
 def _percent(part: int, whole: int) -> float:

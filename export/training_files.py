@@ -22,12 +22,12 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import orjson
 
-from batch.errors import EnvironmentStop
 from batch.failures import load_failed_attempts
 from batch.files import StorageError, open_temporary, replace_file, sync_directory, temporary_for
 from batch.prompts import Scan, tasks
-from batch.records import Entry, load_index
 from export.hermes import dumps_row, to_row
+from export.order import record_order
+from export.reading import open_records, read_record
 from export.row_rules import Reason, Rejected
 from export.statistics import Statistics
 
@@ -98,7 +98,6 @@ def export_run(
         "partial": exports / "partial.jsonl",
         "rejects": exports / "rejects.jsonl",
     }
-    index = load_index(run_dir)
     failed_attempts = load_failed_attempts(run_dir)
     to_retry = 0
     reasons: Counter[str] = Counter()
@@ -110,19 +109,21 @@ def export_run(
             outputs = {
                 place: stack.enter_context(_replacing(path)) for place, path in paths.items()
             }
-            records = stack.enter_context(_records(run_dir))
+            order = stack.enter_context(record_order(run_dir))
+            records = stack.enter_context(open_records(run_dir))
             for task in tasks(scan, num_samples=num_samples):
                 total += 1
-                entry = index.pop(task.key, None)
-                if entry is None:
+                where = order.find(task.key)
+                if where is None:
                     to_retry += task.key in failed_attempts
                     continue
-                record = _read(records, entry, task.id)
+                record = read_record(records, *where, task.id).record
                 statistics.add(record)
                 place, line, reason = route(record, require_reasoning=require_reasoning)
                 outputs[place].write(line)
                 if reason is not None:
                     reasons[reason] += 1
+            gone = order.unasked()
     except OSError as error:
         msg = (
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
@@ -141,7 +142,7 @@ def export_run(
         "discarded": len(scan.bad_rows) * num_samples,
         "failed": to_retry,
         "pending": total - written - to_retry,
-        "gone": len(index),
+        "gone": gone,
         "files": [
             {
                 "path": os.path.relpath(output.path, run_dir),
@@ -180,35 +181,3 @@ def _replacing(path: Path) -> Iterator[_Output]:
         sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _records(run_dir: Path) -> Iterator[BinaryIO | None]:
-    try:
-        file = (run_dir / "records.jsonl").open("rb")
-    except FileNotFoundError:
-        yield None
-        return
-    with file:
-        yield file
-
-
-def _read(records: BinaryIO | None, entry: Entry, task_id: str) -> dict[str, Any]:
-    if records is None:
-        msg = "records.jsonl vanished while it was read"
-        raise OSError(msg)
-    records.seek(entry.offset)
-    try:
-        record: dict[str, Any] = orjson.loads(records.read(entry.length))
-        if record["id"] != task_id:
-            raise ValueError(task_id)
-    except (ValueError, TypeError, KeyError) as error:
-        # Without its index the file is read whole at the next start, and what is unreadable in
-        # it is set aside.
-        Path(records.name).with_suffix(".idx").unlink(missing_ok=True)
-        msg = (
-            f"{records.name}: the record at byte {entry.offset} is unreadable. Run the same "
-            "command again: it sets the record aside and runs its task again."
-        )
-        raise EnvironmentStop(msg) from error
-    return record

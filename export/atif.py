@@ -1,0 +1,129 @@
+"""Conversations as documents of the Agent Trajectory Interchange Format, ATIF-v1.8.
+
+One document per line. A step is a message of the system or a user, or a turn of the model with its
+calls, their results and what it cost. Turns that the prompt brought along are copied context,
+which the format keeps out of training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from export.conversation import Conversation, Turn
+from export.rewards import reward_of
+from export.style import Style
+
+SCHEMA_VERSION = "ATIF-v1.8"
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """The document of a conversation; calls of a turn stay together whatever the style says."""
+    record = conversation.record
+    replies = _replies_by_turn(conversation)
+    steps: list[dict[str, Any]] = []
+    if conversation.system and style.has_system(by_default=True):
+        steps.append({"source": "system", "message": conversation.system})
+    for entry in conversation.entries:
+        if isinstance(entry, str):
+            steps.append({"source": "user", "message": entry})
+        else:
+            steps.append(_agent_step(entry, replies.get(entry.number, [])))
+    usage = record["usage"] or {}
+    metrics = {
+        "total_prompt_tokens": usage.get("input_tokens"),
+        "total_completion_tokens": usage.get("output_tokens"),
+        "total_cached_tokens": usage.get("cache_read_tokens"),
+        "total_cost_usd": record.get("cost_usd"),
+        "total_steps": len(steps),
+    }
+    reward = reward_of(record)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "session_id": record["id"],
+        "trajectory_id": record["id"],
+        "agent": {
+            "name": "batch-trajectories",
+            "version": (record.get("versions") or {}).get("batch-trajectories") or "unknown",
+            "model_name": record["model_returned"] or record["model"],
+            "tool_definitions": list(conversation.tools),
+        },
+        "steps": [{"step_id": n, **step} for n, step in enumerate(steps, start=1)],
+        "final_metrics": _known(metrics),
+        "extra": {
+            "completed": conversation.completed,
+            **({} if reward is None else {"reward": reward}),
+            **conversation.metadata,
+        },
+    }
+
+
+def _agent_step(turn: Turn, replies: list[Mapping[str, Any]]) -> dict[str, Any]:
+    step: dict[str, Any] = {"source": "agent", "message": turn.text.rstrip()}
+    if replies:
+        step["timestamp"] = datetime.fromtimestamp(replies[0]["started_at"], UTC).isoformat()
+    if turn.reasoning:
+        step["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        step["tool_calls"] = [
+            {
+                "tool_call_id": call.id,
+                "function_name": call.name,
+                "arguments": json.loads(call.arguments),
+            }
+            for call in turn.calls
+        ]
+    if turn.results:
+        step["observation"] = {
+            "results": [
+                {
+                    "source_call_id": result.id,
+                    "content": result.content,
+                    **({"extra": {"is_error": True}} if result.is_error else {}),
+                }
+                for result in turn.results
+            ]
+        }
+    if turn.is_given:
+        step["is_copied_context"] = True
+    elif replies:
+        step["llm_call_count"] = len(replies)
+        if metrics := _metrics(replies):
+            step["metrics"] = metrics
+    return step
+
+
+def _metrics(replies: list[Mapping[str, Any]]) -> dict[str, Any]:
+    usages = [reply["usage"] or {} for reply in replies]
+    return _known(
+        {
+            "prompt_tokens": _sum(usage.get("input_tokens") for usage in usages),
+            "completion_tokens": _sum(usage.get("output_tokens") for usage in usages),
+            "cached_tokens": _sum(usage.get("cache_read_tokens") for usage in usages),
+            "cost_usd": _sum(reply.get("cost_usd") for reply in replies),
+        }
+    )
+
+
+def _sum(numbers: Any) -> Any:
+    """The sum, None where any is unknown."""
+    known = list(numbers)
+    return None if None in known else sum(known)
+
+
+def _known(members: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in members.items() if value is not None}
+
+
+def _replies_by_turn(conversation: Conversation) -> dict[int, list[Mapping[str, Any]]]:
+    """The replies that each turn is made of, in order: several where the provider paused it."""
+    left = list(conversation.record["turns"])
+    found = {}
+    for turn in reversed(conversation.own_turns):
+        count = min(turn.replies, len(left))
+        if count:
+            found[turn.number] = left[-count:]
+            del left[-count:]
+    return found

@@ -1,0 +1,211 @@
+"""The card of a dataset: what the Hugging Face hub and a reader need to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from export.recipe import Recipe
+
+_TURNS = {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]}
+_MESSAGES = {"list": "json"}
+
+_SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
+
+_LOADING = {
+    "hermes": "Turns as text. TRL wants role names of its own (system, user, assistant, tool); "
+    "LLaMA-Factory a `dataset_info.json` with all seven tags.",
+    "llamafactory": "Point `dataset_dir` at the folder `llamafactory`; its `dataset_info.json` "
+    "names one dataset per split.",
+    "openai": "TRL and Axolotl (`type: chat_template`) read it as it is. Arguments are objects, "
+    "so the JSON lines need datasets 4.7 or newer; the Parquet files hold them as JSON text and "
+    "open everywhere.",
+    "atif": "One ATIF-v1.8 document per line; not meant for `load_dataset`.",
+    "dpo": "TRL DPOTrainer: prompt, chosen, rejected. Needs datasets 4.7 or newer.",
+    "kto": "TRL KTOTrainer: prompt, completion, label. Needs datasets 4.7 or newer.",
+    "raw": "The records of the run, whole; not meant for `load_dataset`.",
+}
+
+_NOT_LOADED = ("atif", "raw")
+"""Formats whose rows have no one schema."""
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes equal parts out in full, for readers that know no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Nothing is referred to."""
+        return True
+
+
+def card(manifest: Mapping[str, Any], recipe: Recipe) -> str:
+    """The content of README.md."""
+    header = yaml.dump(
+        _header(manifest, recipe), Dumper=_Plain, sort_keys=False, allow_unicode=True
+    )
+    return f"---\n{header}---\n\n" + "\n".join(_body(manifest, recipe)) + "\n"
+
+
+def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    configs: list[dict[str, Any]] = []
+    infos: list[dict[str, Any]] = []
+    for name, files in _by_config(manifest):
+        configs.append(
+            {
+                "config_name": name,
+                "data_files": [
+                    {"split": split, "path": _pattern(paths[0])} for split, paths in files.items()
+                ],
+                **({} if configs else {"default": True}),
+            }
+        )
+        if not _has_twins(manifest):  # a Parquet file says what its columns are
+            infos.append({"config_name": name, "features": _features(name)})
+    rows = max((part["rows"] for part in manifest["formats"]), default=0)
+    size = next((name for bound, name in _SIZES if rows < bound), "n>1M")
+    return {
+        **({"pretty_name": recipe.card.title} if recipe.card.title else {}),
+        "license": recipe.card.license,
+        **({"language": [recipe.card.language]} if recipe.card.language else {}),
+        "size_categories": [size],
+        "task_categories": ["text-generation"],
+        "tags": ["agent", "tool-use", "synthetic", "sharegpt"],
+        **({"configs": configs} if configs else {}),
+        **({"dataset_info": infos} if infos else {}),
+    }
+
+
+def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """The configs of the hub, each with its files by split.
+
+    Its loader takes all configs of a repository for one kind of file, so where there are Parquet
+    twins it is given these alone.
+    """
+    suffix = ".parquet" if _has_twins(manifest) else ".jsonl"
+    for part in manifest["formats"]:
+        found: dict[str, list[str]] = {}
+        for file in part["files"]:
+            if part["format"] not in _NOT_LOADED and file["path"].endswith(suffix):
+                found.setdefault(file["split"], []).append(file["path"])
+        if found:
+            yield part["format"], found
+
+
+def _pattern(path: str) -> str:
+    """A file, or all shards beside it."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/*.{name.rpartition('.')[2]}" if "-of-" in name else path
+
+
+def _has_twins(manifest: Mapping[str, Any]) -> bool:
+    paths = (file["path"] for part in manifest["formats"] for file in part["files"])
+    return any(path.endswith(".parquet") for path in paths)
+
+
+def _features(name: str) -> list[dict[str, Any]]:
+    def column(name: str, dtype: str = "string") -> dict[str, Any]:
+        return {"name": name, "dtype": dtype}
+
+    def messages(*names: str) -> list[dict[str, Any]]:
+        return [{"name": name, **_MESSAGES} for name in names]
+
+    if name == "dpo":
+        columns = [*messages("prompt", "chosen", "rejected"), column("tools")]
+        return [column("id"), *columns, column("metadata")]
+    if name == "kto":
+        columns = [*messages("prompt", "completion"), column("label", "bool"), column("tools")]
+        return [column("id"), *columns, column("metadata")]
+    turns = {"name": "conversations", **_TURNS}
+    own = [column("partial", "bool"), column("api_calls", "int64")] if name == "hermes" else []
+    return [
+        column("id"),
+        *(messages("messages") if name == "openai" else [turns]),
+        column("tools"),
+        column("completed", "bool"),
+        *own,
+        column("num_turns", "int64"),
+        column("num_tool_calls", "int64"),
+        column("has_reasoning", "bool"),
+        column("metadata"),
+    ]
+
+
+def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
+    run, statistics = manifest["run"], manifest["statistics"]
+    yield f"# {recipe.card.title or run['name']}"
+    yield ""
+    yield "Conversations of tool-using agents, generated by models; none was written by a person."
+    yield ""
+    yield "## Where it comes from"
+    yield ""
+    for model in manifest["models"]:
+        yield f"- model `{model['model']}`: {model['records']:,} conversations"
+    for toolset in statistics["toolsets"]:
+        yield f"- toolset `{toolset['toolset']}`: offered in {toolset['percent']}%"
+    source = recipe.card.prompt_source or "not stated; say where they come from and their license"
+    yield f"- prompts: {source}"
+    yield "- terms of the models' providers on training: to be checked by whoever publishes this"
+    yield f"- run `{run['name']}`, config {run['config_digest']}, prompts x samples = " + (
+        f"{run['prompts']:,} x {run['samples']:,}"
+    )
+    yield ""
+    yield "## What is in it"
+    yield ""
+    yield from _table(
+        ("format", "rows", "rejected", "bytes per row: median", "99%", "longest"),
+        [
+            (
+                part["format"],
+                f"{part['rows']:,}",
+                f"{part['rejected']:,}",
+                *(str(part["row_bytes"][key]) for key in ("p50", "p99", "max")),
+            )
+            for part in manifest["formats"]
+        ],
+    )
+    yield ""
+    yield "Trainers cut or drop long rows: TRL at 1,024 tokens by default, LLaMA-Factory at 2,048."
+    yield ""
+    for part in manifest["formats"]:
+        yield f"- **{part['format']}**: {_LOADING[part['format']]}"
+    reasoning = statistics["reasoning"]
+    yield ""
+    yield (
+        f"- reasoning: in {reasoning['with_reasoning']:,} of {reasoning['assistant_turns']:,} "
+        + (f"turns, told `{recipe.reasoning or 'as each format has it'}`")
+    )
+    yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
+    yield f"- parallel calls: `{recipe.parallel_calls}`"
+    yield f"- splits by prompt: {', '.join(f'{k} {v:g}' for k, v in recipe.splits.items())}"
+    yield ""
+    yield "## What was left out"
+    yield ""
+    counts = [(key, manifest[key]) for key in ("discarded", "failed", "pending")]
+    counts += list(manifest["rejected_by_reason"].items())
+    yield from _table(
+        ("of tasks", f"{manifest['tasks']:,}"),
+        [
+            *((reason, f"{count:,}") for reason, count in counts if count),
+            ("selected", f"{manifest['selected']:,}"),
+        ],
+    )
+    filters = recipe.filters
+    yield ""
+    yield f"- scanned for secrets: {'no' if filters.secrets == 'off' else filters.secrets}"
+    yield "- compared with benchmarks: " + (
+        f"{len(filters.evaluation_files)} files, {filters.evaluation_words} words in a row"
+        if filters.evaluation_files
+        else "no"
+    )
+    yield "- personal data: not looked for"
+    yield ""
+    yield "`manifest.json` has the recipe, all counts and a sha256 per file."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"

@@ -1,0 +1,113 @@
+"""Conversations as chat messages with tool calls: what the `messages` of trainers are.
+
+Absent keys are left out, content is always a string, and arguments are objects, as chat templates
+want them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from export import hermes
+from export.conversation import Conversation, Entry, Turn, refuse_control_tokens
+from export.row_json import TOOL_CALL, TOOL_RESPONSE, write_json
+from export.row_rules import Reason, Rejected
+from export.style import Style
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """One row of `messages`, `tools` (a JSON string) and the common columns; raises Rejected."""
+    return {
+        "id": conversation.record["id"],
+        "messages": messages_of(conversation, style),
+        "tools": tools_json(conversation),
+        "completed": conversation.completed,
+        **hermes.common_columns(conversation),
+    }
+
+
+def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]]:
+    """The conversation as messages; raises Rejected where text would be read as structure."""
+    inline = style.is_inline(by_default=False)
+    messages = []
+    if conversation.system and style.has_system(by_default=True):
+        refuse_control_tokens(conversation.system, where="system message")
+        messages.append({"role": "system", "content": conversation.system})
+    for entry in conversation.entries:
+        messages.extend(_messages(entry, inline=inline))
+    return messages
+
+
+def tools_json(conversation: Conversation) -> str:
+    """The tools on offer as a JSON list in a string; raises Rejected."""
+    text = hermes.tools_json(conversation.tools)
+    refuse_control_tokens(text, where="tools")
+    return text
+
+
+def refuse_structure_in_results(turn: Turn) -> None:
+    """Raise Rejected where the result of a call would close its own block, or open another."""
+    where = f"result of turn {turn.number}"
+    for result in turn.results:
+        refuse_control_tokens(result.content, where=where)
+        if "<" in result.content and (tag := TOOL_RESPONSE.search(result.content)):
+            raise Rejected(Reason.MARKER_IN_RESULT, f"{where}: {tag[0]}")
+
+
+def refuse_structure_in_arguments(turn: Turn) -> None:
+    """Raise Rejected where arguments, once a template has spelt them out, would end their call."""
+    where = f"arguments of turn {turn.number}"
+    for call in turn.calls:
+        refuse_control_tokens(call.arguments, where=where)
+        if "<" in call.arguments and (tag := TOOL_CALL.search(call.arguments)):
+            raise Rejected(Reason.MARKER_IN_ARGUMENTS, f"{where}: {tag[0]}")
+
+
+def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with the arguments of calls as JSON strings, for one Parquet schema."""
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": write_json(call["function"]["arguments"]),
+                    },
+                }
+                for call in message["tool_calls"]
+            ],
+        }
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _messages(entry: Entry, *, inline: bool) -> Sequence[dict[str, Any]]:
+    if isinstance(entry, str):
+        return [{"role": "user", "content": entry}]
+    said: dict[str, Any] = {"role": "assistant", "content": entry.text.rstrip()}
+    if entry.reasoning and inline:
+        said["content"] = f"<think>\n{entry.reasoning}\n</think>\n\n{said['content']}".rstrip()
+    elif entry.reasoning:
+        said["reasoning_content"] = entry.reasoning
+    refuse_structure_in_arguments(entry)
+    refuse_structure_in_results(entry)
+    if entry.calls:
+        said["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in entry.calls
+        ]
+    results = [
+        {"role": "tool", "tool_call_id": result.id, "name": result.name, "content": result.content}
+        for result in entry.results
+    ]
+    return [said, *results]

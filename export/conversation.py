@@ -1,0 +1,304 @@
+"""A record read once for all formats: who said what, checked, in the order of its turns.
+
+Reasoning is apart from text, arguments are JSON objects, a turn that the provider paused is one
+turn, and the answer is text whichever way the model had to give it. Formats only spell this out.
+A record is read whole or raises Rejected; no turn is repaired, shortened or invented.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from agent.reasoning import opens_reasoning, split_inline_reasoning
+from export.completion import plain_ending
+from export.replies import first_reply, tool_stats
+from export.rewards import reward_of
+from export.row_json import CONTROL_TOKEN, arguments_json
+from export.row_rules import Reason, Rejected, check_conversation, check_finished
+
+_MARKER_IN_TEXT = re.compile(
+    r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>",
+)
+"""A tag that in a model's own words would be read as structure, or as a thought."""
+
+_MAX_COLUMN_CHARS = 1000
+
+
+class Call(NamedTuple):
+    """One tool call; `arguments` is the JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Result(NamedTuple):
+    """What one call brought, as text."""
+
+    id: str
+    name: str
+    content: str
+    is_error: bool
+
+
+class Turn(NamedTuple):
+    """One turn of the model and what its calls brought, in the order of the calls."""
+
+    number: int
+    """Counts from 1 over all turns, those of the prompt included."""
+    reasoning: str
+    text: str
+    calls: Sequence[Call] = ()
+    results: Sequence[Result] = ()
+    replies: int = 1
+    """How many replies it is made of: several where the provider paused, none where the answer
+    was given by a call and is told as a turn of its own."""
+    is_given: bool = False
+    """The prompt brought this turn along."""
+
+
+Entry = str | Turn
+"""What a user said, or a turn of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a row of any format is made of."""
+
+    system: str
+    """The system prompt that the model saw; blank where there was none."""
+    entries: Sequence[Entry]
+    tools: Sequence[Mapping[str, Any]]
+    completed: bool
+    record: Mapping[str, Any] = field(repr=False)
+    metadata: Mapping[str, Any] = field(repr=False)
+    num_tool_calls: int
+
+    @property
+    def own_turns(self) -> list[Turn]:
+        """The turns that this run's model made."""
+        return [turn for turn in self.entries if isinstance(turn, Turn) and not turn.is_given]
+
+
+def read_conversation(record: Mapping[str, Any]) -> Conversation:
+    """Read a record; raises Rejected where it breaks a rule that all formats have.
+
+    A record that ended early is read too, with `completed` false: the caller decides which file
+    it belongs to.
+    """
+    turns = record["turns"]
+    if not turns:
+        raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
+    completed = record["status"] == "completed"
+    messages, tools, completion = plain_ending(
+        record["messages"], record["tools"] or [], completed=completed
+    )
+    entries = read_entries(messages, tools)
+    if completed:
+        check_finished(messages)
+    start = first_reply(record["messages"], turns=len(turns))
+    # A reply may go on in the turn that the messages before it end with, so that one counts.
+    given = sum(role == "assistant" for role, _ in groupby(messages[: start + 1], key=_role)) - 1
+    if given > 0:
+        entries = [
+            entry._replace(is_given=True)
+            if isinstance(entry, Turn) and entry.number <= given
+            else entry
+            for entry in entries
+        ]
+    if completion == "final_answer":
+        last = entries[-1]
+        assert isinstance(last, Turn)  # it holds the answer
+        entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
+    stats = tool_stats(messages[start:])
+    return Conversation(
+        system=_system(messages),
+        entries=entries,
+        tools=tools,
+        completed=completed,
+        record=record,
+        metadata=_metadata(record, completion, stats),
+        num_tool_calls=sum(tool["count"] for tool in stats),
+    )
+
+
+def read_entries(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Entry]:
+    """The messages but those of the system, as entries; raises Rejected.
+
+    A turn that the provider paused is one entry with its continuation.
+    """
+    check_conversation(messages, {tool["function"]["name"] for tool in tools})
+    entries: list[Entry] = []
+    spoken = (message for message in messages if message["role"] != "system")
+    number = 0
+    asked: Sequence[Mapping[str, Any]] = ()
+    for role, group in groupby(spoken, key=_role):
+        if role == "user":
+            (message,) = group
+            entries.append(_user_text(message, turn=number + 1))
+        elif role == "assistant":
+            parts = list(group)
+            number += 1
+            asked = parts[-1].get("tool_calls") or ()
+            entries.append(_read_turn(parts, asked, number))
+        else:
+            turn = entries[-1]
+            assert isinstance(turn, Turn)  # check_conversation: results follow their calls
+            entries[-1] = turn._replace(results=_read_results(list(group), turn))
+    return entries
+
+
+def text_of(message: Mapping[str, Any], *, where: str) -> str:
+    """The content of a message; raises Rejected unless it is text."""
+    content = message.get("content")
+    if content is None:
+        return ""
+    if not isinstance(content, str):
+        raise Rejected(Reason.NOT_TEXT, f"{where}: content is a {type(content).__name__}")
+    return content
+
+
+def refuse_control_tokens(text: str, *, where: str) -> None:
+    """Raise Rejected for text that a tokenizer would read as the structure of a template."""
+    if ("<" in text or "[" in text) and (token := CONTROL_TOKEN.search(text)):
+        raise Rejected(Reason.CONTROL_TOKEN, f"{where}: {token[0]!r}")
+
+
+def _role(message: Mapping[str, Any]) -> Any:
+    return message["role"]
+
+
+def _system(messages: Iterable[Mapping[str, Any]]) -> str:
+    texts = (text_of(m, where="system message") for m in messages if m["role"] == "system")
+    return "\n\n".join(text for text in texts if text.strip())
+
+
+def _user_text(message: Mapping[str, Any], *, turn: int) -> str:
+    where = f"user message before turn {turn}"
+    text = text_of(message, where=where)
+    if not text.strip():
+        raise Rejected(Reason.EMPTY_VALUE, f"{where}: blank")
+    refuse_control_tokens(text, where=where)
+    return text
+
+
+def _read_turn(
+    messages: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]], number: int
+) -> Turn:
+    """One turn out of its messages: one, or several where the provider paused; `calls` end it."""
+    thoughts, texts = [], []
+    for message in messages:
+        inline, rest = split_inline_reasoning(text_of(message, where=f"turn {number}"))
+        if opens_reasoning(rest):
+            raise Rejected(Reason.UNCLOSED_THINK, f"turn {number}: begins {rest.lstrip()[:40]!r}")
+        thoughts.append(_joined_reasoning(message.get("reasoning") or "", inline or ""))
+        texts.append(rest)
+    reasoning, text = _joined(thoughts), _joined(texts)
+    for place, words in (("reasoning", reasoning), ("text", text)):
+        if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
+            raise Rejected(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}")
+        refuse_control_tokens(words, where=f"turn {number}, {place}")
+    if not text.strip():
+        text = ""
+        if not calls:
+            reason = Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE
+            raise Rejected(reason, f"turn {number}: neither text nor calls")
+    read = [
+        Call(
+            call["id"],
+            call["function"]["name"],
+            arguments_json(call, where=f"turn {number}, call {position}"),
+        )
+        for position, call in enumerate(calls, start=1)
+    ]
+    return Turn(number, reasoning, text, read, replies=len(messages))
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """What is not blank of `parts`, with a blank line between one and the next."""
+    *earlier, last = [part for part in parts if part.strip()] or [""]
+    return "\n\n".join([*(part.rstrip() for part in earlier), last])
+
+
+def _joined_reasoning(apart: str, inline: str) -> str:
+    """The reasoning that came apart from the text and that which stood in it, each once."""
+    if not apart.strip() or apart.strip() == inline:
+        return inline
+    return f"{apart}\n\n{inline}" if inline else apart
+
+
+def _read_results(messages: Sequence[Mapping[str, Any]], turn: Turn) -> list[Result]:
+    by_id = {
+        message["tool_call_id"]: (
+            text_of(message, where=f"result of turn {turn.number}"),
+            bool(message.get("is_error")),
+        )
+        for message in messages
+    }
+    return [Result(call.id, call.name, *by_id[call.id]) for call in turn.calls if call.id in by_id]
+
+
+def _metadata(
+    record: Mapping[str, Any], completion: str | None, stats: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a row says of its run, but its reasoning, which formats may leave out."""
+    return {
+        "model": record["model"],
+        "model_returned": record["model_returned"],
+        "api": record["api"],
+        "status": record["status"],
+        **_if_any("status_reason", record.get("status_reason")),
+        **_if_any("completion", completion),
+        "finish_reason": record["turns"][-1]["finish_reason"],
+        "prompt_id": record["prompt_id"],
+        "sample": record["sample"],
+        "toolsets": record["toolsets"],
+        "tool_stats": stats,
+        "reasoning": None,
+        "usage": record["usage"],
+        "interrupted_calls": sum(len(resume["interrupted"]) for resume in record["resumes"]),
+        **_if_any("notes", _notes_by_name(record["messages"])),
+        **_if_any("repairs", sum(len(m.get("repairs") or ()) for m in record["messages"])),
+        **_reward(record),
+        "columns": _small_columns(record["row"]),
+        "sandbox": record["sandbox"],
+        "seed": record["seed"],
+        "config_digest": record["config_digest"],
+    }
+
+
+def _if_any(key: str, value: Any) -> dict[str, Any]:
+    """A member for what most rows do not have, so that it costs them nothing."""
+    return {key: value} if value else {}
+
+
+def _reward(record: Mapping[str, Any]) -> dict[str, float]:
+    reward = reward_of(record)
+    return {} if reward is None else {"reward": reward}
+
+
+def _notes_by_name(messages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How often each rule of the runtime spoke to the model, in a message or in a result."""
+    names: Counter[str] = Counter()
+    for message in messages:
+        if message["role"] in ("user", "tool"):
+            names.update(message.get("notes") or ())
+    return dict(sorted(names.items()))
+
+
+def _small_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataset's own columns that one can filter by; long ones stay in the record."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("prompt", "script")
+        and (value is None or isinstance(value, bool | int | float | str))
+        and (not isinstance(value, str) or len(value) <= _MAX_COLUMN_CHARS)
+    }

@@ -1,0 +1,248 @@
+"""A dataset out of a run: one pass over its records, by a recipe, into any number of formats.
+
+Every task ends up in one place: discarded, failed, pending, rejected by a filter, or selected; and
+in each format every selected record is used or rejected. The same records and the same recipe
+give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch.failures import load_failed_attempts
+from batch.prompts import Scan, Task, tasks
+from batch.run_dir import read_run_json
+from export.conversation import Conversation, read_conversation
+from export.duplicates import NearDuplicates, fingerprint
+from export.filters import RecordFilters
+from export.format_files import Candidate, open_formats
+from export.order import RecordOrder, record_order
+from export.reading import Stored, open_records, read_record
+from export.recipe import Recipe
+from export.rewards import reward_of
+from export.row_files import Hashing, Place, Written
+from export.row_rules import Rejected
+from export.splits import Splits
+from export.statistics import Statistics
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The run that a dataset is made from."""
+
+    run_dir: Path
+    scan: Scan
+    num_samples: int
+
+
+def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
+    """Write the rows and the rejects of a dataset; gives its manifest.
+
+    Raises `ConfigError` for a recipe that cannot be followed here, `EnvironmentStop` where a
+    record has become unreadable.
+    """
+    making = _Making(recipe, place)
+    failed_attempts = load_failed_attempts(source.run_dir)
+    counts: Counter[str] = Counter()
+
+    def stored(order: RecordOrder, task: Task) -> Stored | None:
+        counts["tasks"] += 1
+        where = order.find(task.key)
+        if where is None:
+            counts["failed" if task.key in failed_attempts else "pending"] += 1
+            return None
+        counts["records"] += 1
+        return read_record(records, *where, task.id)
+
+    with record_order(source.run_dir) as order, open_records(source.run_dir) as records:
+        making.order = order
+        for group in _groups(source, together=recipe.compares):
+            making.add(filter(None, (stored(order, task) for task in group)))
+        gone = order.unasked()
+    discarded = len(source.scan.bad_rows) * source.num_samples
+    run = read_run_json(source.run_dir)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "dataset",
+        "run": {
+            "name": run["config"]["run_name"],
+            "config_digest": run["digest"],
+            "dataset_sha256": source.scan.sha256,
+            "prompts": source.scan.rows + len(source.scan.bad_rows),
+            "samples": source.num_samples,
+        },
+        "tasks": counts["tasks"] + discarded,
+        "discarded": discarded,
+        "failed": counts["failed"],
+        "pending": counts["pending"],
+        **making.finish(),
+        "gone": gone,
+        "recipe": recipe.model_dump(mode="json"),
+        "versions": _versions(recipe),
+    }
+
+
+class _Making:
+    """A dataset in the making."""
+
+    order: RecordOrder
+
+    def __init__(self, recipe: Recipe, place: Place) -> None:
+        self._recipe = recipe
+        filters = recipe.filters
+        self._filters = RecordFilters(filters, threshold=recipe.preference.threshold)
+        self._near = (
+            None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
+        )
+        self._splits = Splits(recipe.splits, seed=recipe.split_seed)
+        self._formats = open_formats(recipe, place)
+        self._rejects = Hashing(place.open("rejects.jsonl"))
+        self._reject_lines = 0
+        self._rejected: Counter[str] = Counter()
+        self._selected = 0
+        self._by_toolsets: Counter[tuple[str, ...]] = Counter()
+        self._models: Counter[str] = Counter()
+        self._statistics = Statistics()
+
+    def add(self, records: Iterator[Stored]) -> None:
+        """Take the records of one prompt, or a single one where none are compared."""
+        candidates = []
+        for stored in records:
+            try:
+                candidates.append(self._candidate(stored))
+            except _LeftOut as left_out:
+                self._rejected[left_out.reason] += 1
+                self._reject(stored.record, left_out.reason, left_out.detail, None)
+        if not candidates:
+            return
+        for candidate in candidates:
+            self._selected += 1
+            self._statistics.add(candidate.record)
+            self._models[candidate.record["model_returned"] or candidate.record["model"]] += 1
+        chosen = self._chosen(candidates)
+        split = self._splits.of(candidates[0].record)
+        for files in self._formats:
+            for candidate, why in files.add(split, candidates, chosen):
+                self._reject(candidate.record, *why, files.name)
+
+    def finish(self) -> dict[str, Any]:
+        """Close all files; gives their part of the manifest."""
+        formats = [files.finish() for files in self._formats]
+        digest = self._rejects.finish()
+        statistics = self._statistics.to_json()
+        del statistics["duration_s"]
+        return {
+            "rejected": self._rejected.total(),
+            "rejected_by_reason": dict(sorted(self._rejected.items())),
+            "selected": self._selected,
+            "models": [
+                {"model": name, "records": count} for name, count in sorted(self._models.items())
+            ],
+            "formats": formats,
+            "rejects": Written(
+                "rejects.jsonl", self._reject_lines, self._rejects.size, digest
+            ).to_json(),
+            "statistics": statistics,
+        }
+
+    def _candidate(self, stored: Stored) -> Candidate:
+        """Raises _LeftOut."""
+        record = stored.record
+        if (rejection := self._filters.rejection(record)) is not None:
+            raise _LeftOut(*rejection)
+        conversation: Conversation | None = None
+        if self._recipe.needs_conversations:
+            try:
+                conversation = read_conversation(record)
+            except Rejected as rejected:
+                raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
+        if self._recipe.filters.exact_duplicates and not self.order.is_new(fingerprint(record)):
+            raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
+        if self._near is not None and (earlier := self._near.earlier(record)):
+            raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
+        return Candidate(record, stored.line, conversation)
+
+    def _chosen(self, candidates: list[Candidate]) -> dict[str, tuple[str, str]]:
+        """Why which candidates are not among those that make rows, by id."""
+        filters = self._recipe.filters
+        left_out: dict[str, tuple[str, str]] = {}
+        ranked = candidates
+        if filters.best_n is not None:
+            ranked = sorted(candidates, key=_by_reward)
+        count = filters.first_n or filters.best_n or len(candidates)
+        name = "first_n" if filters.first_n else "best_n"
+        for candidate in ranked[count:]:
+            left_out[candidate.record["id"]] = (name, f"{count} others of its prompt are kept")
+        if filters.max_per_toolsets is not None:
+            for candidate in candidates:
+                if candidate.record["id"] in left_out:
+                    continue
+                toolsets = tuple(candidate.record["toolsets"])
+                self._by_toolsets[toolsets] += 1
+                if self._by_toolsets[toolsets] > filters.max_per_toolsets:
+                    told = f"{filters.max_per_toolsets} with {', '.join(toolsets) or 'no toolsets'}"
+                    left_out[candidate.record["id"]] = ("max_per_toolsets", f"{told} are kept")
+        return left_out
+
+    def _reject(
+        self, record: Mapping[str, Any], reason: str, detail: str, format_name: str | None
+    ) -> None:
+        line = {
+            "id": record["id"],
+            "status": record["status"],
+            "format": format_name,
+            "reason": reason,
+            # It may quote a model, and halves of surrogate pairs are no text.
+            "detail": detail.encode(errors="replace").decode(),
+        }
+        self._rejects.write(orjson.dumps(line) + b"\n")
+        self._reject_lines += 1
+
+
+class _LeftOut(Exception):
+    """A record that is in no format."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def _by_reward(candidate: Candidate) -> float:
+    """Sorts the best first, and those without a reward last."""
+    reward = reward_of(candidate.record)
+    return float("inf") if reward is None else -reward
+
+
+def _groups(source: Source, *, together: bool) -> Iterator[Iterator[Task]]:
+    """The tasks, those of one prompt together if asked for."""
+    found = tasks(source.scan, num_samples=source.num_samples)
+    for _, group in groupby(found, key=lambda task: task.prompt_id if together else task.id):
+        yield group
+
+
+def _versions(recipe: Recipe) -> dict[str, str]:
+    names = ["batch-trajectories"]
+    if "parquet" in recipe.formats:
+        names.append("pyarrow")
+    if recipe.filters.near_duplicates is not None:
+        names.append("rensa")
+    if recipe.filters.secrets == "all":
+        names.append("detect-secrets")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return versions

@@ -1,0 +1,10 @@
+"""Packages that only some exports need."""
+
+from __future__ import annotations
+
+from batch.errors import ConfigError
+
+
+def missing(what: str, extra: str) -> ConfigError:
+    """The error for a choice whose packages are not installed."""
+    return ConfigError(f"{what} needs more packages: pip install 'batch-trajectories[{extra}]'")

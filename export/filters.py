@@ -1,0 +1,190 @@
+"""Filters that look at one record: which of them leaves it out, and why.
+
+The reason is the name of the filter in the recipe; the detail says what was found.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batch.errors import ConfigError
+from export.completion import answer_of
+from export.contamination import Questions, load_questions
+from export.recipe import AnswerCheck, Filters
+from export.replies import first_reply, has_reasoning
+from export.rewards import passed, reward_of
+from export.secrets import Scanner, make_scanner
+from export.texts import texts_of
+
+Record = Mapping[str, Any]
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+class Rejection(NamedTuple):
+    """Why a record is left out."""
+
+    reason: str
+    detail: str
+
+
+class RecordFilters:
+    """The filters of a recipe that look at one record at a time."""
+
+    def __init__(self, filters: Filters, *, threshold: float) -> None:
+        """Load what they need. Raises `ConfigError`."""
+        self._filters = filters
+        self._threshold = threshold
+        self._wrong = None if filters.answer is None else _answer_check(filters.answer)
+        self._questions: Questions | None = None
+        if filters.evaluation_files:
+            self._questions = load_questions(
+                [Path(file) for file in filters.evaluation_files], words=filters.evaluation_words
+            )
+        self._scanner: Scanner | None = None
+        if filters.secrets != "off":
+            self._scanner = make_scanner(with_detect_secrets=filters.secrets == "all")
+
+    def rejection(self, record: Record) -> Rejection | None:
+        """The first filter that leaves the record out, None if none does."""
+        return next(self._rejections(record), None)
+
+    def _rejections(self, record: Record) -> Iterator[Rejection]:
+        filters = self._filters
+        status = record["status"]
+        if status == "failed":
+            error = record["error"] or {"class": "unknown", "message": ""}
+            yield Rejection("failed", f"{error['class']}: {error['message']}")
+        if status not in filters.status and "any" not in filters.status:
+            yield Rejection("status", f"{status}: {record.get('status_reason') or 'ended early'}")
+        yield from _counts(record, filters)
+        yield from self._judged(record)
+        if self._questions is not None and (found := self._questions.overlap(record)):
+            yield Rejection("evaluation_files", found)
+        if self._scanner is not None:
+            for place, text in texts_of(record):
+                if kind := self._scanner(text):
+                    yield Rejection("secrets", f"{place}: {kind}")
+
+    def _judged(self, record: Record) -> Iterator[Rejection]:
+        filters = self._filters
+        reward = reward_of(record)
+        told = "no reward" if reward is None else f"reward {reward:g}"
+        if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
+            yield Rejection("min_reward", told)
+        if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
+            yield Rejection("max_reward", told)
+        if filters.passed is not None:
+            found = passed(record, threshold=self._threshold)
+            if found is not filters.passed:
+                outcome = {None: "was not checked", True: "passed", False: "did not pass"}[found]
+                yield Rejection("passed", outcome)
+        if self._wrong is not None and (wrong := self._wrong(record)):
+            yield Rejection("answer", wrong)
+
+
+def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
+    turns = len(record["turns"])
+    replies = record["messages"][first_reply(record["messages"], turns=turns) :]
+    if filters.min_reasoning is not None:
+        said = [message for message in replies if message["role"] == "assistant"]
+        share = sum(map(has_reasoning, said)) / len(said) if said else 0.0
+        if share < filters.min_reasoning:
+            yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
+    results = [message for message in replies if message["role"] == "tool"]
+    errors = sum(bool(message.get("is_error")) for message in results)
+    if filters.max_tool_errors is not None and errors > filters.max_tool_errors:
+        yield Rejection("max_tool_errors", f"{errors} calls failed")
+    if (bound := filters.max_tool_error_share) is not None and errors > bound * len(results):
+        yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
+    calls = [call for message in replies for call in message.get("tool_calls") or ()]
+    if filters.invented_tools == "reject":
+        offered = {tool["function"]["name"] for tool in record["tools"] or ()}
+        for call in calls:
+            if (name := call["function"]["name"]) not in offered:
+                yield Rejection("invented_tools", f"{name!r} was not on offer")
+    usage = record["usage"] or {}
+    read, written = usage.get("input_tokens"), usage.get("output_tokens")
+    both = None if read is None or written is None else read + written
+    yield from _bounds("turns", turns, filters.min_turns, filters.max_turns)
+    yield from _bounds("tool_calls", len(calls), filters.min_tool_calls, filters.max_tool_calls)
+    yield from _bounds("input_tokens", read, None, filters.max_input_tokens)
+    yield from _bounds("output_tokens", written, None, filters.max_output_tokens)
+    yield from _bounds("tokens", both, None, filters.max_tokens)
+
+
+def _bounds(
+    what: str, count: int | None, least: int | None, most: int | None
+) -> Iterator[Rejection]:
+    words = what.replace("_", " ")
+    if least is not None and (count is None or count < least):
+        yield Rejection(f"min_{what}", f"{count} {words}")
+    if most is not None and (count is None or count > most):
+        yield Rejection(f"max_{what}", f"{'unknown' if count is None else count} {words}")
+
+
+def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
+    """A function that says what is wrong with the answer of a record, None if nothing is."""
+    is_right = {
+        "exact": _is_exact,
+        "numeric": lambda answer, expected: _is_close(answer, expected, check.tolerance),
+        "regex": _matches,
+    }.get(check.match)
+    hook = check.function and load_function(check.function)
+
+    def wrong(record: Record) -> str | None:
+        answer = answer_of(record)
+        if answer is None:
+            return "there is no answer"
+        if hook:
+            return None if hook(answer, record) else f"{check.function} says no"
+        if (expected := record["row"].get(check.column)) is None:
+            return f"the row has no {check.column!r}"
+        assert is_right is not None
+        return None if is_right(answer, str(expected)) else f"not the {check.column!r} of the row"
+
+    return wrong
+
+
+def load_function(place: str) -> Callable[..., Any]:
+    """Import MODULE:FUNCTION; modules in the current directory are found too.
+
+    Raises `ConfigError`.
+    """
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        function = pkgutil.resolve_name(place)
+    except (Exception, SystemExit) as error:  # a user's module may do anything when imported
+        msg = f"filters.answer.function: cannot import {place!r}: {type(error).__name__}: {error}"
+        raise ConfigError(msg) from error
+    if not callable(function):
+        msg = f"filters.answer.function: {place!r} is not callable"
+        raise ConfigError(msg)
+    found: Callable[..., Any] = function
+    return found
+
+
+def _is_exact(answer: str, expected: str) -> bool:
+    return answer.strip().casefold() == expected.strip().casefold()
+
+
+def _is_close(answer: str, expected: str, tolerance: float) -> bool:
+    found, wanted = _NUMBER.findall(answer), _NUMBER.findall(expected)
+    if not found or not wanted:
+        return False
+    got, right = (float(numbers[-1].replace(",", "")) for numbers in (found, wanted))
+    return abs(got - right) <= tolerance * max(1.0, abs(right))
+
+
+def _matches(answer: str, pattern: str) -> bool:
+    try:
+        return re.search(pattern, answer) is not None
+    except re.error as error:
+        msg = f"filters.answer: {pattern!r} is no regular expression: {error}; mend that row"
+        raise ConfigError(msg) from error

@@ -1,0 +1,100 @@
+"""Preference data out of the samples of one prompt, for trainers that learn from comparisons.
+
+Messages are those of `export/chat.py`. A prompt is what stands before the model's first own turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from export.chat import messages_of, tools_json
+from export.conversation import Conversation, Turn
+from export.rewards import passed, reward_of
+from export.row_json import write_json
+from export.row_rules import Reason, Rejected
+from export.style import Style
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation as a trainer of comparisons sees it."""
+
+    conversation: Conversation
+    prompt: Sequence[dict[str, Any]]
+    completion: Sequence[dict[str, Any]]
+    tools: str
+    reward: float
+
+    @property
+    def id(self) -> str:
+        """The id of its record."""
+        return str(self.conversation.record["id"])
+
+
+def sample_of(conversation: Conversation, style: Style) -> Sample:
+    """Read a conversation as a sample; raises Rejected where it has no reward."""
+    reward = reward_of(conversation.record)
+    if reward is None:
+        raise Rejected(Reason.NO_REWARD, "nothing judged this conversation")
+    messages = messages_of(conversation, style)
+    own = sum(
+        1 + len(entry.results)
+        for entry in conversation.entries
+        if isinstance(entry, Turn) and not entry.is_given
+    )
+    # All that follows the model's first own turn is its completion, later user messages too.
+    first = next(
+        n
+        for n, entry in enumerate(conversation.entries)
+        if isinstance(entry, Turn) and not entry.is_given
+    )
+    said = sum(isinstance(entry, str) for entry in conversation.entries[first:])
+    cut = len(messages) - own - said
+    return Sample(conversation, messages[:cut], messages[cut:], tools_json(conversation), reward)
+
+
+def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
+    """The best sample and the worst that had the same prompt and tools; None if they are equal.
+
+    Their rewards differ by more than `min_margin`. Of equal ones the first is taken.
+    """
+    if not samples:
+        return None
+    best = max(samples, key=_reward)
+    alike = [s for s in samples if s.prompt == best.prompt and s.tools == best.tools]
+    worst = min(alike, key=_reward)
+    return (best, worst) if best.reward - worst.reward > min_margin else None
+
+
+def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
+    """One row of prompt, chosen and rejected messages."""
+    metadata = {
+        "chosen": {"id": chosen.id, "reward": chosen.reward},
+        "rejected": {"id": rejected.id, "reward": rejected.reward},
+    }
+    return {
+        "id": chosen.conversation.record["prompt_id"],
+        "prompt": chosen.prompt,
+        "chosen": chosen.completion,
+        "rejected": rejected.completion,
+        "tools": chosen.tools,
+        "metadata": write_json(metadata),
+    }
+
+
+def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
+    """One row of a prompt, a completion and whether it is a good one."""
+    return {
+        "id": sample.id,
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "label": bool(passed(sample.conversation.record, threshold=threshold)),
+        "tools": sample.tools,
+        "metadata": write_json({"reward": sample.reward, **sample.conversation.metadata}),
+    }
+
+
+def _reward(sample: Sample) -> float:
+    return sample.reward

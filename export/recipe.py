@@ -1,0 +1,235 @@
+"""The recipe of an export: formats, how conversations are told, filters and splits.
+
+Read from YAML, with flags on top; the manifest repeats it. All filters look at records, so an
+export takes nothing back and can be made again with other ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from agent.options import NonNegativeInt, PositiveFloat, PositiveInt, split_commas
+from batch.errors import ConfigError
+from export.formats import GROUP_FORMATS, KNOWN, ROW_FORMATS
+from export.style import CallStyle, ReasoningStyle, Style, SystemStyle
+from toolsets.text import clip
+
+FormatName = Literal["hermes", "llamafactory", "openai", "atif", "parquet", "dpo", "kto", "raw"]
+assert set(get_args(FormatName)) == set(KNOWN)
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def parse_splits(value: object) -> object:
+    """`train=0.9,test=0.1` as a mapping."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if not pairs or not all(sign for _, sign, _ in pairs):
+        msg = "must be NAME=SHARE,... such as train=0.9,test=0.1"
+        raise ValueError(msg)
+    return {name.strip(): share.strip() for name, _, share in pairs}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AnswerCheck(_Part):
+    """A comparison of the final answer with a column of the dataset."""
+
+    column: str = "expected"
+    match: Literal["exact", "numeric", "regex", "python"] = "exact"
+    """exact: the same text but for case and the space around it; numeric: the last number of the
+    answer; regex: the column is a pattern to be found; python: `function` decides."""
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    """Largest relative difference of numbers."""
+    function: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    """MODULE:FUNCTION, called with the answer and the record; gives whether the answer is right."""
+
+    @model_validator(mode="after")
+    def _names_a_function(self) -> AnswerCheck:
+        if (self.match == "python") != (self.function is not None):
+            msg = "`function` belongs to match: python, and that needs one"
+            raise ValueError(msg)
+        return self
+
+
+class Filters(_Part):
+    """What leaves records out; those that are not given leave out nothing."""
+
+    status: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ("completed",)
+    """Endings to keep; `any` keeps all but `failed`."""
+    min_reasoning: Share | None = None
+    """Least share of the model's turns that hold reasoning."""
+    max_tool_errors: NonNegativeInt | None = None
+    max_tool_error_share: Share | None = None
+    """Most failed calls, as a share of those that have a result."""
+    invented_tools: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations with calls of tools that were not on offer."""
+    min_turns: PositiveInt | None = None
+    max_turns: PositiveInt | None = None
+    min_tool_calls: NonNegativeInt | None = None
+    max_tool_calls: NonNegativeInt | None = None
+    max_input_tokens: PositiveInt | None = None
+    max_output_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+    """Read and written by all calls of the conversation; unknown counts as too many."""
+    min_reward: Number | None = None
+    max_reward: Number | None = None
+    passed: bool | None = None
+    """What the check of the record must have said; without a check it is left out."""
+    answer: AnswerCheck | None = None
+    evaluation_files: tuple[str, ...] = ()
+    """Questions of benchmarks (.jsonl: all text of a line; else a question per line)."""
+    evaluation_words: Annotated[int, Field(ge=8, le=13)] = 13
+    """Words in a row that count as an overlap with a question."""
+    secrets: Literal["off", "patterns", "all"] = "off"
+    """`patterns`: keys of known providers; `all`: those and what detect-secrets knows."""
+    first_n: PositiveInt | None = None
+    """Samples to keep of each prompt, the first ones."""
+    best_n: PositiveInt | None = None
+    """The same, those with the highest rewards."""
+    exact_duplicates: bool = True
+    """Leave out conversations that say the same as an earlier one."""
+    near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Leave out those at least this similar to an earlier one (Jaccard, word triples)."""
+    max_per_toolsets: PositiveInt | None = None
+    """Conversations to keep for each combination of toolsets."""
+
+
+class Preference(_Part):
+    """How rewards become preferences."""
+
+    min_margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """dpo: the rewards of a pair differ by more than this."""
+    threshold: Number = 0.5
+    """kto: the reward that counts as good where the check does not say whether it passed."""
+
+
+class Card(_Part):
+    """What only the user knows about a dataset, for its card."""
+
+    title: str | None = None
+    license: str = "other"
+    language: str | None = None
+    prompt_source: str | None = None
+
+
+class Recipe(_Part):
+    """All choices of one export."""
+
+    formats: Annotated[tuple[FormatName, ...], BeforeValidator(split_commas), Field(min_length=1)]
+    reasoning: ReasoningStyle | None = None
+    parallel_calls: CallStyle = "keep"
+    system: SystemStyle | None = None
+    max_tool_chars: PositiveInt | None = None
+    splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
+    split_seed: int = 0
+    shard_mb: PositiveFloat | None = None
+    filters: Filters = Filters()
+    preference: Preference = Preference()
+    card: Card = Card()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if not math.isclose(sum(self.splits.values()), 1.0, abs_tol=1e-9):
+            msg = f"splits: shares must sum to 1 (got {sum(self.splits.values()):g})"
+            raise ValueError(msg)
+        if bad := [name for name in self.splits if not name.isidentifier()]:
+            msg = f"splits: {bad[0]!r}: a name is letters, digits and '_'"
+            raise ValueError(msg)
+        for name in self.formats:
+            held = ROW_FORMATS.get(name)
+            if self.reasoning == "field" and held and not held.has_reasoning_field:
+                msg = f"reasoning: {name} has no field for it, only inline"
+                raise ValueError(msg)
+            if self.reasoning == "inline" and held and not held.has_inline_reasoning:
+                msg = f"reasoning: {name} has a field for it, so it is never inline"
+                raise ValueError(msg)
+        if self.filters.first_n and self.filters.best_n:
+            msg = "filters: first_n and best_n both choose samples; give one"
+            raise ValueError(msg)
+        return self
+
+    @property
+    def style(self) -> Style:
+        """How conversations are told."""
+        return Style(self.reasoning, self.parallel_calls, self.system, self.max_tool_chars)
+
+    @property
+    def needs_conversations(self) -> bool:
+        """Whether anything but the records themselves is written."""
+        return set(self.formats) != {"raw"}
+
+    @property
+    def compares(self) -> bool:
+        """Whether samples of a prompt are looked at side by side."""
+        chosen = self.filters.first_n or self.filters.best_n
+        return bool(chosen) or not set(GROUP_FORMATS).isdisjoint(self.formats)
+
+
+def load_recipe(path: Path | None, flags: Mapping[str, Any]) -> Recipe:
+    """Read a recipe and put `flags` on top. Raises `ConfigError`, which names file and key.
+
+    Paths of `evaluation_files` are relative to the file that names them.
+    """
+    values = _read(path) if path is not None else {}
+    values = {"formats": ("hermes",), **values, **flags}
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(detail, path, flags) for detail in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"{path}: cannot read this recipe: {error}"
+        raise ConfigError(msg) from error
+    except yaml.YAMLError as error:
+        msg = f"{path}: not YAML: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(loaded, dict):
+        msg = f"{path}: a recipe holds `key: value` lines"
+        raise ConfigError(msg)
+    filters = loaded.get("filters")
+    if isinstance(filters, dict) and isinstance(files := filters.get("evaluation_files"), list):
+        filters["evaluation_files"] = [str(path.parent / str(file)) for file in files]
+    return {str(key): value for key, value in loaded.items()}
+
+
+_PARTS: Mapping[str, type[BaseModel]] = {
+    "filters": Filters,
+    "answer": AnswerCheck,
+    "preference": Preference,
+    "card": Card,
+}
+
+
+def _explain(detail: Any, path: Path | None, flags: Mapping[str, Any]) -> str:
+    reason = detail["msg"].removeprefix("Value error, ")
+    if not detail["loc"]:
+        return f"{path}: {reason}" if path is not None else reason
+    key, *inside = map(str, detail["loc"])
+    name = ".".join([key, *inside])
+    place = f"--{'format' if key == 'formats' else key}" if key in flags else f"{path}: {name}"
+    if key == "formats":
+        return f"{place}: unknown format {detail['input']!r}; known are {', '.join(KNOWN)}"
+    if detail["type"] == "extra_forbidden":
+        part = _PARTS.get(inside[-2] if len(inside) > 1 else key, Recipe) if inside else Recipe
+        unknown = inside[-1] if inside else key
+        near = difflib.get_close_matches(unknown, part.model_fields, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{place}: unknown key; {hint}known are {', '.join(part.model_fields)}"
+    return f"{place}: {reason} (got {clip(repr(detail['input']), max_chars=200)})"

@@ -1,0 +1,247 @@
+"""Files of an export in the making: rows by split, in shards, with what a manifest says of them.
+
+Files are opened by a place: `Staging` keeps them aside until all is well, `Nowhere` only counts,
+which is how an export is derived again to be checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from batch.files import open_temporary, sync_directory
+
+
+class Written(NamedTuple):
+    """One finished file."""
+
+    path: str
+    rows: int
+    size: int
+    """Bytes."""
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest lists it."""
+        return {"path": self.path, "rows": self.rows, "bytes": self.size, "sha256": self.sha256}
+
+
+class Place(Protocol):
+    """Where files are made."""
+
+    def open(self, path: str) -> BinaryIO:
+        """A new file; `path` is relative to the export."""
+
+    def rename(self, path: str, final: str) -> None:
+        """Give a file that was written its last name."""
+
+
+class _Void(io.BytesIO):
+    def write(self, content: Any) -> int:
+        return len(content)
+
+
+class Nowhere:
+    """Files that are counted and not kept."""
+
+    def open(self, path: str) -> BinaryIO:
+        """A file that takes all and holds nothing."""
+        return _Void()
+
+    def rename(self, path: str, final: str) -> None:
+        """Nothing is there."""
+
+
+class Staging:
+    """Files that take their places together, once all of them are written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._root = directory / f".export.{os.getpid()}.tmp"
+        self._paths: dict[str, str] = {}
+        self._files: list[BinaryIO] = []
+
+    def __enter__(self) -> Staging:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for left in self._directory.glob(".export.*.tmp"):
+            shutil.rmtree(left)  # of an export that was killed; the directory is locked
+        self._root.mkdir()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # of a full disk; what is in them is thrown away
+                file.close()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def open(self, path: str) -> BinaryIO:
+        """A new file beside the others, at its place only after `publish`."""
+        temporary = self._root / path
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        self._paths[path] = path
+        self._files = [file for file in self._files if not file.closed]
+        self._files.append(open_temporary(temporary, self._directory / path))
+        return self._files[-1]
+
+    def rename(self, path: str, final: str) -> None:
+        """The file written as `path` is to lie at `final`."""
+        self._paths[path] = final
+
+    def paths(self) -> list[str]:
+        """Where the files are to lie."""
+        return list(self._paths.values())
+
+    def publish(self) -> None:
+        """Put all files at their places; the directories survive a power loss."""
+        folders = set()
+        for path, final in self._paths.items():
+            target = self._directory / final
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._root / path
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
+            folders.add(target.parent)
+        for folder in folders:
+            sync_directory(folder)
+
+
+class Hashing(io.RawIOBase):
+    """A file that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self.size = 0
+
+    def writable(self) -> bool:
+        """It is only written."""
+        return True
+
+    def write(self, content: Any) -> int:
+        """Append bytes."""
+        self._file.write(content)
+        self._sha256.update(content)
+        self.size += len(content)
+        return len(content)
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self.size
+
+    def finish(self) -> str:
+        """Close it; gives the hash."""
+        self._file.close()
+        return self._sha256.hexdigest()
+
+
+class RowWriter(Protocol):
+    """What writes the rows of one file."""
+
+    def write(self, line: bytes) -> None:
+        """Append one row, given as its line of JSON."""
+
+    def finish(self) -> None:
+        """Write what is held back."""
+
+
+class LineWriter:
+    """Rows as lines."""
+
+    def __init__(self, file: Hashing) -> None:
+        self._file = file
+
+    def write(self, line: bytes) -> None:
+        """Append one row."""
+        self._file.write(line)
+
+    def finish(self) -> None:
+        """Nothing is held back."""
+
+
+class MakeWriter(Protocol):
+    """Begins a file of rows."""
+
+    def __call__(self, file: Hashing) -> RowWriter:
+        """A writer into `file`."""
+
+
+@dataclass
+class _Shards:
+    """The files of one split; only the last of them is open."""
+
+    done: list[tuple[str, int, int, str]] = field(default_factory=list)
+    file: Hashing | None = None
+    writer: RowWriter | None = None
+    path: str = ""
+    rows: int = 0
+    size: int = 0
+    """Bytes of rows as JSON, whatever the file makes of them."""
+
+
+class SplitFiles:
+    """The rows of one format, by split and in shards."""
+
+    def __init__(
+        self, place: Place, folder: str, suffix: str, make: MakeWriter, *, shard_bytes: int | None
+    ) -> None:
+        self._place = place
+        self._folder = folder
+        self._suffix = suffix
+        self._make = make
+        self._shard_bytes = shard_bytes
+        self._splits: dict[str, _Shards] = {}
+
+    def write(self, split: str, line: bytes) -> None:
+        """Append a row to a split; a new shard begins where the row would make one too large."""
+        shards = self._splits.setdefault(split, _Shards())
+        full = self._shard_bytes is not None and shards.size + len(line) > self._shard_bytes
+        if shards.rows and full:
+            self._close(shards)
+        if shards.writer is None:
+            shards.path = f"{self._folder}/{split}-{len(shards.done):05}.{self._suffix}"
+            shards.file = Hashing(self._place.open(shards.path))
+            shards.writer = self._make(shards.file)
+        shards.writer.write(line)
+        shards.rows += 1
+        shards.size += len(line)
+
+    def finish(self) -> dict[str, list[Written]]:
+        """Close and name all files; gives them by split."""
+        return {split: self._name(split, shards) for split, shards in self._splits.items()}
+
+    def _close(self, shards: _Shards) -> None:
+        assert shards.writer is not None
+        assert shards.file is not None
+        shards.writer.finish()
+        digest = shards.file.finish()
+        shards.done.append((shards.path, shards.rows, shards.file.size, digest))
+        shards.writer = shards.file = None
+        shards.rows = shards.size = 0
+
+    def _name(self, split: str, shards: _Shards) -> list[Written]:
+        self._close(shards)
+        written = []
+        count = len(shards.done)
+        for number, (path, rows, size, digest) in enumerate(shards.done):
+            final = f"{self._folder}/{split}.{self._suffix}"
+            if self._shard_bytes is not None:
+                # A folder of its own, for loaders that are given a folder and read all in it.
+                name = f"{split}-{number:05}-of-{count:05}.{self._suffix}"
+                final = f"{self._folder}/{split}/{name}"
+            self._place.rename(path, final)
+            written.append(Written(final, rows, size, digest))
+        return written

@@ -1,0 +1,82 @@
+"""Keys and passwords in text, found by their shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from export.extras import missing
+
+Scanner = Callable[[str], str | None]
+"""Says what kind of secret a text holds, never which."""
+
+_KINDS = {
+    "anthropic key": r"sk-ant-[\w-]{20,}",
+    "openai key": r"sk-(?=[\w-]*\d)[A-Za-z0-9][\w-]{19,}",
+    "openrouter key": r"sk-or-v1-[0-9a-f]{32,}",
+    "aws access key": r"(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "github token": r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{50,}",
+    "gitlab token": r"glpat-[\w-]{20,}",
+    "google key": r"AIza[\w-]{35}",
+    "hugging face token": r"hf_[A-Za-z0-9]{30,}",
+    "slack token": r"xox[abeoprs]-[\w-]{10,}",
+    "stripe key": r"[rs]k_live_[A-Za-z0-9]{20,}",
+    "npm token": r"npm_[A-Za-z0-9]{36}",
+    "pypi token": r"pypi-[\w-]{50,}",
+    "search provider key": r"tvly-[\w-]{20,}|BSA[\w-]{28}\b",
+    "private key": r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY",
+    "signed token": r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",
+    "password in a url": r"[a-z][a-z0-9+.]*://[^\s/:@]{1,64}:[^\s/:@]{3,64}@",
+}
+
+_PATTERNS = {kind: re.compile(rf"(?<![\w-])(?:{pattern})") for kind, pattern in _KINDS.items()}
+
+_HINT = re.compile(
+    r"sk-|AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|AIza|hf_|xox|[rs]k_live_|npm_|pypi-|tvly-|BSA"
+    r"|PRIVATE KEY|eyJ|://"
+)
+"""Without any of these no pattern matches, and most texts have none."""
+
+_OF_WORDS = (
+    "KeywordDetector",
+    "Base64HighEntropyString",
+    "HexHighEntropyString",
+    "IPPublicDetector",
+)
+"""Detectors that take ordinary words, hashes and addresses for secrets."""
+
+
+def make_scanner(*, with_detect_secrets: bool) -> Scanner:
+    """A scanner by the patterns here, and by those of detect-secrets if asked for.
+
+    Raises `ConfigError` where that is not installed.
+    """
+    if not with_detect_secrets:
+        return _by_pattern
+    try:
+        from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+    except ImportError as error:
+        raise missing("filters.secrets: all", "quality") from error
+    plugins: list[Any] = [
+        plugin()
+        for plugin in get_mapping_from_secret_type_to_class().values()
+        if plugin.__name__ not in _OF_WORDS
+    ]
+
+    def scan(text: str) -> str | None:
+        if kind := _by_pattern(text):
+            return kind
+        for line in text.splitlines():
+            for plugin in plugins:
+                if any(plugin.analyze_string(line)):
+                    return str(plugin.secret_type)
+        return None
+
+    return scan
+
+
+def _by_pattern(text: str) -> str | None:
+    if not _HINT.search(text):
+        return None
+    return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(text)), None)

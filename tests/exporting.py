@@ -1,0 +1,117 @@
+"""Runs made of given records, for the tests of exports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batch.config import RunConfig
+from batch.prompts import Scan, scan, tasks
+from batch.run_dir import SCHEMA_VERSION
+from export.dataset import Source
+from export.dataset_directory import export_dataset
+from export.recipe import Recipe
+from tests.running import lines, write_rows
+from tests.test_hermes import assistant, call, record_of, result, user
+
+KEPT = {"attempt": 1, "tool_calls": [], "cost_usd": None, "options": {}, "notes": []}
+"""What records hold that `record_of` leaves out."""
+
+
+def worked(answer: str = "Done.", **changes: Any) -> dict[str, Any]:
+    """A record of one call with its result, and an answer."""
+    messages = (
+        {"role": "system", "content": "Be brief."},
+        user(),
+        assistant("Looking.", call('{"city": "Oslo", "n": 1.5}'), reasoning="Which city?"),
+        result('{"c": 9}'),
+        assistant(answer, reasoning="Now I know."),
+    )
+    return record_of(*messages, **changes)
+
+
+def judged(reward: float | None, answer: str) -> dict[str, Any]:
+    """A record with a reward."""
+    check = None if reward is None else {"passed": reward > 0.5, "reward": reward}
+    return worked(answer, check=check)
+
+
+def make_run(
+    folder: Path,
+    *records: Mapping[str, Any],
+    samples: int = 1,
+    prompts: list[Any] | None = None,
+    pending: int = 0,
+    more: str = "",
+) -> Source:
+    """A run directory `r` in `folder` that holds `records`, side by side the samples of a prompt.
+
+    `prompts` are columns of rows, or texts; `pending` rows have no record, `more` is text at the
+    end of the dataset.
+    """
+    count = -(-len(records) // samples) + pending
+    rows = [{"id": f"t{n}", "prompt": f"Question {n}"} for n in range(count)]
+    for row, given in zip(rows, prompts or [], strict=False):
+        row.update(given if isinstance(given, Mapping) else {"prompt": given})
+    dataset = write_rows(folder / "p.jsonl", *rows)
+    with dataset.open("a") as file:
+        file.write(more)
+    found = scan(dataset, max_samples=None)
+    run_dir = folder / "r"
+    run_dir.mkdir(exist_ok=True)
+    config = RunConfig(dataset_file=dataset, run_name="r", output_dir=folder, num_samples=samples)
+    identity = {
+        "schema_version": SCHEMA_VERSION,
+        "api": "openai_chat",
+        "created": 1.5,
+        "digest": "0123456789abcdef",
+        "meaning": {},
+        "config": config.to_json(),
+        "dataset": {"path": str(dataset)},
+        "history": [],
+        "versions": {},
+    }
+    (run_dir / "run.json").write_text(json.dumps(identity))
+    write_rows(run_dir / "records.jsonl", *_stored(found, samples, records))
+    (run_dir / "records.idx").unlink(missing_ok=True)
+    return Source(run_dir, found, samples)
+
+
+def _stored(found: Scan, samples: int, records: Any) -> list[dict[str, Any]]:
+    of_task = {"id", "prompt_id", "sample", "input_digest", "row"}
+    return [
+        {
+            **KEPT,
+            **{key: value for key, value in record.items() if key not in of_task},
+            "id": task.id,
+            "prompt_id": task.prompt_id,
+            "sample": task.sample,
+            "input_digest": task.input_digest,
+            "row": task.columns,
+        }
+        for task, record in zip(tasks(found, num_samples=samples), records, strict=False)
+    ]
+
+
+def exported(source: Source, **recipe: Any) -> tuple[Path, dict[str, Any]]:
+    """Export a run by a recipe; gives the directory of the dataset and its manifest."""
+    directory = source.run_dir.parent / "out"
+    recipe.setdefault("filters", {"exact_duplicates": False})
+    return directory, export_dataset(source, Recipe.model_validate(recipe), directory)
+
+
+def rows(source: Source, name: str, **recipe: Any) -> list[dict[str, Any]]:
+    """The rows of one format of a run."""
+    directory, _ = exported(source, formats=name, **recipe)
+    path = directory / name / "train.jsonl"
+    return lines(path) if path.exists() else []
+
+
+def rejects(source: Source, **recipe: Any) -> dict[str, str]:
+    """The reasons by id why records of a run are in no format, or not in the only one."""
+    directory, manifest = exported(source, **recipe)
+    left_out = {line["id"]: line["reason"] for line in lines(directory / "rejects.jsonl")}
+    assert len(left_out) == manifest["rejects"]["rows"]
+    return left_out

@@ -1,0 +1,42 @@
+"""docs/export.md names what there is, and its recipe works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from export.command import dataset_options
+from export.formats import KNOWN
+from export.recipe import AnswerCheck, Card, Filters, Preference, Recipe, load_recipe
+from tests.running import ROOT
+
+DOCS = (ROOT / "docs" / "export.md").read_text()
+
+
+def test_every_option_and_format_is_named() -> None:
+    @click.command()
+    @dataset_options
+    def command() -> None: ...
+
+    for option in command.params:
+        assert f"--{option.name}" in DOCS
+    for name in KNOWN:
+        assert re.search(rf"^\| `{name}` \|", DOCS, re.MULTILINE), name
+
+
+def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
+    text = DOCS.split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "recipe.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "recipe.yaml", {})
+    assert recipe.filters.answer is not None
+    for model in (Recipe, Filters, Preference, Card, AnswerCheck):
+        for key in model.model_fields.keys() - {"first_n", "function"}:
+            assert re.search(rf"^ *{key}:", text, re.MULTILINE), key
+
+
+@pytest.mark.parametrize("key", ["first_n", "function"])
+def test_what_excludes_another_key_is_named_beside_it(key: str) -> None:
+    assert key in DOCS.split("```yaml\n")[1].split("```")[0]
