@@ -2,8 +2,8 @@
 
 Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 3 stopped
 by the run's budget, resumable · 4 stopped by the environment (credentials, credit, endpoint, disk),
-resumable · 5 the run is locked by another process · 70 a defect of this program · 130/143
-interrupted, resumable.
+resumable · 5 the run is locked by another process · 6 `verify` found problems · 70 a defect of this
+program · 129/130/143 interrupted, resumable.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 SIGNALLED = 128
 """Added to the number of the signal that stopped a run, as shells do."""
+
+PROBLEMS = 6
+"""What `verify` found is not whole."""
 
 DEFECT = 70
 """A defect of this program (EX_SOFTWARE of sysexits.h)."""
@@ -299,6 +302,27 @@ def export(run: str, output_dir: Path) -> None:
 
 
 @main.command()
+@_run_dir_argument
+@click.option("--read_data", is_flag=True, help="Make the training files again and compare them.")
+@click.option("--repair", is_flag=True, help="Set aside what is unreadable; make the rest anew.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: bool) -> None:
+    """Check that RUN (a name or a directory) is whole and that its files agree; exit 6 if not.
+
+    Reads only, unless --repair is given. Not while the run is worked on.
+    """
+    from batch.upkeep import check
+
+    with _errors_as_exit_codes():
+        path, identity, config = _find_run(run, output_dir)
+        checked = check(
+            path, identity, config, read_data=read_data, repair=repair, make=_export_and_account
+        )
+    show(checked.as_json() if as_json else checked.in_words())
+    sys.exit(PROBLEMS if checked.left else 0)
+
+
+@main.command()
 def distributions() -> None:
     """Show the distributions of toolsets that have a name."""
     from toolsets.distributions import DISTRIBUTIONS
@@ -332,26 +356,27 @@ def errors() -> None:
 
 def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]:
     """Find a run by name or directory and scan its dataset as its last start did."""
+    from batch.upkeep import scan_of
+
+    path, identity, config = _find_run(run, output_dir)
+    return path, scan_of(identity, config), config
+
+
+def _find_run(run: str, output_dir: Path) -> tuple[Path, dict[str, Any], RunConfig]:
+    """The directory of a run, its run.json and the config of its last start."""
     from pydantic import ValidationError
 
     from batch.config import RunConfig
     from batch.errors import RunDirError
-    from batch.prompts import scan
     from batch.run_dir import read_run_json
 
     path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
     identity = read_run_json(path)
     try:
-        config = RunConfig.model_validate(identity["config"])
+        return path, identity, RunConfig.model_validate(identity["config"])
     except ValidationError as error:
         msg = f"{path}/run.json: its config is not one of this version: {error.errors()[0]['msg']}"
         raise RunDirError(msg) from error
-    found = scan(
-        Path(identity["dataset"]["path"]),
-        max_samples=config.max_samples,
-        rules=config.row_rules(identity["api"]),
-    )
-    return path, found, config
 
 
 def _export_and_account(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batch.files import AppendFile, repair_tail, set_aside, sync_directory
+from batch.files import AppendFile, repair_tail, set_aside, sync_directory, temporary_for
 from batch.prompts import task_key
 
 _READ_AHEAD = 1 << 20
@@ -86,7 +86,7 @@ class RecordFile:
         """
         offset = self._records.size
         self._records.append(record)
-        self._index.append(_index_line(fields, offset, len(record)))
+        self._index.append(index_line(fields, offset, len(record)))
 
     def sync(self) -> None:
         """Make all appended records survive a power loss. The index can be derived again."""
@@ -105,20 +105,21 @@ def load_index(run_dir: Path) -> dict[bytes, Entry]:
     """
     records, index = run_dir / "records.jsonl", run_dir / "records.idx"
     entries, covered, _ = _read_index(index, _size(records))
-    for offset, line in _lines_from(records, covered):
-        if (record := _parse(line)) is not None:
-            key, entry = _read_line(_index_line(index_fields(record), offset, len(line)))
+    for offset, line in lines_from(records, covered):
+        if (record := parse_record(line)) is not None:
+            key, entry = read_entry(index_line(index_fields(record), offset, len(line)))
             entries[key] = entry
     return entries
 
 
-def _index_line(fields: list[Any], offset: int, length: int) -> bytes:
+def index_line(fields: list[Any], offset: int, length: int) -> bytes:
+    """The line of the index for a record that lies at `offset`."""
     task_id, digest, *numbers = fields
     return orjson.dumps([task_id, digest, offset, length, *numbers]) + b"\n"
 
 
-def _read_line(line: bytes) -> tuple[bytes, Entry]:
-    """Raises `ValueError` or `TypeError` for what is no index line."""
+def read_entry(line: bytes) -> tuple[bytes, Entry]:
+    """Task key and entry of an index line. Raises `ValueError` or `TypeError` for anything else."""
     task_id, digest, *numbers = orjson.loads(line)
     entry = Entry(*numbers)
     if not all(map(isinstance, (task_id, digest, *entry), (str, str, *_ENTRY_TYPES))):
@@ -135,9 +136,9 @@ def _read_index(index: Path, records_size: int) -> tuple[dict[bytes, Entry], int
     """Read the index as far as it is right: entries, bytes of records and of index covered."""
     entries: dict[bytes, Entry] = {}
     covered = index_size = 0
-    for position, line in _lines_from(index, 0):
+    for position, line in lines_from(index, 0):
         try:
-            key, entry = _read_line(line)
+            key, entry = read_entry(line)
             fits = entry.offset == covered and covered + entry.length <= records_size
         except (ValueError, TypeError, AttributeError):
             break
@@ -159,14 +160,14 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> int
         with index.open("r+b") as file:
             file.truncate(index_size)
     behind, unreadable = [], []
-    for offset, line in _lines_from(records, covered):
-        record = _parse(line)
+    for offset, line in lines_from(records, covered):
+        record = parse_record(line)
         if record is None:
             unreadable.append((offset, line))
         else:
-            behind.append(_index_line(index_fields(record), offset, len(line)))
+            behind.append(index_line(index_fields(record), offset, len(line)))
     if unreadable:
-        _take_out(records, unreadable, quarantine)
+        take_out(records, unreadable, quarantine)
         index.unlink(missing_ok=True)
         _bring_index_up_to_date(records, index, quarantine)
     elif behind:
@@ -175,13 +176,13 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> int
     return len(unreadable)
 
 
-def _take_out(records: Path, unreadable: list[tuple[int, bytes]], quarantine: Path) -> None:
-    """Rewrite the records without their unreadable lines, each kept in the quarantine."""
+def take_out(records: Path, unreadable: list[tuple[int, bytes]], quarantine: Path) -> None:
+    """Rewrite the records without these (offset, line) pairs, each kept in the quarantine."""
     bad = {offset for offset, _ in unreadable}
-    replacement = records.with_name(".records.jsonl.repaired")
+    replacement = temporary_for(records)
     replacement.unlink(missing_ok=True)
     kept = AppendFile(replacement)
-    for number, (offset, line) in enumerate(_lines_from(records, 0), start=1):
+    for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
         if offset in bad:
             set_aside(quarantine, f"{records.name}.line{number}", line)
         else:
@@ -192,7 +193,7 @@ def _take_out(records: Path, unreadable: list[tuple[int, bytes]], quarantine: Pa
     sync_directory(records.parent)
 
 
-def _lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
+def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
     """Whole lines from `offset` on; a torn last line is left out."""
     try:
         file = path.open("rb", buffering=_READ_AHEAD)
@@ -206,10 +207,11 @@ def _lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record of one line, None where it is not whole."""
     try:
         record = orjson.loads(line)
-        _read_line(_index_line(index_fields(record), 0, len(line)))
+        read_entry(index_line(index_fields(record), 0, len(line)))
         whole = isinstance(record["messages"], list) and isinstance(record["tools"], list)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

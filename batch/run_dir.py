@@ -16,13 +16,14 @@ ends, however it ends.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import platform
+import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -116,7 +117,7 @@ def open_run(
             os.close(moved_fd)
         for name in ("inflight", "workspaces"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
-        for litter in (*path.glob(".*.tmp"), *path.glob("exports/.*.tmp")):
+        for litter in litter_of(path):
             litter.unlink()
         before = read_run_json(path) if (path / "run.json").exists() else None
         run = _run_json(path, config, scan, before, accept_changes) | {"api": api}
@@ -132,6 +133,14 @@ def open_run(
         before["config"].get(key) == run["config"][key] for key in _WHERE
     )
     return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd)
+
+
+def litter_of(path: Path) -> list[Path]:
+    """The temporary files of a run that a crash has left behind, its training file's too."""
+    inside = (path, path / "exports", path / "quarantine")
+    left = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    training = re.compile(rf"\.{re.escape(path.name)}\.jsonl\.\d+\.tmp")
+    return left + [file for file in path.parent.glob(".*.tmp") if training.fullmatch(file.name)]
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
@@ -181,6 +190,29 @@ def holder_of(path: Path) -> dict[str, Any] | None:
         os.close(fd)
 
 
+def refuse_held(path: Path) -> None:
+    """Raise `RunLocked` if another process works on the run right now."""
+    if holder := holder_of(path):
+        raise _is_locked(path, holder)
+
+
+def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:
+    return RunLocked(
+        f"{path}: another process is working on this run: pid {holder.get('pid')} on host "
+        f"{holder.get('host')}. Wait for it, or stop it and run the same command again."
+    )
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep every other process from working on a run. Raises `RunLocked`."""
+    fd = _lock(path)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
 def _lock(path: Path) -> int:
     while True:
         fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -189,12 +221,7 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             holder = _holder(fd)
             os.close(fd)
-            msg = (
-                f"{path}: another process is working on this run: pid {holder.get('pid')} on "
-                f"host {holder.get('host')}. Wait for it, or stop it and run the same command "
-                "again."
-            )
-            raise RunLocked(msg) from None
+            raise _is_locked(path, holder) from None
         if _is_same_file(fd, path / "lock"):
             break
         os.close(fd)  # the directory was moved aside between the opening and the locking
@@ -228,7 +255,7 @@ def _move_aside(path: Path) -> None:
         number += 1
         aside = path.with_name(f"{path.name}.{stamp}.{number}")
     path.rename(aside)
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         path.with_name(f"{path.name}.jsonl").rename(aside / f"{path.name}.jsonl")
 
 
