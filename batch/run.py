@@ -24,7 +24,7 @@ from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
 from batch.failures import FailureFile
-from batch.journal import Inflight
+from batch.journal import Inflight, segments
 from batch.models import Setups, asked, bounds_of, budget_of, set_up_models, unpriced
 from batch.process import allow_many_files, hide_environment, log_to
 from batch.progress import Progress
@@ -248,8 +248,7 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
         )
         with _signals_to(supervisor) as received:
             stopped_by = supervisor.run()
-        if any(run_dir.workspaces.iterdir()):
-            _remove_workspaces(run_dir, _settled(load_index(run_dir.path), config.max_attempts))
+        _remove_what_is_settled(run_dir, config.max_attempts)
     finally:
         progress.close()
         records.close()
@@ -326,6 +325,14 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
         budget=budget_of(plan.config),
         proven=frozenset(map(url_of, bounds)) if has_answers else frozenset(),
     )
+
+
+def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
+    """Remove what workers that died left of conversations that have ended since."""
+    if any(run_dir.workspaces.iterdir()) or segments(run_dir.inflight):
+        settled = _settled(load_index(run_dir.path), max_attempts)
+        _remove_workspaces(run_dir, settled)
+        Inflight(run_dir.inflight).read(settled=settled)
 
 
 def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
