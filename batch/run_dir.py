@@ -32,7 +32,7 @@ from typing import Any
 import orjson
 
 from batch.config import RunConfig, digest_of
-from batch.errors import ConfigError, RunDirError, RunLocked
+from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
 from batch.files import replace_file
 from batch.prompts import Scan
 
@@ -81,6 +81,19 @@ class RunDir:
         """What was set aside."""
         return self.path / "quarantine"
 
+    def check_is_there(self) -> None:
+        """Raise `EnvironmentStop` if the directory was moved or removed since it was locked.
+
+        The files that are open would take all that is written, and nobody would ever find it.
+        """
+        if not _is_same_file(self.lock_fd, self.path / "lock"):
+            msg = (
+                f"{self.path}: the run directory has vanished: it was moved or removed while the "
+                "run worked in it. What was finished before is in it: put it back in its place "
+                "(remove what stands there now) and run the same command again to go on."
+            )
+            raise EnvironmentStop(msg)
+
     def close(self) -> None:
         """Release the lock."""
         os.close(self.lock_fd)
@@ -115,7 +128,7 @@ def open_run(
             path.mkdir(mode=0o700)
             moved_fd, lock_fd = lock_fd, _lock(path)
             os.close(moved_fd)
-        for name in ("inflight", "workspaces"):
+        for name in ("inflight", "workspaces", "exports"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
         for litter in litter_of(path):
             litter.unlink()
@@ -234,7 +247,7 @@ def _lock(path: Path) -> int:
 def _is_same_file(fd: int, path: Path) -> bool:
     try:
         there = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return os.path.samestat(os.fstat(fd), there)
 
