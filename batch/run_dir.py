@@ -316,14 +316,19 @@ def _run_json(
         "digest": digest_of(meaning),
         "meaning": meaning,
         "config": config.to_json(),
-        "dataset": {
-            "path": str(scan.path.resolve()),
-            "rows": scan.rows,
-            "bad_rows": len(scan.bad_rows),
-            "sha256": scan.sha256,
-        },
+        "dataset": dataset_of(scan),
         "versions": _versions(),
         "history": history,
+    }
+
+
+def dataset_of(scan: Scan) -> dict[str, Any]:
+    """What run.json says of the dataset."""
+    return {
+        "path": str(scan.path.resolve()),
+        "rows": scan.rows,
+        "bad_rows": len(scan.bad_rows),
+        "sha256": scan.sha256,
     }
 
 

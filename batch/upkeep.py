@@ -1,4 +1,4 @@
-"""What an operator does to a run that nobody works on: check it, repair it."""
+"""What an operator does to a run that nobody works on: find it, check it, repair it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
 from batch.config import RunConfig
-from batch.errors import DatasetError
+from batch.errors import DatasetError, RunDirError
 from batch.prompts import Scan, scan
 from batch.repair import owed_in_words, repair_run
-from batch.run_dir import locked, refuse_held
+from batch.run_dir import locked, read_run_json, refuse_held
 from batch.verify import Problem, Report, verify
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
@@ -95,6 +96,20 @@ def check(
         refuse_held(path)  # what was read while somebody began to write says nothing
     owed = "" if scan is None else owed_in_words(path, scan, config)
     return Checked(path, report.records, found, report.problems, repair and bool(found), owed)
+
+
+def find_run(run: str, output_dir: Path) -> tuple[Path, dict[str, Any], RunConfig]:
+    """The directory of `run` (a name or a directory), its run.json and its last start's config.
+
+    Raises `RunDirError`.
+    """
+    path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
+    identity = read_run_json(path)
+    try:
+        return path, identity, RunConfig.model_validate(identity["config"])
+    except ValidationError as error:
+        msg = f"{path}/run.json: its config is not one of this version: {error.errors()[0]['msg']}"
+        raise RunDirError(msg) from error
 
 
 def scan_of(identity: dict[str, Any], config: RunConfig) -> Scan:

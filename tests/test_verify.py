@@ -159,6 +159,12 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: a file that"
     ),
     "no summary": Damage(lambda p: (p / "summary.json").unlink(), "summary.json: missing"),
+    "an empty summary": Damage(
+        lambda p: (p / "summary.json").write_bytes(b""), "summary.json: unreadable"
+    ),
+    "an empty manifest": Damage(
+        lambda p: (p / "exports" / "manifest.json").write_bytes(b""), "manifest.json: unreadable"
+    ),
     "a wrong summary": Damage(
         lambda p: edit_json(p / "summary.json", done=9), "summary.json: it says done 9, the records"
     ),
