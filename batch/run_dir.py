@@ -89,8 +89,9 @@ class RunDir:
         if not _is_same_file(self.lock_fd, self.path / "lock"):
             msg = (
                 f"{self.path}: the run directory has vanished: it was moved or removed while the "
-                "run worked in it. What was finished before is in it: put it back in its place "
-                "(remove what stands there now) and run the same command again to go on."
+                "run worked in it. What was finished before is in it: if it was moved, put it back "
+                "in its place (remove what stands there now) and run the same command again to go "
+                "on; if it was removed, the same command begins anew."
             )
             raise EnvironmentStop(msg)
 

@@ -140,6 +140,28 @@ def test_a_row_that_is_not_of_the_format_says_why(turns: list[tuple[str, str]], 
         read_conversation(conversation("p", *turns), model=None, at=0.0)
 
 
+def test_what_a_user_says_on_the_way_is_kept() -> None:
+    found = read_conversation(
+        conversation("p", ANSWER, ("human", "And now?"), ANSWER), model=None, at=0.0
+    )
+    assert [message["role"] for message in found.trajectory.messages] == [
+        *("user", "assistant", "user", "assistant"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (conversation("p", ANSWER)[1:], "not with system and human"),
+        ([*conversation("p"), {"from": "gpt", "value": None}], "a gpt entry is no text"),
+        ([{"from": "system", "value": "x"}, *conversation("p", ANSWER)[1:]], "lists no tools"),
+    ],
+)
+def test_entries_that_are_not_of_the_format_say_why(entries: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_conversation(entries, model=None, at=0.0)
+
+
 def test_what_results_read_like_is_how_calls_went() -> None:
     found = read_conversation(conversation("p", *WORK, ANSWER), model="m", at=5.0)
     told = found.trajectory.to_record()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes.util
 import os
-import shutil
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -16,7 +17,16 @@ from benchmarks.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import resume_and_judge
 from tests.faults.test_disk import scripted_rows
 from tests.faults.test_process import asking
-from tests.running import SCRIPTED, WRITE_A_NOTE, command, run, started, wait_until, write_prompts
+from tests.running import (
+    SCRIPTED,
+    WRITE_A_NOTE,
+    command,
+    lines,
+    run,
+    started,
+    wait_until,
+    write_prompts,
+)
 
 
 def test_of_two_that_start_at_once_one_works(tmp_path: Path) -> None:
@@ -79,16 +89,34 @@ def fake_clock() -> str | None:
 
 
 @pytest.mark.parametrize("jump", ["-2d", "+2d"])
-def test_a_clock_that_is_moved_changes_nothing(tmp_path: Path, jump: str) -> None:
-    """F22: half of a run under another date; order, deadlines and identity do not depend on it."""
+def test_a_clock_that_jumps_during_a_run_changes_nothing(
+    tmp_path: Path, jump: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F22: nobody is taken for silent or late, and no call is made twice."""
     library = fake_clock()
     if library is None:
         pytest.skip("libfaketime is not installed (LIBFAKETIME names one elsewhere)")
-    scripted_rows(tmp_path, 4)
-    shutil.copy(tmp_path / "p.jsonl", tmp_path / "all.jsonl")
-    first = (tmp_path / "all.jsonl").read_text().splitlines(keepends=True)[:2]
-    (tmp_path / "p.jsonl").write_text("".join(first))
-    moved = {"LD_PRELOAD": library, "FAKETIME": jump, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-    assert run(tmp_path, env=moved, **SCRIPTED).returncode == 0
-    shutil.copy(tmp_path / "all.jsonl", tmp_path / "p.jsonl")
-    resume_and_judge(tmp_path, SCRIPTED, tasks=4)
+    write_prompts(tmp_path / "p.jsonl", 8)
+    clock = tmp_path / "clock"
+    clock.write_text("+0")
+    with FakeEndpoint(turns=4, latency_s=0.2, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint)
+        with monkeypatch.context() as moved:
+            moved.setenv("LD_PRELOAD", library)
+            moved.setenv("FAKETIME_TIMESTAMP_FILE", str(clock))
+            moved.setenv("FAKETIME_NO_CACHE", "1")
+            moved.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+            with started(tmp_path, **given) as process:
+                wait_until(lambda: endpoint.journal()["replies"] >= 8)
+                clock.write_text(jump)
+                assert process.wait(timeout=60) == 0
+        assert (tmp_path / "trajectories" / "r" / "failures.jsonl").read_bytes() == b""
+        ends = {turn["started_at"] > time.time() - 86400 for turn in turns_of(tmp_path)}
+        assert ends == ({True, False} if jump == "-2d" else {True})
+        resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint)
+        assert endpoint.journal()["requests"] == 32
+
+
+def turns_of(cwd: Path) -> list[dict[str, Any]]:
+    records = lines(cwd / "trajectories" / "r" / "records.jsonl")
+    return [turn for record in records for turn in record["turns"]]
