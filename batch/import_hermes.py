@@ -21,7 +21,7 @@ import orjson
 from batch.errors import ConfigError
 from batch.prompts import Scan, Task, tasks
 from batch.record import dump_record
-from batch.records import RecordFile, index_fields, load_index
+from batch.records import RecordFile, index_fields
 from batch.run_dir import SCHEMA_VERSION, RunDir
 from batch.sharegpt import Conversation, read_conversation
 
@@ -99,7 +99,6 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: 
             by_prompt[_prompt_of(task, scan)].append((position // num_samples, task))
     records = RecordFile(run_dir.path, run_dir.quarantine)
     try:
-        there = load_index(run_dir.path)
         answered: set[int] = set()
         for row in sorted(rows, key=lambda row: row.fields.get("completed") is not True):
             if row.number is not None and row.number in answered:
@@ -112,7 +111,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: 
                 continue
             if row.number is not None:
                 answered.add(row.number)
-            if taken.key in there:
+            if taken.key in records.found:
                 imported.there += 1
                 continue
             record = _record(taken, row, run_dir)

@@ -35,9 +35,10 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
         take_out(path / "records.jsonl", report.duplicates, quarantine)
     # Without an index every record is read, and what is unreadable set aside.
     (path / "records.idx").unlink(missing_ok=True)
-    RecordFile(path, quarantine).close()
+    records = RecordFile(path, quarantine)
+    records.close()
     settled = {
-        key for key, entry in load_index(path).items() if is_settled(entry, config.max_attempts)
+        key for key, entry in records.found.items() if is_settled(entry, config.max_attempts)
     }
     _keep_readable(path / "failures.jsonl", quarantine, lambda line: read_failure(line) is not None)
     for segment in segments(path / "inflight"):

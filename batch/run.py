@@ -227,12 +227,12 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
-        index = load_index(run_dir.path)
-        settled = _settled(index, config.max_attempts)
-        has_answers = run_dir.same_endpoints and any(entry.turns for entry in index.values())
+        found = records.found.values()
+        settled = _settled(records.found, config.max_attempts)
+        has_answers = run_dir.same_endpoints and any(entry.turns for entry in found)
         inflight.read(settled=settled)
-        spent = spent_before(index.values(), inflight) if budget_of(config) else Amount()
-        del index
+        spent = spent_before(found, inflight) if budget_of(config) else Amount()
+        records.found.clear()
         _remove_workspaces(run_dir, settled)
         supervisor = Supervisor(
             run_dir=run_dir,

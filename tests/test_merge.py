@@ -87,6 +87,14 @@ def test_what_cannot_be_one_run_is_refused(cwd: Path) -> None:
     assert finished_lines(cwd / "trajectories" / "a" / "records.jsonl") == before
 
 
+def test_a_damaged_run_is_to_be_repaired_first(cwd: Path) -> None:
+    records = cwd / "trajectories" / "a" / "records.jsonl"
+    records.write_bytes(b"{" + records.read_bytes()[1:].replace(b"{", b"[", 1))
+    refused = run(cwd, "merge", "a", "b", into="m", dataset_file="all.jsonl")
+    assert refused.returncode == 2
+    assert "trajectories/a/records.jsonl:1: unreadable; `verify --repair` it" in refused.stderr
+
+
 def test_conversations_under_way_are_left_behind_only_where_that_is_wanted(cwd: Path) -> None:
     reply = {"kind": "reply", "turn": 1, "message": {"role": "assistant", "content": ""}}
     event = {"task": "p9", "input_digest": "d", "deal": 1, "position": 0, "event": reply}
