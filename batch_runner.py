@@ -224,14 +224,13 @@ def _exit(outcome: Outcome, accounts: Accounts) -> NoReturn:
             "the same command again to go on.",
             3,
         )
-    if outcome.stopped_by is not None:
-        _fail(
-            f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; mend it and run "
-            "the same command again.",
-            4,
-        )
+    if (reason := outcome.stopped_by) is not None:
+        # What a disk refused says so itself.
+        if "run the same command again" not in reason:
+            reason += "\nNothing that was finished is lost; mend it and run the same command again."
+        _fail(f"stopped: {reason}", 4)
     if outcome.signal is not None and (accounts.pending or accounts.to_retry):
-        _fail("interrupted; run the same command again to go on", SIGNALLED + outcome.signal)
+        _fail(_interrupted(outcome.signal), SIGNALLED + outcome.signal)
     sys.exit(1 if accounts.failed else 0)
 
 
@@ -257,10 +256,15 @@ def _errors_as_exit_codes() -> Iterator[None]:
         _fail(f"{error}; nothing that was finished is lost", EnvironmentStop.exit_code)
     except KeyboardInterrupt:
         first = received[0] if received else int(signal.SIGINT)
-        _fail("interrupted; run the same command again to go on", SIGNALLED + first)
+        _fail(_interrupted(first), SIGNALLED + first)
     except Exception:
         trace = traceback.format_exc()
         _fail(f"{trace}a defect of the program; nothing that was finished is lost", DEFECT)
+
+
+def _interrupted(number: int) -> str:
+    name = signal.Signals(number).name
+    return f"interrupted by {name}; nothing is lost: run the same command again to go on"
 
 
 def _run_dir_argument(function: Any) -> Any:

@@ -29,6 +29,7 @@ from tests.running import (
 )
 
 
+@pytest.mark.long
 def test_of_two_that_start_at_once_one_works(tmp_path: Path) -> None:
     """F18: the other is refused by exit code 5, and no call is made twice."""
     write_prompts(tmp_path / "p.jsonl", 8)

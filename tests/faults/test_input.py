@@ -54,6 +54,7 @@ def test_odd_rows_cost_only_themselves_and_every_reader_reads_the_rest(tmp_path:
     resume_and_judge(tmp_path, SCRIPTED, tasks=len(SOUND))
 
 
+@pytest.mark.long
 def test_a_dataset_that_was_edited_is_followed(tmp_path: Path) -> None:
     """F37: reordered, appended, edited, deleted: only what is new runs, nothing mixes."""
     rows = [{"id": f"p{n}", "prompt": "x", "script": SAY} for n in range(4)]
