@@ -2,8 +2,8 @@
 
 Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 3 stopped
 by the run's budget, resumable · 4 stopped by the environment (credentials, credit, endpoint, disk),
-resumable · 5 the run is locked by another process · 70 a defect of this program · 130/143
-interrupted, resumable.
+resumable · 5 the run is locked by another process · 6 `verify` found problems · 70 a defect of this
+program · 129/130/143 interrupted, resumable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,9 +29,13 @@ if TYPE_CHECKING:
     from batch.config import RunConfig
     from batch.prompts import Scan
     from batch.run import Outcome, Plan
+    from batch.run_dir import RunDir
 
 SIGNALLED = 128
 """Added to the number of the signal that stopped a run, as shells do."""
+
+PROBLEMS = 6
+"""What `verify` found is not whole."""
 
 DEFECT = 70
 """A defect of this program (EX_SOFTWARE of sysexits.h)."""
@@ -187,26 +191,31 @@ def _start(
 ) -> tuple[Outcome, Accounts]:
     """Work on the tasks of a plan (`only` those with these keys); show and give what came of it."""
     from batch.run import refuse_bad_rows, run_batch, warn
-    from batch.run_dir import open_run
 
     warn(plan)
     refuse_bad_rows(plan)
-    run_dir = open_run(
-        plan.config,
-        plan.scan,
-        api=plan.api,
-        fresh=fresh,
-        accept_changes=[key for key in accept_config_change.split(",") if key],
-    )
-    try:
+    with _opened(plan, fresh, accept_config_change) as run_dir:
         outcome = run_batch(plan, run_dir, only=only)
         accounts = _export_and_account(
             run_dir.path, plan.scan, plan.config, last_start=outcome.to_json()
         )
-    finally:
-        run_dir.close()
     _show(run_dir.path, accounts)
     return outcome, accounts
+
+
+def _opened(plan: Plan, fresh: bool, accept_config_change: str) -> closing[RunDir]:
+    """The run directory of a plan, locked until the end of a `with` block."""
+    from batch.run_dir import open_run
+
+    return closing(
+        open_run(
+            plan.config,
+            plan.scan,
+            api=plan.api,
+            fresh=fresh,
+            accept_changes=[key for key in accept_config_change.split(",") if key],
+        )
+    )
 
 
 def _exit(outcome: Outcome, accounts: Accounts) -> NoReturn:
@@ -216,14 +225,13 @@ def _exit(outcome: Outcome, accounts: Accounts) -> NoReturn:
             "the same command again to go on.",
             3,
         )
-    if outcome.stopped_by is not None:
-        _fail(
-            f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; mend it and run "
-            "the same command again.",
-            4,
-        )
+    if (reason := outcome.stopped_by) is not None:
+        # What a disk refused says so itself.
+        if "run the same command again" not in reason:
+            reason += "\nNothing that was finished is lost; mend it and run the same command again."
+        _fail(f"stopped: {reason}", 4)
     if outcome.signal is not None and (accounts.pending or accounts.to_retry):
-        _fail("interrupted; run the same command again to go on", SIGNALLED + outcome.signal)
+        _fail(_interrupted(outcome.signal), SIGNALLED + outcome.signal)
     sys.exit(1 if accounts.failed else 0)
 
 
@@ -249,10 +257,15 @@ def _errors_as_exit_codes() -> Iterator[None]:
         _fail(f"{error}; nothing that was finished is lost", EnvironmentStop.exit_code)
     except KeyboardInterrupt:
         first = received[0] if received else int(signal.SIGINT)
-        _fail("interrupted; run the same command again to go on", SIGNALLED + first)
+        _fail(_interrupted(first), SIGNALLED + first)
     except Exception:
         trace = traceback.format_exc()
         _fail(f"{trace}a defect of the program; nothing that was finished is lost", DEFECT)
+
+
+def _interrupted(number: int) -> str:
+    name = signal.Signals(number).name
+    return f"interrupted by {name}; nothing is lost: run the same command again to go on"
 
 
 def _run_dir_argument(function: Any) -> Any:
@@ -303,6 +316,81 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
     if accounts.pending:
         click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)
     _show(path, accounts)
+
+
+@main.command()
+@_run_dir_argument
+@click.option("--read_data", is_flag=True, help="Make the training files again and compare them.")
+@click.option("--repair", is_flag=True, help="Set aside what is unreadable; make the rest anew.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: bool) -> None:
+    """Check that RUN (a name or a directory) is whole and that its files agree; exit 6 if not.
+
+    Reads only, unless --repair is given. Not while the run is worked on.
+    """
+    from batch.upkeep import check, find_run
+
+    with _errors_as_exit_codes():
+        path, identity, config = find_run(run, output_dir)
+        checked = check(
+            path, identity, config, read_data=read_data, repair=repair, make=_export_and_account
+        )
+    show(checked.as_json() if as_json else checked.in_words())
+    sys.exit(PROBLEMS if checked.left else 0)
+
+
+@main.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--into", required=True, help="Name of the new run.")
+@click.option("--output_dir", type=click.Path(path_type=Path), default=Path("trajectories"))
+@click.option("--dataset_file", type=click.Path(path_type=Path), help="Dataset with all rows.")
+@click.option("--drop_unfinished", is_flag=True, help="Leave behind what is under way.")
+def merge(
+    runs: tuple[str, ...],
+    into: str,
+    output_dir: Path,
+    dataset_file: Path | None,
+    drop_unfinished: bool,
+) -> None:
+    """Make one run of several RUNs (names or directories) of the same config."""
+    from batch.merge import common_config
+    from batch.merge import merge as merge_runs
+    from batch.upkeep import find_run, scan_of
+
+    with _errors_as_exit_codes():
+        found = [find_run(run, output_dir)[:2] for run in runs]
+        config = common_config(
+            found, run_name=into, output_dir=output_dir, dataset_file=dataset_file
+        )
+        scan = scan_of({**found[0][1], "dataset": {"path": config.dataset_file}}, config)
+        merged = merge_runs(found, config, scan, drop=drop_unfinished)
+        accounts = _export_and_account(merged.path, scan, config)
+    show(merged.in_words())
+    _show(merged.path, accounts)
+
+
+@main.command(cls=RunCommand, name="import_hermes")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@_starting
+def import_hermes(
+    directory: Path, config_file: Path | None, fresh: bool, accept_config_change: str, **flags: Any
+) -> None:
+    """Make a run of what a batch run of hermes-agent left in DIRECTORY.
+
+    Takes the options of the run. The same options without `import_hermes DIRECTORY` then run what
+    is missing.
+    """
+    from batch.import_hermes import import_hermes
+
+    with _errors_as_exit_codes():
+        plan = _plan(config_file, flags)
+        with _opened(plan, fresh, accept_config_change) as run_dir:
+            imported = import_hermes(
+                directory, plan.scan, run_dir, num_samples=plan.config.num_samples
+            )
+            accounts = _export_and_account(run_dir.path, plan.scan, plan.config)
+    show(imported.in_words())
+    _show(run_dir.path, accounts)
 
 
 @main.command()
@@ -364,26 +452,10 @@ def errors() -> None:
 
 def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]:
     """Find a run by name or directory and scan its dataset as its last start did."""
-    from pydantic import ValidationError
+    from batch.upkeep import find_run, scan_of
 
-    from batch.config import RunConfig
-    from batch.errors import RunDirError
-    from batch.prompts import scan
-    from batch.run_dir import read_run_json
-
-    path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
-    identity = read_run_json(path)
-    try:
-        config = RunConfig.model_validate(identity["config"])
-    except ValidationError as error:
-        msg = f"{path}/run.json: its config is not one of this version: {error.errors()[0]['msg']}"
-        raise RunDirError(msg) from error
-    found = scan(
-        Path(identity["dataset"]["path"]),
-        max_samples=config.max_samples,
-        rules=config.row_rules(identity["api"]),
-    )
-    return path, found, config
+    path, identity, config = find_run(run, output_dir)
+    return path, scan_of(identity, config), config
 
 
 def _export_and_account(
@@ -405,8 +477,10 @@ def _export_and_account(
     )
     accounts = account(path, scan, config)
     summary = path / "summary.json"
-    if last_start is None and summary.exists():
-        last_start = orjson.loads(summary.read_bytes()).get("last_start")
+    if last_start is None:
+        # A summary that is missing or damaged has nothing to keep.
+        with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
+            last_start = orjson.loads(summary.read_bytes()).get("last_start")
     content = {**accounts.to_json(), "last_start": last_start}
     replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
     return accounts

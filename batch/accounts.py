@@ -67,10 +67,16 @@ class Accounts:
         return {"tasks": self.total, **asdict(self)}
 
 
-def account(run_dir: Path, scan: Scan, config: RunConfig) -> Accounts:
-    """Compute the accounts; reads the dataset once and writes nothing."""
+def account(
+    run_dir: Path, scan: Scan, config: RunConfig, *, entries: dict[bytes, Entry] | None = None
+) -> Accounts:
+    """Compute the accounts; reads the dataset once and writes nothing.
+
+    `entries` are the records that count, for a caller that knows them already; they are used up.
+    """
     num_samples = config.num_samples
-    entries = load_index(run_dir)
+    if entries is None:
+        entries = load_index(run_dir)
     turns_in_journal = turns_under_way(run_dir / "inflight", settled=entries.keys())
     failed_attempts = load_failed_attempts(run_dir)
     counts: Counter[str] = Counter()

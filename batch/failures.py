@@ -103,9 +103,16 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
     }
 
 
-def _is_failure(line: Any) -> bool:
-    if not isinstance(line, dict):
-        return False
+def read_failure(text: bytes) -> dict[str, Any] | None:
+    """What one line says, None where it is unreadable."""
+    try:
+        line = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return line if isinstance(line, dict) and _is_failure(line) else None
+
+
+def _is_failure(line: dict[str, Any]) -> bool:
     if line.get("kind") == "bad_row":
         return isinstance(line.get("line"), int) and _texts(line, "file", "reason")
     return _texts(line, "kind", "id", "input_digest", "class")
@@ -121,12 +128,4 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    lines = []
-    for text in content.splitlines():
-        try:
-            line = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            continue
-        if _is_failure(line):
-            lines.append(line)
-    return lines
+    return [line for text in content.splitlines() if (line := read_failure(text)) is not None]

@@ -143,12 +143,12 @@ class Inflight:
 
     def read(self, *, settled: Container[bytes]) -> None:
         """Read all segments, at the start of a run, but for tasks that need no more work."""
-        for segment in sorted(_segments(self._inflight)):
+        for segment in sorted(segments(self._inflight)):
             self._add(segment, wanted=lambda key: key not in settled)
 
     def add_worker(self, number: int, *, wanted: Callable[[bytes], bool]) -> None:
         """Read the segments of a worker that died, for the tasks that are `wanted`."""
-        for segment in sorted(_segments(self._inflight)):
+        for segment in sorted(segments(self._inflight)):
             if _worker_of(segment) == number:
                 self._add(segment, wanted=wanted)
 
@@ -161,7 +161,7 @@ class Inflight:
         tasks = set()
         offset = damaged = 0
         for line in segment.read_bytes().splitlines(keepends=True):
-            key, deal, position = _key_and_order(line)
+            key, deal, position = key_and_order(line)
             if key is not None and wanted(key):
                 tasks.add(key)
                 place = Place(deal, position, segment, offset, len(line))
@@ -214,19 +214,19 @@ class Inflight:
 
 def next_worker_number(inflight: Path) -> int:
     """A number that no segment on disk carries."""
-    return max(map(_worker_of, _segments(inflight)), default=-1) + 1
+    return max(map(_worker_of, segments(inflight)), default=-1) + 1
 
 
 def turns_under_way(inflight: Path, *, settled: Container[bytes]) -> dict[bytes, int]:
     """How many replies are journaled for each unfinished task; writes nothing."""
     turns: defaultdict[bytes, set[int]] = defaultdict(set)
-    for segment in _segments(inflight):
+    for segment in segments(inflight):
         try:
             content = segment.read_bytes()
         except FileNotFoundError:
             continue  # its last task has just got its record
         for line in content.splitlines():
-            key, _, position = _key_and_order(line)
+            key, _, position = key_and_order(line)
             if key is not None and key not in settled and b'"kind":"reply"' in line:
                 turns[key].add(position)  # a later deal may have replaced what stood there
     return {key: len(positions) for key, positions in turns.items()}
@@ -259,7 +259,10 @@ def usable_prefix(events: list[Event]) -> list[Event]:
     return usable
 
 
-def _segments(inflight: Path) -> list[Path]:
+def segments(inflight: Path) -> list[Path]:
+    """The journal files of a run; none where it has not begun."""
+    if not inflight.is_dir():
+        return []
     return [path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name)]
 
 
@@ -267,7 +270,8 @@ def _worker_of(segment: Path) -> int:
     return int(segment.name.split("-")[1])
 
 
-def _key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
+def key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
+    """Task key, deal and position of a journal line; the key is None where it is unreadable."""
     try:
         entry = orjson.loads(line)
         key = task_key(entry["task"], entry["input_digest"])

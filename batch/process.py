@@ -35,7 +35,11 @@ def allow_many_files() -> None:
 
 
 def log_to(path: Path, level: str) -> None:
-    """Log to `path`; the SDKs' own loggers, which quote requests, only from warnings on."""
+    """Log to `path`, a file of its owner's alone.
+
+    The SDKs' own loggers, which quote requests, are heard from warnings on only.
+    """
+    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
     logging.basicConfig(
         filename=path,
         level=level.upper(),

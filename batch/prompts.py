@@ -24,7 +24,7 @@ import orjson
 
 from batch.errors import DatasetError
 from batch.row_rules import RowRules
-from batch.rows import BadRow, Row, read_rows
+from batch.rows import BadRow, Row, read_rows, reread_rows
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
@@ -61,11 +61,14 @@ class Scan:
     repeated: frozenset[int]
     """Short hashes of the ids that occur more than once."""
     rules: RowRules
+    signature: tuple[int, int] | None
+    """Size and time of change of the file; while they stay, its good rows need no second check."""
 
 
 def scan(path: Path, *, max_samples: int | None, rules: RowRules | None = None) -> Scan:
     """Read the whole file once. Raises `DatasetError` where nothing in it is usable."""
     rules = rules or RowRules()
+    signature = _signature(path)
     seen = _Repeats()
     bad_rows = []
     rows = 0
@@ -94,24 +97,39 @@ def scan(path: Path, *, max_samples: int | None, rules: RowRules | None = None) 
         bad_rows=tuple(bad_rows),
         repeated=seen.repeated(),
         rules=rules,
+        signature=signature,
     )
 
 
 def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
     """Stream the tasks of a scanned file in its order, the samples of a prompt side by side."""
     occurrences: Counter[str] = Counter()
-    rows = 0
-    for row in read_rows(scan.path, scan.rules):
-        if isinstance(row, BadRow):
-            continue
+    for number, row in enumerate(_good_rows(scan), start=1):
         prompt_id = _prompt_id(row, scan.repeated, occurrences)
         digest = input_digest(row.columns, scan.rules)
         for sample in range(num_samples):
             task_id = f"{prompt_id}#s{sample}" if sample else prompt_id
             yield Task(task_id, prompt_id, sample, digest, row.columns)
-        rows += 1
-        if rows == scan.rows:
+        if number == scan.rows:
             return
+
+
+def _good_rows(scan: Scan) -> Iterator[Row]:
+    """The usable rows; checked again only where the file has changed since its scan."""
+    if scan.signature is not None and scan.signature == _signature(scan.path):
+        yield from reread_rows(scan.path, bad={row.line for row in scan.bad_rows})
+        return
+    for row in read_rows(scan.path, scan.rules):
+        if isinstance(row, Row):
+            yield row
+
+
+def _signature(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def input_digest(columns: dict[str, Any], rules: RowRules) -> str:

@@ -7,14 +7,16 @@ where it is missing or wrong. The last record of a task counts.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from sys import intern
+from types import NoneType
 from typing import Any, NamedTuple
 
 import orjson
 
-from batch.files import AppendFile, repair_tail, set_aside, sync_directory
+from batch.files import AppendFile, repair_tail, set_aside, sync_directory, temporary_for
 from batch.prompts import task_key
 
 _READ_AHEAD = 1 << 20
@@ -35,18 +37,13 @@ class Entry(NamedTuple):
     error_class: str | None
 
 
-_ENTRY_TYPES = (
-    int,
-    int,
-    str,
-    int,
-    int,
-    int,
-    int | None,
-    int | None,
-    float | int | None,
-    str | None,
+_SHAPES = frozenset(
+    product(
+        *([str], [int], [int], [str], [int], [int], [int]),
+        *([int, NoneType], [int, NoneType], [float, int, NoneType], [str, NoneType]),
+    )
 )
+"""The types that the fields of an index line can have."""
 
 
 def index_fields(record: dict[str, Any]) -> list[Any]:
@@ -70,12 +67,18 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
 class RecordFile:
     """The records of one run, open for appending. One process at a time."""
 
+    found: dict[bytes, Entry]
+    """The records that were there, by task key, the last one of each task. Whoever needs no more
+    of them than a part clears it: of a million records it takes some 400 MB."""
+
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
         """Open both files, after repairing what a crash left of them."""
         self._path = run_dir / "records.jsonl"
         self._index_path = run_dir / "records.idx"
         repair_tail(self._path, quarantine)
-        self.unreadable = _bring_index_up_to_date(self._path, self._index_path, quarantine)
+        self.found, self.unreadable = _bring_index_up_to_date(
+            self._path, self._index_path, quarantine
+        )
         self._records = AppendFile(self._path)
         self._index = AppendFile(self._index_path)
 
@@ -86,7 +89,7 @@ class RecordFile:
         """
         offset = self._records.size
         self._records.append(record)
-        self._index.append(_index_line(fields, offset, len(record)))
+        self._index.append(index_line(fields, offset, len(record)))
 
     def sync(self) -> None:
         """Make all appended records survive a power loss. The index can be derived again."""
@@ -113,38 +116,41 @@ def iter_index(run_dir: Path) -> Iterator[tuple[bytes, Entry]]:
     for key, entry, _ in _right_lines(index, _size(records)):
         yield key, entry
         covered = entry.offset + entry.length
-    for offset, line in _lines_from(records, covered):
-        if (record := _parse(line)) is not None:
-            yield _read_line(_index_line(index_fields(record), offset, len(line)))
+    for offset, line in lines_from(records, covered):
+        if (record := parse_record(line)) is not None:
+            yield read_entry(index_line(index_fields(record), offset, len(line)))
 
 
-def _index_line(fields: list[Any], offset: int, length: int) -> bytes:
+def index_line(fields: list[Any], offset: int, length: int) -> bytes:
+    """The line of the index for a record that lies at `offset`: task key, then the entry."""
     task_id, digest, *numbers = fields
-    return orjson.dumps([task_id, digest, offset, length, *numbers]) + b"\n"
+    key = task_key(task_id, digest).hex()
+    return orjson.dumps([key, offset, length, *numbers]) + b"\n"
 
 
-def _read_line(line: bytes) -> tuple[bytes, Entry]:
-    """Raises `ValueError` or `TypeError` for what is no index line."""
-    task_id, digest, *numbers = orjson.loads(line)
-    entry = Entry(*numbers)
-    if not all(map(isinstance, (task_id, digest, *entry), (str, str, *_ENTRY_TYPES))):
+def read_entry(line: bytes) -> tuple[bytes, Entry]:
+    """Task key and entry of an index line. Raises `ValueError` for anything else.
+
+    A start reads one for every record that there is, so this is short of words on purpose.
+    """
+    fields = orjson.loads(line)
+    if type(fields) is not list or tuple(map(type, fields)) not in _SHAPES:
         raise ValueError(line)
     # Few words, many entries: each word is held once.
-    entry = entry._replace(
-        status=sys.intern(entry.status),
-        error_class=entry.error_class and sys.intern(entry.error_class),
-    )
-    return task_key(task_id, digest), entry
+    fields[3] = intern(fields[3])
+    if fields[10] is not None:
+        fields[10] = intern(fields[10])
+    return bytes.fromhex(fields[0]), tuple.__new__(Entry, fields[1:])
 
 
 def _right_lines(index: Path, records_size: int) -> Iterator[tuple[bytes, Entry, int]]:
     """The lines of the index as far as it is right: key, entry, and where the line ends."""
     covered = 0
-    for position, line in _lines_from(index, 0):
+    for position, line in lines_from(index, 0):
         try:
-            key, entry = _read_line(line)
+            key, entry = read_entry(line)
             fits = entry.offset == covered and covered + entry.length <= records_size
-        except (ValueError, TypeError, AttributeError):
+        except ValueError:
             return
         if not fits:
             return
@@ -152,47 +158,52 @@ def _right_lines(index: Path, records_size: int) -> Iterator[tuple[bytes, Entry,
         yield key, entry, position + len(line)
 
 
-def _covered(index: Path, records_size: int) -> tuple[int, int]:
-    """How many bytes of the records the index covers, and how many of its own do."""
+def _read_index(index: Path, records_size: int) -> tuple[dict[bytes, Entry], int, int]:
+    """The index as far as it is right: entries, and the bytes of records and of index covered."""
+    entries: dict[bytes, Entry] = {}
     covered = index_size = 0
-    for _, entry, end in _right_lines(index, records_size):
+    for key, entry, end in _right_lines(index, records_size):
+        entries[key] = entry
         covered, index_size = entry.offset + entry.length, end
-    return covered, index_size
+    return entries, covered, index_size
 
 
-def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> int:
-    """Cut the index to what is right and append what it lacks; return unreadable records.
+def _bring_index_up_to_date(
+    records: Path, index: Path, quarantine: Path
+) -> tuple[dict[bytes, Entry], int]:
+    """Cut the index to what is right and append what it lacks; return it, and unreadable records.
 
     Unreadable lines of the records are set aside, named by line, and left out of the file.
     """
-    covered, index_size = _covered(index, _size(records))
+    entries, covered, index_size = _read_index(index, _size(records))
     if index.exists() and index.stat().st_size > index_size:
         with index.open("r+b") as file:
             file.truncate(index_size)
     behind, unreadable = [], []
-    for offset, line in _lines_from(records, covered):
-        record = _parse(line)
+    for offset, line in lines_from(records, covered):
+        record = parse_record(line)
         if record is None:
             unreadable.append((offset, line))
         else:
-            behind.append(_index_line(index_fields(record), offset, len(line)))
+            behind.append(index_line(index_fields(record), offset, len(line)))
     if unreadable:
-        _take_out(records, unreadable, quarantine)
+        take_out(records, unreadable, quarantine)
         index.unlink(missing_ok=True)
-        _bring_index_up_to_date(records, index, quarantine)
+        entries, _ = _bring_index_up_to_date(records, index, quarantine)
     elif behind:
         with index.open("ab") as file:
             file.writelines(behind)
-    return len(unreadable)
+        entries.update(map(read_entry, behind))
+    return entries, len(unreadable)
 
 
-def _take_out(records: Path, unreadable: list[tuple[int, bytes]], quarantine: Path) -> None:
-    """Rewrite the records without their unreadable lines, each kept in the quarantine."""
+def take_out(records: Path, unreadable: list[tuple[int, bytes]], quarantine: Path) -> None:
+    """Rewrite the records without these (offset, line) pairs, each kept in the quarantine."""
     bad = {offset for offset, _ in unreadable}
-    replacement = records.with_name(".records.jsonl.repaired")
+    replacement = temporary_for(records)
     replacement.unlink(missing_ok=True)
     kept = AppendFile(replacement)
-    for number, (offset, line) in enumerate(_lines_from(records, 0), start=1):
+    for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
         if offset in bad:
             set_aside(quarantine, f"{records.name}.line{number}", line)
         else:
@@ -203,7 +214,7 @@ def _take_out(records: Path, unreadable: list[tuple[int, bytes]], quarantine: Pa
     sync_directory(records.parent)
 
 
-def _lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
+def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
     """Whole lines from `offset` on; a torn last line is left out."""
     try:
         file = path.open("rb", buffering=_READ_AHEAD)
@@ -217,11 +228,13 @@ def _lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record of one line, None where it is not whole."""
     try:
         record = orjson.loads(line)
-        _read_line(_index_line(index_fields(record), 0, len(line)))
-        whole = isinstance(record["messages"], list) and isinstance(record["tools"], list)
+        read_entry(index_line(index_fields(record), 0, len(line)))
+        texts = isinstance(record["id"], str) and isinstance(record["input_digest"], str)
+        whole = texts and isinstance(record["messages"], list) and isinstance(record["tools"], list)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return record if whole else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,13 @@ def read_rows(path: Path, rules: RowRules) -> Iterator[Row | BadRow]:
             yield BadRow(line, f"longer than {MAX_LINE_BYTES >> 20} MiB")
         elif text := text.strip():
             yield _read_row(line, text, rules)
+
+
+def reread_rows(path: Path, *, bad: Collection[int]) -> Iterator[Row]:
+    """Read a file again that `read_rows` has read whole; `bad` are the lines of its bad rows."""
+    for line, text in _lines(path):
+        if line not in bad and (text := text.strip()):
+            yield Row(line, orjson.loads(text))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

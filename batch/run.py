@@ -25,7 +25,7 @@ from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
 from batch.failures import FailureFile
-from batch.journal import Inflight
+from batch.journal import Inflight, segments
 from batch.models import Setups, asked, bounds_of, budget_of, set_up_models, unpriced
 from batch.process import allow_many_files, hide_environment, log_to
 from batch.progress import Progress
@@ -241,12 +241,12 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
-        index = load_index(run_dir.path)
-        settled = _settled(index, config.max_attempts)
-        has_answers = run_dir.same_endpoints and any(entry.turns for entry in index.values())
+        found = records.found.values()
+        settled = _settled(records.found, config.max_attempts)
+        has_answers = run_dir.same_endpoints and any(entry.turns for entry in found)
         inflight.read(settled=settled)
-        spent = spent_before(index.values(), inflight) if budget_of(config) else Amount()
-        del index
+        spent = spent_before(found, inflight) if budget_of(config) else Amount()
+        records.found.clear()
         _remove_workspaces(run_dir, settled)
         supervisor = Supervisor(
             run_dir=run_dir,
@@ -262,8 +262,7 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
         )
         with _signals_to(supervisor) as received:
             stopped_by = supervisor.run()
-        if any(run_dir.workspaces.iterdir()):
-            _remove_workspaces(run_dir, _settled(load_index(run_dir.path), config.max_attempts))
+        _remove_what_is_settled(run_dir, config.max_attempts)
     finally:
         progress.close()
         records.close()
@@ -340,6 +339,14 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
         budget=budget_of(plan.config),
         proven=frozenset(map(url_of, bounds)) if has_answers else frozenset(),
     )
+
+
+def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
+    """Remove what workers that died left of conversations that have ended since."""
+    if any(run_dir.workspaces.iterdir()) or segments(run_dir.inflight):
+        settled = _settled(load_index(run_dir.path), max_attempts)
+        _remove_workspaces(run_dir, settled)
+        Inflight(run_dir.inflight).read(settled=settled)
 
 
 def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:

@@ -16,13 +16,14 @@ ends, however it ends.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import platform
+import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import Any
 import orjson
 
 from batch.config import RunConfig, digest_of
-from batch.errors import ConfigError, RunDirError, RunLocked
+from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
 from batch.files import replace_file
 from batch.prompts import Scan
 
@@ -80,6 +81,20 @@ class RunDir:
         """What was set aside."""
         return self.path / "quarantine"
 
+    def check_is_there(self) -> None:
+        """Raise `EnvironmentStop` if the directory was moved or removed since it was locked.
+
+        The files that are open would take all that is written, and nobody would ever find it.
+        """
+        if not _is_same_file(self.lock_fd, self.path / "lock"):
+            msg = (
+                f"{self.path}: the run directory has vanished: it was moved or removed while the "
+                "run worked in it. What was finished before is in it: if it was moved, put it back "
+                "in its place (remove what stands there now) and run the same command again to go "
+                "on; if it was removed, the same command begins anew."
+            )
+            raise EnvironmentStop(msg)
+
     def close(self) -> None:
         """Release the lock."""
         os.close(self.lock_fd)
@@ -114,9 +129,9 @@ def open_run(
             path.mkdir(mode=0o700)
             moved_fd, lock_fd = lock_fd, _lock(path)
             os.close(moved_fd)
-        for name in ("inflight", "workspaces"):
+        for name in ("inflight", "workspaces", "exports"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
-        for litter in (*path.glob(".*.tmp"), *path.glob("exports/.*.tmp")):
+        for litter in litter_of(path):
             litter.unlink()
         before = read_run_json(path) if (path / "run.json").exists() else None
         run = _run_json(path, config, scan, before, accept_changes) | {"api": api}
@@ -132,6 +147,14 @@ def open_run(
         before["config"].get(key) == run["config"][key] for key in _WHERE
     )
     return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd)
+
+
+def litter_of(path: Path) -> list[Path]:
+    """The temporary files of a run that a crash has left behind, its training file's too."""
+    inside = (path, path / "exports", path / "quarantine")
+    left = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    training = re.compile(rf"\.{re.escape(path.name)}\.jsonl\.\d+\.tmp")
+    return left + [file for file in path.parent.glob(".*.tmp") if training.fullmatch(file.name)]
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
@@ -181,6 +204,29 @@ def holder_of(path: Path) -> dict[str, Any] | None:
         os.close(fd)
 
 
+def refuse_held(path: Path) -> None:
+    """Raise `RunLocked` if another process works on the run right now."""
+    if holder := holder_of(path):
+        raise _is_locked(path, holder)
+
+
+def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:
+    return RunLocked(
+        f"{path}: another process is working on this run: pid {holder.get('pid')} on host "
+        f"{holder.get('host')}. Wait for it, or stop it and run the same command again."
+    )
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep every other process from working on a run. Raises `RunLocked`."""
+    fd = _lock(path)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
 def _lock(path: Path) -> int:
     while True:
         fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -189,12 +235,7 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             holder = _holder(fd)
             os.close(fd)
-            msg = (
-                f"{path}: another process is working on this run: pid {holder.get('pid')} on "
-                f"host {holder.get('host')}. Wait for it, or stop it and run the same command "
-                "again."
-            )
-            raise RunLocked(msg) from None
+            raise _is_locked(path, holder) from None
         if _is_same_file(fd, path / "lock"):
             break
         os.close(fd)  # the directory was moved aside between the opening and the locking
@@ -207,7 +248,7 @@ def _lock(path: Path) -> int:
 def _is_same_file(fd: int, path: Path) -> bool:
     try:
         there = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return os.path.samestat(os.fstat(fd), there)
 
@@ -228,7 +269,7 @@ def _move_aside(path: Path) -> None:
         number += 1
         aside = path.with_name(f"{path.name}.{stamp}.{number}")
     path.rename(aside)
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         path.with_name(f"{path.name}.jsonl").rename(aside / f"{path.name}.jsonl")
 
 
@@ -276,14 +317,19 @@ def _run_json(
         "digest": digest_of(meaning),
         "meaning": meaning,
         "config": config.to_json(),
-        "dataset": {
-            "path": str(scan.path.resolve()),
-            "rows": scan.rows,
-            "bad_rows": len(scan.bad_rows),
-            "sha256": scan.sha256,
-        },
+        "dataset": dataset_of(scan),
         "versions": _versions(),
         "history": history,
+    }
+
+
+def dataset_of(scan: Scan) -> dict[str, Any]:
+    """What run.json says of the dataset."""
+    return {
+        "path": str(scan.path.resolve()),
+        "rows": scan.rows,
+        "bad_rows": len(scan.bad_rows),
+        "sha256": scan.sha256,
     }
 
 

@@ -137,6 +137,7 @@ class Supervisor:
                 item = self._inbox.get_nowait()
         except queue.Empty:
             pass
+        self._run_dir.check_is_there()
         if finished:
             self._records.sync()
             self._failures.sync()

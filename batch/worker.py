@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -90,11 +91,17 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave_to_the_parent)
     allow_many_files()
-    log_to(setup.run_dir / "run.log", setup.config.log_level)
-    use_pidfd_watcher()
-    if setup.provenance.sandbox == "bwrap":
-        sandbox_problem("bwrap")  # probes once, before there is a loop to block
-    asyncio.run(Worker(connection, setup).serve())
+    try:
+        log_to(setup.run_dir / "run.log", setup.config.log_level)
+        use_pidfd_watcher()
+        if setup.provenance.sandbox == "bwrap":
+            sandbox_problem("bwrap")  # probes once, before there is a loop to block
+        asyncio.run(Worker(connection, setup).serve())
+    except (StorageError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in HOST_ERRNOS:
+            raise
+        connection.send_bytes(pack("halt", message=str(error)))
+        sys.exit(1)
 
 
 def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:

@@ -25,8 +25,19 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
 def test_every_flag_in_the_readme_exists() -> None:
     known = set(RunConfig.model_fields)
     known |= {"config", "dry_run", "help", "json", "fresh", "resume", "pilot", "format"}
+    known |= {"read_data", "repair"}
     used = set(re.findall(r"--([a-z_]+)", README))
     assert used <= known
+
+
+def test_every_fault_is_proved_by_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    named = re.findall(r"(tests/\S+\.py)::(\w+)", text)
+    assert len(named) > 30
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
+    rows = {int(number) for number in re.findall(r"\bF(\d+)\b", text)}
+    assert rows == {*range(1, 23), *range(33, 40), 48}
 
 
 def test_every_option_has_a_sentence_of_help() -> None:

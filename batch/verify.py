@@ -1,0 +1,246 @@
+"""Whether what lies in a run directory is whole, and whether its files agree with each other.
+
+Reads only. Each problem is one line that names its file and says what it means; `batch.repair`
+mends what can be mended.
+
+The records are the truth: the index, the summary and the exports are checked against them, and
+the journals, workspaces and failures against what is settled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from batch.accounts import Accounts, account
+from batch.config import RunConfig, digest_of
+from batch.failures import read_failure
+from batch.journal import key_and_order, segments
+from batch.prompts import Scan
+from batch.records import Entry, index_fields, index_line, lines_from, parse_record, read_entry
+from batch.run_dir import SCHEMA_VERSION, litter_of
+from batch.standing import is_settled
+from batch.verify_exports import check_exports
+
+Kind = Literal["unreadable", "contradiction", "derived", "leftover"]
+"""unreadable: bytes that say nothing; contradiction: two truths about one task; derived: a file
+that is made from others and does not fit them; leftover: what nobody needs any more."""
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong."""
+
+    kind: Kind
+    file: Path
+    line: int | None
+    """From 1; None where the file as a whole is meant."""
+    message: str
+
+    def in_words(self) -> str:
+        """One line for a person."""
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.message}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**self._asdict(), "file": str(self.file)}
+
+
+@dataclass(slots=True)
+class Report:
+    """What a look at a run found."""
+
+    problems: list[Problem] = field(default_factory=list)
+    records: int = 0
+    """Readable records, those included that a later one of their task stands for."""
+    duplicates: list[tuple[int, bytes]] = field(default_factory=list)
+    """Offset and line of the records that a later one of their task contradicts."""
+
+
+def verify(
+    path: Path, identity: dict[str, Any], scan: Scan | str, config: RunConfig, *, made: Path | None
+) -> Report:
+    """Check the run in directory `path`.
+
+    `identity` is its run.json. `scan` says why where the dataset cannot be read; sums and exports
+    are then not checked. `made` is a run directory whose exports were just made from the same
+    records, or None not to compare contents.
+    """
+    report = Report()
+    report.problems += _check_identity(path, identity)
+    entries = _check_records(path, report)
+    report.problems += _check_failures(path)
+    settled = {key for key, entry in entries.items() if is_settled(entry, config.max_attempts)}
+    report.problems += _check_journals(path, settled)
+    report.problems += _check_leftovers(path, settled)
+    if isinstance(scan, str):
+        message = f"its tasks cannot be told, nor sums and exports checked: {scan}"
+        report.problems.append(Problem("contradiction", path / "run.json", None, message))
+        return report
+    accounts = account(path, scan, config, entries=entries)
+    report.problems += _check_sums(path, accounts)
+    report.problems += (Problem("derived", *wrong) for wrong in check_exports(path, accounts, made))
+    return report
+
+
+def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
+    if identity["digest"] != digest_of(identity["meaning"]):
+        message = "the digest is not that of `meaning`: one of the two was edited"
+        yield Problem("contradiction", path / "run.json", None, message)
+
+
+def _check_records(path: Path, report: Report) -> dict[bytes, Entry]:
+    """The records that count, by task; adds to `report` what is wrong with any."""
+    records = path / "records.jsonl"
+    entries: dict[bytes, Entry] = {}
+    lines: dict[bytes, int] = {}
+    index = _Index(path / "records.idx")
+    number = 0
+    for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
+        record = parse_record(line)
+        right = None if record is None else index_line(index_fields(record), offset, len(line))
+        index.compare(number, right)
+        if record is None or right is None:
+            message = "not a whole record: what it held is lost and its task will run again"
+            report.problems.append(Problem("unreadable", records, number, message))
+            continue
+        report.records += 1
+        if record.get("schema_version") != SCHEMA_VERSION:
+            message = (
+                f"{record['id']}: of schema {record.get('schema_version')}, ours is "
+                f"{SCHEMA_VERSION}; use the version of the program that wrote it"
+            )
+            report.problems.append(Problem("contradiction", records, number, message))
+        if [turn.get("turn") for turn in record["turns"]] != [*range(1, len(record["turns"]) + 1)]:
+            message = f"{record['id']}: its turns are not numbered 1, 2, 3 …; turns are missing"
+            report.problems.append(Problem("contradiction", records, number, message))
+        key, entry = read_entry(right)
+        before = entries.get(key)
+        if before is not None and not (
+            before.status == "failed" and before.attempt < entry.attempt
+        ):
+            message = (
+                f"a second record of {record['id']}, the first is in line {lines[key]}; the later "
+                "one counts"
+            )
+            report.problems.append(Problem("contradiction", records, number, message))
+            report.duplicates.append((before.offset, _read(records, before)))
+        entries[key], lines[key] = entry, number
+    report.problems += _check_tail(records, number)
+    index.end(number)
+    report.problems += index.problems
+    return entries
+
+
+def _read(records: Path, entry: Entry) -> bytes:
+    with records.open("rb") as file:
+        file.seek(entry.offset)
+        return file.read(entry.length)
+
+
+def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
+    """What stands after the last newline was cut off while it was written."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - 1))
+            if size and opened.read() != b"\n":
+                message = "a line that was cut off while it was written; nothing was done with it"
+                yield Problem("unreadable", file, lines + 1, message)
+    except FileNotFoundError:
+        return
+
+
+class _Index:
+    """The index beside the records: it must say of each record what the record says."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = lines_from(path, 0)
+        self.problems: list[Problem] = []
+        """At most one: what is wrong in one line is wrong in all that follow."""
+
+    def compare(self, number: int, right: bytes | None) -> None:
+        """Look at line `number`; `right` is what the record gives, None if it is unreadable."""
+        if self.problems:
+            return
+        _, line = next(self._lines, (0, b""))
+        if not line:
+            self._wrong(number, f"it ends before record {number}; the next start completes it")
+        elif line != right:
+            self._wrong(number, f"not what line {number} of records.jsonl says; to be made anew")
+
+    def end(self, records: int) -> None:
+        """Look at what stands after the line of the last of `records` records."""
+        if not self.problems and (next(self._lines, None) or any(_check_tail(self._path, records))):
+            self._wrong(records + 1, "it goes on after the last record; the next start cuts it")
+
+    def _wrong(self, number: int, message: str) -> None:
+        self.problems.append(Problem("derived", self._path, number, message))
+
+
+def _check_failures(path: Path) -> Iterator[Problem]:
+    failures = path / "failures.jsonl"
+    number = 0
+    for number, (_, line) in enumerate(lines_from(failures, 0), start=1):
+        if read_failure(line) is None:
+            message = "not a failure; it counts as no attempt"
+            yield Problem("unreadable", failures, number, message)
+    yield from _check_tail(failures, number)
+
+
+def _check_journals(path: Path, settled: set[bytes]) -> Iterator[Problem]:
+    for segment in sorted(segments(path / "inflight")):
+        number = 0
+        open_tasks = set()
+        for number, (_, line) in enumerate(lines_from(segment, 0), start=1):
+            key, _, _ = key_and_order(line)
+            if key is None:
+                message = "not an event; the conversation that it belongs to goes on before it"
+                yield Problem("unreadable", segment, number, message)
+            elif key not in settled:
+                open_tasks.add(key)
+        yield from _check_tail(segment, number)
+        if not open_tasks:
+            message = "no unfinished conversation is in it; the next start removes it"
+            yield Problem("leftover", segment, None, message)
+
+
+def _check_leftovers(path: Path, settled: set[bytes]) -> Iterator[Problem]:
+    for file in litter_of(path):
+        message = "a file that a crash left half written; the next start removes it"
+        yield Problem("leftover", file, None, message)
+    workspaces = path / "workspaces"
+    for workspace in sorted(workspaces.iterdir()) if workspaces.is_dir() else ():
+        try:
+            key = bytes.fromhex(workspace.name)
+        except ValueError:
+            continue  # not ours
+        if key in settled:
+            message = "the files of a finished conversation; the next start removes them"
+            yield Problem("leftover", workspace, None, message)
+
+
+def _check_sums(path: Path, accounts: Accounts) -> Iterator[Problem]:
+    summary = path / "summary.json"
+    try:
+        said = orjson.loads(summary.read_bytes())
+        wrong = [
+            f"{key} {said.get(key)!r}, the records give {value!r}"
+            for key, value in orjson.loads(orjson.dumps(accounts.to_json())).items()
+            if said.get(key) != value
+        ]
+    except FileNotFoundError:
+        if accounts.done or accounts.failed:
+            yield Problem("derived", summary, None, "missing; it will be made from the records")
+        return
+    except (orjson.JSONDecodeError, AttributeError):
+        yield Problem("derived", summary, None, "unreadable; it will be made from the records")
+        return
+    if wrong:
+        yield Problem("derived", summary, None, f"it says {'; '.join(wrong)}")

@@ -1,0 +1,1 @@
+"""What can happen to a run, row by row of the table in docs/reliability.md."""

@@ -1,0 +1,178 @@
+"""F9, F12 to F14, F16 and F17: what a disk does to a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fake_endpoint import FakeEndpoint
+from tests.faults.oracle import assert_gone, finished_lines, resume_and_judge
+from tests.faults.test_process import asking
+from tests.running import (
+    SCRIPTED,
+    WRITE_A_NOTE,
+    run,
+    started,
+    wait_until,
+    write_prompts,
+    write_rows,
+)
+
+NOTE = {"tool_calls": [{"name": "write_file", "arguments": {"path": "n", "content": "1"}}]}
+
+
+def scripted_rows(cwd: Path, count: int) -> None:
+    """Rows that each play two turns."""
+    rows: list[Any] = [
+        {"id": f"p{n}", "prompt": "x", "script": [NOTE, {"content": "y"}]} for n in range(count)
+    ]
+    write_rows(cwd / "p.jsonl", *rows)
+
+
+@contextmanager
+def small_disk(place: Path, options: str) -> Iterator[None]:
+    """A file system of its own at `place`."""
+    place.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
+    mounted = subprocess.run(line, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["size=200k", "size=10m,nr_inodes=14"])
+def test_a_disk_that_fills_stops_the_run_and_room_lets_it_go_on(
+    tmp_path: Path, options: str
+) -> None:
+    """F9, F16: no room or no inodes; one message, exit 4, no storm of calls, a clean resume."""
+    write_prompts(tmp_path / "p.jsonl", 60)
+    with (
+        small_disk(tmp_path / "disk", options),
+        FakeEndpoint(turns=3, latency_s=0.0, **WRITE_A_NOTE) as endpoint,
+    ):
+        given = asking(endpoint, output_dir="disk")
+        full = run(tmp_path, **given)
+        assert full.returncode == 4, full.stderr
+        assert "Traceback" not in full.stderr
+        assert full.stderr.count("run the same command again") == 1, "one message"
+        bigger = ["mount", "-o", "remount,size=50m,nr_inodes=100k", str(tmp_path / "disk")]
+        subprocess.run(bigger, check=True)
+        resume_and_judge(tmp_path, given, tasks=60, endpoint=endpoint, wasted=16)
+
+
+def torn(tail: bytes) -> Callable[[Path], None]:
+    """What a power loss leaves: the last line is cut in its middle, with `tail` in its place."""
+
+    def damage(file: Path) -> None:
+        lines = file.read_bytes().splitlines(keepends=True)
+        lines[-1] = lines[-1][: len(lines[-1]) // 2] + tail
+        file.write_bytes(b"".join(lines))
+
+    return damage
+
+
+def in_the_middle(file: Path) -> None:
+    """A byte order mark, Windows line ends, a blank line and zeros in one file."""
+    first, second, third, *rest = file.read_bytes().splitlines(keepends=True)
+    second, third = second.replace(b"\n", b"\r\n"), b"\0" * (len(third) - 1) + b"\n"
+    file.write_bytes(b"".join([b"\xef\xbb\xbf" + first, b"\n", second, third, *rest]))
+
+
+DAMAGES = [
+    pytest.param(torn(b""), id="the end is cut off", marks=pytest.mark.long),
+    pytest.param(torn(b"\0" * 300), id="the end is zeros", marks=pytest.mark.long),
+    pytest.param(torn(bytes(range(256)) * 2 + b"\n"), id="the end is garbage"),
+    pytest.param(in_the_middle, id="the middle is damaged", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_a_power_loss_or_an_editor_left_costs_only_what_it_hit(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """F12, F13, F14: in the records and in the journals at the same time."""
+    write_prompts(tmp_path / "p.jsonl", 16)
+    run_dir = tmp_path / "trajectories" / "r"
+    with FakeEndpoint(turns=3, latency_s=0.02, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: len(finished_lines(run_dir / "records.jsonl")) >= 6)
+            os.killpg(process.pid, signal.SIGKILL)
+        assert_gone(process.pid)
+        before = finished_lines(run_dir / "records.jsonl")
+        for file in (run_dir / "records.jsonl", *run_dir.glob("inflight/*.jsonl")):
+            if len(file.read_bytes().splitlines()) > 3:
+                damage(file)
+        (run_dir / "records.idx").unlink()  # as old as the records at most, and not synced
+        kept = finished_lines(run_dir / "records.jsonl")
+        assert len(before) > len(kept) >= 3
+        resume_and_judge(tmp_path, given, tasks=16, endpoint=endpoint, wasted=3 * 16)
+    assert any(run_dir.glob("quarantine/records.jsonl*")), "what was unreadable is kept"
+
+
+@pytest.mark.long
+def test_an_index_that_hides_damage_costs_one_more_start(tmp_path: Path) -> None:
+    """F15: the data wins; the first start names the damage, the second mends it."""
+    scripted_rows(tmp_path, 4)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    in_the_middle(tmp_path / "trajectories" / "r" / "records.jsonl")
+    resume_and_judge(tmp_path, SCRIPTED, tasks=4, starts=2)
+
+
+def test_a_run_directory_that_vanishes_is_told_and_nothing_is_written_elsewhere(
+    tmp_path: Path,
+) -> None:
+    """F16."""
+    write_prompts(tmp_path / "p.jsonl", 40)
+    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["replies"] >= 8)
+            (tmp_path / "trajectories" / "r").rename(tmp_path / "away")
+            assert process.wait(timeout=60) == 4
+        said = (tmp_path / "output.txt").read_text()
+        assert "Traceback" not in said
+        assert "the run directory has vanished" in said
+        assert_gone(process.pid)
+        shutil.rmtree(tmp_path / "trajectories", ignore_errors=True)
+        (tmp_path / "trajectories").mkdir()
+        (tmp_path / "away").rename(tmp_path / "trajectories" / "r")
+        resume_and_judge(tmp_path, given, tasks=40, endpoint=endpoint, wasted=40)
+
+
+def test_a_disk_that_only_reads_is_told_before_any_call(tmp_path: Path) -> None:
+    """F16."""
+    scripted_rows(tmp_path, 1)
+    with small_disk(tmp_path / "disk", "ro"):
+        refused = run(tmp_path, **SCRIPTED, output_dir="disk")
+    assert refused.returncode == 2
+    assert "disk/r: cannot use this run directory: Read-only file system" in refused.stderr
+
+
+def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path) -> None:
+    """F16; F17: nothing of a run can be written by others, whatever the umask allows."""
+    scripted_rows(tmp_path, 2)
+    (tmp_path / "da ten ü").mkdir()
+    (tmp_path / "link").symlink_to("da ten ü")
+    before = os.umask(0)
+    try:
+        assert run(tmp_path, **SCRIPTED, output_dir="da ten ü").returncode == 0
+        resume_and_judge(tmp_path, {**SCRIPTED, "output_dir": "link"}, tasks=2)
+    finally:
+        os.umask(before)
+    written = [path for path in (tmp_path / "link" / "r").rglob("*") if not path.is_symlink()]
+    loose = [path.name for path in written if path.stat().st_mode & 0o022]
+    assert not loose
+    assert not (tmp_path / "link" / "r.jsonl").stat().st_mode & 0o022

@@ -1,0 +1,53 @@
+"""F6 and F7; the other rows of process death are in tests/test_run.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fake_endpoint import FakeEndpoint
+from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
+from tests.running import (
+    SCRIPTED,
+    WRITE_A_NOTE,
+    command,
+    started,
+    wait_until,
+    workers_of,
+    write_prompts,
+    write_rows,
+)
+
+
+def asking(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
+    """Options of a run of two workers that asks `endpoint`."""
+    given = {**SCRIPTED, "model": "openai:m", "key_env": "none", "num_workers": 2, "batch_size": 4}
+    return {**given, "base_url": endpoint.openai_url, **more}
+
+
+def test_the_parent_alone_is_killed_as_by_the_oom_killer(tmp_path: Path) -> None:
+    """F7: its workers go with it, so that the next start has the directory to itself."""
+    write_prompts(tmp_path / "p.jsonl", 12)
+    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["replies"] >= 6)
+            assert len(workers_of(process.pid)) == 2
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            assert_gone(process.pid)
+            resume_and_judge(tmp_path, given, tasks=12, endpoint=endpoint, wasted=8)
+
+
+def test_whoever_reads_the_output_may_leave(tmp_path: Path) -> None:
+    """F6: `| head -1` closes the pipe after the first line."""
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": [{"content": "y"}]}, {})
+    line = " ".join(command(**SCRIPTED)) + " 2>&1 | head -1"
+    piped = subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in piped.stdout + piped.stderr
+    judge_run_dir(tmp_path / "trajectories" / "r", tasks=1)

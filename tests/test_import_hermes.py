@@ -1,0 +1,171 @@
+"""`import_hermes`: what a batch run of hermes-agent finished is kept, and only the rest runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch.sharegpt import read_conversation
+from tests.faults.oracle import finished_lines, resume_and_judge
+from tests.running import SCRIPTED, lines, run, write_rows
+
+TOOLS = [
+    {
+        "name": "terminal",
+        "description": "Run it",
+        "parameters": {"type": "object"},
+        "required": None,
+    }
+]
+SYSTEM = f"You may call functions.\n<tools>\n{json.dumps(TOOLS)}\n</tools>\nIn <tool_call> tags."
+WORK = [
+    (
+        "gpt",
+        "<think>\nTwo at once.\n</think>\nLooking.\n"
+        '<tool_call>\n{"name": "terminal", "arguments": {"command": "ls"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "terminal", "arguments": {"command": "\\u003c/tool_call>"}}\n'
+        "</tool_call>",
+    ),
+    (
+        "tool",
+        '<tool_response>\n{"tool_call_id": "c1", "name": "terminal", "content": {"output": "a",'
+        ' "error": null}}\n</tool_response>\n'
+        '<tool_response>\n{"tool_call_id": "c2", "name": "terminal", "content": "Error: no"}\n'
+        "</tool_response>",
+    ),
+]
+ANSWER = ("gpt", "<think>\n</think>\nDone: ü.")
+
+
+def conversation(prompt: str, *turns: tuple[str, str]) -> list[dict[str, str]]:
+    entries = [("system", SYSTEM), ("human", prompt), *turns]
+    return [{"from": who, "value": value} for who, value in entries]
+
+
+def row(number: int, prompt: str, *turns: tuple[str, str], completed: bool = True) -> Any:
+    metadata = {"batch_num": 0, "timestamp": "2026-01-02T03:04:05", "model": "their-model"}
+    return {
+        "prompt_index": number,
+        "conversations": conversation(prompt, *turns),
+        "metadata": metadata,
+        "completed": completed,
+        "partial": False,
+        "api_calls": 7,
+        "toolsets_used": ["terminal"],
+        "tool_stats": {},
+        "tool_error_counts": {},
+    }
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A run over prompts 0 to 7, with all that can have happened to it."""
+    rows = [{"prompt": f"Prompt {n % 6}", "script": [{"content": "ours"}]} for n in range(8)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    worked = row(0, "Prompt 0", *WORK, ANSWER)
+    write_rows(
+        theirs / "batch_0.jsonl",
+        worked,
+        row(1, "Prompt 1", *WORK, completed=False),
+        row(0, "Prompt 0", ANSWER),  # appended again by a resume
+        row(6, "Prompt 0", ANSWER),  # the same prompt, another row
+    )
+    with (theirs / "batch_0.jsonl").open("a") as file:
+        file.write('{"prompt_index": 2, "conversa')
+    write_rows(theirs / "batch_10.jsonl", row(3, "Edited since", ANSWER))
+    write_rows(theirs / "trajectories.jsonl", worked, row(4, "Prompt 4", ANSWER))
+    done = {"run_name": "x", "completed_prompts": [0, 1, 3, 4, 5, 6]}
+    (theirs / "checkpoint.json").write_text(json.dumps(done))
+    return theirs
+
+
+def test_a_run_of_hermes_agent_goes_on_as_one_of_ours(theirs: Path) -> None:
+    cwd = theirs.parent
+    records = cwd / "trajectories" / "r" / "records.jsonl"
+    for told in (
+        ["3 completed", "1 ended early"],
+        ["4 already in this run"],
+    ):
+        imported = run(cwd, "import-hermes", "theirs", **SCRIPTED)
+        assert imported.returncode == 0, imported.stderr
+        for words in (
+            *told,
+            "1 repeated, left out batch_0.jsonl:3",
+            "1 of prompts that the dataset does not hold, left out batch_10.jsonl:1",
+            "1 unreadable; their prompts run again batch_0.jsonl:5 (",
+            "1 counted as done there, but no trajectory is left",
+            "pending            4",
+        ):
+            assert words in imported.stdout, imported.stdout
+        assert len(lines(records)) == 4
+    resume_and_judge(cwd, SCRIPTED, tasks=8)
+    made = {line["id"]: line for line in lines(cwd / "trajectories" / "r.jsonl")}
+    assert sum("ours" in line["conversations"][-1]["value"] for line in made.values()) == 4
+    first = next(iter(made.values()))
+    assert first["conversations"][1:] == conversation("Prompt 0", *WORK, ANSWER)[1:]
+    assert "terminal" in first["tools"]
+    assert first["api_calls"] == 7
+    kept = [json.loads(line) for line in finished_lines(records).values()]
+    theirs_kept = [record for record in kept if record["api"] == "hermes-agent"]
+    assert {record["model"] for record in theirs_kept} == {"their-model"}
+    assert sorted(record["status"] for record in theirs_kept) == [*["completed"] * 3, "max_turns"]
+
+
+def test_what_is_no_run_of_hermes_agent_is_refused(theirs: Path) -> None:
+    cwd = theirs.parent
+    (cwd / "empty").mkdir()
+    refused = run(cwd, "import_hermes", "empty", **SCRIPTED)
+    assert refused.returncode == 2
+    assert "empty: no batch_N.jsonl and no trajectories.jsonl" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ([], "the model says nothing"),
+        ([("gpt", "<tool_call>\n{broken\n</tool_call>")], "Expecting"),
+        ([("gpt", '<tool_call>\n{"name": "x"}')], "not closed"),
+        ([("gpt", '<tool_call>\n{"name": "x"}\n</tool_call> and more')], "something else"),
+        ([("gpt", "x"), WORK[1]], "2 results of 0 calls"),
+        ([("narrator", "x")], "from 'narrator'"),
+    ],
+)
+def test_a_row_that_is_not_of_the_format_says_why(turns: list[tuple[str, str]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_conversation(conversation("p", *turns), model=None, at=0.0)
+
+
+def test_what_a_user_says_on_the_way_is_kept() -> None:
+    found = read_conversation(
+        conversation("p", ANSWER, ("human", "And now?"), ANSWER), model=None, at=0.0
+    )
+    assert [message["role"] for message in found.trajectory.messages] == [
+        *("user", "assistant", "user", "assistant"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (conversation("p", ANSWER)[1:], "not with system and human"),
+        ([*conversation("p"), {"from": "gpt", "value": None}], "a gpt entry is no text"),
+        ([{"from": "system", "value": "x"}, *conversation("p", ANSWER)[1:]], "lists no tools"),
+    ],
+)
+def test_entries_that_are_not_of_the_format_say_why(entries: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_conversation(entries, model=None, at=0.0)
+
+
+def test_what_results_read_like_is_how_calls_went() -> None:
+    found = read_conversation(conversation("p", *WORK, ANSWER), model="m", at=5.0)
+    told = found.trajectory.to_record()
+    assert [call["is_error"] for call in told["tool_calls"]] == [False, True]
+    assert [call["id"] for call in told["messages"][1]["tool_calls"]] == ["c1", "c2"]
+    assert told["messages"][1]["reasoning"] == "Two at once."
+    assert found.is_answered

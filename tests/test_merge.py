@@ -1,0 +1,107 @@
+"""`merge`: several runs of one config become one, and none of their records is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.faults.oracle import finished_lines, resume_and_judge
+from tests.running import SCRIPTED, ids, run, write_rows
+
+SAY = [{"content": "y"}]
+
+
+def rows(*numbers: int) -> list[Any]:
+    return [{"id": f"p{n}", "prompt": "x", "script": SAY} for n in numbers]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs a (p0, p1), b (p2, a failed attempt) and other (p0, of another config)."""
+    cwd = tmp_path_factory.mktemp("parts")
+    write_rows(cwd / "a.jsonl", *rows(0, 1))
+    write_rows(cwd / "b.jsonl", *rows(2), {"id": "bad", "prompt": "x", "script": []})
+    write_rows(cwd / "all.jsonl", *rows(2, 1, 0, 3))
+    for name in ("a", "b"):
+        given = {**SCRIPTED, "run_name": name, "dataset_file": f"{name}.jsonl"}
+        run(cwd, **given)
+    write_rows(cwd / "other.jsonl", *rows(0))
+    run(cwd, **{**SCRIPTED, "run_name": "other", "dataset_file": "other.jsonl"}, max_turns=3)
+    return cwd
+
+
+@pytest.fixture
+def cwd(parts: Path, tmp_path: Path) -> Path:
+    shutil.copytree(parts, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_runs_of_different_rows_become_one_that_goes_on(cwd: Path) -> None:
+    merged = run(cwd, "merge", "a", "trajectories/b", into="m", dataset_file="all.jsonl")
+    assert merged.returncode == 0, merged.stderr
+    assert "2 records of trajectories/a" in merged.stdout
+    assert "3 records in trajectories/m" in merged.stdout
+    assert ids(cwd / "trajectories" / "m.jsonl") == ["p2", "p1", "p0"], "dataset order"
+    failures = (cwd / "trajectories" / "m" / "failures.jsonl").read_text()
+    assert failures == (cwd / "trajectories" / "b" / "failures.jsonl").read_text()
+    given = {**SCRIPTED, "run_name": "m", "dataset_file": "all.jsonl"}
+    resume_and_judge(cwd, given, tasks=4)
+    identity = json.loads((cwd / "trajectories" / "m" / "run.json").read_text())
+    assert identity["history"][0]["merged"][1] == {"path": "trajectories/b", "records": 1}
+
+
+def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -> None:
+    shutil.copytree(cwd / "trajectories" / "a", cwd / "trajectories" / "twin")
+    merged = run(cwd, "merge", "a", "twin", into="m")
+    assert merged.returncode == 0, merged.stderr
+    assert "2 of them were in two runs, equal" in merged.stdout
+    resume_and_judge(cwd, {**SCRIPTED, "run_name": "m", "dataset_file": "a.jsonl"}, tasks=2)
+    records = cwd / "trajectories" / "twin" / "records.jsonl"
+    records.write_bytes(records.read_bytes().replace(b'"y"', b'"z"', 1))
+    refused = run(cwd, "merge", "a", "twin", into="n")
+    assert refused.returncode == 2
+    assert "1 tasks have different records in two runs: p" in refused.stderr
+    assert "in trajectories/a and trajectories/twin" in refused.stderr
+    assert not [path.name for path in (cwd / "trajectories").iterdir() if path.name[:2] == ".n"]
+
+
+def test_what_cannot_be_one_run_is_refused(cwd: Path) -> None:
+    refusals: list[tuple[list[str], dict[str, Any], str]] = [
+        (["a", "other"], {}, "differs from that of trajectories/a in max_turns"),
+        (["a", "b"], {}, "name one that has all rows by --dataset_file"),
+        (["a", "b"], {"dataset_file": "all.jsonl", "into": "a"}, "it exists already"),
+        (["a", "b"], {"dataset_file": "all.jsonl", "into": "../x"}, "must be one plain name"),
+        (["a", "gone"], {}, "no run here"),
+    ]
+    before = finished_lines(cwd / "trajectories" / "a" / "records.jsonl")
+    for names, more, words in refusals:
+        refused = run(cwd, "merge", *names, **{"into": "m", **more})
+        assert refused.returncode == 2
+        assert words in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert finished_lines(cwd / "trajectories" / "a" / "records.jsonl") == before
+
+
+def test_a_damaged_run_is_to_be_repaired_first(cwd: Path) -> None:
+    records = cwd / "trajectories" / "a" / "records.jsonl"
+    records.write_bytes(b"{" + records.read_bytes()[1:].replace(b"{", b"[", 1))
+    refused = run(cwd, "merge", "a", "b", into="m", dataset_file="all.jsonl")
+    assert refused.returncode == 2
+    assert "trajectories/a/records.jsonl:1: unreadable; `verify --repair` it" in refused.stderr
+
+
+def test_conversations_under_way_are_left_behind_only_where_that_is_wanted(cwd: Path) -> None:
+    reply = {"kind": "reply", "turn": 1, "message": {"role": "assistant", "content": ""}}
+    event = {"task": "p9", "input_digest": "d", "deal": 1, "position": 0, "event": reply}
+    segment = cwd / "trajectories" / "a" / "inflight" / "worker-0-0.jsonl"
+    segment.write_bytes(orjson.dumps(event) + b"\n")
+    line = ["merge", "a", "b", "--into=m", "--dataset_file=all.jsonl"]
+    refused = run(cwd, *line)
+    assert refused.returncode == 2
+    assert "1 conversations with 1 turns are under way" in refused.stderr
+    assert run(cwd, *line, "--drop_unfinished").returncode == 0

@@ -1,0 +1,281 @@
+"""`verify`: each kind of damage is found, named by file and line, and repaired without loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import pytest
+
+from batch.config import RunConfig
+from batch.prompts import task_key
+from batch.run_dir import locked, read_run_json
+from batch.upkeep import Checked, check
+from batch_runner import _export_and_account
+from tests.running import SCRIPTED, ids, lines, run, write_rows
+
+NOTE = {"tool_calls": [{"name": "write_file", "arguments": {"path": "n", "content": "1"}}]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of five tasks: three completed, one ended early, one rejected."""
+    cwd = tmp_path_factory.mktemp("whole")
+    rows: list[Any] = [
+        {"id": f"p{n}", "prompt": "x", "script": [NOTE, {"content": f"y{n}"}]} for n in range(3)
+    ]
+    rows.append({"id": "endless", "prompt": "x", "script": [NOTE] * 9})
+    odd: dict[str, Any] = {"tool_calls": [{"name": "fly"}]}
+    rows.append({"id": "odd", "prompt": "x", "script": [odd, {"content": "no"}]})
+    write_rows(cwd / "p.jsonl", *rows)
+    assert run(cwd, **SCRIPTED, max_turns=3).returncode == 0
+    return cwd / "trajectories" / "r"
+
+
+@pytest.fixture
+def path(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage."""
+    shutil.copytree(whole.parent, tmp_path / "trajectories")
+    shutil.copy(whole.parent.parent / "p.jsonl", tmp_path)
+    return tmp_path / "trajectories" / "r"
+
+
+def checked(path: Path, *, read_data: bool = True, repair: bool = False) -> Checked:
+    identity = read_run_json(path)
+    config = RunConfig.model_validate(identity["config"])
+    return check(
+        path, identity, config, read_data=read_data, repair=repair, make=_export_and_account
+    )
+
+
+def edit(file: Path, change: Callable[[list[bytes]], Any]) -> None:
+    """Change the lines of a file in place."""
+    content = file.read_bytes().splitlines(keepends=True)
+    change(content)
+    file.write_bytes(b"".join(content))
+
+
+def without(line: bytes, **changes: Any) -> bytes:
+    return orjson.dumps({**orjson.loads(line), **changes}) + b"\n"
+
+
+def put(number: int, line: bytes) -> Callable[[list[bytes]], Any]:
+    return lambda content: content.__setitem__(number, line)
+
+
+def change_record(number: int, **changes: Any) -> Callable[[list[bytes]], Any]:
+    return lambda content: content.__setitem__(number, without(content[number], **changes))
+
+
+def same_length_other_text(content: list[bytes]) -> None:
+    content[0] = content[0].replace(b"y0", b"z0")
+
+
+def event_of(task: str) -> bytes:
+    reply = {"kind": "reply", "turn": 1, "message": {"role": "assistant", "content": ""}}
+    line = {"task": task, "input_digest": "d", "deal": 1, "position": 0, "event": reply}
+    return orjson.dumps(line) + b"\n"
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_bytes(orjson.dumps({**orjson.loads(file.read_bytes()), **changes}))
+
+
+class Damage(NamedTuple):
+    """One way to damage a run: what `verify` must say, and how many tasks then run again."""
+
+    do: Callable[[Path], Any]
+    words: str
+    again: int = 0
+    repaired: bool = True
+
+
+def on(name: str, change: Callable[[list[bytes]], Any]) -> Callable[[Path], Any]:
+    return lambda path: edit(path / name, change)
+
+
+DAMAGES: dict[str, Damage] = {
+    "torn record": Damage(
+        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: a line that was"
+    ),
+    "zeros": Damage(
+        on("records.jsonl", lambda c: c.__setitem__(1, b"\0" * (len(c[1]) - 1) + b"\n")),
+        "records.jsonl:2: not a whole record",
+        again=1,
+    ),
+    "a record without messages": Damage(
+        on("records.jsonl", change_record(2, messages=None)),
+        "records.jsonl:3: not a whole record",
+        again=1,
+    ),
+    "a record twice": Damage(
+        on("records.jsonl", lambda c: c.append(c[0])), "records.jsonl:6: a second record of"
+    ),
+    "a turn missing": Damage(
+        on("records.jsonl", lambda c: c.__setitem__(0, without_turn(c[0]))),
+        "records.jsonl:1: ",
+        repaired=False,
+    ),
+    "a record of another schema": Damage(
+        on("records.jsonl", change_record(0, schema_version=99)),
+        "of schema 99, ours is",
+        repaired=False,
+    ),
+    "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: it ends before"),
+    "a wrong index": Damage(
+        on("records.idx", lambda c: c.__setitem__(2, c[2].replace(b",1,", b",7,"))),
+        "records.idx:3: not what line 3 of records.jsonl says",
+    ),
+    "an index that goes on": Damage(
+        on("records.idx", lambda c: c.append(c[0])), "records.idx:6: it goes on"
+    ),
+    "a failure that is none": Damage(
+        lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
+    ),
+    "a torn failure": Damage(
+        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: a line that was"
+    ),
+    "a journal of nobody": Damage(
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: no unfinished"
+    ),
+    "a journal with garbage": Damage(
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(b"gone\n" + event_of("z")),
+        "worker-3-0.jsonl:1: not an event",
+    ),
+    "a torn journal": Damage(
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(event_of("z") + b'{"t'),
+        "worker-3-0.jsonl:2: a line that was",
+    ),
+    "a workspace of a finished task": Damage(
+        lambda p: workspace_of_first(p).mkdir(parents=True), ": the files of a finished"
+    ),
+    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: a file"),
+    "half a training file": Damage(
+        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: a file that"
+    ),
+    "no summary": Damage(lambda p: (p / "summary.json").unlink(), "summary.json: missing"),
+    "an empty summary": Damage(
+        lambda p: (p / "summary.json").write_bytes(b""), "summary.json: unreadable"
+    ),
+    "an empty manifest": Damage(
+        lambda p: (p / "exports" / "manifest.json").write_bytes(b""), "manifest.json: unreadable"
+    ),
+    "a wrong summary": Damage(
+        lambda p: edit_json(p / "summary.json", done=9), "summary.json: it says done 9, the records"
+    ),
+    "no manifest": Damage(
+        lambda p: (p / "exports" / "manifest.json").unlink(), "manifest.json: missing"
+    ),
+    "a manifest that miscounts": Damage(
+        lambda p: edit_json(p / "exports" / "manifest.json", pending=2), "manifest.json: pending 2"
+    ),
+    "no training file": Damage(lambda p: (p.parent / "r.jsonl").unlink(), "r.jsonl: missing"),
+    "a short training file": Damage(
+        lambda p: edit(p.parent / "r.jsonl", lambda c: c.pop()), "r.jsonl: "
+    ),
+    "another text in the training file": Damage(
+        lambda p: edit(p.parent / "r.jsonl", same_length_other_text), "r.jsonl:1: not what the"
+    ),
+    "an edited meaning": Damage(
+        lambda p: edit_json(p / "run.json", digest="0" * 16),
+        "run.json: the digest is not that",
+        repaired=False,
+    ),
+}  # fmt: skip
+
+
+def without_turn(line: bytes) -> bytes:
+    return without(line, turns=json.loads(line)["turns"][1:])
+
+
+def workspace_of_first(path: Path) -> Path:
+    first = lines(path / "records.jsonl")[0]
+    return path / "workspaces" / task_key(first["id"], first["input_digest"]).hex()
+
+
+def test_a_finished_run_is_whole(path: Path) -> None:
+    found = checked(path)
+    assert (found.found, found.records, found.owed) == ([], 5, "")
+    assert "5 records, whole" in found.in_words()
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named_repaired_and_costs_only_what_it_hit(path: Path, name: str) -> None:
+    damage = DAMAGES[name]
+    damage.do(path)
+    before = content_of(path)
+    found = checked(path)
+    assert damage.words in found.in_words()
+    assert found.left == found.found
+    assert content_of(path) == before, "without --repair nothing is written"
+    repaired = checked(path, repair=True)
+    assert (repaired.left == []) is damage.repaired, repaired.in_words()
+    assert (f"runs {damage.again} tasks" in repaired.owed) is bool(damage.again)
+    assert len(set(ids(path / "records.jsonl"))) == 5 - damage.again
+    readable = [line for line in before["records.jsonl"].splitlines() if is_whole(line)]
+    kept = b"".join(content_of(path).values())
+    assert all(line in kept for line in readable), "nothing readable is thrown away"
+
+
+def content_of(path: Path) -> dict[str, bytes]:
+    files = [file for file in path.rglob("*") if file.is_file()]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+def is_whole(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def test_without_read_data_the_contents_of_exports_are_taken_on_trust(path: Path) -> None:
+    edit(path.parent / "r.jsonl", same_length_other_text)
+    assert not checked(path, read_data=False).found
+    assert len(checked(path).found) == 2
+
+
+def test_a_failed_record_that_a_later_attempt_replaced_is_no_duplicate(path: Path) -> None:
+    first = lines(path / "records.jsonl")[0]
+    failed = {**first, "status": "failed", "error": {"class": "x", "message": "y"}}
+    edit(path / "records.jsonl", lambda c: c.insert(0, orjson.dumps(failed) + b"\n"))
+    edit(path / "records.jsonl", change_record(1, attempt=2))
+    checked(path, repair=True)
+    assert not checked(path).found
+    assert len(lines(path / "records.jsonl")) == 6
+
+
+def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
+    edit_json(path / "run.json", dataset={"path": str(path / "gone.jsonl")})
+    edit(path / "records.jsonl", put(1, b"x\n"))
+    words = checked(path).in_words()
+    assert "its tasks cannot be told" in words
+    assert "records.jsonl:2: not a whole record" in words
+
+
+def test_the_command_tells_by_its_exit_code(path: Path) -> None:
+    """0 whole, 6 not, 5 worked on, 2 no run; and what --json holds."""
+    cwd = path.parent.parent
+    assert run(cwd, "verify", "r").returncode == 0
+    os.truncate(path / "records.jsonl", (path / "records.jsonl").stat().st_size - 1)
+    told = run(cwd, "verify", "r", "--json")
+    assert told.returncode == 6
+    problem = json.loads(told.stdout)["problems"][0]
+    assert (problem["file"], problem["line"]) == ("trajectories/r/records.jsonl", 5)
+    with locked(path):
+        for flags in ([], ["--repair"]):
+            refused = run(cwd, "verify", "r", *flags)
+            assert refused.returncode == 5
+            assert f"pid {os.getpid()} on host" in refused.stderr
+    repaired = run(cwd, "verify", "r", "--repair", "--read_data")
+    assert repaired.returncode == 0
+    assert "runs 1 tasks" in repaired.stdout
+    assert run(cwd, "verify", "nothing").returncode == 2
+    assert run(cwd, **SCRIPTED, max_turns=3).returncode == 0
+    assert len(ids(path / "records.jsonl")) == 5
