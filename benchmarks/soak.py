@@ -25,9 +25,9 @@ from typing import NamedTuple
 import orjson
 
 from batch.upkeep import check, find_run
-from batch_runner import _export_and_account
 from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.resume import ROOT, status_of, write_rows
+from commands.shared import export_and_account
 
 KINDS = (
     *("http500", "http529", "disconnect", "reset", "html", "empty", "null", "cut", "bad_utf8"),
@@ -125,9 +125,7 @@ class Soak:
         """What went wrong over all starts, by kind; `wasted` are calls that were paid twice."""
         path, identity, config = find_run(str(self._run_dir), self._run_dir.parent)
         config = config.model_copy(update={"dataset_file": self._cwd / "p.jsonl"})
-        found = check(
-            path, identity, config, read_data=True, repair=False, make=_export_and_account
-        )
+        found = check(path, identity, config, read_data=True, repair=False, make=export_and_account)
         for problem in found.found:
             print(problem.in_words())
         ids = Counter(

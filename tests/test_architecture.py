@@ -16,7 +16,8 @@ MAY_IMPORT = {
     "batch": {"agent", "toolsets"},
     "export": {"agent", "batch", "toolsets"},
     "run_agent": {"agent", "batch", "export", "toolsets"},
-    "batch_runner": {"agent", "batch", "export", "toolsets"},
+    "commands": {"agent", "batch", "export", "toolsets"},
+    "batch_runner": {"batch", "commands"},
 }
 """What each room may import beside itself; imports run one way, down."""
 

@@ -16,7 +16,7 @@ from batch.config import RunConfig
 from batch.prompts import task_key
 from batch.run_dir import locked, read_run_json
 from batch.upkeep import Checked, check
-from batch_runner import _export_and_account
+from commands.shared import export_and_account
 from tests.running import SCRIPTED, ids, lines, run, write_rows
 
 NOTE = {"tool_calls": [{"name": "write_file", "arguments": {"path": "n", "content": "1"}}]}
@@ -49,7 +49,7 @@ def checked(path: Path, *, read_data: bool = True, repair: bool = False) -> Chec
     identity = read_run_json(path)
     config = RunConfig.model_validate(identity["config"])
     return check(
-        path, identity, config, read_data=read_data, repair=repair, make=_export_and_account
+        path, identity, config, read_data=read_data, repair=repair, make=export_and_account
     )
 
 

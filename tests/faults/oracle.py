@@ -15,8 +15,8 @@ import orjson
 from batch.config import RunConfig
 from batch.run_dir import read_run_json
 from batch.upkeep import Checked, check
-from batch_runner import _export_and_account
 from benchmarks.fake_endpoint import FakeEndpoint
+from commands.shared import export_and_account
 from tests.running import run, session_of, wait_until
 
 KNOWN = {
@@ -31,7 +31,7 @@ def check_run(run_dir: Path) -> Checked:
     identity = read_run_json(run_dir)
     config = RunConfig.model_validate(identity["config"])
     config = config.model_copy(update={"output_dir": run_dir.parent})
-    return check(run_dir, identity, config, read_data=True, repair=False, make=_export_and_account)
+    return check(run_dir, identity, config, read_data=True, repair=False, make=export_and_account)
 
 
 def resume_and_judge(

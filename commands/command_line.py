@@ -89,3 +89,18 @@ def _metavar(name: str, field: Any) -> str | None:
     if "float" in kinds:
         return "SECONDS" if name.endswith("_s") else "NUMBER"
     return "N" if "int" in kinds else "TEXT"
+
+
+EXAMPLES = """\b
+Examples:
+  python batch_runner.py --config=configs/demo/run.yaml --run_name=demo
+  python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
+      --model=openai:gpt-5-mini --batch_size=20 --num_workers=4
+  python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
+      --model=my-model --base_url=http://127.0.0.1:8000/v1
+  python batch_runner.py estimate --pilot=30 --dataset_file=prompts.jsonl --run_name=my_run ...
+  python batch_runner.py status my_run
+
+Run the same command again to resume: finished conversations are kept, unfinished ones go on at
+their turn.
+"""

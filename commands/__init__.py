@@ -1,0 +1,1 @@
+"""The commands of batch_runner.py: from options to an exit code."""

@@ -1,0 +1,147 @@
+"""What several commands do: find a run, start one, export it, show it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batch.console import show
+
+if TYPE_CHECKING:
+    from batch.accounts import Accounts
+    from batch.config import RunConfig
+    from batch.prompts import Scan
+    from batch.run import Outcome, Plan
+    from batch.run_dir import RunDir
+
+
+def starting_options(function: Any) -> Any:
+    """The options of the commands that start a run."""
+    for option in reversed(
+        [
+            click.option(
+                "--config",
+                "config_file",
+                type=click.Path(path_type=Path),
+                help="YAML file with any of these options; flags win over it.",
+            ),
+            click.option(
+                "--fresh",
+                is_flag=True,
+                help="Begin anew; an existing run directory is moved aside.",
+            ),
+            click.option(
+                "--accept_config_change",
+                default="",
+                metavar="KEY,...",
+                help="Resume although these keys, which decide what the data is, have changed.",
+            ),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def run_dir_argument(function: Any) -> Any:
+    function = click.option(
+        "--output_dir",
+        type=click.Path(path_type=Path),
+        default=Path("trajectories"),
+        help="Where run directories are, if RUN is only a name.  [default: trajectories]",
+    )(function)
+    return click.argument("run", metavar="RUN")(function)
+
+
+def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:
+    from batch.config_file import load_config
+    from batch.run import make_plan
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    return make_plan(load_config(config_file, given))
+
+
+def start(
+    plan: Plan, *, fresh: bool, accept_config_change: str, only: Collection[bytes] | None = None
+) -> tuple[Outcome, Accounts]:
+    """Work on the tasks of a plan (`only` those with these keys); show and give what came of it."""
+    from batch.run import refuse_bad_rows, run_batch, warn
+
+    warn(plan)
+    refuse_bad_rows(plan)
+    with opened(plan, fresh, accept_config_change) as run_dir:
+        outcome = run_batch(plan, run_dir, only=only)
+        accounts = export_and_account(
+            run_dir.path, plan.scan, plan.config, last_start=outcome.to_json()
+        )
+    show_run(run_dir.path, accounts)
+    return outcome, accounts
+
+
+def opened(plan: Plan, fresh: bool, accept_config_change: str) -> closing[RunDir]:
+    """The run directory of a plan, locked until the end of a `with` block."""
+    from batch.run_dir import open_run
+
+    return closing(
+        open_run(
+            plan.config,
+            plan.scan,
+            api=plan.api,
+            fresh=fresh,
+            accept_changes=[key for key in accept_config_change.split(",") if key],
+        )
+    )
+
+
+def open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]:
+    """Find a run by name or directory and scan its dataset as its last start did."""
+    from batch.upkeep import find_run, scan_of
+
+    path, identity, config = find_run(run, output_dir)
+    return path, scan_of(identity, config), config
+
+
+def export_and_account(
+    path: Path, scan: Scan, config: RunConfig, *, last_start: dict[str, Any] | None = None
+) -> Accounts:
+    """Write the training files, then the summary, both from what is on disk.
+
+    `last_start` is how the start went that has just ended; the summary keeps what it says of the
+    last one where none has.
+    """
+    import orjson
+
+    from batch.accounts import account
+    from batch.files import replace_file
+    from export.training_files import export_run
+
+    export_run(
+        path, scan, num_samples=config.num_samples, require_reasoning=config.require_reasoning
+    )
+    accounts = account(path, scan, config)
+    summary = path / "summary.json"
+    if last_start is None:
+        # A summary that is missing or damaged has nothing to keep.
+        with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
+            last_start = orjson.loads(summary.read_bytes()).get("last_start")
+    content = {**accounts.to_json(), "last_start": last_start}
+    replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+    return accounts
+
+
+def show_run(path: Path, accounts: Accounts) -> None:
+    import orjson
+
+    from batch.accounts import as_table
+
+    manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
+    lines = [as_table(accounts)]
+    for file in manifest["files"]:
+        if file["rows"] or file is manifest["files"][0]:
+            place = os.path.normpath(path / file["path"])
+            lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
+    show("\n".join(lines))

@@ -1,0 +1,121 @@
+"""Commands that take the options of a run: run, estimate, import_hermes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batch.console import show
+from commands.command_line import EXAMPLES, RunCommand
+from commands.ending import end, errors_as_exit_codes, fail
+from commands.shared import (
+    export_and_account,
+    make_plan_of,
+    opened,
+    show_run,
+    start,
+    starting_options,
+)
+
+
+@click.command(cls=RunCommand, epilog=EXAMPLES)
+@starting_options
+@click.option("--dry_run", is_flag=True, help="Check everything, say what would run, and stop.")
+@click.option(
+    "--resume", is_flag=True, help="Accepted for habit's sake: the same command always resumes."
+)
+def run(
+    config_file: Path | None,
+    fresh: bool,
+    accept_config_change: str,
+    dry_run: bool,
+    resume: bool,
+    **flags: Any,
+) -> None:
+    """Run all prompts of a dataset, or resume doing so (the default command)."""
+    from batch.run import describe, show_bad_rows, warn
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(config_file, flags)
+        if dry_run:
+            warn(plan)
+            show_bad_rows(plan.scan)
+            show(describe(plan))
+            return
+        started = start(plan, fresh=fresh, accept_config_change=accept_config_change)
+    end(*started)
+
+
+@click.command(cls=RunCommand)
+@starting_options
+@click.option(
+    "--pilot",
+    type=click.IntRange(min=2),
+    default=30,
+    help="Tasks to run, drawn at random.  [default: 30]",
+)
+def estimate(
+    config_file: Path | None, fresh: bool, accept_config_change: str, pilot: int, **flags: Any
+) -> None:
+    """Run a random sample of a run's tasks, then forecast what the whole run will take.
+
+    Takes the options of the run. The sample is part of the run: the same options without
+    `estimate` go on with the rest.
+    """
+    import orjson
+
+    from batch.files import replace_file
+    from batch.forecast import as_table, forecast, sample_tasks
+    from batch.models import bounds_of
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(config_file, flags)
+        config = plan.config
+        sample = sample_tasks(
+            plan.scan, num_samples=config.num_samples, count=pilot, seed=config.seed
+        )
+        outcome, accounts = start(
+            plan, fresh=fresh, accept_config_change=accept_config_change, only=sample
+        )
+        bounds = bounds_of(config, plan.setups)
+        found = forecast(
+            config.run_dir,
+            accounts,
+            sample,
+            conversations=config.conversations,
+            bounds=bounds,
+            seed=config.seed,
+        )
+        if found is not None:
+            content = orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
+            replace_file(config.run_dir / "estimate.json", content)
+    if found is None:
+        fail("no task of the sample has ended, so nothing can be forecast", 1)
+    show(as_table(found))
+    end(outcome, accounts)
+
+
+@click.command(cls=RunCommand, name="import_hermes")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@starting_options
+def import_hermes(
+    directory: Path, config_file: Path | None, fresh: bool, accept_config_change: str, **flags: Any
+) -> None:
+    """Make a run of what a batch run of hermes-agent left in DIRECTORY.
+
+    Takes the options of the run. The same options without `import_hermes DIRECTORY` then run what
+    is missing.
+    """
+    from batch.import_hermes import import_hermes
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(config_file, flags)
+        with opened(plan, fresh, accept_config_change) as run_dir:
+            imported = import_hermes(
+                directory, plan.scan, run_dir, num_samples=plan.config.num_samples
+            )
+            accounts = export_and_account(run_dir.path, plan.scan, plan.config)
+    show(imported.in_words())
+    show_run(run_dir.path, accounts)
