@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,23 @@ class TestManifest:
             {"split": "train", "path": "openai_parquet/train/*.parquet"}
         ]
         assert "dataset_info" not in header
+
+
+@pytest.mark.long  # tracing memory is slow
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    def peak(count: int) -> int:
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        source = make_run(folder, *[said(f"{n} " + "x" * 500) for n in range(count)])
+        recipe = Recipe(formats=("openai", "hermes"), splits={"train": 0.5, "test": 0.5})
+        tracemalloc.start()
+        derive(source, recipe)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(10)  # fills what is cached for good
+    assert peak(1200) - peak(120) < 150_000  # their texts alone are 600,000 bytes
 
 
 class TestDirectory:
