@@ -10,8 +10,8 @@ process. `--format default` measures the export at the end of a run.
 from __future__ import annotations
 
 import json
+import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -53,8 +53,11 @@ def main(rows: int, turns: int, chars: int, formats: str, recipe: str | None) ->
         argv = [sys.executable, "batch_runner.py", "export", str(run_dir)]
         argv += [] if formats == "default" else [f"--format={formats}"]
         argv += [f"--recipe={recipe}"] if recipe else []
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)  # of this child alone, not of the maker too
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            raise SystemExit(f"{argv} ended with {process.returncode}")
     cpu = used.ru_utime + used.ru_stime
     click.echo(
         f"{formats}: {rows:,} rows, {size / 1e6:.0f} MB in {cpu:.2f} s of CPU = "
