@@ -8,7 +8,7 @@ give the same bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import groupby
@@ -51,23 +51,19 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
     Raises `ConfigError` for a recipe that cannot be followed here, `EnvironmentStop` where a
     record has become unreadable.
     """
-    making = _Making(recipe, place)
-    failed_attempts = load_failed_attempts(source.run_dir)
     counts: Counter[str] = Counter()
-
-    def stored(order: RecordOrder, task: Task) -> Stored | None:
-        counts["tasks"] += 1
-        where = order.find(task.key)
-        if where is None:
-            counts["failed" if task.key in failed_attempts else "pending"] += 1
-            return None
-        counts["records"] += 1
-        return read_record(records, *where, task.id)
-
     with record_order(source.run_dir) as order, open_records(source.run_dir) as records:
-        making.order = order
+        making = _Making(recipe, place, order)
+        failed_attempts = load_failed_attempts(source.run_dir)
         for group in _groups(source, together=recipe.compares):
-            making.add(filter(None, (stored(order, task) for task in group)))
+            found = []
+            for task in group:
+                counts["tasks"] += 1
+                if (where := order.find(task.key)) is not None:
+                    found.append(read_record(records, *where, task.id))
+                else:
+                    counts["failed" if task.key in failed_attempts else "pending"] += 1
+            making.add(found)
         gone = order.unasked()
     discarded = len(source.scan.bad_rows) * source.num_samples
     run = read_run_json(source.run_dir)
@@ -95,10 +91,9 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
 class _Making:
     """A dataset in the making."""
 
-    order: RecordOrder
-
-    def __init__(self, recipe: Recipe, place: Place) -> None:
+    def __init__(self, recipe: Recipe, place: Place, order: RecordOrder) -> None:
         self._recipe = recipe
+        self._order = order
         filters = recipe.filters
         self._filters = RecordFilters(filters, threshold=recipe.preference.threshold)
         self._near = (
@@ -114,7 +109,7 @@ class _Making:
         self._models: Counter[str] = Counter()
         self._statistics = Statistics()
 
-    def add(self, records: Iterator[Stored]) -> None:
+    def add(self, records: Sequence[Stored]) -> None:
         """Take the records of one prompt, or a single one where none are compared."""
         candidates = []
         for stored in records:
@@ -166,7 +161,7 @@ class _Making:
                 conversation = read_conversation(record)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        if self._recipe.filters.exact_duplicates and not self.order.is_new(fingerprint(record)):
+        if self._recipe.filters.exact_duplicates and not self._order.is_new(fingerprint(record)):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is not None and (earlier := self._near.earlier(record)):
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")

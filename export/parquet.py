@@ -15,8 +15,11 @@ from export.row_files import Hashing, MakeWriter, RowWriter
 
 _MESSAGES = frozenset({"messages", "prompt", "completion", "chosen", "rejected"})
 
-_GROUP_BYTES = 16 << 20
-"""JSON bytes of a row group: what is held in memory."""
+_BATCH_BYTES = 1 << 20
+"""JSON bytes of rows that are held as objects, which take several times as much memory."""
+
+_GROUP_BATCHES = 16
+"""Batches in a row group, which is held in memory too."""
 
 
 def parquet_writer(format_name: str) -> MakeWriter:
@@ -35,6 +38,7 @@ def parquet_writer(format_name: str) -> MakeWriter:
             )
             self._rows: list[dict[str, Any]] = []
             self._held = 0
+            self._batches: list[Any] = []
 
         def write(self, line: bytes) -> None:
             row = json.loads(line)
@@ -42,18 +46,26 @@ def parquet_writer(format_name: str) -> MakeWriter:
                 row[name] = with_arguments_as_text(row[name])
             self._rows.append(row)
             self._held += len(line)
-            if self._held >= _GROUP_BYTES:
-                self._flush()
+            if self._held >= _BATCH_BYTES:
+                self._end_batch()
+                if len(self._batches) >= _GROUP_BATCHES:
+                    self._end_group()
 
         def finish(self) -> None:
-            self._flush()
+            self._end_batch()
+            self._end_group()
             self._writer.close()
 
-        def _flush(self) -> None:
+        def _end_batch(self) -> None:
             if self._rows:
-                self._writer.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=schema))
+                self._batches.append(pa.RecordBatch.from_pylist(self._rows, schema=schema))
             self._rows = []
             self._held = 0
+
+        def _end_group(self) -> None:
+            if self._batches:
+                self._writer.write_table(pa.Table.from_batches(self._batches))
+            self._batches = []
 
     def make(file: Hashing) -> RowWriter:
         return Twin(file)

@@ -406,6 +406,17 @@ class TestParquet:
         ]
         assert [part["format"] for part in manifest["formats"]] == ["hermes", "openai"]
 
+    def test_rows_beyond_a_batch_and_a_group_are_all_there(self, tmp_path: Path) -> None:
+        pq = pytest.importorskip("pyarrow.parquet")
+        long = "x" * 400_000
+        records = [record_of(user(), assistant(f"{n} {long}")) for n in range(50)]
+        directory, _ = exported(make_run(tmp_path, *records), formats="openai,parquet")
+        file = pq.ParquetFile(directory / "openai_parquet" / "train.parquet")
+        assert file.num_row_groups == 2
+        written = lines(directory / "openai" / "train.jsonl")
+        assert file.read().to_pylist()[49]["messages"][1]["content"] == f"49 {long}"
+        assert [row["id"] for row in file.read().to_pylist()] == [row["id"] for row in written]
+
     def test_alone_it_is_that_of_openai(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
         directory, manifest = exported(make_run(tmp_path, worked()), formats="parquet")
