@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import orjson
+
 from agent.messages import Event
+from batch.files import AppendFile, repair_tail
 from batch.journal import Inflight
 from batch.purse import Amount
 from batch.records import Entry
 from batch.wire import pack
 from batch.worker_process import WorkerProcess
+
+log = logging.getLogger(__name__)
 
 _PART = 2
 """A loan leaves each worker about so many times its share of what is left to ask for."""
@@ -30,8 +37,8 @@ class _Borrower:
     is_short: bool = False
     """It holds nothing beyond that."""
     wanted: Amount = field(default_factory=Amount)
-    need: Amount | None = None
-    """The least that lets one of its calls go; None where none waits."""
+    needs: list[Amount] = field(default_factory=list)
+    """What would let one of its calls go, either of these; empty where none waits."""
 
     @property
     def is_quiet(self) -> bool:
@@ -42,9 +49,10 @@ class _Borrower:
 class RunBudget:
     """Lends what is left of the run's budget to the workers that ask for it."""
 
-    def __init__(self, bounds: Amount | None, *, spent: Amount) -> None:
+    def __init__(self, bounds: Amount | None, *, spent: Amount, ledger: Ledger) -> None:
         """`spent` is what the run had used up before this start; see `spent_before`."""
         self.bounds = bounds
+        self._ledger = ledger
         self._left = (bounds or Amount()) - _bounded(spent, bounds)
         self._borrowers: dict[WorkerProcess, _Borrower] = {}
         self._is_short = False
@@ -56,8 +64,10 @@ class RunBudget:
         borrower.calls = told["calls"]
         borrower.is_short = told["is_short"]
         borrower.wanted = Amount(*told["wanted"])
-        borrower.need = None if told["need"] is None else Amount(*told["need"])
-        self._left += Amount(*told["returned"])
+        borrower.needs = [Amount(*need) for need in told["needs"]]
+        if any(told["returned"]):
+            self._left += Amount(*told["returned"])
+            self._ledger.append("returned", Amount(*told["returned"]))
 
     def lend(self, workers: Sequence[WorkerProcess]) -> None:
         """Lend what can be lent. What a worker held when it died stays spent: it may have been."""
@@ -67,10 +77,11 @@ class RunBudget:
             del self._borrowers[gone]
         for worker in workers:
             borrower = self._borrowers.setdefault(worker, _Borrower())
-            if borrower.need is None or borrower.loans != borrower.loans_seen:
+            if not borrower.needs or borrower.loans != borrower.loans_seen:
                 continue
-            if self._left.covers(borrower.need):
-                self._lend_to(worker, borrower, borrower.need, len(workers))
+            payable = [need for need in borrower.needs if self._left.covers(need)]
+            if payable:
+                self._lend_to(worker, borrower, payable[0], len(workers))
             else:
                 self._is_short = True
         if self._is_short:
@@ -82,7 +93,7 @@ class RunBudget:
     def used_up(self, workers: Sequence[WorkerProcess]) -> str | None:
         """In words, that the budget is used up; None while some call can still be paid for."""
         ready = [self._borrowers[worker] for worker in workers if worker in self._borrowers]
-        needs = [borrower.need for borrower in ready if borrower.need is not None]
+        needs = [need for borrower in ready for need in borrower.needs]
         if not needs or not all(borrower.is_quiet for borrower in ready):
             return None
         if any(self._left.covers(need) for need in needs):
@@ -119,23 +130,68 @@ class RunBudget:
             loan = need
         self._left -= loan
         borrower.loans += 1
-        borrower.need = None
+        borrower.needs = []
+        # On disk before it can be spent: what a crash leaves unreturned may have been.
+        self._ledger.append("lent", loan)
         worker.send(pack("loan", amount=loan.to_json()))
 
 
-def spent_before(entries: Iterable[Entry], inflight: Inflight) -> Amount:
-    """What the starts before have used up: by the records, and by the journals of the rest.
+class Ledger:
+    """`budget.jsonl`: what was lent to workers and what they gave back, over all starts.
 
-    Where an endpoint did not tell what a call cost or how many tokens it took, nothing counts.
+    Lines: {"kind": "lent" or "returned", "usd", "tokens"}. The difference was spent, or may have
+    been: a worker that was killed gave nothing back.
+    """
+
+    def __init__(self, run_dir: Path, quarantine: Path) -> None:
+        path = run_dir / "budget.jsonl"
+        repair_tail(path, quarantine)
+        self.balance = Amount()
+        """Lent and not given back."""
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                self._count(**orjson.loads(line))
+            except (ValueError, TypeError):
+                log.warning("%s:%d: passed over: no line of a ledger", path, number)
+        self._path = path
+        self._file: AppendFile | None = None
+
+    def append(self, kind: str, amount: Amount) -> None:
+        """Write one line; raises `StorageError`. The file is there from the first one on."""
+        if self._file is None:
+            self._file = AppendFile(self._path)
+        line = {"kind": kind, "usd": amount.usd, "tokens": amount.tokens}
+        self._file.append(orjson.dumps(line) + b"\n")
+        self._count(kind, amount.usd, amount.tokens)
+
+    def close(self) -> None:
+        """Make all lines survive a power loss."""
+        if self._file is not None:
+            self._file.sync()
+            self._file.close()
+
+    def _count(self, kind: str, usd: float, tokens: int) -> None:
+        amount = Amount(usd, tokens)
+        self.balance = self.balance + amount if kind == "lent" else self.balance - amount
+
+
+def spent_before(records: Iterable[Entry], inflight: Inflight, ledger: Ledger) -> Amount:
+    """What the starts before have used up.
+
+    By `records`, those that later attempts have replaced included, and by the journals of the
+    rest; or by the ledger, where that is more: it knows what calls may have cost whose replies
+    never arrived, or did not tell.
     """
     spent = Amount()
-    for entry in entries:
+    for entry in records:
         tokens = (entry.input_tokens or 0) + (entry.output_tokens or 0)
         spent += Amount(entry.cost_usd or 0.0, tokens)
     for key in inflight.tasks():
         for event in inflight.events(key):
             spent += _spent_by(event)
-    return spent
+    lent = ledger.balance
+    return Amount(max(spent.usd, lent.usd), max(spent.tokens, lent.tokens))
 
 
 def _spent_by(event: Event) -> Amount:

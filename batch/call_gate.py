@@ -29,6 +29,7 @@ class Load:
 
     in_flight: int = 0
     waiting: int = 0
+    permits: int = 0
     replies: int = 0
     failures: int = 0
 
@@ -44,15 +45,17 @@ class CallGate:
         on_refusal: Callable[[float | None, float], None],
         rpm: float | None = None,
         tpm: float | None = None,
+        stock: float = 1.0,
     ) -> None:
         """`on_refusal` is told of each refusal (429) at once: what the endpoint asked for, and when
-        the call was sent. `rpm` and `tpm` bound requests and tokens per minute."""
+        the call was sent. `rpm` and `tpm` bound requests and tokens per minute; with a `stock`
+        below 1 the first call waits, so that those of several workers are spread."""
         now = time.monotonic()
         self._permits = permits
         self._purse = purse
         self._on_refusal = on_refusal
-        self._calls_pace = Pace(rpm, now=now)
-        self._tokens_pace = Pace(tpm, now=now)
+        self._calls_pace = Pace(rpm, now=now, stock=stock)
+        self._tokens_pace = Pace(tpm, now=now, stock=stock)
         self._has_tpm = tpm is not None
         self._mean_reply_tokens = 0.0
         self.has_answered = False
@@ -72,15 +75,19 @@ class CallGate:
         tokens = 0.0
         if claimed is not None and self._has_tpm:
             tokens = claimed.likely_input_tokens + self._mean_reply_tokens
-        await self._take_turn(tokens)
         most = Amount()
-        try:
-            if claimed is not None and self._purse.is_kept:
-                most = self._purse.amount_of(claimed)
-                await self._purse.set_aside(most)
-        except BaseException:  # called off: the turn is another's
-            self._leave()
-            raise
+        if claimed is not None and self._purse.is_kept:
+            most = self._purse.amount_of(claimed)
+        await self._take_turn(tokens)
+        if self._purse.is_kept and not self._purse.try_to_set_aside(most):
+            # Money is waited for without a turn, which others can use, and a pause may begin.
+            self._give_up_turn(tokens)
+            await self._purse.set_aside(most)
+            try:
+                await self._take_turn(tokens)
+            except BaseException:
+                self._purse.give_back(most)
+                raise
         return CallPermit(self, most, tokens, time.monotonic())
 
     def leave(self, permit: CallPermit, outcome: Completion | ModelError | None) -> None:
@@ -124,7 +131,7 @@ class CallGate:
     def take_load(self) -> Load:
         """What has happened since this was asked last."""
         waiting = sum(not turn.done() for turn, _ in self._waiting)
-        load = Load(self._in_flight, waiting, self._replies, self._failures)
+        load = Load(self._in_flight, waiting, self._permits, self._replies, self._failures)
         self._replies = self._failures = 0
         return load
 
@@ -146,6 +153,11 @@ class CallGate:
         self._in_flight += 1
         self._calls_pace.take(1)
         self._tokens_pace.take(tokens)
+
+    def _give_up_turn(self, tokens: float) -> None:
+        self._calls_pace.take(-1)
+        self._tokens_pace.take(-tokens)
+        self._leave()
 
     def _leave(self) -> None:
         self._in_flight -= 1

@@ -25,17 +25,20 @@ class Calls:
         bounds: Mapping[str, Bounds],
         budget: Amount | None,
         *,
+        number: int,
+        workers: int,
         proven: Collection[str],
         send: Callable[..., None],
         on_retry: Callable[[ModelSettings, str], None],
     ) -> None:
-        """`bounds` are the worker's own until it is told its share, by endpoint. `proven` are the
-        base URLs that have answered before.
+        """`bounds` are those of the run, by endpoint; this is worker `number` of some `workers`.
+        `proven` are the base URLs that have answered before.
 
         `send(type, **fields)` reaches the parent. `on_retry` is told, in words, about every
         failure that is waited out.
         """
         self._send = send
+        self._part, self._stock = 1 / workers, 1 - number % workers / workers
         self._purse = Purse(bounds=budget, tell=lambda told: send("purse", told=told))
         self._gates = {
             endpoint: self._gate(endpoint, of_one) for endpoint, of_one in bounds.items()
@@ -77,9 +80,10 @@ class Calls:
 
     def _gate(self, endpoint: str, bounds: Bounds) -> CallGate:
         return CallGate(
-            permits=bounds.start,
-            rpm=bounds.rpm,
-            tpm=bounds.tpm,
+            permits=0,  # until the parent has told what is free
+            rpm=bounds.rpm and bounds.rpm * self._part,
+            tpm=bounds.tpm and bounds.tpm * self._part,
+            stock=self._stock,
             purse=self._purse,
             on_refusal=lambda retry_after_s, sent_at: self._send(
                 "refused", endpoint=endpoint, retry_after_s=retry_after_s, sent_at=sent_at
@@ -87,8 +91,10 @@ class Calls:
         )
 
     async def close(self) -> None:
-        """Tell the last news and release all connections."""
+        """Tell the last news, give money back, and release all connections."""
         self._report()
+        if self._purse.is_kept:
+            self._purse.close()
         await self.pool.close()
 
     def _report_on(self) -> None:

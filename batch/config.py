@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from agent.models.names import SCRIPTED
+from agent.models.names import ENDPOINTS, SCRIPTED
 from agent.options import (
     AgentOptions,
     PositiveFloat,
@@ -94,7 +94,9 @@ class RunConfig(AgentOptions):
         None, "Dialect of the endpoint, where the model's prefix does not say it."
     )
     key_env: str | None = _running(
-        None, "Environment variable that holds the API key; 'none' for endpoints without keys."
+        None,
+        "Environment variable that holds the API key; 'none' for endpoints without keys.",
+        min_length=1,
     )
     system_prompt: str | None = meaning(
         None, "System prompt of every conversation whose row brings none."
@@ -261,6 +263,9 @@ class RunConfig(AgentOptions):
         if bad := [name for name in self.endpoints if not name.isidentifier()]:
             msg = f"endpoints: {bad[0]!r}: a name is letters, digits and '_'"
             raise ValueError(msg)
+        if taken := [name for name in self.endpoints if name in (*ENDPOINTS, SCRIPTED)]:
+            msg = f"endpoints: {taken[0]!r} is the name of a known one; choose another"
+            raise ValueError(msg)
         if self.distribution is not None and self.enabled_toolsets is not None:
             msg = "distribution and enabled_toolsets both say which toolsets to offer; give one"
             raise ValueError(msg)
@@ -317,6 +322,11 @@ class RunConfig(AgentOptions):
         """Conversations in flight per worker."""
         return self.concurrency or self.batch_size
 
+    def _prefixes(self) -> set[str]:
+        """What stands before the colon in the names of all models."""
+        asked = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
+        return {name.partition(":")[0] for name in asked}
+
     def _image_use(self) -> ColumnUse:
         if self.sandbox != "docker":
             return "ignored"
@@ -356,7 +366,9 @@ class RunConfig(AgentOptions):
         if self.models is not None:
             del fields["model"]
         fields["endpoints"] = {
-            name: endpoint.meaning() for name, endpoint in sorted(self.endpoints.items())
+            name: endpoint.meaning()
+            for name, endpoint in sorted(self.endpoints.items())
+            if name in self._prefixes()
         }
         return fields
 

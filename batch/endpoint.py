@@ -12,14 +12,18 @@ from agent.options import PositiveFloat, PositiveInt
 
 
 def check_url(value: str) -> str:
-    """Raise `ValueError` where `value` is no base URL that may be written into files."""
+    """A base URL in one form; raises `ValueError` for one that may not be written into files."""
     if not value.startswith(("http://", "https://")):
         msg = "must start with http:// or https://"
         raise ValueError(msg)
-    if urlsplit(value).password is not None:
-        msg = "must hold no password, which would be written into files; see key_env"
+    url = urlsplit(value)
+    if not url.hostname or any(c.isspace() for c in value):
+        msg = "must name a host, and hold no blanks"
         raise ValueError(msg)
-    return value
+    if url.username is not None or url.query:
+        msg = "must hold no password and no query, which would be written into files; see key_env"
+        raise ValueError(msg)
+    return value.rstrip("/")
 
 
 BaseUrl = Annotated[str, AfterValidator(check_url)]
@@ -37,7 +41,7 @@ class EndpointConfig(BaseModel):
 
     base_url: BaseUrl
     api: Api = "openai_chat"
-    key_env: str = "none"
+    key_env: str = Field("none", min_length=1)
     """Environment variable that holds the API key; none by default: no key leaves unasked."""
     provider: str | None = None
     """Id of the provider in the price table, where the model's name alone does not tell."""

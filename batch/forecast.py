@@ -6,7 +6,7 @@ import hashlib
 import heapq
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -31,6 +31,10 @@ class Estimate:
     expected: float
     low: float
     high: float
+
+    def at_least(self, least: float) -> Estimate:
+        """This, with nothing below `least`."""
+        return Estimate(max(self.expected, least), max(self.low, least), max(self.high, least))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def forecast(
     failed = unfinished + sum(entry.status == "failed" for entry in ended)
     if not ended:
         return None
-    left = accounts.total - accounts.discarded - accounts.done - accounts.failed
+    left = accounts.pending + accounts.to_retry
     seconds = _durations(run_dir, ended)
     draw = random.Random(seed)
 
@@ -97,20 +101,29 @@ def forecast(
             return None
         return _total(known, left, draw, so_far=spent)
 
-    calls_s = [60 * sum(one.calls / rate for rate in _rates(bounds)) for one in seconds]
-    # What bounds the run is either how long its conversations take, or how many calls may be made.
-    in_flight = [one.seconds / conversations for one in seconds]
-    slower = in_flight if fmean(in_flight) >= fmean(calls_s) else calls_s
-    hours = _total([second / 3600 for second in slower], left, draw, so_far=0.0)
+    in_flight = min(conversations, max(left, 1))
+    if bounds:
+        in_flight = min(in_flight, sum(one.ceiling for one in bounds.values()))
+    # What bounds the run: how long its conversations take, or what may be asked per minute.
+    bound_by = [[one.seconds / in_flight for one in seconds]]
+    if rpm := _rate(one.rpm for one in bounds.values()):
+        bound_by.append([60 * one.calls / rpm for one in seconds])
+    if tpm := _rate(one.tpm for one in bounds.values()):
+        tokens = ((entry.input_tokens or 0) + (entry.output_tokens or 0) for entry in ended)
+        bound_by.append([60 * count / tpm for count in tokens])
+    slowest = max(bound_by, key=fmean)
+    hours = _total([second / 3600 for second in slowest], left, draw, so_far=0.0)
+    if left:
+        hours = hours.at_least(fmean(one.seconds for one in seconds) / 3600)
     ended_count = len(ended) + unfinished
     return Forecast(
         tasks=accounts.total - accounts.discarded,
         pilot=ended_count,
         pilot_failed=failed,
-        conversations=conversations,
-        dollars=of_all([entry.cost_usd for entry in ended], accounts.cost_usd),
-        input_tokens=of_all([entry.input_tokens for entry in ended], accounts.input_tokens),
-        output_tokens=of_all([entry.output_tokens for entry in ended], accounts.output_tokens),
+        conversations=in_flight,
+        dollars=of_all([_known(e, e.cost_usd) for e in ended], accounts.cost_usd),
+        input_tokens=of_all([_known(e, e.input_tokens) for e in ended], accounts.input_tokens),
+        output_tokens=of_all([_known(e, e.output_tokens) for e in ended], accounts.output_tokens),
         hours=hours,
         failure_percent=_share(failed, ended_count),
     )
@@ -137,7 +150,7 @@ def as_table(found: Forecast) -> str:
         lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
     lines.append(
         f"hours hold if the endpoint answers {found.conversations:,} conversations at a time as "
-        "fast as these"
+        "fast as these, and leave retries out"
     )
     return "\n".join(lines)
 
@@ -162,10 +175,16 @@ def _durations(run_dir: Path, entries: Sequence[Entry]) -> list[_Duration]:
     return durations
 
 
-def _rates(bounds: Mapping[str, Bounds]) -> list[float]:
-    """The requests per minute that may be made at all; empty where some endpoint has no bound."""
-    rates = [one.rpm for one in bounds.values() if one.rpm is not None]
-    return [sum(rates)] if rates and len(rates) == len(bounds) else []
+def _rate(rates: Iterable[float | None]) -> float | None:
+    """What may be asked of all endpoints per minute; None where one has no bound."""
+    known = list(rates)
+    bounded = [rate for rate in known if rate is not None]
+    return sum(bounded) if bounded and len(bounded) == len(known) else None
+
+
+def _known(entry: Entry, number: float | None) -> float | None:
+    """A conversation without any reply has cost nothing."""
+    return number if entry.turns else 0.0
 
 
 def _total(known: Sequence[float], left: int, draw: random.Random, *, so_far: float) -> Estimate:

@@ -42,15 +42,6 @@ class Bounds(NamedTuple):
     tpm: float | None
     """Tokens per minute, in and out."""
 
-    def part(self, workers: int) -> Bounds:
-        """The share of one of some workers, before anything is known of what they need."""
-        return Bounds(
-            start=max(1, self.start // workers),
-            ceiling=self.ceiling,
-            rpm=self.rpm and self.rpm / workers,
-            tpm=self.tpm and self.tpm / workers,
-        )
-
 
 class Limiter:
     """The limit of one endpoint."""

@@ -64,7 +64,16 @@ class _Share:
 
     in_flight: int = 0
     waiting: int = 0
-    told: tuple[int, float] | None = None
+    permits: int = 0
+    """What it keeps to, by its own account."""
+    told: int = 0
+    cool_down_until: float = float("-inf")
+    is_told: bool = False
+
+    @property
+    def may_have(self) -> int:
+        """The most calls that it can have in flight until it is heard of again."""
+        return max(self.in_flight, self.permits, self.told)
 
 
 class _EndpointLimits:
@@ -82,12 +91,16 @@ class _EndpointLimits:
     def on_load(self, worker: WorkerProcess, load: dict[str, int]) -> None:
         share = self._shares.setdefault(worker, _Share())
         share.in_flight, share.waiting = load["in_flight"], load["waiting"]
+        share.permits = load["permits"]
         in_flight = sum(one.in_flight for one in self._shares.values())
         self._in_flight_max = max(self._in_flight_max, in_flight)
         self._replies += load["replies"]
         self._failed += load["failures"]
-        has_room = share.told is not None and share.in_flight < share.told[0]
-        if share.waiting and has_room and (self._bounds.rpm or self._bounds.tpm):
+        if (
+            share.waiting
+            and share.in_flight < share.told
+            and (self._bounds.rpm or self._bounds.tpm)
+        ):
             self._is_paced = True
         if load["failures"]:
             self.limiter.on_failures(load["failures"])
@@ -101,25 +114,36 @@ class _EndpointLimits:
         shares = [self._shares.setdefault(worker, _Share()) for worker in ready]
         demands = [share.in_flight + share.waiting for share in shares]
         limit = self.limiter.limit
-        cool_down_until = self.limiter.cool_down_until
         parts = share_out(limit, demands, turn=int(time.monotonic() / _TURN_S))
-        for worker, share, permits in zip(ready, shares, parts, strict=True):
-            if share.told == (permits, cool_down_until):
-                continue
-            share.told = (permits, cool_down_until)
-            part = permits / limit
-            worker.send(
-                pack(
-                    "limits",
-                    limits={
-                        "endpoint": self._endpoint,
-                        "permits": permits,
-                        "cool_down_s": max(0.0, cool_down_until - time.monotonic()),
-                        "rpm": self._bounds.rpm and self._bounds.rpm * part,
-                        "tpm": self._bounds.tpm and self._bounds.tpm * part,
-                    },
-                )
+        told = [(share.told, share.cool_down_until) for share in shares]
+        for share, wanted in zip(shares, parts, strict=True):
+            share.told = min(share.told, wanted)
+        # What one gives back is another's only when nothing of it is in flight any more.
+        free = limit - sum(share.may_have for share in shares)
+        for share, wanted in zip(shares, parts, strict=True):
+            more = min(wanted - share.told, share.may_have - share.told + max(0, free))
+            before = share.may_have
+            share.told += more
+            free -= share.may_have - before
+            share.cool_down_until = self.limiter.cool_down_until
+        for worker, share, before_ in zip(ready, shares, told, strict=True):
+            if (share.told, share.cool_down_until) != before_ or not share.is_told:
+                share.is_told = True
+                self._tell(worker, share, share.told / limit)
+
+    def _tell(self, worker: WorkerProcess, share: _Share, part: float) -> None:
+        worker.send(
+            pack(
+                "limits",
+                limits={
+                    "endpoint": self._endpoint,
+                    "permits": share.told,
+                    "cool_down_s": max(0.0, share.cool_down_until - time.monotonic()),
+                    "rpm": self._bounds.rpm and self._bounds.rpm * part,
+                    "tpm": self._bounds.tpm and self._bounds.tpm * part,
+                },
             )
+        )
 
     def report(self) -> dict[str, Any]:
         near = self._in_flight_max >= 0.9 * self._bounds.ceiling

@@ -83,6 +83,7 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         attempt_timeout_s=config.attempt_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
         stream_replies=config.stream_replies,
+        needs_bound=budget_of(config) is not None,
         call_attempts=config.call_attempts,
         call_timeout_s=config.call_timeout_s,
         reasoning_effort="none" if config.reasoning_disabled else config.reasoning_effort,
@@ -106,6 +107,12 @@ def _check_budget(config: RunConfig, setups: Setups) -> None:
         msg = (
             f"max_run_cost_usd: the price of model {name!r} is unknown, so a budget in dollars "
             "cannot be kept; give max_run_tokens instead"
+        )
+        raise ValueError(msg)
+    several = [one.name for one in asked(setups) if (one.extra_body or {}).get("n", 1) != 1]
+    if budget_of(config) is not None and several:
+        msg = (
+            f"extra_body: several replies per call (n) of {several[0]!r} break a budget of the run"
         )
         raise ValueError(msg)
     unbounded = [settings.name for settings in asked(setups) if settings.reply_bound is None]

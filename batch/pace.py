@@ -10,10 +10,16 @@ class Pace:
     """A stock that fills up at a steady rate. What is taken may leave a debt, which is waited
     off before the next may go."""
 
-    def __init__(self, per_minute: float | None, *, now: float) -> None:
-        """`per_minute` None means no bound. Times are seconds of one monotonic clock."""
+    def __init__(
+        self, per_minute: float | None, *, now: float, stock: float = 1.0, least: float = 1.0
+    ) -> None:
+        """`per_minute` None means no bound. Times are seconds of one monotonic clock.
+
+        It begins with `stock`, and lets something go while there are at least `least`.
+        """
         self._per_s = None if per_minute is None else per_minute / 60
-        self._stock = 1.0
+        self._stock = stock
+        self._least = least
         self._filled_at = now
 
     def change(self, per_minute: float | None, *, now: float) -> None:
@@ -26,9 +32,9 @@ class Pace:
         if self._per_s is None:
             return 0.0
         self._fill(now)
-        if self._stock > 0:
+        if self._stock >= self._least:
             return 0.0
-        return 60.0 if self._per_s == 0 else -self._stock / self._per_s + 1e-3
+        return 60.0 if self._per_s == 0 else (self._least - self._stock) / self._per_s + 1e-3
 
     def take(self, amount: float) -> None:
         """Use up `amount`; a negative one gives back."""

@@ -40,6 +40,9 @@ class Amount:
         return [self.usd, self.tokens]
 
 
+_NOTHING = Amount()
+
+
 class Purse:
     """Sets money aside for calls; waits for the parent to lend more where there is too little."""
 
@@ -64,11 +67,18 @@ class Purse:
             raise ValueError(msg)
         return Amount(usd, tokens)
 
+    def try_to_set_aside(self, most: Amount) -> bool:
+        """Keep `most` for one call, if it is there and nobody waits for it."""
+        if self._waiting or self._is_stopping or not self._idle.covers(most):
+            return False
+        self._keep(most)
+        return True
+
     async def set_aside(self, most: Amount) -> None:
         """Wait until `most` is there, and keep it for one call; raises `Stopped`."""
         if self._is_stopping:
             raise Stopped
-        if self._waiting or not self._idle.covers(most):
+        if not self.try_to_set_aside(most):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((turn, most))
             self._serve()
@@ -76,14 +86,12 @@ class Purse:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled() and turn.exception() is None:
-                    self._give_back(most)
+                    self.give_back(most)
                 raise
-            return
-        self._keep(most)
 
     def book(self, most: Amount, outcome: Completion | ModelError | None) -> None:
         """A call for which `most` was set aside is over; see `Permit.leave`."""
-        self._give_back(most, spent=self._spent(most, outcome))
+        self.give_back(most, spent=self._spent(most, outcome))
 
     def take_loan(self, loan: Amount) -> None:
         """More money from the parent."""
@@ -121,7 +129,8 @@ class Purse:
         self._aside += most
         self._calls += 1
 
-    def _give_back(self, most: Amount, *, spent: Amount = Amount()) -> None:
+    def give_back(self, most: Amount, *, spent: Amount = _NOTHING) -> None:
+        """Set `most` aside no longer; `spent` of it is gone."""
         self._idle += most - spent
         self._aside -= most
         self._calls -= 1
@@ -163,13 +172,22 @@ class Purse:
                 "is_short": self._is_short,
                 "returned": returned.to_json(),
                 "wanted": wanted.to_json(),
-                "need": self._need(waiting),
+                "needs": self._needs(waiting),
             }
         )
 
-    def _need(self, waiting: list[Amount]) -> list[float] | None:
-        """The least that would let one of the waiting calls go; None where none waits."""
+    def close(self) -> None:
+        """Give back what is not set aside: no call comes any more."""
+        self._is_short = True
+        self._tell()
+
+    def _needs(self, waiting: list[Amount]) -> list[list[float]]:
+        """The least that lets one of the waiting calls go: by dollars, and by tokens."""
         if not waiting:
-            return None
-        least = min(waiting, key=lambda most: (most.usd, most.tokens)) - self._idle
-        return [max(0.0, least.usd), max(0, least.tokens)]
+            return []
+        least = {
+            min(waiting, key=lambda most: (most.usd, most.tokens)),
+            min(waiting, key=lambda most: (most.tokens, most.usd)),
+        }
+        short = (most - self._idle for most in least)
+        return [[max(0.0, one.usd), max(0, one.tokens)] for one in short]

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+_HOME = "/workspace"
+_ROOT = PurePosixPath(".")
+
 COLUMNS = ("files", "setup", "cwd", "check")
 
 
@@ -34,22 +37,35 @@ class RowSetup(NamedTuple):
 
 def read_row_setup(columns: Mapping[str, Any]) -> RowSetup:
     """Read the columns of a row. Raises `ValueError` with the reason where they cannot be meant."""
-    commands = columns.get("setup", ())
+    commands = columns.get("setup") or ()
     if isinstance(commands, str):
         commands = (commands,)
     if not isinstance(commands, list | tuple) or not all(isinstance(c, str) for c in commands):
         msg = "`setup` must be a command or a list of commands"
         raise ValueError(msg)
-    files = _files(columns.get("files", {}), "files")
-    start_dir = _start_dir(columns.get("cwd", "."))
+    files = _files(columns.get("files"), "files")
+    start_dir = _directory(columns.get("cwd"))
     return RowSetup(files, tuple(commands), start_dir, _check(columns.get("check")))
 
 
 def _files(raw: Any, name: str) -> dict[str, bytes]:
+    if raw is None:
+        return {}
     if not isinstance(raw, dict):
         msg = f"`{name}` must be an object of paths and their contents"
         raise ValueError(msg)
-    return {path: _content(content, f"{name}.{path}") for path, content in raw.items()}
+    files = {}
+    for path, content in raw.items():
+        inside = _inside(path)
+        if inside is None or inside == _ROOT:
+            msg = f"`{name}`: {path!r} is no path in the workspace"
+            raise ValueError(msg)
+        files[str(inside)] = _content(content, f"{name}.{path}")
+    for path in files:
+        if beneath := files.keys() & set(map(str, PurePosixPath(path).parents)):
+            msg = f"`{name}`: {min(beneath)!r} is a file, and {path!r} lies beneath it"
+            raise ValueError(msg)
+    return files
 
 
 def _content(raw: Any, place: str) -> bytes:
@@ -65,17 +81,24 @@ def _content(raw: Any, place: str) -> bytes:
     raise ValueError(msg)
 
 
-def _start_dir(raw: Any) -> str:
-    path = PurePosixPath(raw) if isinstance(raw, str) else None
-    if path is None or "\0" in str(path) or ".." in path.parts:
-        msg = "`cwd` must be a directory in the workspace"
+def _directory(raw: Any) -> str:
+    inside = _inside("." if raw is None else raw)
+    if inside is None:
+        msg = "`cwd` must be a directory in the workspace: a relative path, or one in /workspace"
         raise ValueError(msg)
+    return str(inside)
+
+
+def _inside(raw: Any) -> PurePosixPath | None:
+    """The path as seen from the workspace; None for one that does not lie in it."""
+    if not isinstance(raw, str) or not raw or "\0" in raw:
+        return None
+    path = PurePosixPath(raw)
     if path.is_absolute():
-        if not path.is_relative_to("/workspace"):
-            msg = "`cwd` must be in the workspace: a relative path, or one beneath /workspace"
-            raise ValueError(msg)
-        path = path.relative_to("/workspace")
-    return str(path)
+        if not path.is_relative_to(_HOME):
+            return None
+        path = path.relative_to(_HOME)
+    return None if ".." in path.parts else path
 
 
 def _check(raw: Any) -> Check | None:
@@ -85,6 +108,6 @@ def _check(raw: Any) -> Check | None:
         return Check(raw, {})
     command = raw.get("command") if isinstance(raw, dict) else None
     if isinstance(command, str) and raw.keys() <= {"command", "files"}:
-        return Check(command, _files(raw.get("files", {}), "check.files"))
+        return Check(command, _files(raw.get("files"), "check.files"))
     msg = "`check` must be a command, or an object of `command` and `files`"
     raise ValueError(msg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,12 +21,24 @@ _SHOWN = 2000
 """Characters of a command's output that a record or a message repeats."""
 
 
+_NOT_PASSED: dict[str, Any] = {
+    "passed": False,
+    "reward": 0.0,
+    "exit_code": None,
+    "stdout": "",
+    "stderr": "",
+    "duration_s": 0.0,
+}
+
+
 class SetupFailed(Exception):
     """The workspace of a task could not be set up as its row says."""
 
 
 async def set_up_workspace(space: TaskSpace, row: RowSetup) -> None:
     """Write the files and run the commands. Raises `SetupFailed` with what went wrong."""
+    mark = half_set_up(space.workspace.root)
+    await asyncio.to_thread(mark.touch)
     await _write(space, row.files)
     for command in row.commands:
         result = await _run(space, command)
@@ -33,6 +46,12 @@ async def set_up_workspace(space: TaskSpace, row: RowSetup) -> None:
             how = "timed out" if result.timed_out else f"ended with exit code {result.exit_code}"
             said = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
             raise SetupFailed(f"`setup`: {clip(command, max_chars=200)!r} {how}: {said}")
+    await asyncio.to_thread(mark.unlink, missing_ok=True)
+
+
+def half_set_up(root: Path) -> Path:
+    """The mark beside a workspace that is being set up: a crash may have left it half done."""
+    return root.with_name(f"{root.name}.half")
 
 
 async def run_check(space: TaskSpace, check: Check) -> dict[str, Any]:
@@ -42,7 +61,11 @@ async def run_check(space: TaskSpace, check: Check) -> dict[str, Any]:
     JSON object that has one, else 1.0 or 0.0), `exit_code` (None after a timeout), `stdout` and
     `stderr` (cut), `duration_s`. Raises `SetupFailed` where it could not be run at all.
     """
-    await _write(space, check.files)
+    try:
+        await _write(space, check.files)
+    except SetupFailed as error:
+        # What the model left there is in the way: that is its doing.
+        return _NOT_PASSED | {"stderr": str(error)}
     result = await _run(space, check.command)
     passed = result.exit_code == 0
     reward = _reward(result.stdout)

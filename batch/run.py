@@ -19,7 +19,7 @@ import yaml
 from agent.models.model import ModelSettings, url_of
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
-from batch.budget import spent_before
+from batch.budget import Ledger, spent_before
 from batch.catalog import catalog_of, with_listed_servers
 from batch.config import RunConfig
 from batch.console import say
@@ -32,7 +32,7 @@ from batch.progress import Progress
 from batch.prompts import Scan, Task, scan, tasks
 from batch.purse import Amount
 from batch.record import Provenance
-from batch.records import Entry, RecordFile, load_index
+from batch.records import Entry, RecordFile, iter_index, load_index
 from batch.run_dir import RunDir
 from batch.standing import is_settled
 from batch.supervisor import Supervisor
@@ -232,6 +232,7 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
     records = RecordFile(run_dir.path, run_dir.quarantine)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
     inflight = Inflight(run_dir.inflight)
+    ledger = Ledger(run_dir.path, run_dir.quarantine)
     progress = Progress(total=plan.scan.rows * config.num_samples if only is None else len(only))
     try:
         if records.unreadable:
@@ -241,11 +242,13 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
-        found = records.found.values()
         settled = _settled(records.found, config.max_attempts)
-        has_answers = run_dir.same_endpoints and any(entry.turns for entry in found)
+        has_answers = any(entry.turns for entry in records.found.values())
         inflight.read(settled=settled)
-        spent = spent_before(found, inflight) if budget_of(config) else Amount()
+        spent = Amount()
+        if budget_of(config) is not None:
+            every = (entry for _, entry in iter_index(run_dir.path))
+            spent = spent_before(every, inflight, ledger)
         records.found.clear()
         _remove_workspaces(run_dir, settled)
         supervisor = Supervisor(
@@ -254,6 +257,7 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
             setups=plan.setups,
             setup=_worker_setup(plan, run_dir, has_answers=has_answers),
             spent=spent,
+            ledger=ledger,
             tasks=_owed(plan, only, settled, progress),
             records=records,
             failures=failures,
@@ -267,6 +271,7 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
         progress.close()
         records.close()
         failures.close()
+        ledger.close()
     return Outcome(
         signal=received[0] if received else None,
         stopped_by=stopped_by or None,
@@ -322,6 +327,7 @@ def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
     bounds = bounds_of(plan.config, plan.setups)
+    is_proven = has_answers and run_dir.same_endpoints and len(bounds) == 1
     return WorkerSetup(
         number=0,
         parent_pid=os.getpid(),
@@ -335,9 +341,10 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
             versions=run_dir.versions,
         ),
         script=plan.script,
-        bounds={key: of_one.part(plan.config.num_workers) for key, of_one in bounds.items()},
+        bounds=bounds,
         budget=budget_of(plan.config),
-        proven=frozenset(map(url_of, bounds)) if has_answers else frozenset(),
+        # Of several endpoints nobody knows which one answered.
+        proven=frozenset(map(url_of, bounds)) if is_proven else frozenset(),
     )
 
 
@@ -358,7 +365,7 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
         try:
             if path.name.startswith(TEMPORARY):
                 path.unlink()
-            elif bytes.fromhex(path.name) in settled:
+            elif bytes.fromhex(path.name.removesuffix(".half")) in settled:
                 remove_tree(path)
         except (ValueError, OSError) as error:
             log.warning("left alone: %s: %s", path, error)

@@ -20,7 +20,7 @@ from typing import Any
 
 from agent.moves import End
 from agent.trajectory import Trajectory
-from batch.budget import RunBudget
+from batch.budget import Ledger, RunBudget
 from batch.config import RunConfig
 from batch.draw import setup_of_task
 from batch.errors import EnvironmentStop
@@ -65,6 +65,7 @@ class Supervisor:
         inflight: Inflight,
         progress: Progress,
         spent: Amount,
+        ledger: Ledger,
     ) -> None:
         """`spent` is what the run has used up of its budget before this start."""
         self._run_dir = run_dir
@@ -79,7 +80,7 @@ class Supervisor:
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
         self.limits = RunLimits(bounds_of(config, setups))
-        self.budget = RunBudget(setup.budget, spent=spent)
+        self.budget = RunBudget(setup.budget, spent=spent, ledger=ledger)
         self._workers: list[WorkerProcess] = []
         self._inbox: Inbox = queue.SimpleQueue()
         self._numbers = itertools.count(next_worker_number(run_dir.inflight))
@@ -401,8 +402,12 @@ class Supervisor:
                 return  # interrupted once more
             if message is None:
                 leaving.discard(leaver)
-            elif (header := unpack(message)[0])["type"] == "load":
+                continue
+            header = unpack(message)[0]
+            if header["type"] == "load":
                 self.limits.on_load(leaver, header["endpoint"], header["load"])
+            elif header["type"] == "purse":
+                self.budget.on_purse(leaver, header["told"])
 
     def _kill_workers(self) -> None:
         for worker in self._workers:

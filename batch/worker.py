@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -48,9 +48,11 @@ from batch.prompts import Task
 from batch.purse import Amount
 from batch.record import Provenance, dump_record, make_record
 from batch.records import index_fields
-from batch.row_workspace import SetupFailed, run_check, set_up_workspace
+from batch.row_workspace import SetupFailed, half_set_up, run_check, set_up_workspace
 from batch.stopped import Stopped
 from batch.wire import Deal, no_counters, pack, unpack
+from toolsets.command import sandbox_of
+from toolsets.docker import docker_problem
 from toolsets.errors import HOST_ERRNOS, HostError
 from toolsets.mcp_servers import McpServers
 from toolsets.process import use_pidfd_watcher
@@ -77,7 +79,7 @@ class WorkerSetup:
     provenance: Provenance
     script: list[ScriptedTurn] | None
     bounds: Mapping[str, Bounds]
-    """On the calls to each endpoint, until it is told its share."""
+    """On the calls of the run to each endpoint."""
     budget: Amount | None
     proven: frozenset[str]
     """The base URLs that have answered already."""
@@ -119,6 +121,7 @@ class Worker:
         self._servers = McpServers(self._config.mcp or {})
         self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
         self._web = self._config.web_settings()
+        self._images: dict[str, str | None] = {}
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, TaskSpace] = {}
@@ -142,6 +145,8 @@ class Worker:
         self._calls = Calls(
             self._setup.bounds,
             self._setup.budget,
+            number=self._setup.number,
+            workers=self._config.num_workers,
             proven=self._setup.proven,
             send=self._send,
             on_retry=self._on_retry,
@@ -250,13 +255,20 @@ class Worker:
             if not deal["events"]:
                 # What a conversation left whose journal was lost is not this one's.
                 await asyncio.to_thread(remove_tree, workspace.root)
+            if row.image is not None and (problem := await self._image_problem(row.image)):
+                raise SetupFailed(problem)
+            if half_set_up(workspace.root).exists():
+                await asyncio.to_thread(remove_tree, workspace.root)
             kept = workspace.root.exists()
             if row.setup is not None:
                 workspace.start_dir = row.setup.start_dir
-            if row.setup is not None and not kept:
-                await set_up_workspace(space, row.setup)
+                if not kept:
+                    await set_up_workspace(space, row.setup)
             end = await self._converse(task, deal, trajectory, row.terms, space, kept=kept)
             if row.setup is not None and row.setup.check is not None:
+                # What the model left running could change what the check relies on.
+                await sandbox_of(space).stop()
+                space = replace(space, sandbox=self._sandbox_for(workspace, row.image))
                 check = await run_check(space, row.setup.check)
         except ModelError as error:
             if self._is_the_endpoints(error):
@@ -383,6 +395,12 @@ class Worker:
             return ()
         own = task.columns.get("script")
         return self._setup.script or () if own is None else parse_script(own)
+
+    async def _image_problem(self, image: str) -> str | None:
+        """Why a row's image cannot be run; asked once per image."""
+        if image not in self._images:
+            self._images[image] = await asyncio.to_thread(docker_problem, image)
+        return self._images[image]
 
     def _sandbox_for(self, workspace: Workspace, image: str | None) -> Sandbox | None:
         kind = self._setup.provenance.sandbox

@@ -79,6 +79,9 @@ def estimate(
         outcome, accounts = start(
             plan, fresh=fresh, accept_config_change=accept_config_change, only=sample
         )
+        if outcome.stopped_by is not None or outcome.signal is not None:
+            # Those that have ended are the quick ones, and no random sample.
+            end(outcome, accounts)
         bounds = bounds_of(config, plan.setups)
         found = forecast(
             config.run_dir,

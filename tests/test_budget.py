@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,19 @@ from agent.messages import Message
 from agent.models.errors import ModelError
 from agent.models.gate import Claim
 from agent.models.model import Completion, ModelSettings, Request
+from agent.models.openai_chat import read_reply
 from agent.models.prices import claim
-from batch.budget import RunBudget
+from batch.budget import Ledger, RunBudget, spent_before
+from batch.journal import Inflight
 from batch.purse import Amount, Purse
+from batch.records import iter_index
 from batch.stopped import Stopped
 from benchmarks.fake_endpoint import FakeEndpoint
 from tests.running import (
     WRITE_A_NOTE,
     lines,
     run,
+    session_of,
     started,
     wait_until,
     workers_of,
@@ -104,7 +109,7 @@ class TestPurse:
 
         asyncio.run(use())
         assert told[0]["wanted"] == [2.0, 0]
-        assert told[0]["need"] == [1.0, 0]
+        assert told[0]["needs"] == [[1.0, 0]]
 
     @pytest.mark.parametrize(
         ("outcome", "spent"),
@@ -171,7 +176,7 @@ class Worker:
 
 
 @given(
-    cap=st.integers(0, 400),
+    cap=st.integers(1, 400),
     workers=st.integers(1, 3),
     calls=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), max_size=60),
     order=st.randoms(use_true_random=False),
@@ -183,7 +188,8 @@ def test_the_budget_is_never_overshot_and_never_stuck(
 
     async def play() -> tuple[int, bool]:
         bounds = Amount(tokens=cap)
-        budget = RunBudget(bounds, spent=Amount())
+        ledger = Ledger(Path(directory), Path(directory))
+        budget = RunBudget(bounds, spent=Amount(), ledger=ledger)
         hands: Any = [Worker(bounds) for _ in range(workers)]
         spent = [0]
 
@@ -216,9 +222,17 @@ def test_the_budget_is_never_overshot_and_never_stuck(
             assert used_up is not None
             assert f"{spent[0]:,} of {cap:,} tokens" in used_up
             assert min(waiting) > cap - spent[0]
+        for worker in hands:
+            worker.purse.close()
+            for told in worker.to_parent:
+                budget.on_purse(worker, told)
+        assert ledger.balance == Amount(tokens=spent[0])
+        ledger.close()
+        assert Ledger(Path(directory), Path(directory)).balance == ledger.balance
         return spent[0], bool(waiting)
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(asyncio.wait_for(play(), 20))
 
 
 def test_a_run_stops_at_its_budget_and_goes_on_when_it_is_raised(tmp_path: Path) -> None:
@@ -274,6 +288,59 @@ def test_a_worker_that_dies_takes_its_loan_along_but_not_the_run(tmp_path: Path)
         assert done.returncode == 0, done.stderr
 
 
+def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> None:
+    """What was lent and never given back may have been spent."""
+    write_prompts(tmp_path / "p.jsonl", 60)
+    with FakeEndpoint(turns=3, latency_s=0.2, text_chars=400, **WRITE_A_NOTE) as endpoint:
+        asked: dict[str, Any] = {
+            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file", "model": "m",
+            "base_url": endpoint.openai_url, "key_env": "none", "num_workers": 2,
+            "batch_size": 10, "max_tokens": 200, "max_run_tokens": 60_000,
+        }  # fmt: skip
+        for kill in range(1, 4):
+            with started(tmp_path, **asked) as process:
+                wait_until(lambda least=15 * kill: endpoint.journal()["replies"] >= least)
+                for pid in session_of(process.pid):
+                    os.kill(pid, signal.SIGKILL)
+        stopped = run(tmp_path, **asked)
+        assert stopped.returncode == 3, stopped.stderr
+        asked_for = endpoint.journal()["requests"]
+    # Each request is far below what is set aside for one: 1,000 tokens and more.
+    assert asked_for * 1000 <= 60_000
+    assert "the budget of the run is used up" in stopped.stderr
+
+
+def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 4)
+    with FakeEndpoint(turns=1, latency_s=0.0, faults={"http403": 0.5}) as endpoint:
+        asked: dict[str, Any] = {
+            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "none", "model": "m",
+            "base_url": endpoint.openai_url, "key_env": "none", "num_workers": 1,
+        }  # fmt: skip
+        run(tmp_path, **asked, max_attempts=1)
+    run_dir = tmp_path / "trajectories" / "r"
+    entries = [entry for _, entry in iter_index(run_dir)]
+    ledger = Ledger(run_dir, run_dir)
+    inflight = Inflight(run_dir / "inflight")
+    once = spent_before(entries, inflight, ledger)
+    assert spent_before([*entries, *entries], inflight, ledger).tokens == 2 * once.tokens > 0
+    ledger.append("lent", Amount(tokens=10**6))
+    assert spent_before(entries, inflight, ledger).tokens == 10**6
+    ledger.close()
+
+
+@pytest.mark.parametrize("cost", ["-1.0", "NaN", "1e999", "true"])
+def test_a_cost_that_is_none_is_not_believed(cost: str) -> None:
+    body = (
+        '{"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}], "usage": '
+        f'{{"prompt_tokens": 1, "completion_tokens": 1, "cost": {cost}}}}}'
+    )
+    try:
+        assert read_reply(body.encode()).cost_usd is None
+    except ModelError as error:  # not JSON at all
+        assert error.kind == "malformed"
+
+
 def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 40)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
@@ -295,6 +362,14 @@ def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
         ({"model": "m", "max_run_cost_usd": 1, "max_tokens": 9}, "the price of model 'm'"),
         ({"model": "openai:gpt-4o", "max_run_cost_usd": 1}, "max_tokens is missing"),
         ({"model": "m", "max_run_tokens": 1000}, "max_tokens is missing"),
+        (
+            {"model": "m", "max_run_tokens": 1000, "extra_body": '{"max_tokens": null}'},
+            "max_tokens is missing",
+        ),
+        (
+            {"model": "m", "max_run_tokens": 9, "max_tokens": 9, "extra_body": '{"n": 5}'},
+            "would cost more than a budget",
+        ),
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_refused(

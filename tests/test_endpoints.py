@@ -62,6 +62,11 @@ class TestNames:
         [
             ({"endpoints": {"a b": LOCAL}}, "a name is letters"),
             ({"endpoints": {"a": {"base_url": "ftp://x"}}}, "must start with http"),
+            ({"endpoints": {"a": {"base_url": "http://sk-1@x"}}}, "must hold no password"),
+            ({"endpoints": {"a": {"base_url": "http://x?key=1"}}}, "must hold no password"),
+            ({"endpoints": {"a": {"base_url": "http:///v1"}}}, "must name a host"),
+            ({"endpoints": {"a": {**LOCAL, "key_env": ""}}}, "a.key_env"),
+            ({"endpoints": {"openai": LOCAL}}, "is the name of a known one"),
             ({"endpoints": {"a": {**LOCAL, "rpn": 1}}}, "a.rpn"),
             ({"endpoints": {"a": {}}}, "a.base_url"),
             ({"model": "b:m", "endpoints": {"a": LOCAL}}, "unknown prefix 'b'. Known: a, "),
@@ -125,6 +130,16 @@ class TestBounds:
         a, b = bounds_of(given, set_up_models(given)).values()
         assert (a.ceiling, a.start, a.rpm, a.tpm) == (8, 8, 600, 1000)
         assert (b.ceiling, b.start, b.rpm, b.tpm) == (50, 50, 60, None)
+
+    def test_a_slash_at_the_end_makes_no_other_endpoint(self) -> None:
+        slash = {"base_url": LOCAL["base_url"] + "/"}
+        given = config(models={"a:m": 1, "b:n": 1}, endpoints={"a": LOCAL, "b": slash})
+        assert len(bounds_of(given, set_up_models(given))) == 1
+
+    def test_an_endpoint_that_nothing_asks_means_nothing(self) -> None:
+        asked = config(model="a:m", endpoints={"a": LOCAL})
+        more = config(model="a:m", endpoints={"a": LOCAL, "b": {**LOCAL, "temperature": 1}})
+        assert asked.meaning() == more.meaning()
 
     def test_two_names_of_one_endpoint_share_the_tighter_bounds(self) -> None:
         given = config(

@@ -15,10 +15,12 @@ from agent.models.errors import ModelError
 from agent.models.gate import Claim
 from agent.models.model import Completion
 from batch.call_gate import CallGate
-from batch.limiter import MAX_COOL_DOWN_S, Limiter, share_out
+from batch.limiter import MAX_COOL_DOWN_S, Bounds, Limiter, share_out
+from batch.limits import RunLimits
 from batch.pace import Pace
 from batch.purse import Purse
 from batch.stopped import Stopped
+from batch.wire import unpack
 from benchmarks.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts
 
@@ -251,10 +253,15 @@ class TestPace:
         pace = Pace(60.0, now=0.0)
         assert pace.wait_s(now=0.0) == 0.0
         pace.take(1)
-        assert pace.wait_s(now=0.0) == pytest.approx(0.0, abs=0.01)
+        assert pace.wait_s(now=0.0) == pytest.approx(1.0, abs=0.01)
         pace.take(10)
-        assert pace.wait_s(now=0.0) == pytest.approx(10.0, abs=0.01)
-        assert pace.wait_s(now=10.5) == 0.0
+        assert pace.wait_s(now=0.0) == pytest.approx(11.0, abs=0.01)
+        assert pace.wait_s(now=11.5) == 0.0
+
+    def test_workers_take_their_first_turns_one_after_the_other(self) -> None:
+        """12 per minute among 4 workers: 3 a minute each, and never more than 12 together."""
+        starts = [Pace(3.0, now=0.0, stock=1 - n / 4).wait_s(now=0.0) for n in range(4)]
+        assert starts == pytest.approx([0.0, 5.0, 10.0, 15.0], abs=0.01)
 
     def test_what_was_not_used_is_not_made_up_for(self) -> None:
         pace = Pace(600.0, now=0.0)
@@ -280,6 +287,69 @@ class TestPace:
         assert pace.wait_s(now=0.0) == 0.0
         pace.change(60.0, now=0.0)
         assert pace.wait_s(now=0.0) > 0
+
+
+class FakeWorker:
+    """A worker that starts as many calls as it may, and ends them when it is told."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self.permits = self.in_flight = 0
+        self.sent: list[bytes] = []
+
+    def send(self, message: bytes) -> None:
+        self.sent.append(message)
+
+    def take_in(self) -> None:
+        for message in self.sent:
+            self.permits = unpack(message)[0]["limits"]["permits"]
+        self.sent.clear()
+
+    def load(self, replies: int) -> dict[str, int]:
+        return {
+            "in_flight": self.in_flight, "waiting": 20, "permits": self.permits,
+            "replies": replies, "failures": 0,
+        }  # fmt: skip
+
+
+@given(limit=st.integers(1, 12), moves=st.lists(st.tuples(st.integers(0, 3), st.booleans())))
+def test_calls_of_all_workers_together_never_exceed_the_limit(
+    limit: int, moves: list[tuple[int, bool]]
+) -> None:
+    """However late workers hear of their shares, and whoever ends a call first."""
+    limits = RunLimits({"u k": Bounds(start=limit, ceiling=limit, rpm=None, tpm=None)})
+    workers: list[Any] = [FakeWorker() for _ in range(4)]
+    for number, ends in moves:
+        limits.share(workers)
+        worker = workers[number]
+        worker.take_in()
+        if ends and worker.in_flight:
+            worker.in_flight -= 1
+        worker.in_flight = max(worker.in_flight, worker.permits)
+        limits.on_load(worker, "u k", worker.load(1))
+        assert sum(one.in_flight for one in workers) <= limit
+    for _ in range(3):  # and all of it is used
+        limits.share(workers)
+        for worker in workers:
+            worker.take_in()
+            worker.in_flight = min(worker.in_flight, worker.permits)
+            limits.on_load(worker, "u k", worker.load(0))
+    limits.share(workers)
+    for worker in workers:
+        worker.take_in()
+    assert sum(worker.permits for worker in workers) == limit
+
+
+def test_a_bound_on_calls_in_flight_holds_among_workers(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 16)
+    with FakeEndpoint(turns=1, latency_s=0.3) as endpoint:
+        done = run(
+            tmp_path, dataset_file="p.jsonl", run_name="r", model="m", key_env="none",
+            base_url=endpoint.openai_url, enabled_toolsets="none", num_workers=4, max_in_flight=2,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert endpoint.journal()["max_in_flight"] == 2
 
 
 def test_a_run_finds_the_limit_of_its_endpoint(tmp_path: Path) -> None:

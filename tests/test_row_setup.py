@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class TestColumns:
             ({"setup": [1]}, "`setup` must be a command"),
             ({"setup": {"a": 1}}, "`setup` must be a command"),
             ({"cwd": "../x"}, "`cwd` must be a directory in the workspace"),
-            ({"cwd": "/etc"}, "or one beneath /workspace"),
+            ({"cwd": "/etc"}, "or one in /workspace"),
             ({"cwd": 1}, "`cwd` must be a directory"),
             ({"check": 1}, "`check` must be a command"),
             ({"check": {"files": {}}}, "`check` must be a command"),
@@ -154,13 +155,45 @@ def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> Non
     assert record["turns"] == []
 
 
-def test_files_of_a_row_stay_in_the_workspace(tmp_path: Path) -> None:
-    paths = ["../out", "/etc/passwd", "a/../../out", ""]
-    records = records_of(tmp_path, *({"files": {path: "x"}} for path in paths), max_attempts=1)
-    assert len(records) == 4
-    assert {record["error"]["class"] for record in records} == {"setup_failed"}
-    assert all("`files`" in record["error"]["message"] for record in records)
-    assert not list(tmp_path.rglob("out"))
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"../out": "x"}, "'../out' is no path in the workspace"),
+        ({"/etc/passwd": "x"}, "'/etc/passwd' is no path in the workspace"),
+        ({"a/../../out": "x"}, "is no path in the workspace"),
+        ({"": "x"}, "'' is no path in the workspace"),
+        ({".": "x"}, "'.' is no path in the workspace"),
+        ({"a": "x", "a/b": "y"}, "'a' is a file, and 'a/b' lies beneath it"),
+    ],
+)
+def test_files_of_a_row_stay_in_the_workspace(files: dict[str, str], words: str) -> None:
+    for columns in ({"files": files}, {"check": {"command": "true", "files": files}}):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            read_row_setup(columns)
+
+
+def test_empty_columns_are_as_good_as_none() -> None:
+    assert read_row_setup(dict.fromkeys(("files", "setup", "cwd", "check"))) == read_row_setup({})
+    assert read_row_setup({"files": {"/workspace/a": "x"}}).files == {"a": b"x"}
+
+
+def test_what_the_model_leaves_cannot_reach_the_check(tmp_path: Path) -> None:
+    """Neither a directory in the place of the check's file, nor a process that rewrites it."""
+    tamper = "(while sleep 0.05; do echo 'exit 0' > hidden.sh; done) >/dev/null 2>&1 &"
+    in_the_way = calls(call("write_file", path="hidden.sh/x", content=""))
+    rows = [
+        {"script": [calls(call("terminal", command=tamper)), ANSWER]},
+        {"script": [in_the_way, ANSWER]},
+    ]
+    check = {"command": "sleep 0.4; sh hidden.sh", "files": {"hidden.sh": "exit 7"}}
+    records = records_of(
+        tmp_path, *({**row, "check": check} for row in rows), enabled_toolsets="file,terminal"
+    )
+    judged = {record["tool_calls"][0]["name"]: record["check"] for record in records}
+    assert judged["terminal"]["exit_code"] == 7
+    assert (judged["write_file"]["passed"], judged["write_file"]["reward"]) == (False, 0.0)
+    assert "directory" in judged["write_file"]["stderr"]
+    assert {record["status"] for record in records} == {"completed"}
 
 
 def test_without_the_option_nothing_of_a_row_is_run(tmp_path: Path) -> None:

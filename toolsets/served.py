@@ -177,6 +177,11 @@ class ServedSandbox(ABC):
         except asyncio.CancelledError:
             await channel.close(grace_s=0)
             raise
+        except SandboxError as error:
+            if self._calls:
+                raise
+            # Nothing of the task has run in it, so this is the machine's failure, not its own.
+            raise HostError(str(error)) from error
         self._channel = channel
         return channel
 

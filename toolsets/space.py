@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +55,8 @@ class TaskSpace:
 
         What cannot be removed is logged and left, since the task itself is done.
         """
+        import asyncio  # here, because who only asks for help has no use for it
+
         self.workspace.close()
         try:
             while self.held:

@@ -108,6 +108,8 @@ class ModelSettings:
     call_timeout_s: float = 3600.0
     """Deadline of one call with all its attempts and waits."""
 
+    needs_bound: bool = False
+    """No request may go out without a bound on the reply's tokens: a budget rests on it."""
     stream_replies: bool = False
     """Have replies sent in parts although nobody watches: some proxies cut silent connections."""
 
@@ -128,9 +130,10 @@ class ModelSettings:
     @property
     def reply_bound(self) -> int | None:
         """The bound on one reply's tokens that requests carry, None where they carry none."""
-        own = [(self.extra_body or {}).get(name) for name in _BOUNDS]
-        if bounds := [bound for bound in own if isinstance(bound, int)]:
-            return max(bounds)
+        own = [value for name, value in (self.extra_body or {}).items() if name in _BOUNDS]
+        if own:
+            bounds = [bound for bound in own if isinstance(bound, int)]
+            return max(bounds) if len(bounds) == len(own) else None
         if self.max_tokens is None and self.api == "anthropic_messages":
             return _ANTHROPIC_MAX_TOKENS
         return self.max_tokens

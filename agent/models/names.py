@@ -137,6 +137,7 @@ def resolve_sibling(
         "reasoning_effort",
         "prompt_caching",
         "stream_replies",
+        "needs_bound",
     )
     timing = ("attempt_timeout_s", "idle_timeout_s", "call_attempts", "call_timeout_s")
     options = {key: getattr(settings, key) for key in same + timing}

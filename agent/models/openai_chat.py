@@ -7,6 +7,7 @@ history, and its reply objects let incomplete replies through.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -294,4 +295,6 @@ def _read_usage(raw: Any) -> Usage | None:
 
 def _reported_cost(raw: Any) -> float | None:
     cost = raw.get("cost") if isinstance(raw, dict) else None
-    return float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) else None
+    if isinstance(cost, bool) or not isinstance(cost, int | float):
+        return None
+    return float(cost) if math.isfinite(cost) and cost >= 0 else None

@@ -127,6 +127,11 @@ def _can_go(field: str, settings: ModelSettings) -> bool:
     """Whether an option of the user's, and nothing else, has put this field there."""
     option = _OPTION_OF[field]
     is_demanded = option == "max_tokens" and settings.api == "anthropic_messages"
+    is_demanded |= (
+        option == "max_tokens"
+        and settings.needs_bound
+        and (settings.api != "openai_chat" or settings.max_tokens_name is not None)
+    )
     is_theirs = field.partition(".")[0] in (settings.extra_body or {})
     return getattr(settings, option) is not None and not is_demanded and not is_theirs
 
