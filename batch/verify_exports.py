@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -32,7 +33,7 @@ def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator
     manifest_path = path / "exports" / "manifest.json"
     try:
         manifest = orjson.loads(manifest_path.read_bytes())
-        files = {path / file["path"]: file for file in manifest["files"]}
+        files = {Path(os.path.normpath(path / file["path"])): file for file in manifest["files"]}
     except FileNotFoundError:
         if accounts.done or accounts.failed:
             yield Wrong(manifest_path, None, f"missing; {_AGAIN}")

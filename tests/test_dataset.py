@@ -183,3 +183,10 @@ def test_a_system_message_of_the_row_wins_over_the_config() -> None:
     assert opening_messages({"prompt": own}, "config")[0]["content"] == "mine"
     assert opening_messages({"prompt": "hi"}, "config")[0]["content"] == "config"
     assert len(opening_messages({"prompt": "hi"}, None)) == 1
+
+
+def test_rows_are_judged_again_where_the_file_has_changed_since_its_scan(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    found = scan(path, max_samples=None)
+    write(path, {"prompt": "a"}, b'{"prompt": 3}', b"{", {"prompt": "b"})
+    assert [task.columns["prompt"] for task in tasks(found, num_samples=1)] == ["a", "b"]
