@@ -29,7 +29,8 @@ class Load:
 
     in_flight: int = 0
     waiting: int = 0
-    permits: int = 0
+    told: int = 0
+    """The number of the last message about permits that was heard."""
     replies: int = 0
     failures: int = 0
 
@@ -52,6 +53,7 @@ class CallGate:
         below 1 the first call waits, so that those of several workers are spread."""
         now = time.monotonic()
         self._permits = permits
+        self._told = 0
         self._purse = purse
         self._on_refusal = on_refusal
         self._calls_pace = Pace(rpm, now=now, stock=stock)
@@ -109,11 +111,16 @@ class CallGate:
         permits: int,
         *,
         cool_down_s: float,
+        number: int = 0,
         rpm: float | None = None,
         tpm: float | None = None,
     ) -> None:
-        """Take a new share of the run's limits; nothing is sent for `cool_down_s`."""
+        """Take a new share of the run's limits; nothing is sent for `cool_down_s`.
+
+        `number` is that of the message that told of it.
+        """
         now = time.monotonic()
+        self._told = number
         self._permits = permits
         self._not_before = now + cool_down_s
         self._calls_pace.change(rpm, now=now)
@@ -131,7 +138,7 @@ class CallGate:
     def take_load(self) -> Load:
         """What has happened since this was asked last."""
         waiting = sum(not turn.done() for turn, _ in self._waiting)
-        load = Load(self._in_flight, waiting, self._permits, self._replies, self._failures)
+        load = Load(self._in_flight, waiting, self._told, self._replies, self._failures)
         self._replies = self._failures = 0
         return load
 

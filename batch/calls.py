@@ -59,10 +59,17 @@ class Calls:
         return self._proven_before | now
 
     def on_limits(
-        self, endpoint: str, permits: int, cool_down_s: float, rpm: float | None, tpm: float | None
+        self,
+        endpoint: str,
+        permits: int,
+        number: int,
+        cool_down_s: float,
+        rpm: float | None,
+        tpm: float | None,
     ) -> None:
-        """The parent says what this worker may do at an endpoint."""
-        self._gates[endpoint].allow(permits, cool_down_s=cool_down_s, rpm=rpm, tpm=tpm)
+        """The parent says, in its message `number`, what this worker may do at an endpoint."""
+        gate = self._gates[endpoint]
+        gate.allow(permits, cool_down_s=cool_down_s, number=number, rpm=rpm, tpm=tpm)
 
     def on_loan(self, amount: list[Any]) -> None:
         """The parent lends money."""

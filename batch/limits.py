@@ -64,16 +64,18 @@ class _Share:
 
     in_flight: int = 0
     waiting: int = 0
-    permits: int = 0
-    """What it keeps to, by its own account."""
     told: int = 0
+    """The permits that it was told last."""
+    most_told: int = 0
+    """The most of those that it has not confirmed to be replaced."""
+    messages: int = 0
+    """How often it was told."""
     cool_down_until: float = float("-inf")
-    is_told: bool = False
 
     @property
     def may_have(self) -> int:
         """The most calls that it can have in flight until it is heard of again."""
-        return max(self.in_flight, self.permits, self.told)
+        return max(self.in_flight, self.most_told)
 
 
 class _EndpointLimits:
@@ -91,7 +93,8 @@ class _EndpointLimits:
     def on_load(self, worker: WorkerProcess, load: dict[str, int]) -> None:
         share = self._shares.setdefault(worker, _Share())
         share.in_flight, share.waiting = load["in_flight"], load["waiting"]
-        share.permits = load["permits"]
+        if load["told"] == share.messages:
+            share.most_told = share.told
         in_flight = sum(one.in_flight for one in self._shares.values())
         self._in_flight_max = max(self._in_flight_max, in_flight)
         self._replies += load["replies"]
@@ -124,11 +127,12 @@ class _EndpointLimits:
             more = min(wanted - share.told, share.may_have - share.told + max(0, free))
             before = share.may_have
             share.told += more
+            share.most_told = max(share.most_told, share.told)
             free -= share.may_have - before
             share.cool_down_until = self.limiter.cool_down_until
         for worker, share, before_ in zip(ready, shares, told, strict=True):
-            if (share.told, share.cool_down_until) != before_ or not share.is_told:
-                share.is_told = True
+            if (share.told, share.cool_down_until) != before_ or not share.messages:
+                share.messages += 1
                 self._tell(worker, share, share.told / limit)
 
     def _tell(self, worker: WorkerProcess, share: _Share, part: float) -> None:
@@ -138,6 +142,7 @@ class _EndpointLimits:
                 limits={
                     "endpoint": self._endpoint,
                     "permits": share.told,
+                    "number": share.messages,
                     "cool_down_s": max(0.0, share.cool_down_until - time.monotonic()),
                     "rpm": self._bounds.rpm and self._bounds.rpm * part,
                     "tpm": self._bounds.tpm and self._bounds.tpm * part,

