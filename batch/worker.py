@@ -50,6 +50,7 @@ from batch.records import index_fields
 from batch.row_workspace import SetupFailed, run_check, set_up_workspace
 from batch.stopped import Stopped
 from batch.wire import Deal, no_counters, pack, unpack
+from toolsets.browser_process import Browsers
 from toolsets.mcp_servers import McpServers
 from toolsets.process import use_pidfd_watcher
 from toolsets.removal import remove_tree
@@ -112,6 +113,7 @@ class Worker:
         self._servers = McpServers(self._config.mcp or {})
         self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
         self._web = self._config.web_settings()
+        self._browsers = Browsers(self._web.allow)
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, TaskSpace] = {}
@@ -140,6 +142,7 @@ class Worker:
             on_retry=self._on_retry,
         )
         self._servers.open()
+        self._browsers.open()
         loop.add_reader(self._connection.fileno(), self._receive)
         self._send("ready")
         while not self._exit.is_set():
@@ -153,6 +156,7 @@ class Worker:
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
         await self._calls.close()
+        await self._browsers.close()
         await self._servers.close()
         self._journal.close()
         self._outbox.put(None)
@@ -234,7 +238,13 @@ class Worker:
         workspace = Workspace(self._setup.run_dir / "workspaces" / task.key.hex())
         row = self._rules.read(task.columns)
         sandbox = self._sandbox_for(workspace, row.image)
-        space = TaskSpace(workspace, sandbox, web=self._web, resumed=bool(deal["events"]))
+        space = TaskSpace(
+            workspace,
+            sandbox,
+            web=self._web,
+            browsers=self._browsers,
+            resumed=bool(deal["events"]),
+        )
         trajectory = Trajectory(row.opening, deal["events"])
         self._trajectories[task.key] = trajectory
         end = End("failed")
