@@ -185,7 +185,8 @@ def test_what_disturbs_is_told_and_passed_by(web: Site, tmp_path: Path) -> None:
     """Dialogs, new tabs, downloads, errors of the server, refs that are none, dead pages."""
     web.pages["/"] = page(
         "<button onclick=\"alert('Hi')\">A</button><a href=/tab target=_blank>B</a>"
-        "<a href=/zip>C</a><button onclick='for(;;);'>D</button>"
+        "<a href=/zip>C</a><a href=http://127.0.0.1:9999/>E</a>"
+        "<button onclick='for(;;);'>D</button>"
         "<script>onbeforeunload = e => 'stay'</script>"
     )
     web.pages["/tab"] = page("in the tab")
@@ -203,7 +204,10 @@ def test_what_disturbs_is_told_and_passed_by(web: Site, tmp_path: Path) -> None:
             assert "in the tab" in tab.content
             assert f"URL: {web.url()}\n" in (await call("back")).content
             same = await call("click", ref=ref(shown, '"C"'))
-            assert f"URL: {web.url()}\n" in same.content
+            assert f"URL: {web.url()}\nNote: a download was refused\n" in same.content
+            lost = await call("click", ref=ref(shown, '"E"'))
+            assert "http://127.0.0.1:9999/: refused" in lost.content
+            shown = await call("back")
             assert "file to download" in (await call("navigate", url=web.url("/zip"))).content
             assert "is no ref" in (await call("click", ref="button")).content
             gone = await call("click", ref="e999")

@@ -46,7 +46,9 @@ class BrowserSession:
         self._notes: list[str] = []
         self._loading: set[Any] = set()
         self._loaded = asyncio.Event()
+        self._shown = asyncio.Event()
         self._last_request = ""
+        self._failed = ""
         browsers.open()
 
     async def close(self) -> None:
@@ -63,6 +65,7 @@ class BrowserSession:
         target = str(checked(url).with_fragment(URL(url.strip()).fragment or None))
 
         async def go(page: Any) -> None:
+            self._shown.clear()
             response = await page.goto(
                 target, wait_until="domcontentloaded", timeout=_LOAD_S * 1000
             )
@@ -80,11 +83,14 @@ class BrowserSession:
 
         async with self._lock:
             page = await self._current(opens=opens)
+            self._failed = ""
             try:
                 async with asyncio.timeout(_DEADLINE_S):
                     result = await action(page)
                     await self._settle()
-                    return result
+                if self._failed:
+                    raise self._network_error(self._failed)
+                return result
             except TimeoutError:
                 await self._give_up()
                 raise ToolError(
@@ -92,6 +98,12 @@ class BrowserSession:
                     "open another with browser_navigate"
                 ) from None
             except Error as error:
+                if self._failed:
+                    # Chromium's page about it comes a little later, and would end what is opened
+                    # next.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_ANSWER_S):
+                            await self._shown.wait()
                 raise await self._in_words(error) from error
 
     async def read(self) -> tuple[str, str, str, list[str]]:
@@ -167,7 +179,7 @@ class BrowserSession:
                     ("dialog", self._on_dialog),
                     ("request", self._on_request),
                     ("requestfinished", self._on_request_over),
-                    ("requestfailed", self._on_request_over),
+                    ("requestfailed", self._on_request_failed),
                 ):
                     self._context.on(event, handler)
             self._page = await self._context.new_page()
@@ -227,12 +239,6 @@ class BrowserSession:
         said = str(error).partition("\nCall log:")[0]
         self._loading.clear()
         if match := _NET_ERROR.search(said):
-            if match[1] != "ERR_ABORTED":
-                # Chromium's own page about it comes later, and would end what is opened next.
-                with contextlib.suppress(Exception):
-                    await self._page.wait_for_url(
-                        "chrome-error://**", wait_until="commit", timeout=_ANSWER_S * 1000
-                    )
             return self._network_error(match[1])
         if "Download is starting" in said:
             return ToolError(
@@ -272,6 +278,8 @@ class BrowserSession:
             self._notes.append(words)
 
     async def _on_page(self, page: Any) -> None:
+        page.on("framenavigated", self._on_navigated)
+        page.on("download", lambda _: self._note("a download was refused"))
         if page is self._page or self._page is None:
             return
         if len(self._context.pages) > _MAX_PAGES:
@@ -294,6 +302,15 @@ class BrowserSession:
         if _loads_a_page(request):
             self._last_request = request.url
             self._loading.add(request)
+
+    def _on_request_failed(self, request: Any) -> None:
+        if request in self._loading and (match := _NET_ERROR.search(request.failure or "")):
+            self._failed = "" if match[1] == "ERR_ABORTED" else match[1]
+        self._on_request_over(request)
+
+    def _on_navigated(self, frame: Any) -> None:
+        if frame.parent_frame is None:
+            self._shown.set()
 
     def _on_request_over(self, request: Any) -> None:
         self._loading.discard(request)
