@@ -191,11 +191,10 @@ def test_only_what_is_permitted_is_reached(web: Site, tmp_path: Path) -> None:
 
 @needs_browser
 def test_what_disturbs_is_told_and_passed_by(web: Site, tmp_path: Path) -> None:
-    """Dialogs, new tabs, downloads, errors of the server, refs that are none, dead pages."""
+    """Dialogs, new tabs, downloads, errors of the server, refs that are none."""
     web.pages["/"] = page(
         "<button onclick=\"alert('Hi')\">A</button><a href=/tab target=_blank>B</a>"
         "<a href=/zip>C</a><a href=http://127.0.0.1:9999/>E</a>"
-        "<button onclick='for(;;);'>D</button>"
         "<script>onbeforeunload = e => 'stay'</script>"
     )
     web.pages["/tab"] = page("in the tab")
@@ -223,13 +222,24 @@ def test_what_disturbs_is_told_and_passed_by(web: Site, tmp_path: Path) -> None:
             assert "has the ref e999 now" in gone.content
             missing = await call("navigate", url=web.url("/missing"))
             assert "Note: the server answered with HTTP 404" in missing.content
-            shown = await call("navigate", url=web.url())
-            stuck = await call("click", ref=ref(shown, '"D"'))
-            assert "does not answer and was closed" in stuck.content
-            assert not (await call("navigate", url=web.url("/tab"))).is_error
 
     asyncio.run(play())
     assert not [*tmp_path.rglob("*.zip")]
+
+
+@pytest.mark.long
+@needs_browser
+def test_a_page_that_does_not_answer_is_closed(web: Site, tmp_path: Path) -> None:
+    web.pages["/"] = page("<button onclick='for(;;);'>D</button>")
+
+    async def play() -> None:
+        async with conversation(tmp_path, web.allow) as call:
+            shown = await call("navigate", url=web.url())
+            stuck = await call("click", ref=ref(shown, '"D"'))
+            assert "does not answer and was closed" in stuck.content
+            assert not (await call("navigate", url=web.url())).is_error
+
+    asyncio.run(play())
 
 
 @needs_browser

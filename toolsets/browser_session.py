@@ -74,10 +74,17 @@ class BrowserSession:
 
         await self.act(go, opens=True)
 
-    async def act(self, action: Callable[[Any], Awaitable[Any]], *, opens: bool = False) -> Any:
+    async def act(
+        self,
+        action: Callable[[Any], Awaitable[Any]],
+        *,
+        opens: bool = False,
+        only_looks: bool = False,
+    ) -> Any:
         """Do something with the page and wait for what it loads then; gives what `action` gives.
 
-        `opens` makes a page where there is none. Raises `ToolError`.
+        `opens` makes a page where there is none; what `only_looks` makes none load. Raises
+        `ToolError`.
         """
         from playwright.async_api import Error
 
@@ -87,7 +94,8 @@ class BrowserSession:
             try:
                 async with asyncio.timeout(_DEADLINE_S):
                     result = await action(page)
-                    await self._settle()
+                    if not only_looks:
+                        await self._settle()
                 if self._failed:
                     raise self._network_error(self._failed)
                 return result
@@ -115,7 +123,7 @@ class BrowserSession:
             snapshot = await page.aria_snapshot(mode="ai", timeout=_ACTION_S * 1000)
             return await page.title(), page.url, snapshot
 
-        title, url, snapshot = await self.act(look)
+        title, url, snapshot = await self.act(look, only_looks=True)
         notes, self._notes = self._notes, []
         return (
             clip(valid_utf8(" ".join(title.split())), max_chars=300),
