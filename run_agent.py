@@ -32,6 +32,7 @@ from batch.files import AppendFile, StorageError
 from export.completion import plain_ending
 from export.hermes import dumps_row, to_conversations
 from export.row_rules import Rejected, check_finished
+from toolsets.browser_process import Browsers
 from toolsets.catalog import catalog
 from toolsets.mcp_servers import McpError, McpServers, list_servers
 from toolsets.mcp_settings import McpServer, ServerName
@@ -84,8 +85,9 @@ class AIAgent:
         unless `base_url` says otherwise. `api_key` None takes the key from the environment.
         `key_env` names its variable, "none" says that none is needed. `model_options` are
         further fields of `ModelSettings`, such as temperature or reasoning_effort.
-        `max_turns` bounds the model replies. Toolsets None means all but "web". `sandbox` "local"
-        runs commands with your own rights. `script` holds the turns that model "scripted" plays.
+        `max_turns` bounds the model replies. Toolsets None means all but "browser" and "web".
+        `sandbox` "local" runs commands with your own rights. `script` holds the turns that model
+        "scripted" plays.
         With `save_trajectories`, each conversation is appended to `output_dir`, as ShareGPT.
         `tools` are your own: functions, `Tool`s and `Toolset`s, or MODULE:ATTRIBUTE as text; they
         are toolsets like others, functions and `Tool`s in one called "own". `mcp` are MCP
@@ -129,6 +131,7 @@ class AIAgent:
             on_retry=log.warning,
             transcript_dir=Path(transcript_dir) if transcript_dir is not None else None,
             web=web,
+            browsers=Browsers((web or WebSettings()).allow),
             servers=servers,
         )
         self._model_name = model
@@ -312,7 +315,9 @@ def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
 @click.option("--key_env", help="Variable that holds the API key; 'none' for none.")
 @click.option("--system_prompt", help="System prompt of the conversation.")
 @click.option("--max_turns", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--enabled_toolsets", help="Names separated by commas; default: all but web.")
+@click.option(
+    "--enabled_toolsets", help="Names separated by commas; default: all but browser and web."
+)
 @click.option("--disabled_toolsets", help="Names separated by commas.")
 @click.option("--tools", default="", help="Your own tools: MODULE:ATTRIBUTE, with commas.")
 @click.option("--sandbox", type=click.Choice(["bwrap", "local"]), default="bwrap")

@@ -31,6 +31,7 @@ from agent.stream import StreamHandler
 from agent.tools import check_names
 from agent.trajectory import Journal, Trajectory
 from agent.transcript import Transcript
+from toolsets.browser_process import Browsers
 from toolsets.execution import Limits
 from toolsets.mcp_servers import McpServers
 from toolsets.sandbox import make_sandbox
@@ -62,6 +63,8 @@ class AgentSetup:
     transcript_dir: Path | None = None
     call_timeout_s: float = 300.0
     web: WebSettings | None = None
+    browsers: Browsers | None = None
+    """The browser that prompts answered side by side share."""
     servers: McpServers | None = None
     """The MCP servers behind the tools; they live as long as the answering of one prompt."""
 
@@ -232,7 +235,9 @@ class AgentSession:
         workspace = Workspace(self._root / "workspace")
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
         resumed = bool(self.trajectory.results)  # each prompt has a shell of its own
-        space = TaskSpace(workspace, sandbox, web=setup.web, resumed=resumed)
+        space = TaskSpace(
+            workspace, sandbox, web=setup.web, browsers=setup.browsers, resumed=resumed
+        )
         async with AsyncExitStack() as stack:
             if setup.servers is not None:
                 setup.servers.open()

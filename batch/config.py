@@ -103,7 +103,8 @@ class RunConfig(AgentOptions):
     )
     enabled_toolsets: Names | None = meaning(
         None,
-        "Toolsets to offer, separated by commas; default: all but web. 'none' offers no tools.",
+        "Toolsets to offer, separated by commas; default: all but browser and web. 'none' offers "
+        "no tools.",
     )
     disabled_toolsets: Names = meaning((), "Toolsets never to offer; wins over enabled ones.")
     tools: Names | None = meaning(
@@ -152,8 +153,8 @@ class RunConfig(AgentOptions):
     )
     web_allow: Names = _running(
         (),
-        "What web_fetch may reach beside public addresses, separated by commas: HOST, HOST:PORT or "
-        "NETWORK/BITS.",
+        "What web_fetch and the browser may reach beside public addresses, separated by commas: "
+        "HOST, HOST:PORT or NETWORK/BITS.",
     )
     temperature: float | None = meaning(
         None, "Sampling temperature; unset sends none.", ge=0, allow_inf_nan=False

@@ -51,6 +51,7 @@ from batch.records import index_fields
 from batch.row_workspace import SetupFailed, half_set_up, run_check, set_up_workspace
 from batch.stopped import Stopped
 from batch.wire import Deal, no_counters, pack, unpack
+from toolsets.browser_process import Browsers
 from toolsets.command import sandbox_of
 from toolsets.docker import docker_problem
 from toolsets.errors import HOST_ERRNOS, HostError
@@ -122,6 +123,7 @@ class Worker:
         self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
         self._web = self._config.web_settings()
         self._images: dict[str, str | None] = {}
+        self._browsers = Browsers(self._web.allow)
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, TaskSpace] = {}
@@ -152,6 +154,7 @@ class Worker:
             on_retry=self._on_retry,
         )
         self._servers.open()
+        self._browsers.open()
         loop.add_reader(self._connection.fileno(), self._receive)
         self._send("ready")
         while not self._exit.is_set():
@@ -165,6 +168,7 @@ class Worker:
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
         await self._calls.close()
+        await self._browsers.close()
         await self._servers.close()
         self._journal.close()
         self._outbox.put(None)
@@ -246,7 +250,13 @@ class Worker:
         workspace = Workspace(self._setup.run_dir / "workspaces" / task.key.hex())
         row = self._rules.read(task.columns)
         sandbox = self._sandbox_for(workspace, row.image)
-        space = TaskSpace(workspace, sandbox, web=self._web, resumed=bool(deal["events"]))
+        space = TaskSpace(
+            workspace,
+            sandbox,
+            web=self._web,
+            browsers=self._browsers,
+            resumed=bool(deal["events"]),
+        )
         trajectory = Trajectory(row.opening, deal["events"])
         self._trajectories[task.key] = trajectory
         end = End("failed")

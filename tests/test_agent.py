@@ -105,7 +105,7 @@ def test_it_works_inside_a_running_event_loop(tmp_path: Path) -> None:
 def test_wrong_settings_are_refused_before_anything_runs() -> None:
     with pytest.raises(UnknownModel):
         AIAgent("foo:bar")
-    with pytest.raises(UnknownToolset, match="known: file"):
+    with pytest.raises(UnknownToolset, match="known: browser, file"):
         AIAgent("scripted", enabled_toolsets=["flight"])
 
 

@@ -58,7 +58,7 @@ def test_a_draw_depends_on_the_seed_and_the_task_alone() -> None:
         ("{file: 0}", ValueError, "file: 0 is no percentage"),
         ("{file: 101}", ValueError, "101 is no percentage"),
         ("{file: yes}", ValueError, "True is no percentage"),
-        ("{flight: 50}", UnknownToolset, "unknown toolset 'flight'; known: file"),
+        ("{flight: 50}", UnknownToolset, "unknown toolset 'flight'; known: browser, file"),
         ("[file]", UnknownDistribution, "maps toolsets to percentages"),
         ("{", UnknownDistribution, "cannot read this distribution"),
     ],

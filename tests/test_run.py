@@ -656,7 +656,7 @@ BAD_INPUT: list[tuple[dict[str, object], str]] = [
     ({"dataset_file": "absent.jsonl"}, "no such dataset file"),
     ({"dataset_file": "empty.jsonl"}, "the file is empty"),
     ({"dataset_file": "."}, "is a directory"),
-    ({"enabled_toolsets": "file,flight"}, "unknown toolset 'flight'; known: file, "),
+    ({"enabled_toolsets": "file,flight"}, "unknown toolset 'flight'; known: browser, file, "),
     ({"model": "foo:bar"}, "unknown prefix 'foo'. Known: anthropic, openai, openrouter"),
     ({"model": "anthropic:m"}, "set the environment variable ANTHROPIC_API_KEY"),
     ({"output_dir": "p.jsonl"}, "cannot use this run directory"),

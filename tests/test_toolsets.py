@@ -266,9 +266,9 @@ def test_selection_of_toolsets(
 
 
 def test_unknown_toolsets_are_named_with_the_known_ones() -> None:
-    with pytest.raises(UnknownToolset, match="'wib'; known: file, python, terminal, web"):
+    with pytest.raises(UnknownToolset, match="'wib'; known: browser, file, python, terminal, web"):
         resolve_toolsets(["wib"])
-    with pytest.raises(UnknownToolset, match="'wib'; known: file, python, terminal, web"):
+    with pytest.raises(UnknownToolset, match="'wib'; known: browser, file, python, terminal, web"):
         resolve_toolsets(None, ["wib"])
 
 

@@ -104,12 +104,12 @@ def confinement(bwrap: str, limits: Limits) -> list[str]:
     options = [*_UNSHARE, *(["--share-net"] if limits.network else [])]
     if _probe(bwrap, ("--disable-userns",)) is None:
         options.append("--disable-userns")
-    options += _system()
+    options += system_options()
     options += ["--proc", "/proc", "--dev", "/dev"]
     for sized in ("/tmp", "/dev/shm"):
         options += ["--size", str(limits.tmp_mb << 20), "--tmpfs", sized]
     options += ["--symlink", "../tmp", "/var/tmp"]
-    options += _python()
+    options += python_options()
     for name in [*_ETC, *(_ETC_NETWORK if limits.network else [])]:
         options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     options.append("--clearenv")
@@ -130,7 +130,7 @@ def _env() -> dict[str, str]:
 
 
 @cache
-def _system() -> tuple[str, ...]:
+def system_options() -> tuple[str, ...]:
     options = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -141,7 +141,7 @@ def _system() -> tuple[str, ...]:
     return tuple(options)
 
 
-def _python() -> list[str]:
+def python_options() -> list[str]:
     prefix = python_prefix()
     if prefix.is_relative_to("/usr"):
         return []
@@ -151,7 +151,7 @@ def _python() -> list[str]:
 @cache
 def _probe(bwrap: str, extra: tuple[str, ...]) -> str | None:
     """Return None if a sandbox can be made, else bwrap's complaint."""
-    options = [*_UNSHARE, *extra, *_system(), "--proc", "/proc", "--dev", "/dev"]
+    options = [*_UNSHARE, *extra, *system_options(), "--proc", "/proc", "--dev", "/dev"]
     try:
         done = subprocess.run(
             [bwrap, *options, "--", "true"],

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from toolsets.browser import BROWSER_TOOLS
+from toolsets.browser_process import browser_problem
 from toolsets.file import list_files, patch_file, read_file, search_files, write_file
 from toolsets.python import python
 from toolsets.terminal import terminal
@@ -51,6 +53,14 @@ def _by_name(*toolsets: Toolset) -> Mapping[str, Toolset]:
 
 
 TOOLSETS: Mapping[str, Toolset] = _by_name(
+    Toolset(
+        name="browser",
+        description="Open web pages in a browser, read them and act on them.",
+        tools=BROWSER_TOOLS,
+        needs_sandbox=False,
+        in_all=False,
+        problem=browser_problem,
+    ),
     Toolset(
         name="file",
         description="Read, write, patch, list and search files of the workspace.",

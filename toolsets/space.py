@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from toolsets.browser_process import Browsers
 from toolsets.execution import Sandbox
 from toolsets.removal import remove_tree
 from toolsets.web_settings import WebSettings
@@ -32,6 +33,8 @@ class TaskSpace:
     """Runs commands; None where no tool that runs commands is enabled."""
     web: WebSettings | None = None
     """What the web tools work with; None means the defaults, without a cache."""
+    browsers: Browsers | None = None
+    """The browser that tasks share; None where the task is to have one of its own."""
     conversation: Sequence[Mapping[str, Any]] = ()
     """The live messages of the conversation, while a call runs; not to be changed."""
     user_reply: str | None = None

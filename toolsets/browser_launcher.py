@@ -1,0 +1,62 @@
+"""Starts Chromium so that it reaches nothing but our proxy and does not outlive its worker.
+
+A script, run as: SOCKET MEMORY_MB PROFILE CHROMIUM ARGUMENT... It listens on a loopback port, which
+inside a network namespace leads nowhere else, hands the listening socket to the worker through the
+unix socket SOCKET, and becomes Chromium with that port as its proxy. A second process watches the
+connection to the worker: when that closes, because the worker is done or dead, it kills all that
+is left. PROFILE, unless empty, stands in for the directory that Chromium was told to use.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+
+
+def main() -> None:
+    """Become Chromium."""
+    path, memory_mb, profile, *command = sys.argv[1:]
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    worker = socket.socket(socket.AF_UNIX)
+    worker.connect(path)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    socket.send_fds(worker, [b"p"], [listener.fileno()])
+    port = listener.getsockname()[1]
+    listener.close()
+    _watch(worker)
+    # Of each process; beyond it a page crashes. Address space cannot be bounded: V8 reserves
+    # terabytes that it never touches.
+    limit = int(memory_mb) << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if profile:
+        command = [part for part in command if not part.startswith("--user-data-dir=")]
+        command.insert(1, f"--user-data-dir={profile}")
+    # Before what is no option, the page to open.
+    command[1:1] = [
+        f"--proxy-server=socks5://127.0.0.1:{port}",
+        "--proxy-bypass-list=<-loopback>",
+        "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+    ]
+    os.execvp(command[0], command)
+
+
+def _watch(worker: socket.socket) -> None:
+    """Fork a process that kills the group once the worker has closed its end."""
+    if os.fork():
+        worker.close()
+        return
+    descriptor = worker.fileno()
+    os.closerange(0, descriptor)
+    os.closerange(descriptor + 1, 256)
+    while worker.recv(1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
