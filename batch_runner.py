@@ -299,6 +299,23 @@ def export(run: str, output_dir: Path) -> None:
 
 
 @main.command()
+@_run_dir_argument
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="HTML file to write.  [default: report.html in the run directory]",
+)
+def report(run: str, output_dir: Path, output: Path | None) -> None:
+    """Write a page to look at RUN (a name or a directory) in a browser, also while it runs."""
+    from report.writer import write_report
+
+    with _errors_as_exit_codes():
+        written = write_report(_find_run(run, output_dir), output)
+    beside = f", with its data in {written.files}" if written.files else ""
+    show(f"{written.path}: {written.trajectories:,} trajectories{beside}")
+
+
+@main.command()
 def distributions() -> None:
     """Show the distributions of toolsets that have a name."""
     from toolsets.distributions import DISTRIBUTIONS
@@ -355,6 +372,10 @@ def errors() -> None:
     )
 
 
+def _find_run(run: str, output_dir: Path) -> Path:
+    return Path(run) if (Path(run) / "run.json").exists() else output_dir / run
+
+
 def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]:
     """Find a run by name or directory and scan its dataset as its last start did."""
     from pydantic import ValidationError
@@ -364,7 +385,7 @@ def _open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig
     from batch.prompts import scan
     from batch.run_dir import read_run_json
 
-    path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
+    path = _find_run(run, output_dir)
     identity = read_run_json(path)
     try:
         config = RunConfig.model_validate(identity["config"])
