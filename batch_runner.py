@@ -22,6 +22,7 @@ import click
 
 from batch.command_line import Commands, RunCommand
 from batch.console import open_missing_streams, say, show
+from report.commands import add_commands
 
 if TYPE_CHECKING:
     from batch.accounts import Accounts
@@ -267,23 +268,20 @@ def _run_dir_argument(function: Any) -> Any:
 @main.command()
 @_run_dir_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(run: str, output_dir: Path, as_json: bool) -> None:
-    """Show the accounts of RUN (a name or a directory), also while it runs."""
-    import orjson
-
-    from batch.accounts import account, as_table
-    from batch.run_dir import holder_of
+@click.option(
+    "--watch",
+    type=click.FloatRange(min=0.1),
+    is_flag=False,
+    flag_value=5.0,
+    metavar="[SECONDS]",
+    help="Show it again every 5 or SECONDS seconds, while the run goes on.",
+)
+def status(run: str, output_dir: Path, as_json: bool, watch: float | None) -> None:
+    """Show the accounts of RUN (a name or a directory) and what it is about, also while it runs."""
+    from report.run_status import show_status
 
     with _errors_as_exit_codes():
-        path, scan, config = _open_for_reading(run, output_dir)
-        accounts = account(path, scan, config)
-        holder = holder_of(path)
-    if as_json:
-        report = {"run_dir": str(path), "holder": holder, **accounts.to_json()}
-        show(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
-        return
-    state = f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
-    show(f"{path}: {state}\n{as_table(accounts)}")
+        show_status(*_open_for_reading(run, output_dir), as_json=as_json, every_s=watch)
 
 
 @main.command()
@@ -296,23 +294,6 @@ def export(run: str, output_dir: Path) -> None:
     if accounts.pending:
         click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)
     _show(path, accounts)
-
-
-@main.command()
-@_run_dir_argument
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="HTML file to write.  [default: report.html in the run directory]",
-)
-def report(run: str, output_dir: Path, output: Path | None) -> None:
-    """Write a page to look at RUN (a name or a directory) in a browser, also while it runs."""
-    from report.writer import write_report
-
-    with _errors_as_exit_codes():
-        written = write_report(_find_run(run, output_dir), output)
-    beside = f", with its data in {written.files}" if written.files else ""
-    show(f"{written.path}: {written.trajectories:,} trajectories{beside}")
 
 
 @main.command()
@@ -438,6 +419,14 @@ def _show(path: Path, accounts: Accounts) -> None:
             place = os.path.normpath(path / file["path"])
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
     show("\n".join(lines))
+
+
+add_commands(
+    main,
+    run_dir_argument=_run_dir_argument,
+    find_run=_find_run,
+    errors_as_exit_codes=_errors_as_exit_codes,
+)
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

@@ -18,6 +18,7 @@ _HEAD = b'{"id":'
 
 _HEAD_BYTES = 512
 _IDS_SHOWN = 10
+_LAST_BYTES = 32 << 20
 
 
 def stored_records(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -28,6 +29,17 @@ def stored_records(run_dir: Path) -> Iterator[dict[str, Any]]:
     """
     with _opened(run_dir) as file:
         for entry in _entries(run_dir):
+            yield _read(file, entry)
+
+
+def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The records that were written last, as many of them as fit into 32 MB."""
+    room = _LAST_BYTES
+    with _opened(run_dir) as file:
+        for entry in reversed(_entries(run_dir)):
+            room -= entry.length
+            if room < 0:
+                return
             yield _read(file, entry)
 
 
