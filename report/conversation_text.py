@@ -13,7 +13,7 @@ from agent.reasoning import split_inline_reasoning
 from batch.errors import ConfigError
 from export.replies import first_reply
 from report.rows import flags_of, row_of
-from report.words import count, dollars, moment, one_line, plain, seconds
+from report.words import count, dollars, moment, one_line, plain, plural, seconds
 
 _STEP = "    "
 _ID_CHARS = 200
@@ -57,7 +57,8 @@ class Conversation:
         yield f"{self._paint(one_line(record['id'], _ID_CHARS), bold=True)}  {status}"
         failed = f" ({row['failed_calls']} failed)" if row["failed_calls"] else ""
         yield (
-            f"{plain(record['model'])} · {row['turns']} turns · {row['calls']} calls{failed} · "
+            f"{plain(record['model'])} · {plural(row['turns'], 'turn')} · "
+            f"{plural(row['calls'], 'call')}{failed} · "
             f"{count(usage.get('input_tokens'))} tokens in, {count(usage.get('output_tokens'))} "
             f"out · {dollars(record['cost_usd'])} · {seconds(row['duration_s'])} at work · "
             f"ended {moment(record['finished_at'])}"
@@ -72,6 +73,10 @@ class Conversation:
     def _blocks(self, only: int | None = None) -> Iterator[str]:
         messages = self._record["messages"]
         first = first_reply(messages, turns=len(self._turns))
+        calls = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+        for key, inner in self._inner.items() if only is None else ():
+            if key not in calls:  # of a stage, not of a subagent
+                yield from self._inside(inner)
         replies = 0
         answered: set[str] = set()
         for n, message in enumerate(messages):
@@ -84,8 +89,6 @@ class Conversation:
                 continue  # stands under its call
             if only is None or (turn is not None and turn["turn"] == only):
                 yield from self._message(message, turn)
-        for inner in list(self._inner.values()) if only is None else ():
-            yield from self._inside(inner)
 
     def _message(self, message: Mapping[str, Any], turn: Mapping[str, Any] | None) -> Iterator[str]:
         title = message["role"] if turn is None else f"turn {turn['turn']}"
@@ -101,8 +104,7 @@ class Conversation:
             yield self._paint(indent(plain(reasoning), "  | ", lambda _: True), dim=True)
         if inline.rest.strip():
             yield plain(inline.rest)
-        if notes := message.get("notes"):
-            yield self._paint(f"(written into it by the runtime: {', '.join(notes)})", dim=True)
+        yield from self._notes(message)
         for n, call in enumerate(message.get("tool_calls", ())):
             took = None if turn is None else self._seconds.get((turn["turn"], n))
             yield from self._call(call, took)
@@ -113,7 +115,7 @@ class Conversation:
         yield self._paint(f"--> {one_line(function['name'], _ID_CHARS)}", fg="yellow") + time
         yield from _arguments(function["arguments"])
         if call["id"] in self._inner:
-            yield from self._inside(self._inner.pop(call["id"]))
+            yield from self._inside(self._inner[call["id"]])
         result = self._results.get(call["id"])
         if result is None:
             yield "<-- no result"
@@ -124,6 +126,11 @@ class Conversation:
             failure = self._paint(f" failed: {plain(str(kind))}", fg="red")
         yield self._paint("<--", fg="yellow") + failure
         yield indent(plain(result["content"]), _STEP)
+        yield from self._notes(result)
+
+    def _notes(self, message: Mapping[str, Any]) -> Iterator[str]:
+        if notes := message.get("notes"):
+            yield self._paint(f"(written into it by the runtime: {', '.join(notes)})", dim=True)
 
     def _inside(self, inner: Mapping[str, Any]) -> Iterator[str]:
         yield ""

@@ -20,7 +20,7 @@ from report.errors_seen import errors_seen
 from report.rows import seconds_at_work
 from report.stored import last_records
 from report.under_way import conversations_under_way
-from report.words import count, one_line, seconds
+from report.words import count, one_line, plural, seconds
 
 _SLOWEST = 5
 _SHOWN = 10
@@ -90,7 +90,7 @@ def as_text(found: dict[str, Any]) -> str:
     if in_flight := found["in_flight"]:
         lines.append(f"in flight {count(len(in_flight))}, the longest silent first")
         lines += [
-            f"  {_id(task['id'])}  {count(task['turns'])} turns  {_doing(task)}, "
+            f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}  {_doing(task)}, "
             f"{seconds(task['idle_s'])} since its last event"
             for task in in_flight[:_SHOWN]
         ]
@@ -99,7 +99,7 @@ def as_text(found: dict[str, Any]) -> str:
     if slowest := found["slowest"]:
         lines.append(f"slowest of the last {count(found['slowest_of'])} that ended")
         lines += [
-            f"  {_id(task['id'])}  {seconds(task['duration_s'])}, {count(task['turns'])} turns, "
+            f"  {_id(task['id'])}  {seconds(task['duration_s'])}, {plural(task['turns'], 'turn')}, "
             f"{task['status']}"
             for task in slowest
         ]

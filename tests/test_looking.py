@@ -57,7 +57,7 @@ def shown(cwd: Path, *args: object) -> str:
 
 def test_show_is_a_conversation_that_can_be_read(cwd: Path) -> None:
     text = shown(cwd, "r", "plain")
-    assert text.startswith("plain  completed\nscripted · 2 turns · 1 calls (1 failed) · ")
+    assert text.startswith("plain  completed\nscripted · 2 turns · 1 call (1 failed) · ")
     _, _, rest = text.partition("=== user\n")
     assert rest.startswith("Look into the room.\n")
     assert "--> read_file" in rest
@@ -101,6 +101,43 @@ def test_json_is_the_record(cwd: Path) -> None:
     (record,) = (line for line in records(cwd) if line["id"] == HOSTILE_ID)
     assert json.loads(shown(cwd, "r", HOSTILE_ID, "--json")) == record
     assert find_record(cwd / "trajectories" / "r", HOSTILE_ID) == record
+
+
+def test_what_happened_inside_and_beside_a_conversation_is_shown(tmp_path: Path) -> None:
+    """Preparation first, a subagent under its call, notes and replies set aside where they were."""
+    look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
+    script = [
+        {"content": "@room := empty"},
+        {"tool_calls": [{"name": "helper", "arguments": {"task": "Look."}}]},
+        {"content": "I looked."},
+        {"content": ""},
+        look,
+        look,
+        {"content": "Done."},
+    ]
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "Go.", "script": script})
+    helper = json.dumps([{"name": "helper", "description": "Helps.", "max_turns": 2}])
+    done = run(tmp_path, **SCRIPTED, subagents=helper, preparation="Look around.")
+    assert done.returncode == 0, done.stderr
+    text = shown(tmp_path, "r", "a")
+    places = [
+        text.index(part)
+        for part in (
+            "unusual: inner conversations, notes, discarded replies",
+            "    conversation of preparation (preparation#1)",
+            "    @room := empty",
+            "\n=== user\nGo.",
+            "--> helper",
+            "    conversation of helper (call_2_0)",
+            "    I looked.",
+            "\n<--\n    I looked.",
+            "(set aside before: ",
+            "--> list_files",
+            "(written into it by the runtime: repeat)",
+            "\nDone.",
+        )
+    ]
+    assert places == sorted(places)
 
 
 def records(cwd: Path) -> list[dict[str, Any]]:

@@ -51,7 +51,11 @@ ROWS: list[dict[str, Any]] = [
             {"reasoning": "It is empty.", "content": "Nothing there."},
         ],
     },
-    {"id": "endless", "prompt": "Go on.", "script": [{"tool_calls": [{"name": "list_files"}]}] * 4},
+    {
+        "id": "endless",
+        "prompt": f"Go on, {'w' * 400}.",
+        "script": [{"tool_calls": [{"name": "list_files"}]}] * 4,
+    },
 ]
 
 
