@@ -36,5 +36,7 @@ def _attempt(text: bytes) -> dict[str, Any] | None:
         line = orjson.loads(text)
     except orjson.JSONDecodeError:
         return None
-    is_attempt = isinstance(line, dict) and line.get("kind") in ("attempt", "death")
-    return line if is_attempt and isinstance(line.get("class"), str) else None
+    if not isinstance(line, dict) or line.get("kind") not in ("attempt", "death"):
+        return None
+    is_whole = all(isinstance(line.get(key), str) for key in ("class", "id", "message"))
+    return line if is_whole else None

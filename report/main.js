@@ -136,7 +136,7 @@ function describeRun() {
   $("errors-count").textContent = count(meta.errors.reduce((total, error) => total + error.count, 0));
   $("errors-table").tBodies[0].replaceChildren(...meta.errors.map((error) => h("tr", {},
     h("th", { scope: "row" }, error.class), h("td", { class: "number" }, count(error.count)),
-    h("td", {}, byId.has(error.id) ? h("a", { href: link(error) }, error.id) : error.id, ": ", error.message ?? ""))));
+    h("td", {}, byId.has(error.id) ? h("a", { href: link(error) }, error.id) : error.id, ": ", error.message))));
   const options = Object.entries(meta.meaning).filter(([, value]) => value !== null && value !== false && String(value) !== "");
   $("config-count").textContent = `${options.length} that decide what the data is`;
   $("config-table").tBodies[0].replaceChildren(...options.map(([name, value]) => h("tr", {},

@@ -108,7 +108,7 @@ def as_text(found: dict[str, Any]) -> str:
         lines += [
             f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
             f"{one_line(error['id'], _ID_CHARS)}: "
-            f"{one_line(error['message'] or '', _MESSAGE_CHARS)}"
+            f"{one_line(error['message'], _MESSAGE_CHARS)}"
             for error in errors[:_SHOWN]
         ]
     return "\n".join(lines)

@@ -33,14 +33,20 @@ def stored_records(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The records that were written last, as many of them as fit into 32 MB."""
+    """The records that were written last, as many of them as fit into 32 MB.
+
+    One that has become unreadable is left out: the next start of the run deals with it.
+    """
     room = _LAST_BYTES
     with _opened(run_dir) as file:
         for entry in reversed(_entries(run_dir)):
             room -= entry.length
             if room < 0:
                 return
-            yield _read(file, entry)
+            try:
+                yield _read(file, entry)
+            except EnvironmentStop:
+                continue
 
 
 def stored_entries(run_dir: Path) -> Iterator[tuple[str, Entry]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agent.messages import Event, Message, NoteEvent, ReplyEvent, ResultEvent, SubEvent
-from batch.errors import ConfigError, RunDirError
+from batch.errors import ConfigError, EnvironmentStop, RunDirError
 from batch.failures import Failure, FailureFile
 from batch.journal import JournalWriter
 from batch.prompts import task_key
@@ -20,8 +20,10 @@ from batch.standing import WORKER_DIED
 from report.compared import as_text, compare
 from report.conversation_text import Conversation, turn_as_json
 from report.errors_seen import errors_seen
+from report.run_status import run_status
 from report.stored import find_record
 from report.under_way import conversations_under_way
+from report.writer import write_report
 from tests.running import SCRIPTED, command, lines, run, started, wait_until, write_rows
 from tests.test_report import HOSTILE_ID, ROWS
 
@@ -247,6 +249,20 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     assert [one["holder"] is None for one in rest] == [*[False] * (len(rest) - 1), True]
     assert rest[-1]["in_flight"] == []
     assert {task["id"] for task in rest[-1]["slowest"]} == {"held", "quick"}
+
+
+def test_status_goes_on_where_a_record_is_unreadable(cwd: Path, tmp_path: Path) -> None:
+    """It is left out of the slowest tasks, and named by the commands that need it."""
+    for path in (cwd / "trajectories" / "other").glob("r*.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    content = bytearray((tmp_path / "records.jsonl").read_bytes())
+    second = content.index(b"\n") + 1
+    content[second + 400 : second + 440] = b'"' * 40
+    (tmp_path / "records.jsonl").write_bytes(content)
+    assert run_status(tmp_path)["slowest_of"] == 2
+    with pytest.raises(EnvironmentStop, match=r"the record at byte \d+ is unreadable"):
+        write_report(tmp_path)
+    assert not list(tmp_path.glob("report*"))
 
 
 def status(cwd: Path) -> dict[str, Any]:
