@@ -18,6 +18,7 @@ from batch.console import open_missing_streams
 from commands.command_line import EXAMPLES, Commands
 from commands.ending import SIGNALLED, fail
 from commands.lists import distributions, errors, tools
+from commands.looking import compare, report, show_one
 from commands.reading import export, merge, status, verify
 from commands.starting import estimate, import_hermes, run
 
@@ -42,7 +43,8 @@ def main() -> None:
 
 
 for command in (
-    *(run, estimate, status, export, verify, merge, import_hermes),
+    *(run, estimate, status, report, show_one, compare),
+    *(export, verify, merge, import_hermes),
     *(distributions, tools, errors),
 ):
     main.add_command(command)

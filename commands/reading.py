@@ -20,23 +20,20 @@ PROBLEMS = 6
 @click.command()
 @run_dir_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(run: str, output_dir: Path, as_json: bool) -> None:
-    """Show the accounts of RUN (a name or a directory), also while it runs."""
-    import orjson
-
-    from batch.accounts import account, as_table
-    from batch.run_dir import holder_of
+@click.option(
+    "--watch",
+    type=click.FloatRange(min=0.1),
+    is_flag=False,
+    flag_value=5.0,
+    metavar="[SECONDS]",
+    help="Show it again every 5 or SECONDS seconds, while the run goes on.",
+)
+def status(run: str, output_dir: Path, as_json: bool, watch: float | None) -> None:
+    """Show the accounts of RUN (a name or a directory) and what it is about, also while it runs."""
+    from report.run_status import show_status
 
     with errors_as_exit_codes():
-        path, scan, config = open_for_reading(run, output_dir)
-        accounts = account(path, scan, config)
-        holder = holder_of(path)
-    if as_json:
-        report = {"run_dir": str(path), "holder": holder, **accounts.to_json()}
-        show(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
-        return
-    state = f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
-    show(f"{path}: {state}\n{as_table(accounts)}")
+        show_status(*open_for_reading(run, output_dir), as_json=as_json, every_s=watch)
 
 
 @click.command()

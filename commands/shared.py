@@ -47,14 +47,22 @@ def starting_options(function: Any) -> Any:
     return function
 
 
+output_dir_option = click.option(
+    "--output_dir",
+    type=click.Path(path_type=Path),
+    default=Path("trajectories"),
+    help="Where run directories are, if RUN is only a name.  [default: trajectories]",
+)
+
+
 def run_dir_argument(function: Any) -> Any:
-    function = click.option(
-        "--output_dir",
-        type=click.Path(path_type=Path),
-        default=Path("trajectories"),
-        help="Where run directories are, if RUN is only a name.  [default: trajectories]",
-    )(function)
-    return click.argument("run", metavar="RUN")(function)
+    """The parameters by which a command names a run; see `path_of`."""
+    return click.argument("run", metavar="RUN")(output_dir_option(function))
+
+
+def path_of(run: str, output_dir: Path) -> Path:
+    """The directory of a run that was given by its name or its path."""
+    return Path(run) if (Path(run) / "run.json").exists() else output_dir / run
 
 
 def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:

@@ -15,8 +15,9 @@ MAY_IMPORT = {
     "agent": {"toolsets"},
     "batch": {"agent", "toolsets"},
     "export": {"agent", "batch", "toolsets"},
+    "report": {"agent", "batch", "export", "toolsets"},
     "run_agent": {"agent", "batch", "export", "toolsets"},
-    "commands": {"agent", "batch", "export", "toolsets"},
+    "commands": {"agent", "batch", "export", "report", "toolsets"},
     "batch_runner": {"batch", "commands"},
 }
 """What each room may import beside itself; imports run one way, down."""

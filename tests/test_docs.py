@@ -25,7 +25,7 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
 def test_every_flag_in_the_readme_exists() -> None:
     known = set(RunConfig.model_fields)
     known |= {"config", "dry_run", "help", "json", "fresh", "resume", "pilot", "format"}
-    known |= {"read_data", "repair"}
+    known |= {"read_data", "repair", "watch"}
     used = set(re.findall(r"--([a-z_]+)", README))
     assert used <= known
 

@@ -1,0 +1,1 @@
+"""Looking at runs: the report page, one conversation in the terminal, two runs side by side."""

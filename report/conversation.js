@@ -1,0 +1,205 @@
+// One trajectory as a conversation.
+
+const SHOWN_CHARS = 8000;
+const INLINE = /^\s*<(think|thinking|reasoning|REASONING_SCRATCHPAD)>([\s\S]*?)<\/\1>/;
+
+let isReasoningOpen = false;
+
+// Text as it is; a very long one in part, until the rest is asked for.
+function textBlock(text, kind = "") {
+  const block = h("pre", { class: `text ${kind}` });
+  if (text.length <= SHOWN_CHARS * 1.5) {
+    block.append(visible(text));
+    return block;
+  }
+  block.append(visible(text.slice(0, SHOWN_CHARS)));
+  const more = h("button", { type: "button", class: "more", click: () => block.replaceChildren(visible(text)) },
+    `… show all ${count(text.length)} characters`);
+  return fill(block, {}, [more]);
+}
+
+function fold(kind, words, make, isOpen = false) {
+  const box = h("details", { class: kind }, h("summary", {}, words));
+  const put = () => box.childElementCount === 1 && box.append(make());
+  box.addEventListener("toggle", () => box.open && put());
+  if (isOpen) {
+    put();
+    box.open = true;
+  }
+  return box;
+}
+
+function jsonBlock(value) {
+  return textBlock(jsonText(value));
+}
+
+function reasoningOf(message) {
+  let text = message.content ?? "";
+  const found = [message.reasoning ?? ""];
+  for (let match; (match = INLINE.exec(text)); text = text.slice(match[0].length)) found.push(match[2].trim());
+  const reasoning = found.filter((part) => part.trim()).join("\n\n");
+  return { reasoning, text: found.length > 1 ? text.trimStart() : text };
+}
+
+// The arguments of a call by name, texts as texts; what is no JSON object as it was written.
+function argumentsBlock(text) {
+  let values;
+  try {
+    values = JSON.parse(text);
+  } catch {
+    return textBlock(text, "malformed");
+  }
+  if (values === null || typeof values !== "object" || Array.isArray(values)) return textBlock(text, "malformed");
+  const entries = Object.entries(values);
+  if (!entries.length) return h("p", { class: "soft" }, "no arguments");
+  return h("dl", { class: "arguments" }, entries.map(([name, value]) => [
+    h("dt", {}, name),
+    h("dd", {}, textBlock(typeof value === "string" ? value : jsonText(value))),
+  ]));
+}
+
+function callBlock(call, result, facts, inner) {
+  const failure = result?.is_error && (result.details?.failure ?? "reported");
+  const state = !result ? "no result" : failure ? `failed: ${failure}` : "";
+  const details = result?.details && Object.keys(result.details).length ? result.details : null;
+  return h("section", { class: `call${failure ? " is-error" : ""}`, "aria-label": `call of ${call.function.name}` },
+    h("h4", {}, h("code", {}, call.function.name), facts && h("span", { class: "soft" }, seconds(facts.duration_s)),
+      state && h("strong", { class: "mark" }, state)),
+    h("div", { class: "sides" },
+      h("div", {}, h("h5", {}, "arguments"), argumentsBlock(call.function.arguments)),
+      h("div", {}, h("h5", {}, "result"), result ? textBlock(result.content, "result") : h("p", { class: "soft" }, "none"),
+        notesOf(result), details && fold("facts", "details", () => jsonBlock(details)))),
+    inner && fold("inner", `conversation of ${inner.name}, ${plural(inner.turns.length, "turn")}`, () => messagesOf(inner)));
+}
+
+function notesOf(message) {
+  return message?.notes?.length
+    ? h("p", { class: "note" }, `written into it by the runtime: ${message.notes.join(", ")}`) : null;
+}
+
+function turnFacts(turn) {
+  const usage = turn.usage ?? {};
+  const parts = [
+    `${short(usage.input_tokens)} in`,
+    usage.cache_read_tokens ? `${short(usage.cache_read_tokens)} cached` : null,
+    `${short(usage.output_tokens)} out`,
+    dollars(turn.cost_usd), seconds(turn.duration_s), turn.finish_reason,
+  ];
+  return parts.filter(Boolean).join(" · ");
+}
+
+function replyBody(message) {
+  const { reasoning, text } = reasoningOf(message);
+  return [
+    reasoning && fold("reasoning", `reasoning, ${plural(reasoning.length, "character")}`, () => textBlock(reasoning), isReasoningOpen),
+    text.trim() && textBlock(text),
+    message.unusable && h("p", { class: "mark" }, `unusable: ${message.unusable}`),
+    message.repairs?.length ? fold("facts", "repaired by the runtime", () => jsonBlock(message.repairs)) : null,
+  ];
+}
+
+function discardedBlock(reply) {
+  return fold("discarded", `a reply was set aside: ${reply.discarded} (${turnFacts(reply)})`, () => {
+    const calls = (reply.message.tool_calls ?? []).map((call) => callBlock(call));
+    return h("div", {}, replyBody(reply.message), calls);
+  });
+}
+
+function resumedBlock(resume) {
+  const lost = resume.interrupted.length ? `; cut off: ${resume.interrupted.join(", ")}` : "";
+  const again = resume.repeated.length ? `; run again: ${resume.repeated.join(", ")}` : "";
+  return h("p", { class: "note" }, `taken up by a later process after turn ${resume.turn}${lost}${again}`);
+}
+
+// The messages of a conversation, or of one inside it; `row` gives its turns links of their own.
+function messagesOf(part, row = null) {
+  const { messages, turns } = part;
+  const said = messages.map((m, n) => [m, n]).filter(([m]) => m.role === "assistant").map(([, n]) => n);
+  const own = turns.length ? said.slice(-turns.length) : [];
+  const results = new Map(messages.filter((m) => m.role === "tool").map((m) => [m.tool_call_id, m]));
+  const facts = new Map(part.tool_calls.map((call) => [`${call.turn}/${call.call}`, call]));
+  const inner = new Map(part.inner.map((one) => [one.key, one]));
+  const blocks = [];
+  const calls = new Set();
+  messages.forEach((message, n) => {
+    if (message.role === "tool" && calls.has(message.tool_call_id)) return; // beside its call
+    const turn = turns[own.indexOf(n)];
+    if (turn) {
+      blocks.push(...part.resumes.filter((resume) => resume.turn === turn.turn - 1).map(resumedBlock));
+      blocks.push(...part.discarded.filter((reply) => reply.turn === turn.turn).map(discardedBlock));
+    }
+    const callBlocks = (message.tool_calls ?? []).map((call, place) => {
+      calls.add(call.id);
+      const subagent = inner.get(call.id);
+      inner.delete(call.id);
+      return callBlock(call, results.get(call.id), turn && facts.get(`${turn.turn}/${place}`), subagent);
+    });
+    blocks.push(messageBlock(message, turn, row, callBlocks));
+  });
+  const last = turns.length ? turns[turns.length - 1].turn : 0;
+  blocks.push(...part.discarded.filter((reply) => reply.turn > last).map(discardedBlock));
+  blocks.push(...part.resumes.filter((resume) => resume.turn >= last).map(resumedBlock));
+  const stages = [...inner.values()].map((one) =>
+    fold("inner", `${one.name || "stage"} (${one.key}), ${plural(one.turns.length, "turn")}`, () => messagesOf(one)));
+  return h("div", { class: "messages" }, stages, blocks);
+}
+
+function messageBlock(message, turn, row, callBlocks) {
+  const name = turn ? `turn ${turn.turn}` : message.role;
+  const isReply = message.role === "assistant";
+  const heading = h("h3", {},
+    row && turn ? h("a", { href: link(row, turn.turn), title: "link to this turn" }, name) : name,
+    h("span", { class: "soft" }, turn ? turnFacts(turn) : isReply ? "brought along by the prompt" : ""));
+  const body = isReply ? replyBody(message)
+    : message.role === "system" && message.content.length > 600
+      ? fold("facts", `${count(message.content.length)} characters`, () => textBlock(message.content))
+      : textBlock(message.content);
+  return h("article", { class: `message ${message.role}`, tabindex: -1, "data-turn": turn?.turn, "aria-label": name },
+    heading, body, isReply ? null : notesOf(message), callBlocks);
+}
+
+function factList(pairs) {
+  return h("dl", { class: "facts" }, pairs.filter(([, value]) => value != null && value !== "").map(([name, value]) =>
+    h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+
+// The whole reader: what is known of a trajectory, then its messages.
+function conversation(record, row, { before, after, place }) {
+  const usage = record.usage ?? {};
+  const step = (to, words, key) => to
+    ? h("a", { class: "button", href: link(to), "aria-keyshortcuts": key }, words)
+    : h("span", { class: "button off", "aria-disabled": "true" }, words);
+  return [
+    h("nav", { "aria-label": "Trajectories" },
+      h("a", { class: "button", href: "#" }, "☰ table"), step(before, "← previous", "ArrowLeft"), step(after, "next →", "ArrowRight"),
+      place && h("span", { class: "soft" }, place)),
+    h("h2", { tabindex: -1, id: "reader-title" }, record.id, " ", h("span", { class: `status ${statusKind(record.status)}` }, record.status)),
+    record.status_reason && h("p", {}, record.status_reason),
+    record.error && h("p", { class: "trouble" }, `${record.error.class}: ${record.error.message}`),
+    factList([
+      ["model", record.model_returned && record.model_returned !== record.model ? `${record.model} (${record.model_returned})` : record.model],
+      ["turns", count(record.turns.length)],
+      ["calls", row.failed_calls ? `${count(row.calls)}, ${count(row.failed_calls)} failed` : count(row.calls)],
+      ["tokens", `${short(usage.input_tokens)} in, ${short(usage.output_tokens)} out`],
+      ["cost", dollars(record.cost_usd)], ["time at work", seconds(row.duration_s)],
+      ["ended", moment(record.finished_at)], ["attempt", count(record.attempt)],
+      ["sample", record.sample ? count(record.sample) : ""],
+      ["toolsets", record.toolsets.join(", ")], ["sandbox", record.sandbox],
+      ["check", record.check && `${record.check.passed ? "passed" : "failed"}, reward ${record.check.reward}`],
+      ["unusual", row.flags.join(", ")],
+    ]),
+    h("div", { class: "folds" },
+      fold("facts", "dataset row", () => jsonBlock(record.row)),
+      fold("facts", `tools offered (${record.tools.length})`, () => h("dl", { class: "arguments" }, record.tools.map((tool) => [
+        h("dt", {}, tool.function.name), h("dd", {}, textBlock(tool.function.description ?? "")),
+      ]))),
+      record.check && fold("facts", "check", () => jsonBlock(record.check)),
+      fold("facts raw", "raw JSON", () => h("pre", { class: "text" }, jsonText(record)))),
+    messagesOf(record, row),
+  ];
+}
+
+function setReasoning(isOpen) {
+  isReasoningOpen = isOpen;
+  for (const box of $("reader").querySelectorAll("details.reasoning")) box.open = isOpen;
+}

@@ -1,0 +1,184 @@
+"""One trajectory as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import indent
+from typing import Any
+
+import click
+import orjson
+
+from agent.reasoning import split_inline_reasoning
+from batch.errors import ConfigError
+from export.replies import first_reply
+from report.rows import flags_of, row_of
+from report.words import count, dollars, moment, one_line, plain, plural, seconds
+
+_STEP = "    "
+_ID_CHARS = 200
+
+
+class Conversation:
+    """A record, or a conversation inside one, as blocks of text."""
+
+    def __init__(self, record: Mapping[str, Any], *, colours: bool) -> None:
+        """`colours` says whether to write the escapes that colour a terminal."""
+        self._record = record
+        self._colours = colours
+        self._turns: Sequence[Mapping[str, Any]] = record["turns"]
+        self._results = {
+            message["tool_call_id"]: message
+            for message in record["messages"]
+            if message["role"] == "tool"
+        }
+        self._seconds = {
+            (call["turn"], call["call"]): call["duration_s"] for call in record["tool_calls"]
+        }
+        self._inner = {inner["key"]: inner for inner in record["inner"]}
+
+    def text(self, *, turn: int | None = None) -> Iterator[str]:
+        """The head, then a block per message; `turn` leaves only that turn.
+
+        Raises `ConfigError` where there is no such turn.
+        """
+        numbers = [one["turn"] for one in self._turns]
+        if turn is not None and turn not in numbers:
+            has = f"turns 1 to {numbers[-1]}" if numbers else "no turns"
+            msg = f"--turn {turn}: {self._record['id']} has {has}"
+            raise ConfigError(msg)
+        yield from self._head()
+        yield from self._blocks(turn)
+
+    def _head(self) -> Iterator[str]:
+        record, row = self._record, row_of(self._record)
+        usage = record["usage"] or {}
+        status = self._paint(row["status"], fg="green" if row["status"] == "completed" else "red")
+        yield f"{self._paint(one_line(record['id'], _ID_CHARS), bold=True)}  {status}"
+        failed = f" ({row['failed_calls']} failed)" if row["failed_calls"] else ""
+        yield (
+            f"{plain(record['model'])} · {plural(row['turns'], 'turn')} · "
+            f"{plural(row['calls'], 'call')}{failed} · "
+            f"{count(usage.get('input_tokens'))} tokens in, {count(usage.get('output_tokens'))} "
+            f"out · {dollars(record['cost_usd'])} · {seconds(row['duration_s'])} at work · "
+            f"ended {moment(record['finished_at'])}"
+        )
+        if record["status_reason"]:
+            yield plain(record["status_reason"])
+        if error := record["error"]:
+            yield self._paint(plain(f"{error['class']}: {error['message']}"), fg="red")
+        if flags := flags_of(record):
+            yield f"unusual: {', '.join(flags)}"
+
+    def _blocks(self, only: int | None = None) -> Iterator[str]:
+        messages = self._record["messages"]
+        first = first_reply(messages, turns=len(self._turns))
+        calls = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+        for key, inner in self._inner.items() if only is None else ():
+            if key not in calls:  # of a stage, not of a subagent
+                yield from self._inside(inner)
+        replies = 0
+        answered: set[str] = set()
+        for n, message in enumerate(messages):
+            turn = None
+            if n >= first and message["role"] == "assistant":
+                turn = self._turns[replies]
+                replies += 1
+            answered.update(call["id"] for call in message.get("tool_calls", ()))
+            if message.get("tool_call_id") in answered:
+                continue  # stands under its call
+            if only is None or (turn is not None and turn["turn"] == only):
+                yield from self._message(message, turn)
+
+    def _message(self, message: Mapping[str, Any], turn: Mapping[str, Any] | None) -> Iterator[str]:
+        title = message["role"] if turn is None else f"turn {turn['turn']}"
+        facts = "" if turn is None else f" · {_facts(turn)}"
+        yield ""
+        yield self._paint(f"=== {title}", fg="cyan", bold=True) + self._paint(facts, dim=True)
+        if turn is not None:
+            for reply in self._record["discarded"]:
+                if reply["turn"] == turn["turn"]:
+                    yield self._paint(f"(set aside before: {plain(reply['discarded'])})", dim=True)
+        inline = split_inline_reasoning(message["content"])
+        for reasoning in filter(None, (message.get("reasoning"), inline.reasoning)):
+            yield self._paint(indent(plain(reasoning), "  | ", lambda _: True), dim=True)
+        if inline.rest.strip():
+            yield plain(inline.rest)
+        yield from self._notes(message)
+        for n, call in enumerate(message.get("tool_calls", ())):
+            took = None if turn is None else self._seconds.get((turn["turn"], n))
+            yield from self._call(call, took)
+
+    def _call(self, call: Mapping[str, Any], took: float | None) -> Iterator[str]:
+        function = call["function"]
+        time = "" if took is None else self._paint(f" {seconds(took)}", dim=True)
+        yield self._paint(f"--> {one_line(function['name'], _ID_CHARS)}", fg="yellow") + time
+        yield from _arguments(function["arguments"])
+        if call["id"] in self._inner:
+            yield from self._inside(self._inner[call["id"]])
+        result = self._results.get(call["id"])
+        if result is None:
+            yield "<-- no result"
+            return
+        failure = ""
+        if result.get("is_error"):
+            kind = result.get("details", {}).get("failure") or "reported"
+            failure = self._paint(f" failed: {plain(str(kind))}", fg="red")
+        yield self._paint("<--", fg="yellow") + failure
+        yield indent(plain(result["content"]), _STEP)
+        yield from self._notes(result)
+
+    def _notes(self, message: Mapping[str, Any]) -> Iterator[str]:
+        if notes := message.get("notes"):
+            yield self._paint(f"(written into it by the runtime: {', '.join(notes)})", dim=True)
+
+    def _inside(self, inner: Mapping[str, Any]) -> Iterator[str]:
+        yield ""
+        yield self._paint(f"{_STEP}conversation of {inner['name']} ({inner['key']})", fg="magenta")
+        blocks = Conversation(inner, colours=self._colours)._blocks()
+        yield from (indent(block, _STEP) for block in blocks)
+
+    def _paint(self, text: str, **style: Any) -> str:
+        return click.style(text, **style) if self._colours and text else text
+
+
+def turn_as_json(record: Mapping[str, Any], turn: int) -> dict[str, Any]:
+    """One turn of a record: `id`, `turn` (its numbers), `messages` (the reply and what followed).
+
+    Raises `ConfigError` where there is no such turn.
+    """
+    messages = record["messages"]
+    first = first_reply(messages, turns=len(record["turns"]))
+    starts = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+    for place, (start, numbers) in enumerate(zip(starts, record["turns"], strict=True)):
+        if numbers["turn"] == turn:
+            end = starts[place + 1] if place + 1 < len(starts) else len(messages)
+            return {"id": record["id"], "turn": numbers, "messages": messages[start:end]}
+    msg = f"--turn {turn}: {record['id']} has {len(starts)} turns"
+    raise ConfigError(msg)
+
+
+def _facts(turn: Mapping[str, Any]) -> str:
+    usage = turn["usage"] or {}
+    return (
+        f"{count(usage.get('input_tokens'))} in, {count(usage.get('output_tokens'))} out · "
+        f"{dollars(turn['cost_usd'])} · {seconds(turn['duration_s'])} · {turn['finish_reason']}"
+    )
+
+
+def _arguments(text: str) -> Iterable[str]:
+    """Each argument by name; what is no JSON object as it was written."""
+    try:
+        values = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        values = None
+    if not isinstance(values, dict):
+        yield indent(plain(text), _STEP)
+        return
+    for name, value in values.items():
+        shown = value if isinstance(value, str) else orjson.dumps(value).decode()
+        if "\n" in shown:
+            yield f"{_STEP}{plain(name)}:"
+            yield indent(plain(shown), _STEP * 2)
+        else:
+            yield f"{_STEP}{plain(name)}: {plain(shown)}"

@@ -1,0 +1,59 @@
+"""The page of a report: template, styles and scripts made into one file that asks for nothing.
+
+All text of models, tools and users is data in JSON, never markup: scripts put it on the page as
+text. The content policy of the page allows the scripts that it was written with and, where its
+data lies beside it, script files from there; no other address, image, frame or form.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+from typing import Any
+
+import orjson
+
+_SCRIPTS = ("core.js", "charts.js", "table.js", "conversation.js", "main.js")
+
+
+def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
+    """The page with its data: `rows` and `records` are JSON, `meta` says what they belong to."""
+    style = _read("page.css")
+    script = "\n".join(map(_read, _SCRIPTS))
+    files = " 'self' file:" if meta["row_pieces"] else ""
+    policy = (
+        f"default-src 'none'; script-src {_source(script)}{files}; style-src {_source(style)}; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
+        "trusted-types report-files"
+    )
+    page = _read("page.html")
+    parts = {
+        "POLICY": policy.encode(),
+        "TITLE": _as_text(meta["run_name"]).encode(),
+        "STYLE": style.encode(),
+        "META": embedded(orjson.dumps(meta)),
+        "ROWS": embedded(rows),
+        "RECORDS": embedded(records),
+        "SCRIPT": script.encode(),
+    }
+    pieces = page.encode().split(b"@@")
+    return b"".join(parts[piece.decode()] if n % 2 else piece for n, piece in enumerate(pieces))
+
+
+def embedded(json: bytes) -> bytes:
+    """JSON as it can stand inside a script element: without any `<`, it ends no element."""
+    return json.replace(b"<", b"\\u003c")
+
+
+def _read(name: str) -> str:
+    return resources.files("report").joinpath(name).read_text("utf-8")
+
+
+def _source(content: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _as_text(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,120 @@
+"""What the report's table and charts know of a trajectory, without its messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent.messages import Message
+from agent.reasoning import split_inline_reasoning
+from agent.tally import failure_of
+from export.replies import first_reply, tool_stats
+
+_SNIPPET_CHARS = 140
+
+NOT_OFFERED = "(not offered)"
+"""Stands for all tools that a model invented: their names have no end."""
+
+
+def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of the table, JSON-ready and small.
+
+    `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with the kind `reported`
+    for what a tool itself reported; `duration_s` is the time at work (see `seconds_at_work`);
+    `flags` name what is unusual about the conversation.
+    """
+    messages: Sequence[Message] = record["messages"]
+    turns = record["turns"]
+    first = first_reply(messages, turns=len(turns))
+    replies = messages[first:]
+    usage = record["usage"] or {}
+    error = record["error"] or {}
+    tools = _tools(record, replies)
+    return {
+        "id": record["id"],
+        "status": record["status"],
+        "reason": record["status_reason"],
+        "error": error.get("class"),
+        "prompt": _snippet(_last_content(messages[:first], "user") or _prompt(record["row"])),
+        "answer": _snippet(_last_content(replies, "assistant")),
+        "model": record["model"],
+        "turns": len(turns),
+        "calls": sum(calls for calls, _ in tools.values()),
+        "failed_calls": sum(failed for _, failed in tools.values()),
+        "input_tokens": usage.get("input_tokens"),
+        "output_tokens": usage.get("output_tokens"),
+        "cached_tokens": usage.get("cache_read_tokens"),
+        "cost_usd": record["cost_usd"],
+        "duration_s": round(seconds_at_work(record), 3),
+        "started_at": turns[0]["started_at"] if turns else None,
+        "finished_at": record["finished_at"],
+        "reasoned": sum(has_reasoning(reply) for reply in replies if reply["role"] == "assistant"),
+        "tools": tools,
+        "failures": Counter(failure_of(m) or "reported" for m in replies if m.get("is_error")),
+        "flags": flags_of(record),
+    }
+
+
+def seconds_at_work(record: Mapping[str, Any]) -> float:
+    """Seconds of model calls and tool calls, those of one turn that ran side by side once.
+
+    Not from the first to the last moment, for a conversation may lie still between two starts.
+    """
+    spans: dict[int, tuple[float, float]] = {}
+    for call in record["tool_calls"]:
+        began, ended = call["started_at"], call["started_at"] + call["duration_s"]
+        before = spans.get(call["turn"], (began, ended))
+        spans[call["turn"]] = (min(began, before[0]), max(ended, before[1]))
+    return float(
+        sum(turn["duration_s"] for turn in record["turns"])
+        + sum(ended - began for began, ended in spans.values())
+    )
+
+
+def has_reasoning(message: Mapping[str, Any]) -> bool:
+    """Whether a reply holds reasoning, beside its text or inside it."""
+    if (message.get("reasoning") or "").strip():
+        return True
+    return split_inline_reasoning(message["content"]).reasoning is not None
+
+
+def flags_of(record: Mapping[str, Any]) -> list[str]:
+    """What is unusual about a conversation, in words that the report can filter by."""
+    check = record["check"]
+    flags = {
+        "inner conversations": record["inner"],
+        "notes": record["notes"],
+        "discarded replies": record["discarded"],
+        "resumed": record["resumes"],
+        "compacted": record["view_compacted"],
+        "check passed": check and check["passed"],
+        "check failed": check and not check["passed"],
+    }
+    return [name for name, is_set in flags.items() if is_set]
+
+
+def _tools(record: Mapping[str, Any], replies: Sequence[Message]) -> dict[str, tuple[int, int]]:
+    offered = {tool["function"]["name"] for tool in record["tools"]}
+    found: dict[str, tuple[int, int]] = {}
+    for stats in tool_stats(replies):
+        name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
+        calls, failed = found.get(name, (0, 0))
+        found[name] = (calls + stats["count"], failed + stats["failure"])
+    return found
+
+
+def _last_content(messages: Sequence[Message], role: str) -> str:
+    contents = [message["content"] for message in messages if message["role"] == role]
+    return split_inline_reasoning(contents[-1]).rest if contents else ""
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    """The prompt of a row that never became a conversation."""
+    prompt = row.get("prompt")
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _snippet(text: str) -> str:
+    head = " ".join(text[: 4 * _SNIPPET_CHARS].split())
+    return head if len(head) <= _SNIPPET_CHARS else head[: _SNIPPET_CHARS - 1] + "…"

@@ -1,0 +1,54 @@
+"""Numbers and texts for a terminal: short, and nothing in them that the terminal would obey."""
+
+from __future__ import annotations
+
+import re
+import time
+
+_ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Terminal escapes and turns of the writing direction; line ends and tabs stay."""
+
+
+def plain(text: str) -> str:
+    """`text` with every character that would act instead of being seen written as ⟨U+…⟩."""
+    return _ACTING.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+
+
+def one_line(text: str, limit: int) -> str:
+    """`text` as one line of at most `limit` characters."""
+    words = plain(" ".join(text[: 4 * limit].split()))
+    return words if len(words) <= limit else f"{words[: limit - 1]}…"
+
+
+def count(number: float | None) -> str:
+    """A whole number with its thousands apart, or `?`."""
+    return "?" if number is None else f"{number:,.0f}"
+
+
+def plural(number: int, word: str) -> str:
+    """`1 turn`, `2 turns`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def dollars(usd: float | None) -> str:
+    """Dollars with the digits that matter, or `?`."""
+    if usd is None:
+        return "?"
+    return f"${usd:,.2f}" if usd >= 0.1 or usd == 0 else f"${usd:.2g}"
+
+
+def seconds(s: float | None) -> str:
+    """A duration in the units that fit it, or `?`."""
+    if s is None:
+        return "?"
+    if s < 1:
+        return f"{s * 1000:.0f} ms"
+    if s < 60:
+        return f"{s:.1f} s"
+    minutes, rest = divmod(int(s), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+def moment(at: float) -> str:
+    """Epoch seconds as local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -1,0 +1,107 @@
+"""Writing the report of a run: one HTML file, with data files beside it where there is much."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batch.errors import RunDirError
+from batch.files import StorageError, replace_file
+from batch.run_dir import holder_of, read_run_json
+from report.errors_seen import errors_seen
+from report.page import render_page
+from report.pieces import INLINE_BYTES, Pieces
+from report.rows import row_of
+from report.stored import stored_records
+
+
+class Written(NamedTuple):
+    """What `write_report` wrote."""
+
+    path: Path
+    trajectories: int
+    files: Path | None
+    """The directory beside the page that holds its data, None where the page holds all of it."""
+
+
+def write_report(
+    run_dir: Path, output: Path | None = None, *, inline_bytes: int = INLINE_BYTES
+) -> Written:
+    """Write the report of `run_dir` to `output` (report.html in it), from the directory alone.
+
+    Records are read one at a time; beyond `inline_bytes` of data they go to files in
+    `<output's stem>_files`. Raises `RunDirError` and `StorageError`.
+    """
+    run = read_run_json(run_dir)
+    path = output or run_dir / "report.html"
+    if path.is_dir() or not path.parent.is_dir():
+        msg = f"{path}: cannot write the report there; --output names a file in a directory"
+        raise RunDirError(msg)
+    report_id = secrets.token_hex(8)
+    directory = path.with_name(f"{path.stem}_files")
+    pieces = Pieces(directory, report_id, inline_bytes=inline_bytes)
+    tools = _Tools()
+    columns: list[str] = []
+    count = 0
+    try:
+        for record in stored_records(run_dir):
+            row = row_of(record)
+            columns = [*row, "chunk", "place"]
+            pieces.add(row, orjson.dumps(record | {"tools": tools.numbers(record["tools"])}))
+            count += 1
+        rows, records, row_pieces = pieces.finish()
+    except OSError as error:
+        msg = f"{path}: cannot write the report: {error.strerror or error}; make room, or --output"
+        raise StorageError(msg) from error
+    finally:
+        pieces.discard()
+    meta = {
+        **_about(run, run_dir),
+        "report_id": report_id,
+        "columns": columns,
+        "tools": tools.schemas,
+        "row_pieces": row_pieces,
+        "files": directory.name if row_pieces else None,
+    }
+    replace_file(path, render_page(meta, rows=rows, records=records))
+    return Written(path, count, directory if row_pieces else None)
+
+
+def _about(run: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    return {
+        "run_name": run["run_name"],
+        "created": run["created"],
+        "written_at": time.time(),
+        "is_running": holder_of(run_dir) is not None,
+        "tasks": run["dataset"]["rows"] * run["config"]["num_samples"],
+        "bad_rows": run["dataset"]["bad_rows"],
+        "dataset": os.path.basename(run["dataset"]["path"]),  # noqa: PTH119 - text, not a path here
+        "meaning": run["meaning"],
+        "history": run["history"],
+        "versions": run["versions"],
+        "errors": errors_seen(run_dir),
+    }
+
+
+class _Tools:
+    """Each tool schema once: most records of a run offer the same ones."""
+
+    def __init__(self) -> None:
+        self.schemas: list[dict[str, Any]] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def numbers(self, schemas: list[dict[str, Any]]) -> list[int]:
+        """The places of `schemas` in the list of all."""
+        return [self._number(schema) for schema in schemas]
+
+    def _number(self, schema: dict[str, Any]) -> int:
+        key = orjson.dumps(schema)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.schemas)
+            self.schemas.append(schema)
+        return self._numbers[key]

@@ -1,0 +1,248 @@
+"""The report page as a file: all that is in it, and nothing of it can become markup."""
+
+from __future__ import annotations
+
+import json
+import re
+import tracemalloc
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch.errors import RunDirError
+from report.page import embedded
+from report.rows import row_of, seconds_at_work
+from report.writer import write_report
+from tests.running import SCRIPTED, lines, run, write_rows
+
+HOSTILE = (
+    "</script><script>window.pwned = 1</script><!--<script> <img src=x onerror='window.pwned=2'> "
+    "\x1b[31mred\x1b]0;title\x07 \u202eback \u2028 &lt; </pre></ScRiPt\n>"
+)
+"""Text that would act in a browser or a terminal if it were anything but text."""
+
+HOSTILE_ID = "x/<b>#?%</b> \x1b[1m"
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "id": HOSTILE_ID,
+        "prompt": f"{HOSTILE} prompt",
+        "__proto__": {"polluted": HOSTILE},
+        "script": [
+            {
+                "reasoning": f"{HOSTILE} thought",
+                "content": f"{HOSTILE} said",
+                "tool_calls": [
+                    {"name": "write_file", "arguments": {"path": "f.txt", "content": HOSTILE}},
+                    {"name": HOSTILE[:20], "arguments": {"__proto__": HOSTILE}},
+                ],
+            },
+            {"tool_calls": [{"name": "read_file", "arguments": {"path": "f.txt"}}]},
+            {"content": f"<think>{HOSTILE} inline</think>{HOSTILE} answer"},
+        ],
+    },
+    {
+        "id": "plain",
+        "prompt": "Look into the room.",
+        "script": [
+            {"tool_calls": [{"name": "read_file", "arguments": {"path": "missing.txt"}}]},
+            {"reasoning": "It is empty.", "content": "Nothing there."},
+        ],
+    },
+    {
+        "id": "endless",
+        "prompt": f"Go on, {'w' * 400}.",
+        "script": [{"tool_calls": [{"name": "list_files"}]}] * 4,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run whose texts are hostile."""
+    cwd = tmp_path_factory.mktemp("report")
+    write_rows(cwd / "p.jsonl", *ROWS)
+    done = run(cwd, **SCRIPTED, max_turns=3, repeat_limit=9)
+    assert done.returncode == 0, done.stderr
+    return cwd / "trajectories" / "r"
+
+
+class Scripts(HTMLParser):
+    """The script elements of a page, as a parser of HTML sees them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[dict[str, str | None], str]] = []
+        self.tags: set[str] = set()
+        self._is_inside = False
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self._is_inside = tag == "script"
+        if self._is_inside:
+            self.found.append((dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._is_inside:
+            attributes, before = self.found[-1]
+            self.found[-1] = (attributes, before + data)
+
+    def json(self, name: str) -> Any:
+        return next(json.loads(text) for attrs, text in self.found if attrs.get("id") == name)
+
+
+def records_in(page: Scripts) -> list[dict[str, Any]]:
+    meta = page.json("meta-data")
+    return [whole(record, meta) for record in page.json("records-data")]
+
+
+def whole(record: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    return record | {"tools": [meta["tools"][n] for n in record["tools"]]}
+
+
+def test_the_page_holds_every_record_and_no_markup_of_theirs(run_dir: Path, tmp_path: Path) -> None:
+    """A parser of HTML finds our four scripts, and in them the records, unchanged."""
+    written = write_report(run_dir, tmp_path / "page.html")
+    page = Scripts(written.path.read_text())
+    assert [attrs.get("id") for attrs, _ in page.found] == [
+        "meta-data",
+        "rows-data",
+        "records-data",
+        None,
+    ]
+    assert not page.tags & {"b", "img", "link", "iframe"}
+    assert records_in(page) == lines(run_dir / "records.jsonl")
+    assert written.files is None
+    assert written.trajectories == 3
+
+
+def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:
+    done = run(run_dir.parent.parent, "report", "r")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trajectories/r/report.html: 3 trajectories\n"
+    assert (run_dir / "report.html").stat().st_mode & 0o777 == 0o600
+
+
+def test_no_script_runs_but_ours(run_dir: Path, tmp_path: Path) -> None:
+    """The policy forbids everything, names our script and style by hash, and allows no address."""
+    page = write_report(run_dir, tmp_path / "page.html").path.read_text()
+    found = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert found
+    policy = dict(part.strip().partition(" ")[::2] for part in found[1].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert re.fullmatch(r"'sha256-[\w+/=]+'", policy["script-src"])
+    assert re.fullmatch(r"'sha256-[\w+/=]+'", policy["style-src"])
+    assert policy["require-trusted-types-for"] == "'script'"
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", Scripts(page).found[3][1])
+
+
+def test_a_large_report_keeps_its_data_in_files_beside_it(run_dir: Path, tmp_path: Path) -> None:
+    """Beyond the bound every record is in a chunk, where its row says."""
+    written = write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    assert written.files == tmp_path / "page_files"
+    page = Scripts(written.path.read_text())
+    meta = page.json("meta-data")
+    assert page.json("records-data") == page.json("rows-data") == []
+    pieces = {
+        kind: calls_in(written.files / name, meta["report_id"], kind)
+        for name, kind in (("rows.js", "rows"), ("chunk-0.js", "chunk"))
+    }
+    rows = [dict(zip(meta["columns"], row, strict=True)) for row in pieces["rows"]]
+    records = [whole(pieces["chunk"][row["place"]], meta) for row in rows]
+    assert [row["chunk"] for row in rows] == [0, 0, 0]
+    assert records == lines(run_dir / "records.jsonl")
+    assert [row["id"] for row in rows] == [record["id"] for record in records]
+    assert "\n" not in (written.files / "chunk-0.js").read_text().rstrip("\n")
+    assert {path.stat().st_mode & 0o777 for path in written.files.iterdir()} == {0o600}
+
+
+def calls_in(path: Path, report_id: str, kind: str) -> list[Any]:
+    items = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1]):
+        found = re.fullmatch(r'reportData\("(\w+)", "(\w+)", (\d+), (".*")\);', line)
+        assert found
+        assert found.groups()[:3] == (report_id, kind, str(number))
+        items += json.loads(json.loads(found[4]))
+    return items
+
+
+def test_files_of_an_earlier_report_go_and_those_of_others_stay(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    files = tmp_path / "page_files"
+    write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    write_report(run_dir, tmp_path / "page.html")
+    assert not files.exists()
+    write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    (files / "notes.txt").write_text("mine")
+    write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    assert sorted(path.name for path in files.iterdir()) == ["chunk-0.js", "notes.txt", "rows.js"]
+    write_report(run_dir, tmp_path / "page.html")
+    assert [path.name for path in files.iterdir()] == ["notes.txt"]
+
+
+def test_the_writer_holds_one_piece_at_a_time(run_dir: Path, tmp_path: Path) -> None:
+    """Twenty times more data takes less than twice the memory."""
+    (record,) = (line for line in lines(run_dir / "records.jsonl") if line["id"] == "plain")
+    record["messages"][0]["content"] = "x" * 40_000
+    peaks = []
+    for count in (50, 1000):
+        copy = tmp_path / str(count)
+        copy.mkdir()
+        (copy / "run.json").write_bytes((run_dir / "run.json").read_bytes())
+        copies = (json.dumps(record | {"id": f"p{n}"}) for n in range(count))
+        (copy / "records.jsonl").write_text("".join(line + "\n" for line in copies))
+        tracemalloc.start()
+        assert write_report(copy, inline_bytes=0).trajectories == count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]
+
+
+def test_a_run_without_records_has_a_report(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes((run_dir / "run.json").read_bytes())
+    assert write_report(tmp_path).trajectories == 0
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"missing/page\.html: cannot write the report there"):
+        write_report(run_dir, tmp_path / "missing" / "page.html")
+
+
+def test_a_row_counts_what_the_model_did(run_dir: Path) -> None:
+    by_id = {record["id"]: row_of(record) for record in lines(run_dir / "records.jsonl")}
+    row = by_id["plain"]
+    assert (row["status"], row["turns"], row["reasoned"]) == ("completed", 2, 1)
+    assert (row["calls"], row["failed_calls"]) == (1, 1)
+    assert row["tools"] == {"read_file": (1, 1)}
+    assert sum(row["failures"].values()) == 1
+    assert row["prompt"] == "Look into the room."
+    assert row["answer"] == "Nothing there."
+    assert by_id["endless"]["status"] == "max_turns"
+    hostile = by_id[HOSTILE_ID]
+    assert hostile["tools"]["(not offered)"] == (1, 1)
+    assert hostile["failures"] == {"unknown_tool": 1}
+    assert hostile["reasoned"] == 2
+
+
+def test_time_at_work_leaves_pauses_out_and_counts_parallel_calls_once() -> None:
+    calls = [(1, 10.0, 2.0), (1, 10.5, 2.0), (2, 900.0, 1.0)]
+    record = {
+        "turns": [{"duration_s": 3.0}, {"duration_s": 4.0}],
+        "tool_calls": [{"turn": t, "started_at": at, "duration_s": s} for t, at, s in calls],
+    }
+    assert seconds_at_work(record) == pytest.approx(3.0 + 4.0 + 2.5 + 1.0)
+
+
+def test_embedded_json_is_the_same_json() -> None:
+    text = json.dumps({HOSTILE: [HOSTILE, "<", "\\u003c", "\\<"]}, ensure_ascii=False)
+    assert b"<" not in embedded(text.encode())
+    assert json.loads(embedded(text.encode())) == json.loads(text)
