@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from toolsets.browser_process import Browsers
 from toolsets.execution import Sandbox
 from toolsets.removal import remove_tree
 from toolsets.web_settings import WebSettings
 from toolsets.workspace import Workspace
+
+if TYPE_CHECKING:
+    from toolsets.browser_process import Browsers
 
 _log = logging.getLogger(__name__)
 
