@@ -239,7 +239,7 @@ def test_a_run_stops_at_its_budget_and_goes_on_when_it_is_raised(tmp_path: Path)
     """256 conversations in flight, and a cap that falls into the middle of them."""
     write_prompts(tmp_path / "p.jsonl", 256)
     dataset = {"dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file"}
-    with FakeEndpoint(turns=3, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.5, **WRITE_A_NOTE) as endpoint:
         asked: dict[str, Any] = {
             **dataset, "model": "openai:gpt-4o", "base_url": endpoint.openai_url,
             "key_env": "none", "num_workers": 4, "batch_size": 64, "max_tokens": 300,
