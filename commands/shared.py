@@ -136,9 +136,25 @@ def export_and_account(
         # A summary that is missing or damaged has nothing to keep.
         with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
             last_start = orjson.loads(summary.read_bytes()).get("last_start")
-    content = {**accounts.to_json(), "last_start": last_start}
+    toolsets = _toolsets(path)
+    content = {**accounts.to_json(), "toolsets": toolsets, "last_start": last_start}
     replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
     return accounts
+
+
+def _toolsets(path: Path) -> list[dict[str, Any]]:
+    """In how many of the records each toolset was offered, beside what a distribution asks for."""
+    import orjson
+
+    from batch.run_dir import read_run_json
+
+    offered = orjson.loads((path / "statistics.json").read_bytes())["toolsets"]
+    asked = read_run_json(path)["meaning"].get("distribution") or {}
+    never = [
+        {"toolset": name, "rows": 0, "percent": 0.0}
+        for name in sorted(asked.keys() - {one["toolset"] for one in offered})
+    ]
+    return [{**one, "asked_percent": asked.get(one["toolset"])} for one in (*offered, *never)]
 
 
 def show_run(path: Path, accounts: Accounts) -> None:

@@ -107,6 +107,12 @@ def test_a_run_offers_and_records_what_was_drawn(tmp_path: Path, workers: int) -
         assert offered == wanted
     statistics = json.loads((tmp_path / "trajectories" / "r" / "statistics.json").read_text())
     assert {entry["toolset"] for entry in statistics["toolsets"]} == {"file", "python"}
+    summary = json.loads((tmp_path / "trajectories" / "r" / "summary.json").read_text())
+    asked = {one["toolset"]: one["asked_percent"] for one in summary["toolsets"]}
+    assert asked == {"file": 60, "python": 40, "terminal": 50}
+    percents = {one["toolset"]: one["percent"] for one in summary["toolsets"]}
+    assert percents["file"] > 30
+    assert percents["terminal"] == 0
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"file": 61, "python": 40}))
     changed = run(tmp_path, **SCRIPTED, distribution="mine.yaml", seed=5)
     assert changed.returncode == 2
