@@ -267,7 +267,7 @@ def _metadata(
         **_if_any("notes", _notes_by_name(record["messages"])),
         **_if_any("repairs", sum(len(m.get("repairs") or ()) for m in record["messages"])),
         **_reward(record),
-        "columns": _small_columns(record["row"]),
+        "columns": _small_columns(record),
         "sandbox": record["sandbox"],
         "seed": record["seed"],
         "config_digest": record["config_digest"],
@@ -293,12 +293,16 @@ def _notes_by_name(messages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return dict(sorted(names.items()))
 
 
-def _small_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The dataset's own columns that one can filter by; long ones stay in the record."""
+def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataset's own columns that one can filter by; long ones stay in the record.
+
+    So do the commands that judged the conversation: what they look for is not to be learnt.
+    """
+    judged = ("setup", "check") if record.get("check") else ()
     return {
         name: value
-        for name, value in row.items()
-        if name not in ("prompt", "script")
+        for name, value in record["row"].items()
+        if name not in ("prompt", "script", *judged)
         and (value is None or isinstance(value, bool | int | float | str))
         and (not isinstance(value, str) or len(value) <= _MAX_COLUMN_CHARS)
     }

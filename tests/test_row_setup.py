@@ -96,6 +96,7 @@ def test_a_task_starts_from_its_row_and_is_judged_at_its_end(tmp_path: Path) -> 
     assert record["status"] == "completed"
     assert record["messages"][2]["content"] == "print(6 * 7)\n"
     assert record["check"].items() >= {"passed": True, "reward": 0.75, "exit_code": 0}.items()
+    assert "cmp want.txt" not in (tmp_path / "trajectories" / "r.jsonl").read_text()
     told = [str(message["content"]) for message in record["messages"]]
     assert not any("want.txt" in text or "cmp" in text for text in told)
 
