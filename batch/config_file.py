@@ -26,7 +26,7 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     Input paths in the file are relative to the file; flags are relative to the current
     directory. Raises `ConfigError` naming the file, the key and what is allowed.
     """
-    values = _read_yaml(config_file) if config_file is not None else {}
+    values = _read_config(config_file) if config_file is not None else {}
     values.update(flags)
     path = values.get("prefill_messages_file")
     if isinstance(path, str | Path) and "prefill_messages" not in values:
@@ -46,19 +46,29 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(msg) from error
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path, kind: str) -> dict[str, Any]:
+    """Read a YAML file of `key: value` lines; `kind` is what errors call it.
+
+    Raises `ConfigError`.
+    """
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path}: cannot read this config file: {error}"
+        msg = f"{path}: cannot read this {kind}: {error}"
         raise ConfigError(msg) from error
     except yaml.YAMLError as error:
         msg = f"{path}: not YAML: {error}"
         raise ConfigError(msg) from error
     if not isinstance(loaded, dict):
-        msg = f"{path}: a config file holds `key: value` lines"
+        msg = f"{path}: a {kind} holds `key: value` lines"
         raise ConfigError(msg)
-    loaded = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    loaded = {
+        key.replace("-", "_"): value for key, value in read_mapping(path, "config file").items()
+    }
     for key in _INPUT_PATHS:
         if isinstance(loaded.get(key), str):
             loaded[key] = str(path.parent / loaded[key])

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from agent.options import NonNegativeInt, PositiveFloat, PositiveInt, split_commas
+from batch.config_file import read_mapping
 from batch.errors import ConfigError
 from export.formats import GROUP_FORMATS, KNOWN, ROW_FORMATS
 from export.style import CallStyle, ReasoningStyle, Style, SystemStyle
@@ -192,21 +192,11 @@ def load_recipe(path: Path | None, flags: Mapping[str, Any]) -> Recipe:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path}: cannot read this recipe: {error}"
-        raise ConfigError(msg) from error
-    except yaml.YAMLError as error:
-        msg = f"{path}: not YAML: {error}"
-        raise ConfigError(msg) from error
-    if not isinstance(loaded, dict):
-        msg = f"{path}: a recipe holds `key: value` lines"
-        raise ConfigError(msg)
+    loaded = read_mapping(path, "recipe")
     filters = loaded.get("filters")
     if isinstance(filters, dict) and isinstance(files := filters.get("evaluation_files"), list):
         filters["evaluation_files"] = [str(path.parent / str(file)) for file in files]
-    return {str(key): value for key, value in loaded.items()}
+    return loaded
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {

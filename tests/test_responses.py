@@ -9,8 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import orjson
@@ -25,6 +24,7 @@ from agent.models.openai_responses import API, OpenAIResponses, read_reply, requ
 from agent.models.responses_stream import ResponsesAssembly
 from agent.stream import StreamEvent, StreamHandler
 from run_agent import AIAgent
+from tests.answering import listening
 from tests.test_streaming import held, nobody, told
 
 KEY = "sk-secret-123"
@@ -228,16 +228,9 @@ def serving(endpoint: Endpoint) -> Iterator[Endpoint]:
         def log_message(self, *_: Any) -> None:
             """Nobody reads it."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        endpoint.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    with listening(Handler) as url:
+        endpoint.url = f"{url}/v1"
         yield endpoint
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 async def converse(
