@@ -37,7 +37,7 @@ def allow_many_files() -> None:
 def log_to(path: Path, level: str) -> None:
     """Log to `path`, a file of its owner's alone.
 
-    The SDKs' own loggers, which quote requests, are heard from warnings on only.
+    The loggers of libraries, which may quote requests, are heard from warnings on only.
     """
     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
     logging.basicConfig(
@@ -47,5 +47,5 @@ def log_to(path: Path, level: str) -> None:
         force=True,
     )
     logging.raiseExceptions = False  # a log that cannot be written must not stop the work
-    for name in ("openai", "anthropic", "httpx2", "httpcore2", "asyncio"):
+    for name in ("aiohttp", "httpx2", "httpcore2", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -18,7 +18,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_chat import OpenAIChat
 from agent.models.openai_responses import OpenAIResponses
-from agent.models.receiving import MAX_REPLY_BYTES
+from agent.models.transport import MAX_REPLY_BYTES
 from agent.stream import StreamEvent
 from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.fake_faults import BROKEN, FAULTS, REPLY_FAULTS, RETRY_AFTER
@@ -207,7 +207,7 @@ SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream"
 @pytest.mark.parametrize("dialect", ["openai_chat", "anthropic_messages"])
 def test_a_huge_reply_is_not_read_to_its_end(ask: Asker, dialect: str, is_streamed: bool) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    words = "no event in 8 MiB" if is_streamed else "larger than 64 MiB"
+    words = "more than 8 MiB" if is_streamed else "larger than 64 MiB"
     with pytest.raises(ModelError, match=words) as caught:
         ask(dialect, "huge", is_streamed=is_streamed, given={"attempt_timeout_s": 60.0})
     assert caught.value.kind == "malformed"
@@ -305,3 +305,43 @@ def test_a_number_beyond_measure_in_a_stream_is_malformed(dialect: str) -> None:
     with pytest.raises(ModelError) as caught:
         asyncio.run(ask_one_that_sends(dialect, SSE, event, is_streamed=True))
     assert caught.value.kind == "malformed"
+
+
+@pytest.mark.parametrize("dialect", ADAPTERS)
+def test_a_key_does_not_follow_a_redirect(dialect: str) -> None:
+    head = b"HTTP/1.1 308 Permanent Redirect\r\nLocation: https://elsewhere.test/v1"
+    with pytest.raises(ModelError, match=r"moved to https://elsewhere\.test/v1") as caught:
+        asyncio.run(ask_one_that_sends(dialect, head, b"", is_streamed=False))
+    assert caught.value.kind == "not_found"
+
+
+def test_the_proxy_that_the_environment_names_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}'
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json"
+
+    async def ask() -> Completion:
+        async with sending(head, body) as proxy:
+            monkeypatch.setenv("http_proxy", proxy)
+            adapter = adapter_of("openai_chat", "http://a-name-that-is-none.invalid")
+            try:
+                return await adapter.complete(request_of("Go.", is_streamed=False))
+            finally:
+                await adapter.close()
+
+    assert asyncio.run(ask()).message["content"] == "hi"
+
+
+def test_no_connection_means_that_nothing_was_sent() -> None:
+    async def ask() -> None:
+        async with sending(b"") as root:
+            pass  # whose port nobody listens at any more
+        adapter = adapter_of("openai_chat", root)
+        try:
+            await adapter.complete(request_of("Go.", is_streamed=False))
+        finally:
+            await adapter.close()
+
+    with pytest.raises(ModelError, match="refused") as caught:
+        asyncio.run(ask())
+    assert caught.value.kind == "connection"
+    assert not caught.value.may_have_cost

@@ -770,6 +770,17 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(MissingKey, match="ANTHROPIC_API_KEY"):
         read_key(resolve("anthropic:m"))
     assert read_key(resolve("anthropic:m", key_env="none")) == "no-key"
+    monkeypatch.setenv("OPENAI_API_KEY", " secret\n")
+    assert read_key(resolve("openai:m")) == "secret"
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "schlüssel", "tab\tbed"])
+def test_a_key_that_no_header_can_carry_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(MissingKey, match="OPENAI_API_KEY holds characters"):
+        read_key(resolve("openai:m"))
 
 
 def test_a_price_is_known_or_none_and_never_zero_by_default() -> None:

@@ -11,21 +11,25 @@ from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.anthropic_stream import MessagesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.receiving import bound_reply
 from agent.models.refusals import Refusals
 from agent.models.replies import (
     count_or_none,
     make_call,
     object_of,
     parse_object,
-    post,
     text_or_none,
 )
+from agent.models.transport import Transport
 
 API = "anthropic_messages"
 
-_OLDER_VERSION = {"anthropic-version": "2023-06-01"}
-"""The version that still takes temperature and top_p; the SDK's own default refuses them."""
+_PATH = "/v1/messages"
+
+_VERSION = "2026-10-21"
+"""Of the API; version 2 of Anthropic's own client sends it."""
+
+_SAMPLING_VERSION = "2023-06-01"
+"""The version that still takes temperature and top_p, which later ones refuse."""
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {
     "end_turn": "stop",
@@ -42,38 +46,26 @@ class AnthropicMessages:
     """Asks one model of one Anthropic-compatible endpoint."""
 
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
-        from anthropic import AsyncAnthropic, DefaultAioHttpClient
-
         samples = settings.temperature is not None or settings.top_p is not None
+        headers = {
+            "x-api-key": api_key,
+            "anthropic-version": _SAMPLING_VERSION if samples else _VERSION,
+        }
         self._refusals = Refusals(settings)
-        self._api_key = api_key
-        self._client = AsyncAnthropic(
-            api_key=api_key,
-            base_url=settings.base_url,
-            max_retries=0,
-            timeout=settings.attempt_timeout_s,
-            http_client=DefaultAioHttpClient(event_hooks={"response": [bound_reply]}),
-            default_headers=_OLDER_VERSION if samples else None,
-        )
+        self._transport = Transport(settings.base_url, headers, secret=api_key)
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
         return await self._refusals.ask(lambda settings: self._ask(settings, request))
 
     async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
-        reply = await post(
-            self._client,
-            "/v1/messages",
-            request_body(settings, request),
-            settings,
-            secret=self._api_key,
-            assembly=None if request.on_delta is None else MessagesAssembly(request.on_delta),
-        )
-        return read_reply(reply)
+        assembly = None if request.on_delta is None else MessagesAssembly(request.on_delta)
+        body = request_body(settings, request)
+        return read_reply(await self._transport.post(_PATH, body, settings, assembly))
 
     async def close(self) -> None:
         """See `Model.close`."""
-        await self._client.close()
+        await self._transport.close()
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:

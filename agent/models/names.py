@@ -58,7 +58,7 @@ class UnknownModel(ValueError):
 
 
 class MissingKey(ValueError):
-    """The environment holds no key for the endpoint; the message names the variable."""
+    """The environment holds no usable key for the endpoint; the message names the variable."""
 
 
 def resolve_model(
@@ -153,13 +153,19 @@ def read_key(settings: ModelSettings) -> str:
     """
     if settings.api == SCRIPTED or settings.key_env == _NO_KEY:
         return "no-key"
-    key = os.environ.get(settings.key_variable)
+    key = os.environ.get(settings.key_variable, "").strip()
     if not key and settings.key_env is None:
         return "no-key"
     if not key:
         msg = (
             f"no API key for {settings.base_url}: set the environment variable {settings.key_env}"
             f" (or name another with --key_env, or --key_env none for an endpoint without keys)"
+        )
+        raise MissingKey(msg)
+    if not (key.isascii() and key.isprintable()):
+        msg = (
+            f"the environment variable {settings.key_variable} holds characters that no key for"
+            f" {settings.base_url} can have; set it again"
         )
         raise MissingKey(msg)
     return key

@@ -1,13 +1,13 @@
 """The OpenAI chat dialect: OpenAI, OpenRouter, vLLM, Ollama, llama.cpp, DeepSeek and others.
 
-The SDK does transport, authentication and error classes. Request and reply bodies are ours:
-building the SDK's typed parameters costs more than all the rest of a call and grows with the
-history, and its reply objects let incomplete replies through.
+Request and reply bodies are ours: to build the typed parameters of an SDK costs more than all the
+rest of a call and grows with the history, and its reply objects let incomplete replies through.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -19,19 +19,19 @@ from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_stream import ChatAssembly
-from agent.models.receiving import bound_reply
 from agent.models.refusals import Refusals
 from agent.models.replies import (
     count_or_none,
     make_call,
     object_of,
     parse_object,
-    post,
     text_or_none,
 )
+from agent.models.transport import Transport
 from agent.reasoning import split_inline_reasoning
 
 API = "openai_chat"
+_PATH = "/chat/completions"
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
@@ -52,36 +52,24 @@ class OpenAIChat:
     """Asks one model of one OpenAI-compatible endpoint."""
 
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
-        from openai import AsyncOpenAI, DefaultAioHttpClient
-
+        headers = {"Authorization": f"Bearer {api_key}"}
+        if is_openai(settings):
+            headers |= _account_headers()
         self._refusals = Refusals(settings)
-        self._api_key = api_key
-        self._client = AsyncOpenAI(
-            api_key=api_key,
-            base_url=settings.base_url,
-            max_retries=0,
-            timeout=settings.attempt_timeout_s,
-            http_client=DefaultAioHttpClient(event_hooks={"response": [bound_reply]}),
-        )
+        self._transport = Transport(settings.base_url, headers, secret=api_key)
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
         return await self._refusals.ask(lambda settings: self._ask(settings, request))
 
     async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
-        reply = await post(
-            self._client,
-            "/chat/completions",
-            request_body(settings, request),
-            settings,
-            secret=self._api_key,
-            assembly=None if request.on_delta is None else ChatAssembly(request.on_delta),
-        )
-        return read_reply(reply)
+        assembly = None if request.on_delta is None else ChatAssembly(request.on_delta)
+        body = request_body(settings, request)
+        return read_reply(await self._transport.post(_PATH, body, settings, assembly))
 
     async def close(self) -> None:
         """See `Model.close`."""
-        await self._client.close()
+        await self._transport.close()
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
@@ -114,6 +102,12 @@ def is_openai(settings: ModelSettings) -> bool:
     """Whether it is OpenAI itself that is asked, in whatever region."""
     host = urlsplit(settings.base_url or "").hostname or ""
     return host == "api.openai.com" or host.endswith(".api.openai.com")
+
+
+def _account_headers() -> dict[str, str]:
+    """Who pays, where a key belongs to several organizations or projects; OpenAI's own names."""
+    named = {"OpenAI-Organization": "OPENAI_ORG_ID", "OpenAI-Project": "OPENAI_PROJECT_ID"}
+    return {header: os.environ[name] for header, name in named.items() if os.environ.get(name)}
 
 
 def cache_key(messages: Sequence[Message]) -> str:

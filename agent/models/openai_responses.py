@@ -22,13 +22,13 @@ from agent.models.replies import (
     make_call,
     object_of,
     parse_object,
-    post,
     text_or_none,
 )
 from agent.models.responses_stream import ResponsesAssembly
 from agent.reasoning import split_inline_reasoning
 
 API = "openai_responses"
+_PATH = "/responses"
 
 _DOES_NOT_REASON = re.compile(r"(?:^|/)(?:gpt-3|gpt-4|chatgpt)|-chat")
 """Names of models that refuse to be asked for encrypted thoughts, since they have none."""
@@ -58,18 +58,12 @@ _PLAIN_FIELDS: Mapping[str, frozenset[str]] = {
 
 
 class OpenAIResponses(OpenAIChat):
-    """Asks one model of one endpoint, with the same client as in the other dialect."""
+    """Asks one model of one endpoint, over the same transport as in the other dialect."""
 
     async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
-        reply = await post(
-            self._client,
-            "/responses",
-            request_body(settings, request),
-            settings,
-            secret=self._api_key,
-            assembly=None if request.on_delta is None else ResponsesAssembly(request.on_delta),
-        )
-        return read_reply(reply)
+        assembly = None if request.on_delta is None else ResponsesAssembly(request.on_delta)
+        body = request_body(settings, request)
+        return read_reply(await self._transport.post(_PATH, body, settings, assembly))
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:

@@ -1,30 +1,19 @@
-"""What the adapters share: reading a reply's bytes, and turning SDK failures into `ModelError`."""
+"""What the adapters share: reading a reply's bytes, and the errors that endpoints tell."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import socket
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import aiohttp
-import httpx2
 import orjson
 
 from agent.messages import FunctionCall, ToolCall
 from agent.models.errors import ModelError, kind_of_status, redact
-from agent.models.model import ModelSettings
-from agent.models.receiving import MAX_EVENT_BYTES, ReceivedBytes
-from agent.models.streaming import Assembly
 from agent.nesting import MAX_NESTING, is_nested_deeper
-from toolsets.errors import HOST_ERRNOS, HostError
-
-_NEVER_SENT = (ConnectionRefusedError, socket.gaierror)
-"""Failures to connect at all, in contrast to connections that were cut."""
 
 _SHOWN = 500
 """Characters of a foreign text that an error message repeats."""
@@ -52,7 +41,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if is_nested_deeper(body, MAX_NESTING):
         raise ModelError("malformed", f"nested deeper than {MAX_NESTING} levels")
     if reply.get("error"):
-        raise _error_behind_200(reply["error"], "a 200 reply")
+        raise error_behind_200(reply["error"], "a 200 reply")
     return reply
 
 
@@ -75,97 +64,6 @@ _STATUS_OF: Mapping[str, int] = {
     "overloaded_error": 529,
 }
 """The status that each API gives to its errors, which those inside a stream come without."""
-
-
-class SdkClient(Protocol):
-    """What the clients of both SDKs have in common."""
-
-    def post(
-        self, path: str, *, cast_to: type[Any], content: bytes, stream: bool
-    ) -> Awaitable[Any]:
-        """Send `content` and give the response as it came, or the SDK's stream of events."""
-
-
-async def post(
-    client: SdkClient,
-    path: str,
-    request: Mapping[str, Any],
-    settings: ModelSettings,
-    *,
-    secret: str,
-    assembly: Assembly | None = None,
-) -> bytes:
-    """Send one request; return the body of the reply, which must come in time.
-
-    With an `assembly` the request must ask for a stream, whose parts it puts together. Raises
-    `ModelError`, and `HostError` where this machine ran out of what a call needs. `secret` is
-    taken out of what error messages quote, before they are cut to size. The HTTP client of
-    `client` must have `bound_reply` as its hook.
-
-    Both SDKs are generated from one template and name their errors alike, so that one place
-    can classify them without importing either.
-    """
-    timeout_s = settings.attempt_timeout_s
-    try:
-        async with asyncio.timeout(timeout_s):
-            content = orjson.dumps(request)
-            if assembly is not None:
-                stream = await client.post(path, cast_to=object, content=content, stream=True)
-                return await _assemble(stream, assembly, settings.idle_timeout_s)
-            response = await client.post(
-                path, cast_to=httpx2.Response, content=content, stream=False
-            )
-            body: bytes = response.content
-            return body
-    except ModelError:
-        raise
-    except TimeoutError as error:
-        raise ModelError("timeout", f"no complete reply within {timeout_s:g} s") from error
-    except (httpx2.HTTPError, aiohttp.ClientError) as error:
-        # One SDK lets failures of its transport through that it has no names for: what came was
-        # no HTTP, or had headers beyond measure.
-        raise ModelError("connection", f"{type(error).__name__}: {error}") from error
-    except Exception as error:
-        raise _sdk_error(error, secret) from error
-
-
-async def _assemble(stream: Any, assembly: Assembly, idle_timeout_s: float) -> bytes:
-    """Read a stream to its end, unless it falls silent once it has begun.
-
-    Until then only the attempt's time counts: who thinks or queues says nothing at first.
-    """
-    clock = asyncio.get_running_loop()
-    silence = asyncio.timeout(None)
-    unread = 0
-
-    def on_part(size: int) -> None:
-        # Bytes rather than events: what keeps a connection alive is often no event.
-        silence.reschedule(clock.time() + idle_timeout_s)
-        nonlocal unread
-        unread += size
-        if unread > MAX_EVENT_BYTES:
-            raise ModelError("malformed", f"no event in {MAX_EVENT_BYTES // 2**20} MiB of a stream")
-
-    try:
-        async with stream, silence:
-            # Some servers know no streams, or not for this model, and answer in one piece.
-            if stream.response.headers.get("content-type", "").startswith("application/json"):
-                body: bytes = await stream.response.aread()
-                return body
-            received: ReceivedBytes = stream.response.stream
-            received.on_part = on_part
-            async for part in stream:
-                unread = 0
-                if isinstance(part, dict):
-                    assembly.add(part)
-    except (ValueError, RecursionError) as error:
-        raise ModelError("malformed", f"in the stream: {type(error).__name__}: {error}") from error
-    except TimeoutError as error:
-        if not silence.expired():
-            raise
-        words = f"the stream was silent for {idle_timeout_s:g} s"
-        raise ModelError("timeout", words) from error
-    return assembly.finish()
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) -> float | None:
@@ -227,51 +125,23 @@ def text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _sdk_error(error: Exception, secret: str) -> ModelError:
-    status = getattr(error, "status_code", None)
-    response = getattr(error, "response", None)
-    body = getattr(error, "body", None)
-    if body is not None and (status is None or status < 400):
-        error_told = body.get("error", body) if isinstance(body, dict) else body
-        return _error_behind_200(error_told, "the stream", secret)
-    if isinstance(status, int) and response is not None:
-        code, message, param = _read_error(
-            redact(response.content.decode(errors="replace"), secret)
-        )
-        return ModelError(
-            kind_of_status(status, code, message),
-            f"HTTP {status}: {message}",
-            retry_after_s=retry_after_s(response.headers),
-            code=code,
-            param=param,
-        )
-    root = _root_of(error)
-    if isinstance(root, ModelError):
-        # One SDK takes our own limits for failures of its connection.
-        return ModelError(root.kind, str(root))
-    if isinstance(root, OSError) and root.errno in HOST_ERRNOS:
-        raise HostError(f"model call: {root.strerror}") from error
-    if isinstance(root, OSError) and not isinstance(root, TimeoutError):
-        words = root.strerror or str(root) or type(root).__name__
-        return ModelError("connection", words, was_sent=not isinstance(root, _NEVER_SENT))
-    names = {base.__name__ for base in type(error).__mro__}
-    if "APITimeoutError" in names and "Timeout" in type(root).__name__:
-        return ModelError("timeout", str(error))
-    if "APIConnectionError" in names or "APITimeoutError" in names:
-        return ModelError("connection", f"{error} ({type(root).__name__}: {root})")
-    raise error
+def refusal_of(status: int, headers: Mapping[str, str], body: bytes, *, secret: str) -> ModelError:
+    """The failure that a reply tells by its status; `secret` is taken out of what it quotes."""
+    if 300 <= status < 400:
+        place = redact(headers.get("location", "another place"), secret)
+        words = f"HTTP {status}: it has moved to {place}; give that as the base URL"
+        return ModelError("not_found", words)
+    code, message, param = _read_error(redact(body.decode(errors="replace"), secret))
+    return ModelError(
+        kind_of_status(status, code, message),
+        f"HTTP {status}: {message}",
+        retry_after_s=retry_after_s(headers),
+        code=code,
+        param=param,
+    )
 
 
-def _root_of(error: BaseException) -> BaseException:
-    """The first failure of a chain: the transport wraps it several times, by other names."""
-    while not isinstance(error, TimeoutError):
-        if (cause := error.__cause__ or error.__context__) is None:
-            break
-        error = cause
-    return error
-
-
-def _error_behind_200(error: Any, place: str, secret: str = "") -> ModelError:
+def error_behind_200(error: Any, place: str, secret: str = "") -> ModelError:
     """An error that is told after the status was sent; its code or type stands for the status.
 
     Routers put the provider's error into the body, and streams have no other way. `place` is

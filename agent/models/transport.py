@@ -1,0 +1,208 @@
+"""The way to one endpoint: a request goes out, the body of its reply comes back, or `ModelError`.
+
+aiohttp is asked directly. The clients of both APIs stand on it too, by way of two more layers that
+cost several times what it does; what they would add is in `patience` and here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import json
+import os
+import ssl
+import urllib.request
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+import truststore
+from yarl import URL
+
+from agent.models.errors import ModelError
+from agent.models.model import ModelSettings
+from agent.models.replies import error_behind_200, refusal_of
+from agent.models.streaming import Assembly
+from toolsets.errors import HOST_ERRNOS, HostError
+
+MAX_REPLY_BYTES = 64 * 2**20
+"""Most bytes of one reply that are held, unpacked; real ones are a hundred times smaller."""
+
+_MAX_EVENT_BYTES = 8 * 2**20
+"""Most bytes of one event of a stream."""
+
+_CONNECT_S = 60.0
+"""For a connection to be made; one that takes longer will not come."""
+
+_TAIL_S = 0.1
+"""For what follows the last event of a stream; without its end a connection is not used again."""
+
+_END_OF_STREAM = "[DONE]"
+
+
+class Transport:
+    """The connections of one model to its endpoint, in the running event loop."""
+
+    def __init__(self, base_url: str | None, headers: Mapping[str, str], *, secret: str) -> None:
+        """`secret` is taken out of what error messages quote, before they are cut to size."""
+        self._base_url = (base_url or "").rstrip("/")
+        self._secret = secret
+        self._session = aiohttp.ClientSession(
+            # How many calls are in flight is decided at the gate.
+            connector=aiohttp.TCPConnector(
+                limit=0, ssl=truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Content-Type": "application/json", **headers},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            # Not `trust_env`, which reads the environment and a file for each call.
+            proxy=_proxy_for(URL(self._base_url)),
+        )
+
+    async def post(
+        self,
+        path: str,
+        request: Mapping[str, Any],
+        settings: ModelSettings,
+        assembly: Assembly | None = None,
+    ) -> bytes:
+        """Send one request to `path`; return the body of the reply, which must come in time.
+
+        With an `assembly` the request must ask for a stream, whose parts it puts together. Raises
+        `ModelError`, and `HostError` where this machine ran out of what a call needs.
+        """
+        timeout_s = settings.attempt_timeout_s
+        # A redirect would take the key along to wherever it points.
+        sending = self._session.post(
+            URL(self._base_url + path), data=orjson.dumps(request), allow_redirects=False
+        )
+        try:
+            async with asyncio.timeout(timeout_s), sending as response:
+                if not 200 <= response.status < 300:
+                    body = b"".join([part async for part in _parts(response, is_error=True)])
+                    raise refusal_of(response.status, response.headers, body, secret=self._secret)
+                # Some servers know no streams, or not for this model, and answer in one piece.
+                if assembly is None or response.content_type == "application/json":
+                    return b"".join([part async for part in _parts(response)])
+                await self._read_stream(response, assembly, settings.idle_timeout_s)
+                return assembly.finish()
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                words = f"no complete reply within {timeout_s:g} s"
+                raise ModelError("timeout", words) from error
+            raise _of_the_connection(error) from error
+
+    async def close(self) -> None:
+        """Release all connections."""
+        await self._session.close()
+
+    async def _read_stream(
+        self, response: aiohttp.ClientResponse, assembly: Assembly, idle_timeout_s: float
+    ) -> None:
+        """Read a stream to its end, unless it falls silent once it has begun.
+
+        Until then only the attempt's time counts: who thinks or queues says nothing at first.
+        """
+        clock = asyncio.get_running_loop()
+        silence = asyncio.timeout(None)
+
+        def on_part() -> None:
+            # Bytes rather than events: what keeps a connection alive is often no event.
+            silence.reschedule(clock.time() + idle_timeout_s)
+
+        try:
+            async with silence, contextlib.aclosing(_events(response, on_part)) as events:
+                async for data in events:
+                    if data.startswith(_END_OF_STREAM):
+                        break
+                    part = json.loads(data)  # which takes a half of an emoji, as parts bring it
+                    if isinstance(part, dict):
+                        if part.get("error"):
+                            raise error_behind_200(part["error"], "the stream", self._secret)
+                        assembly.add(part)
+        except (ValueError, RecursionError) as error:
+            words = f"in the stream: {type(error).__name__}: {error}"
+            raise ModelError("malformed", words) from error
+        except TimeoutError as error:
+            if not silence.expired():
+                raise
+            words = f"the stream was silent for {idle_timeout_s:g} s"
+            raise ModelError("timeout", words) from error
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+            async with asyncio.timeout(_TAIL_S):
+                await response.content.readany()
+
+
+async def _parts(
+    response: aiohttp.ClientResponse, *, is_error: bool = False
+) -> AsyncIterator[bytes]:
+    """What comes of a body, up to the bound; beyond it an error just ends: its status says enough.
+
+    Raises `ModelError("malformed")`.
+    """
+    left = MAX_REPLY_BYTES
+    async for part in response.content.iter_any():
+        left -= len(part)
+        if left < 0:
+            if is_error:
+                return
+            words = f"the reply is larger than {MAX_REPLY_BYTES // 2**20} MiB"
+            raise ModelError("malformed", words)
+        yield part
+
+
+async def _events(
+    response: aiohttp.ClientResponse, on_part: Callable[[], None]
+) -> AsyncGenerator[str, None]:
+    """The data of a stream's events; `on_part` is called at each arrival of bytes.
+
+    Raises `ModelError("malformed")`, and `UnicodeDecodeError`.
+    """
+    import httpx2
+
+    text = codecs.getincrementaldecoder("utf-8")()
+
+    async def parts() -> AsyncIterator[bytes]:
+        async for part in _parts(response):
+            on_part()
+            text.decode(part)  # whoever reads the events passes over what is no UTF-8
+            yield part
+
+    # Its reader of events wants a response of its own kind around the bytes.
+    wrapped = httpx2.Response(
+        200,
+        headers={"Content-Type": "text/event-stream"},
+        content=parts(),
+        request=httpx2.Request("POST", str(response.url)),
+    )
+    try:
+        async for event in httpx2.EventSource(wrapped, max_event_size=_MAX_EVENT_BYTES):
+            yield event.data
+    except httpx2.SSEError as error:
+        words = f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
+        raise ModelError("malformed", words) from error
+
+
+def _of_the_connection(error: aiohttp.ClientError | OSError) -> ModelError | HostError:
+    """A failure to connect, a cut connection, or what came was no HTTP or beyond measure."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    if isinstance(cause, OSError):
+        # asyncio puts an address where the system's words belong; look-ups of names have none.
+        number = cause.errno or 0
+        words = os.strerror(number) if number > 0 else cause.strerror
+        if cause.errno in HOST_ERRNOS:
+            return HostError(f"model call: {words}")
+        if words:
+            return ModelError("connection", words, was_sent=was_sent)
+    words = ": ".join(filter(None, (type(cause).__name__, str(cause))))
+    return ModelError("connection", words, was_sent=was_sent)
+
+
+def _proxy_for(url: URL) -> str | None:
+    """The proxy that the environment names for an endpoint, by the usual variables."""
+    if not url.host or urllib.request.proxy_bypass(url.host):
+        return None
+    return urllib.request.getproxies().get(url.scheme)
