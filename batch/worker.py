@@ -43,7 +43,7 @@ from batch.files import StorageError
 from batch.journal import JournalWriter
 from batch.limiter import Bounds
 from batch.models import set_up_models
-from batch.process import allow_many_files, die_with_parent, log_to
+from batch.process import allow_many_files, collect_garbage_rarely, die_with_parent, log_to
 from batch.prompts import Task
 from batch.purse import Amount
 from batch.record import Provenance, dump_record, make_record
@@ -94,6 +94,7 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave_to_the_parent)
     allow_many_files()
+    collect_garbage_rarely()
     try:
         log_to(setup.run_dir / "run.log", setup.config.log_level)
         use_pidfd_watcher()
