@@ -36,7 +36,7 @@ from batch.records import Entry, RecordFile, iter_index, load_index
 from batch.run_dir import RunDir
 from batch.standing import is_settled
 from batch.supervisor import Supervisor
-from batch.worker import WorkerSetup
+from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
 from toolsets.workspace import TEMPORARY

@@ -37,8 +37,8 @@ from batch.run_dir import RunDir
 from batch.standing import WORKER_DIED
 from batch.task_queue import TaskQueue
 from batch.wire import Deal, pack, unpack
-from batch.worker import WorkerSetup
 from batch.worker_process import Inbox, WorkerProcess
+from batch.worker_setup import WorkerSetup
 
 log = logging.getLogger(__name__)
 

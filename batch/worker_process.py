@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from batch.prompts import Task
-from batch.worker import WorkerSetup, worker_main
+from batch.worker import worker_main
+from batch.worker_setup import WorkerSetup
 
 Inbox = queue.SimpleQueue[tuple["WorkerProcess | None", bytes | None]]
 """What workers say, in order: (worker, message), (worker, None) once it is gone."""
