@@ -16,7 +16,7 @@ from batch.journal import Inflight
 from batch.purse import Amount
 from batch.records import Entry
 from batch.wire import pack
-from batch.worker_process import WorkerProcess
+from batch.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class RunBudget:
         self.bounds = bounds
         self._ledger = ledger
         self._left = (bounds or Amount()) - _bounded(spent, bounds)
-        self._borrowers: dict[WorkerProcess, _Borrower] = {}
+        self._borrowers: dict[WorkerLink, _Borrower] = {}
         self._is_short = False
 
-    def on_purse(self, worker: WorkerProcess, told: dict[str, Any]) -> None:
+    def on_purse(self, worker: WorkerLink, told: dict[str, Any]) -> None:
         """A worker says what it holds and wants; see `Purse`."""
         borrower = self._borrowers.setdefault(worker, _Borrower())
         borrower.loans_seen = told["loans"]
@@ -69,7 +69,7 @@ class RunBudget:
             self._left += Amount(*told["returned"])
             self._ledger.append("returned", Amount(*told["returned"]))
 
-    def lend(self, workers: Sequence[WorkerProcess]) -> None:
+    def lend(self, workers: Sequence[WorkerLink]) -> None:
         """Lend what can be lent. What a worker held when it died stays spent: it may have been."""
         if self.bounds is None:
             return
@@ -90,7 +90,7 @@ class RunBudget:
                     borrower.is_recalled = True
                     worker.send(pack("recall"))
 
-    def used_up(self, workers: Sequence[WorkerProcess]) -> str | None:
+    def used_up(self, workers: Sequence[WorkerLink]) -> str | None:
         """In words, that the budget is used up; None while some call can still be paid for."""
         ready = [self._borrowers[worker] for worker in workers if worker in self._borrowers]
         needs = [need for borrower in ready for need in borrower.needs]
@@ -118,9 +118,7 @@ class RunBudget:
         """For the progress line; "" while there is enough."""
         return "limited by the budget" if self._is_short else ""
 
-    def _lend_to(
-        self, worker: WorkerProcess, borrower: _Borrower, need: Amount, workers: int
-    ) -> None:
+    def _lend_to(self, worker: WorkerLink, borrower: _Borrower, need: Amount, workers: int) -> None:
         most = Amount(self._left.usd / _PART / workers, self._left.tokens // _PART // workers)
         loan = Amount(
             max(need.usd, min(borrower.wanted.usd, most.usd)),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import ModelSettings, url_of
 from agent.models.names import read_key
 from agent.models.pool import ModelPool
@@ -57,6 +58,22 @@ class Calls:
         """The base URLs that have answered."""
         now = {url_of(endpoint) for endpoint, gate in self._gates.items() if gate.has_answered}
         return self._proven_before | now
+
+    def is_the_endpoints(self, error: ModelError) -> bool:
+        """Whether a failure stops the run rather than the task alone."""
+        if error.action == "stop_run":
+            return True
+        return error.endpoint not in self.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
+
+    @staticmethod
+    def in_words(error: ModelError) -> str:
+        """Why an endpoint stops the run, with what to look at."""
+        words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
+        if error.kind in ("auth", "forbidden"):
+            words += (
+                f". The key is that of the environment variable {error.key_env} (see --key_env)."
+            )
+        return words
 
     def on_limits(
         self,

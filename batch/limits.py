@@ -10,7 +10,7 @@ from typing import Any
 from agent.models.model import url_of
 from batch.limiter import Bounds, Limiter, share_out
 from batch.wire import pack
-from batch.worker_process import WorkerProcess
+from batch.worker_link import WorkerLink
 
 _TURN_S = 1.0
 """How long a worker keeps what could as well be another's."""
@@ -25,7 +25,7 @@ class RunLimits:
             endpoint: _EndpointLimits(endpoint, of_one) for endpoint, of_one in bounds.items()
         }
 
-    def on_load(self, worker: WorkerProcess, endpoint: str, load: dict[str, int]) -> None:
+    def on_load(self, worker: WorkerLink, endpoint: str, load: dict[str, int]) -> None:
         """A worker says what its calls did since it said so last, and how many wait."""
         self._endpoints[endpoint].on_load(worker, load)
 
@@ -34,7 +34,7 @@ class RunLimits:
         limiter = self._endpoints[endpoint].limiter
         limiter.on_refusal(retry_after_s, sent_at=sent_at, now=time.monotonic())
 
-    def share(self, workers: Sequence[WorkerProcess]) -> None:
+    def share(self, workers: Sequence[WorkerLink]) -> None:
         """Tell the workers their shares, where these have changed."""
         ready = [worker for worker in workers if worker.ready]
         for of_one in self._endpoints.values():
@@ -86,11 +86,11 @@ class _EndpointLimits:
         self.url = url_of(endpoint)
         self.limiter = Limiter(start=bounds.start, ceiling=bounds.ceiling)
         self._bounds = bounds
-        self._shares: dict[WorkerProcess, _Share] = {}
+        self._shares: dict[WorkerLink, _Share] = {}
         self._in_flight_max = self._replies = self._failed = 0
         self._is_paced = False
 
-    def on_load(self, worker: WorkerProcess, load: dict[str, int]) -> None:
+    def on_load(self, worker: WorkerLink, load: dict[str, int]) -> None:
         share = self._shares.setdefault(worker, _Share())
         share.in_flight, share.waiting = load["in_flight"], load["waiting"]
         if load["told"] == share.messages:
@@ -111,7 +111,7 @@ class _EndpointLimits:
             is_needed = any(one.waiting for one in self._shares.values())
             self.limiter.on_replies(load["replies"], is_needed=is_needed)
 
-    def share(self, ready: Sequence[WorkerProcess]) -> None:
+    def share(self, ready: Sequence[WorkerLink]) -> None:
         for gone in self._shares.keys() - set(ready):
             del self._shares[gone]
         shares = [self._shares.setdefault(worker, _Share()) for worker in ready]
@@ -135,7 +135,7 @@ class _EndpointLimits:
                 share.messages += 1
                 self._tell(worker, share, share.told / limit)
 
-    def _tell(self, worker: WorkerProcess, share: _Share, part: float) -> None:
+    def _tell(self, worker: WorkerLink, share: _Share, part: float) -> None:
         worker.send(
             pack(
                 "limits",

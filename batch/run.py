@@ -36,7 +36,8 @@ from batch.records import Entry, RecordFile, iter_index, load_index
 from batch.run_dir import RunDir
 from batch.standing import is_settled
 from batch.supervisor import Supervisor
-from batch.worker import WorkerSetup
+from batch.worker_process import LocalExecutor
+from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
 from toolsets.workspace import TEMPORARY
@@ -254,6 +255,7 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
         supervisor = Supervisor(
             run_dir=run_dir,
             config=config,
+            executor=LocalExecutor(),
             setups=plan.setups,
             setup=_worker_setup(plan, run_dir, has_answers=has_answers),
             spent=spent,

@@ -9,9 +9,7 @@ several tasks share one sync.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import queue
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from agent.moves import End
 from agent.trajectory import Trajectory
 from batch.budget import Ledger, RunBudget
 from batch.config import RunConfig
+from batch.crew import KILL_AFTER_GRACE_S, Crew
 from batch.draw import setup_of_task
 from batch.errors import EnvironmentStop
 from batch.failures import Failure, FailureFile
@@ -37,16 +36,14 @@ from batch.run_dir import RunDir
 from batch.standing import WORKER_DIED
 from batch.task_queue import TaskQueue
 from batch.wire import Deal, pack, unpack
-from batch.worker import WorkerSetup
-from batch.worker_process import Inbox, WorkerProcess
+from batch.worker_link import Executor, WorkerLink
+from batch.worker_setup import WorkerSetup
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _FAILED_STARTS = 3
 _FAILURES_SHOWN = 20
-_START_TIMEOUT_S = 120.0
-_KILL_AFTER_GRACE_S = 5.0
 
 
 class Supervisor:
@@ -57,6 +54,7 @@ class Supervisor:
         *,
         run_dir: RunDir,
         config: RunConfig,
+        executor: Executor,
         setups: Setups,
         setup: WorkerSetup,
         tasks: Iterator[Task],
@@ -81,20 +79,18 @@ class Supervisor:
         """Tasks that failed in this start: their journals stay for the next one."""
         self.limits = RunLimits(bounds_of(config, setups))
         self.budget = RunBudget(setup.budget, spent=spent, ledger=ledger)
-        self._workers: list[WorkerProcess] = []
-        self._inbox: Inbox = queue.SimpleQueue()
-        self._numbers = itertools.count(next_worker_number(run_dir.inflight))
+        first_number = next_worker_number(run_dir.inflight)
+        self._crew = Crew(executor, config, first_number=first_number)
         self._failed_starts = 0
         self._noted = False
         self._signals = 0
         self._stop_reason: str | None = None
         self.is_out_of_budget = False
         self._kill_at: float | None = None
-        self._checked_at = time.monotonic()
 
     def interrupt(self) -> None:
         """Stop the run: the first time in good order, the second at once. For signal handlers."""
-        self._inbox.put((None, None))
+        self._crew.inbox.put((None, None))
 
     def run(self) -> str | None:
         """Work until every task has ended, or the run is stopped.
@@ -104,56 +100,53 @@ class Supervisor:
         """
         try:
             for _ in range(self._config.num_workers):
-                self._start_worker()
+                self._crew.start(self._setup)
             while not self._is_over():
                 self._take_in()
                 self._look_after_workers()
-                self.limits.share(self._workers)
+                self.limits.share(self._crew.workers)
                 self._keep_budget()
                 self._deal()
                 words = (self.limits.in_words(), self.budget.in_words())
-                self._progress.show(self._running(), ", ".join(filter(None, words)))
+                self._progress.show(self._crew.held, ", ".join(filter(None, words)))
             self._dismiss_workers()
         finally:
-            self._kill_workers()
+            self._crew.kill()
         return self._stop_reason
 
     def _is_over(self) -> bool:
-        if any(worker.held for worker in self._workers):
+        if self._crew.held:
             return False
         return self._stop_reason is not None or self._queue.is_empty()
-
-    def _running(self) -> int:
-        return sum(len(worker.held) for worker in self._workers)
 
     # Taking in what workers say.
 
     def _take_in(self) -> None:
         """Handle all that has come in, waiting for the first message; sync once for all."""
-        finished: list[tuple[WorkerProcess, bytes]] = []
+        finished: list[tuple[WorkerLink, bytes]] = []
         try:
-            item = self._inbox.get(timeout=_TICK_S)
+            item = self._crew.inbox.get(timeout=_TICK_S)
             while True:
                 self._handle(*item, finished)
-                item = self._inbox.get_nowait()
+                item = self._crew.inbox.get_nowait()
         except queue.Empty:
             pass
         self._run_dir.check_is_there()
         if finished:
             self._records.sync()
             self._failures.sync()
-        durable: dict[WorkerProcess, list[str]] = {}
+        durable: dict[WorkerLink, list[bytes]] = {}
         for worker, key in finished:
             self._inflight.finish(key)
-            durable.setdefault(worker, []).append(key.hex())
+            durable.setdefault(worker, []).append(key)
         for worker, keys in durable.items():
-            worker.send(pack("durable", keys=keys))
+            worker.durable(keys)
 
     def _handle(
         self,
-        worker: WorkerProcess | None,
+        worker: WorkerLink | None,
         message: bytes | None,
-        finished: list[tuple[WorkerProcess, bytes]],
+        finished: list[tuple[WorkerLink, bytes]],
     ) -> None:
         if worker is None:
             self._on_signal()
@@ -166,10 +159,10 @@ class Supervisor:
 
     def _on_message(
         self,
-        worker: WorkerProcess,
+        worker: WorkerLink,
         header: dict[str, Any],
         payload: bytes,
-        finished: list[tuple[WorkerProcess, bytes]],
+        finished: list[tuple[WorkerLink, bytes]],
     ) -> None:
         match header["type"]:
             case "ready":
@@ -224,46 +217,39 @@ class Supervisor:
             self._noted = True
             self._progress.say(f"waiting for the endpoint: {message}")
 
-    def _release(self, worker: WorkerProcess, key: bytes) -> None:
+    def _release(self, worker: WorkerLink, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.alone = False
 
     def _keep_budget(self) -> None:
-        self.budget.lend(self._workers)
-        if self._stop_reason is None and (words := self.budget.used_up(self._workers)):
+        self.budget.lend(self._crew.workers)
+        if self._stop_reason is None and (words := self.budget.used_up(self._crew.workers)):
             self.is_out_of_budget = True
             self._stop(words)
 
     # Workers: starting, watching, replacing.
 
-    def _start_worker(self) -> None:
-        setup = replace(self._setup, number=next(self._numbers), parent_pid=os.getpid())
-        self._workers.append(WorkerProcess.start(setup, self._inbox))
-
-    def _on_death(self, worker: WorkerProcess, finished: list[tuple[WorkerProcess, bytes]]) -> None:
-        if worker not in self._workers:
+    def _on_death(self, worker: WorkerLink, finished: list[tuple[WorkerLink, bytes]]) -> None:
+        if not self._crew.bury(worker):
             return
-        self._workers.remove(worker)
-        worker.bury()
-        log.warning("%s died holding %d tasks", worker.process.name, len(worker.held))
+        why = f": {worker.last_words}" if worker.last_words else ""
+        log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
         if self._stop_reason is not None:
             return
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
                 msg = (
-                    f"workers die before they are ready; {self._run_dir.path / 'run.log'} "
-                    "may say why"
+                    f"workers die before they are ready{why}; "
+                    f"{self._run_dir.path / 'run.log'} may say more"
                 )
                 raise EnvironmentStop(msg)
         if worker.held:
-            self._progress.say(
-                f"{worker.process.name} died; its {len(worker.held)} tasks go on in another"
-            )
+            self._progress.say(f"{worker.name} died; its {len(worker.held)} tasks go on in another")
             self._take_over(worker)
-        self._start_worker()
+        self._crew.start(self._setup)
 
-    def _take_over(self, worker: WorkerProcess) -> None:
+    def _take_over(self, worker: WorkerLink) -> None:
         """Deal the tasks of a dead worker again, or convict the one that it held alone."""
         # What it finished must be durable before its journals are looked through.
         self._records.sync()
@@ -303,23 +289,9 @@ class Supervisor:
         self._progress.task_ended(failed=True)
 
     def _look_after_workers(self) -> None:
-        now = time.monotonic()
-        if now - self._checked_at > self._config.heartbeat_timeout_s / 2:
-            # This process itself stood still (suspended, or a disk that hung): nobody could
-            # be heard, so nobody was silent.
-            for worker in self._workers:
-                worker.heard_at = now
-        self._checked_at = now
-        for worker in self._workers:
-            patience_s = self._config.heartbeat_timeout_s
-            if not worker.ready:
-                patience_s = max(patience_s, _START_TIMEOUT_S)
-            if now - worker.heard_at > patience_s:
-                log.warning("%s is silent and will be replaced", worker.process.name)
-                worker.heard_at = now
-                worker.process.kill()
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_workers()
+        self._crew.kill_silent()
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._crew.kill()
 
     # Dealing.
 
@@ -327,16 +299,13 @@ class Supervisor:
         """Give tasks to the workers with the most room, `batch_size` at a time at most."""
         if self._stop_reason is not None:
             return
-        hands: dict[WorkerProcess, list[Deal]] = {}
-        while worker := self._worker_with_room():
+        hands: dict[WorkerLink, list[Deal]] = {}
+        while worker := self._crew.with_room(self._progress.left):
             task = self._queue.next()
             if task is None:
                 break
             hands.setdefault(worker, []).append(self._hold(worker, task))
-        for worker in self._workers:
-            # A worker that died idle must not make a convict of a task it never saw.
-            if worker.held or not worker.ready or not worker.process.is_alive():
-                continue
+        for worker in self._crew.idle():
             if suspect := self._queue.next_suspect():
                 worker.alone = True
                 hands[worker] = [self._hold(worker, suspect)]
@@ -345,14 +314,7 @@ class Supervisor:
                 batch = deals[first : first + self._config.batch_size]
                 worker.send(pack("tasks", deals=batch))
 
-    def _worker_with_room(self) -> WorkerProcess | None:
-        # Near the end every worker gets its share, so that none idles beside a full one.
-        share = -(-self._progress.left // self._config.num_workers)
-        most = min(self._config.agents_per_worker, max(1, share))
-        able = [w for w in self._workers if w.ready and not w.alone and len(w.held) < most]
-        return min(able, key=lambda worker: len(worker.held), default=None)
-
-    def _hold(self, worker: WorkerProcess, task: Task) -> Deal:
+    def _hold(self, worker: WorkerLink, task: Task) -> Deal:
         attempt = self._failures.attempts[task.key] + 1
         worker.held[task.key] = (task, attempt)
         return Deal(
@@ -375,43 +337,21 @@ class Supervisor:
             )
             self._stop("")
         else:
-            self._kill_workers()
+            self._crew.kill()
 
     def _stop(self, reason: str) -> None:
         if self._stop_reason is not None:
             self._stop_reason = self._stop_reason or reason
             return
         self._stop_reason = reason
-        self._kill_at = time.monotonic() + self._config.grace_s + _KILL_AFTER_GRACE_S
-        for worker in self._workers:
-            worker.send(pack("stop", grace_s=self._config.grace_s))
+        self._kill_at = time.monotonic() + self._config.grace_s + KILL_AFTER_GRACE_S
+        self._crew.tell(pack("stop", grace_s=self._config.grace_s))
 
     def _dismiss_workers(self) -> None:
-        """Let the workers close their journals and connections, and hear what they say last."""
-        for worker in self._workers:
-            worker.send(pack("exit"))
-        leaving = {worker for worker in self._workers if worker.process.is_alive()}
-        deadline = time.monotonic() + _KILL_AFTER_GRACE_S
-        while leaving and (wait_s := deadline - time.monotonic()) > 0:
-            try:
-                said = self._inbox.get(timeout=wait_s)
-            except queue.Empty:
-                return
-            leaver, message = said
-            if leaver is None:
-                return  # interrupted once more
-            if message is None:
-                leaving.discard(leaver)
-                continue
+        """Let the workers go, and hear what they say last of limits and money."""
+        for leaver, message in self._crew.dismiss():
             header = unpack(message)[0]
             if header["type"] == "load":
                 self.limits.on_load(leaver, header["endpoint"], header["load"])
             elif header["type"] == "purse":
                 self.budget.on_purse(leaver, header["told"])
-
-    def _kill_workers(self) -> None:
-        for worker in self._workers:
-            worker.process.kill()
-            worker.held.clear()
-            worker.bury()
-        self._workers = []

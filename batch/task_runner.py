@@ -1,0 +1,265 @@
+"""Carrying one task out, from its deal to the message that says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import traceback
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from agent.conversation import Conversation
+from agent.loop import close_calls
+from agent.messages import Event
+from agent.models.errors import ModelError
+from agent.models.model import Completion, Model, Request
+from agent.models.names import SCRIPTED
+from agent.models.scripted import ScriptedTurn, parse_script
+from agent.moves import End
+from agent.rules import Terms
+from agent.setup import Home, replies_played
+from agent.trajectory import Trajectory
+from batch.calls import Calls
+from batch.draw import setup_of_task
+from batch.failures import Failure
+from batch.files import StorageError
+from batch.journal import JournalWriter
+from batch.models import Setups
+from batch.prompts import Task
+from batch.record import dump_record, make_record
+from batch.records import index_fields
+from batch.row_rules import RowTask
+from batch.row_space import RowSpaces
+from batch.row_workspace import SetupFailed
+from batch.stopped import Stopped
+from batch.wire import Deal, no_counters, pack
+from batch.worker_setup import WorkerSetup
+from toolsets.errors import HOST_ERRNOS, HostError
+from toolsets.space import TaskSpace
+
+log = logging.getLogger(__name__)
+
+
+class Stops(Protocol):
+    """Whether the worker is stopping, and how a task makes it stop."""
+
+    is_stopping: bool
+
+    def halt(self, message: str) -> None:
+        """Have the whole run stopped, and say why."""
+        ...
+
+
+class TaskRunner:
+    """Carries out the tasks of one worker, each on its own; keeps what they have in common."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        *,
+        setups: Setups,
+        spaces: RowSpaces,
+        journal: JournalWriter,
+        calls: Calls,
+        stops: Stops,
+    ) -> None:
+        self._setup = setup
+        self._config = setup.config
+        self._rules = setup.config.row_rules(setup.api)
+        self._setups = setups
+        self._spaces = spaces
+        self._journal = journal
+        self._calls = calls
+        self._stops = stops
+        self._trajectories: dict[bytes, Trajectory] = {}
+        self._not_durable: dict[bytes, TaskSpace] = {}
+        self.counters = no_counters()
+        """What was done since whoever reads them set them back."""
+
+    async def run(self, task: Task, deal: Deal) -> bytes:
+        """Run one task; give the message about how it went: the parent must hear of it."""
+        try:
+            return await self._carry_out(task, deal)
+        except Stopped:
+            return pack("released", key=task.key.hex())
+        except (StorageError, HostError) as error:
+            self._stops.halt(str(error))
+            return pack("released", key=task.key.hex())
+        except (Exception, asyncio.CancelledError) as error:
+            try:
+                return self._sort_out(task, deal, error)
+            except Exception:
+                # Not even a record of it can be made; its attempt must be told all the same.
+                log.exception("%s: no record of its failure can be made", task.id)
+                trace = traceback.format_exc()
+                failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
+                return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        finally:
+            self._trajectories.pop(task.key, None)
+
+    def release(self, key: bytes) -> TaskSpace | None:
+        """The task's record is durable; give its space where that is to be removed."""
+        self._journal.finish(key)
+        space = self._not_durable.pop(key, None)
+        return space if space is not None and space.workspace.root.exists() else None
+
+    def _sort_out(self, task: Task, deal: Deal, error: BaseException) -> bytes:
+        """The message about a task that ended in a way which nothing foresaw."""
+        if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
+            self._stops.halt(str(error))
+        if self._stops.is_stopping:
+            return pack("released", key=task.key.hex())
+        log.error("%s: a defect of this program", task.id, exc_info=error)
+        trace = "".join(traceback.format_exception(error))
+        failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
+        if deal["attempt"] < self._config.max_attempts:
+            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        row = self._rules.read(task.columns)
+        # What it had received by then was paid for and belongs into its record.
+        trajectory = self._trajectories.get(task.key) or Trajectory(row.opening, deal["events"])
+        close_calls(trajectory, "failed", lambda event: None)
+        return self._finished(task, deal, trajectory, row.terms, End("failed"), failure)
+
+    async def _carry_out(self, task: Task, deal: Deal) -> bytes:
+        """Run one task; give the message that says how it ended, with its record if there is one.
+
+        Raises what `run` has to sort out.
+        """
+        row = self._rules.read(task.columns)
+        space = self._spaces.open(task.key, row, resumed=bool(deal["events"]))
+        trajectory = Trajectory(row.opening, deal["events"])
+        self._trajectories[task.key] = trajectory
+        end = End("failed")
+        failure = check = None
+        try:
+            kept = await self._spaces.prepare(space, row)
+            end = await self._converse(task, deal, trajectory, row, space, kept=kept)
+            check = await self._spaces.judge(space, row)
+        except ModelError as error:
+            if self._calls.is_the_endpoints(error):
+                self._stops.halt(self._calls.in_words(error))
+                raise Stopped from error
+            failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
+        except SetupFailed as error:
+            end = End("failed")
+            failure = Failure(
+                task.id, task.input_digest, deal["attempt"], "setup_failed", str(error)
+            )
+        finally:
+            await space.close(remove=False)
+        log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
+        if failure and deal["attempt"] < self._config.max_attempts:
+            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        self._not_durable[task.key] = space
+        return self._finished(task, deal, trajectory, row.terms, end, failure, check)
+
+    def _finished(
+        self,
+        task: Task,
+        deal: Deal,
+        trajectory: Trajectory,
+        terms: Terms,
+        end: End,
+        failure: Failure | None,
+        check: dict[str, Any] | None = None,
+    ) -> bytes:
+        record = make_record(
+            task,
+            trajectory,
+            end=end,
+            terms=terms,
+            setup=setup_of_task(self._setups, self._config, task),
+            failure=failure,
+            check=check,
+            attempt=deal["attempt"],
+            provenance=self._setup.provenance,
+        )
+        return pack(
+            "finished",
+            dump_record(record),
+            key=task.key.hex(),
+            fields=index_fields(record),
+            failure=failure and failure._asdict(),
+        )
+
+    async def _converse(
+        self,
+        task: Task,
+        deal: Deal,
+        trajectory: Trajectory,
+        row: RowTask,
+        space: TaskSpace,
+        *,
+        kept: bool,
+    ) -> End:
+        setup = setup_of_task(self._setups, self._config, task)
+        home = Home(
+            setup,
+            space,
+            self._calls.pool,
+            self._config.tool_timeout_s,
+            gate=lambda model: _Gate(self._stops, model),
+        )
+        positions = itertools.count(len(deal["events"]))
+
+        def journal(event: Event) -> None:
+            self._journal.append(
+                task.id,
+                task.input_digest,
+                event,
+                deal=deal["deal"],
+                position=next(positions),
+            )
+            self._count(event)
+
+        conversation = Conversation(
+            trajectory=trajectory,
+            terms=row.terms,
+            model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),
+            toolbox=home.toolbox(),
+            journal=journal,
+            host=home,
+            subagents=row.terms.options.subagents,
+            approve=setup.approve,
+            kept=kept,
+        )
+        return await conversation.run(taken_up=bool(deal["events"]))
+
+    def _count(self, event: Event) -> None:
+        if event["kind"] == "sub":
+            self._count(event["event"])
+        elif event["kind"] == "reply":
+            usage = event["usage"]
+            self.counters["turns"] += 1
+            if usage is not None:
+                self.counters["input_tokens"] += usage["input_tokens"] or 0
+                self.counters["output_tokens"] += usage["output_tokens"] or 0
+            if event["cost_usd"] is None:
+                self.counters["cost_unknown"] = True
+            else:
+                self.counters["cost_usd"] += event["cost_usd"]
+
+    def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
+        """What model "scripted" plays; to others a column of that name means nothing."""
+        if self._setup.api != SCRIPTED:
+            return ()
+        own = task.columns.get("script")
+        return self._setup.script or () if own is None else parse_script(own)
+
+
+class _Gate:
+    """Lets no new model call through once the worker is stopping."""
+
+    def __init__(self, stops: Stops, model: Model) -> None:
+        self._stops = stops
+        self._model = model
+
+    async def complete(self, request: Request) -> Completion:
+        if self._stops.is_stopping:
+            raise Stopped
+        return await self._model.complete(request)
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._model.close()

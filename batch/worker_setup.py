@@ -1,0 +1,32 @@
+"""What a worker is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.models.scripted import ScriptedTurn
+from batch.config import RunConfig
+from batch.limiter import Bounds
+from batch.purse import Amount
+from batch.record import Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What a worker process is started with. Crosses the process border; holds no secrets."""
+
+    number: int
+    parent_pid: int
+    run_dir: Path
+    config: RunConfig
+    api: str
+    """The dialect of the run's models, which says what a row's script is."""
+    provenance: Provenance
+    script: list[ScriptedTurn] | None
+    bounds: Mapping[str, Bounds]
+    """On the calls of the run to each endpoint."""
+    budget: Amount | None
+    proven: frozenset[str]
+    """The base URLs that have answered already."""
