@@ -52,7 +52,9 @@ def log_to(path: Path, level: str) -> None:
 
 def log_through(send: Callable[..., None], level: str) -> None:
     """Log to whoever gets the messages "log" of `send`."""
-    logging.basicConfig(level=level.upper(), handlers=[_Sent(send)], force=True)
+    logging.basicConfig(
+        level=level.upper(), format="%(message)s", handlers=[_Sent(send)], force=True
+    )
     _quieten()
 
 

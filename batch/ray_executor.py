@@ -230,7 +230,8 @@ def _without_ray_handlers() -> Iterator[None]:
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Processes that are started meanwhile do not end by what the terminal sends to all."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    # Not SIGTERM, by which Ray's own processes end when the others have gone.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
     try:
         yield
     finally:
