@@ -20,8 +20,10 @@ _MEMORY = 80 << 20
 class TwoNodes:
     """The other end: the process that holds the cluster."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], modules: Path) -> None:
         self._process = process
+        self.modules = modules
+        """Where the nodes look for modules, too."""
         self.address = self._answer()
 
     def remove_second(self) -> None:
@@ -53,14 +55,14 @@ def two_nodes(scratch: Path) -> Iterator[TwoNodes]:
     with (scratch / "cluster.txt").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, __file__],
-            env={**environment, "RAY_USAGE_STATS_ENABLED": "0"},
+            env={**environment, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(scratch)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
         )
     try:
-        yield TwoNodes(process)
+        yield TwoNodes(process, scratch)
     finally:
         process.communicate(timeout=60)
 

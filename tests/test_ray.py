@@ -220,9 +220,9 @@ def environ(pid: int) -> bytes:
 
 def test_a_task_that_kills_its_worker_is_quarantined(tmp_path: Path, cluster: TwoNodes) -> None:
     """F3: three deaths, all others done, and the run ends by itself."""
-    (tmp_path / "poison.py").write_text(
-        "import os\n\nfrom toolsets.tool import tool\n\n\n"
-        '@tool\ndef drink(what: str) -> str:\n    """Drink it.\n\n    Args:\n        what: It.\n'
+    (cluster.modules / "poison.py").write_text(
+        "import os\n\nfrom toolsets.tool import tool\n\n\n@tool(idempotent=True)\n"
+        'def drink(what: str) -> str:\n    """Drink it.\n\n    Args:\n        what: It.\n'
         '    """\n    if what == "poison":\n        os._exit(1)\n    return "well"\n\n\n'
         "TOOLS = [drink]\n"
     )
@@ -240,7 +240,7 @@ def test_a_task_that_kills_its_worker_is_quarantined(tmp_path: Path, cluster: Tw
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(
         tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
+        env={"PYTHONPATH": str(cluster.modules)},
         run_name="r",
         dataset_file="p.jsonl",
         model="scripted",
