@@ -29,16 +29,18 @@ class Calls:
         number: int,
         workers: int,
         proven: Collection[str],
+        clock_offset_s: float,
         send: Callable[..., None],
         on_retry: Callable[[ModelSettings, str], None],
     ) -> None:
         """`bounds` are those of the run, by endpoint; this is worker `number` of some `workers`.
-        `proven` are the base URLs that have answered before.
+        `proven` are the base URLs that have answered before. See `WorkerSetup.clock_offset_s`.
 
         `send(type, **fields)` reaches the parent. `on_retry` is told, in words, about every
         failure that is waited out.
         """
         self._send = send
+        self._clock_offset_s = clock_offset_s
         self._part, self._stock = 1 / workers, 1 - number % workers / workers
         self._purse = Purse(bounds=budget, tell=lambda told: send("purse", told=told))
         self._gates = {
@@ -110,7 +112,10 @@ class Calls:
             stock=self._stock,
             purse=self._purse,
             on_refusal=lambda retry_after_s, sent_at: self._send(
-                "refused", endpoint=endpoint, retry_after_s=retry_after_s, sent_at=sent_at
+                "refused",
+                endpoint=endpoint,
+                retry_after_s=retry_after_s,
+                sent_at=sent_at + self._clock_offset_s,
             ),
         )
 

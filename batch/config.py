@@ -32,6 +32,7 @@ from agent.options import (
 )
 from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig
 from batch.row_rules import ColumnUse, RowRules, script_use
+from batch.worker_resources import parse_resources
 from toolsets.mcp_settings import McpServer, ServerName
 from toolsets.web_settings import WebSettings
 
@@ -51,6 +52,7 @@ def _plain_name(value: str) -> str:
     return value
 
 
+Resource = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
 
@@ -195,6 +197,28 @@ class RunConfig(AgentOptions):
     )
     batch_size: PositiveInt = _running(20, "Prompts dealt to a worker at a time, at most.")
     num_workers: PositiveInt = _running(4, "Worker processes.", le=1024)
+    executor: Literal["local", "ray"] = _running(
+        "local", "Where workers run: on this machine, or as Ray actors (extra `ray`)."
+    )
+    ray_address: str | None = _running(
+        None,
+        "Ray cluster to join, such as auto or HOST:PORT; default: RAY_ADDRESS, else one is "
+        "started on this machine.",
+        min_length=1,
+    )
+    worker_resources: Annotated[dict[str, Resource], BeforeValidator(parse_resources)] = _running(
+        {"num_cpus": 1.0},
+        "What a worker needs of a Ray node, such as num_cpus=1,memory=4e9 (bytes), or resources of "
+        "your own.",
+    )
+    ray_storage: Literal["driver", "shared"] = _running(
+        "driver",
+        "Where workers of a Ray cluster keep journals and workspaces: journals with the driver and "
+        "workspaces on their node, or both in the run directory, on storage that all nodes share.",
+    )
+    ray_scratch_dir: Path | None = _running(
+        None, "Where Ray nodes keep workspaces; default: their directory for temporary files."
+    )
     concurrency: PositiveInt | None = _running(
         None, "Conversations in flight per worker; default: --batch_size."
     )

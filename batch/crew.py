@@ -86,9 +86,12 @@ class Crew:
         for worker in self.workers:
             worker.send(message)
 
-    def dismiss(self) -> Iterator[tuple[WorkerLink, bytes]]:
-        """Let them close what they have open; gives what they say last."""
-        self.tell(pack("exit"))
+    def dismiss(self, *, is_done: bool) -> Iterator[tuple[WorkerLink, bytes]]:
+        """Let them close what they have open; gives what they say last.
+
+        `is_done` tells that no next start needs what they keep.
+        """
+        self.tell(pack("exit", done=is_done))
         leaving = {worker for worker in self.workers if worker.is_alive()}
         deadline = time.monotonic() + KILL_AFTER_GRACE_S
         while leaving and (wait_s := deadline - time.monotonic()) > 0:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
@@ -29,8 +29,38 @@ _SEGMENT_BYTES = 16 << 20
 _SEGMENT_NAME = re.compile(r"worker-(\d+)-(\d+)\.jsonl")
 
 
+class Journal(Protocol):
+    """Where a worker puts the events of its tasks."""
+
+    def append(
+        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
+    ) -> None:
+        """Take one event.
+
+        `deal` counts how often the task was dealt, and `position` the events before this one:
+        together they tell the order of events that lie in the segments of several workers.
+        """
+        ...
+
+    async def kept(self, key: bytes) -> None:
+        """Wait until a process kill can no longer take the replies of the task."""
+        ...
+
+    def flush(self) -> None:
+        """Hand over all events so far, before anything that is said after them."""
+        ...
+
+    def finish(self, key: bytes) -> None:
+        """Forget a task whose record is durable."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
 class JournalWriter:
-    """The segments of one worker. `append` and `finish` belong to the event loop's thread."""
+    """The segments of one worker. All calls belong to one thread at a time."""
 
     def __init__(
         self, inflight: Path, worker: int, *, on_storage_error: Callable[[StorageError], None]
@@ -51,28 +81,26 @@ class JournalWriter:
     def append(
         self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
     ) -> None:
-        """Write one event; once this returns a process kill keeps it. Raises `StorageError`.
+        """Write one event; once this returns a process kill keeps it. Raises `StorageError`."""
+        line = journal_line(task_id, input_digest, event, deal=deal, position=position)
+        self.append_lines([task_key(task_id, input_digest)], line)
 
-        `deal` counts how often the task was dealt, and `position` the events before this one:
-        together they tell the order of events that lie in the segments of several workers.
-        """
-        line = orjson.dumps(
-            {
-                "task": task_id,
-                "input_digest": input_digest,
-                "deal": deal,
-                "position": position,
-                "event": event,
-            }
-        )
+    def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
+        """Write lines made by `journal_line`, of the tasks with these keys; as `append`."""
         if self._segment.size >= _SEGMENT_BYTES:
             following = self._new_segment()
             with self._lock:
                 self._full.append(self._segment)
                 self._segment = following
-        self._segment.append(line + b"\n")
-        self._open_tasks[self._segment.path].add(task_key(task_id, input_digest))
+        self._segment.append(lines)
+        self._open_tasks[self._segment.path].update(keys)
         self._dirty.set()
+
+    async def kept(self, key: bytes) -> None:
+        """See `Journal`: `append` has seen to it."""
+
+    def flush(self) -> None:
+        """See `Journal`: nothing is held back."""
 
     def finish(self, key: bytes) -> None:
         """Forget a task whose record is durable; delete segments that nobody needs any more."""
@@ -121,6 +149,20 @@ class JournalWriter:
             self._on_storage_error(error)
             return False
         return True
+
+
+def journal_line(
+    task_id: str, input_digest: str, event: Event, *, deal: int, position: int, place: str = ""
+) -> bytes:
+    """One line of a segment; see `Journal.append`. `place` is where the task's workspace lies."""
+    line = {
+        "task": task_id,
+        "input_digest": input_digest,
+        "deal": deal,
+        "position": position,
+        "event": event,
+    }
+    return orjson.dumps(line | {"place": place} if place else line) + b"\n"
 
 
 class Place(NamedTuple):
@@ -187,11 +229,14 @@ class Inflight:
         for place in sorted(self._places.get(key, ())):
             if place.position > len(events):
                 continue  # it stands behind a hole that a power loss left
-            with place.segment.open("rb") as file:
-                file.seek(place.offset)
-                event = orjson.loads(file.read(place.length))["event"]
-            events[place.position :] = [event]
+            events[place.position :] = [_read(place)["event"]]
         return usable_prefix(events)
+
+    def workspace_place(self, key: bytes) -> str:
+        """Where the workspace is that the task's last events were made in; "" for the run's own
+        directory."""
+        last = max(self._places.get(key, ()), default=None)
+        return "" if last is None else str(_read(last).get("place", ""))
 
     def tasks(self) -> list[bytes]:
         """The tasks that have journaled events."""
@@ -210,6 +255,13 @@ class Inflight:
             if not tasks:
                 segment.unlink(missing_ok=True)
                 del self._open_tasks[segment]
+
+
+def _read(place: Place) -> dict[str, Any]:
+    with place.segment.open("rb") as file:
+        file.seek(place.offset)
+        line: dict[str, Any] = orjson.loads(file.read(place.length))
+    return line
 
 
 def next_worker_number(inflight: Path) -> int:

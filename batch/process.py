@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
@@ -57,6 +58,27 @@ def log_to(path: Path, level: str) -> None:
         format="%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    _quieten()
+
+
+def log_through(send: Callable[..., None], level: str) -> None:
+    """Log to whoever gets the messages "log" of `send`."""
+    logging.basicConfig(
+        level=level.upper(), format="%(message)s", handlers=[_Sent(send)], force=True
+    )
+    _quieten()
+
+
+class _Sent(logging.Handler):
+    def __init__(self, send: Callable[..., None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send("log", level=record.levelno, name=record.name, text=self.format(record))
+
+
+def _quieten() -> None:
     logging.raiseExceptions = False  # a log that cannot be written must not stop the work
     for name in ("aiohttp", "httpx2", "httpcore2", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)

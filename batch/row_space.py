@@ -38,14 +38,15 @@ class RowSpaces:
             resumed=resumed,
         )
 
-    async def prepare(self, space: TaskSpace, row: RowTask) -> bool:
+    async def prepare(self, space: TaskSpace, row: RowTask, *, place: str) -> bool:
         """Make a space what its row says; tell whether it is the one of an earlier deal.
 
-        Raises `SetupFailed`.
+        `place` is where the workspace of that deal is. Raises `SetupFailed`.
         """
         root = space.workspace.root
-        if not space.resumed:
-            # What a conversation left whose journal was lost is not this one's.
+        if not space.resumed or place != self._setup.place:
+            # What a conversation left whose journal was lost is not this one's, nor is what this
+            # one left here before it went on elsewhere.
             await asyncio.to_thread(remove_tree, root)
         if row.image is not None and (problem := await self._image_problem(row.image)):
             raise SetupFailed(problem)

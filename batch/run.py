@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ from batch.catalog import catalog_of, with_listed_servers
 from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
+from batch.executors import check_executor, open_executor
 from batch.failures import FailureFile
 from batch.journal import Inflight, segments
 from batch.models import Setups, asked, bounds_of, budget_of, set_up_models, unpriced
@@ -36,7 +37,6 @@ from batch.records import Entry, RecordFile, iter_index, load_index
 from batch.run_dir import RunDir
 from batch.standing import is_settled
 from batch.supervisor import Supervisor
-from batch.worker_process import LocalExecutor
 from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
@@ -97,6 +97,7 @@ def make_plan(config: RunConfig) -> Plan:
         known = catalog_of(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    check_executor(config)
     setups = set_up_models(config, known)
     first = next(iter(setups.values()))
     _check_web(config, first)
@@ -252,22 +253,23 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
             spent = spent_before(every, inflight, ledger)
         records.found.clear()
         _remove_workspaces(run_dir, settled)
-        supervisor = Supervisor(
-            run_dir=run_dir,
-            config=config,
-            executor=LocalExecutor(),
-            setups=plan.setups,
-            setup=_worker_setup(plan, run_dir, has_answers=has_answers),
-            spent=spent,
-            ledger=ledger,
-            tasks=_owed(plan, only, settled, progress),
-            records=records,
-            failures=failures,
-            inflight=inflight,
-            progress=progress,
-        )
-        with _signals_to(supervisor) as received:
-            stopped_by = supervisor.run()
+        with closing(open_executor(config, run_dir)) as executor:
+            supervisor = Supervisor(
+                run_dir=run_dir,
+                config=config,
+                executor=executor,
+                setups=plan.setups,
+                setup=_worker_setup(plan, run_dir, has_answers=has_answers),
+                spent=spent,
+                ledger=ledger,
+                tasks=_owed(plan, only, settled, progress),
+                records=records,
+                failures=failures,
+                inflight=inflight,
+                progress=progress,
+            )
+            with _signals_to(supervisor) as received:
+                stopped_by = supervisor.run()
         _remove_what_is_settled(run_dir, config.max_attempts)
     finally:
         progress.close()

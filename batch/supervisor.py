@@ -199,6 +199,8 @@ class Supervisor:
                 self.budget.on_purse(worker, header["told"])
             case "note":
                 self._note(header["message"])
+            case "say":
+                self._progress.say(header["message"])
             case "halt":
                 self._stop(header["message"])
 
@@ -322,6 +324,7 @@ class Supervisor:
             attempt=attempt,
             deal=self._inflight.next_deal(task.key),
             events=self._inflight.events(task.key),
+            place=self._inflight.workspace_place(task.key),
         )
 
     # Stopping.
@@ -349,7 +352,8 @@ class Supervisor:
 
     def _dismiss_workers(self) -> None:
         """Let the workers go, and hear what they say last of limits and money."""
-        for leaver, message in self._crew.dismiss():
+        is_done = self._stop_reason is None and not self._failed_now
+        for leaver, message in self._crew.dismiss(is_done=is_done):
             header = unpack(message)[0]
             if header["type"] == "load":
                 self.limits.on_load(leaver, header["endpoint"], header["load"])

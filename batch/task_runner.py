@@ -7,24 +7,23 @@ import itertools
 import logging
 import traceback
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from agent.conversation import Conversation
 from agent.loop import close_calls
 from agent.messages import Event
 from agent.models.errors import ModelError
-from agent.models.model import Completion, Model, Request
 from agent.models.names import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.moves import End
 from agent.rules import Terms
-from agent.setup import Home, replies_played
+from agent.setup import replies_played
 from agent.trajectory import Trajectory
 from batch.calls import Calls
 from batch.draw import setup_of_task
 from batch.failures import Failure
 from batch.files import StorageError
-from batch.journal import JournalWriter
+from batch.journal import Journal
 from batch.models import Setups
 from batch.prompts import Task
 from batch.record import dump_record, make_record
@@ -33,22 +32,13 @@ from batch.row_rules import RowTask
 from batch.row_space import RowSpaces
 from batch.row_workspace import SetupFailed
 from batch.stopped import Stopped
+from batch.task_home import Gate, Stops, TaskHome
 from batch.wire import Deal, no_counters, pack
 from batch.worker_setup import WorkerSetup
 from toolsets.errors import HOST_ERRNOS, HostError
 from toolsets.space import TaskSpace
 
 log = logging.getLogger(__name__)
-
-
-class Stops(Protocol):
-    """Whether the worker is stopping, and how a task makes it stop."""
-
-    is_stopping: bool
-
-    def halt(self, message: str) -> None:
-        """Have the whole run stopped, and say why."""
-        ...
 
 
 class TaskRunner:
@@ -60,7 +50,7 @@ class TaskRunner:
         *,
         setups: Setups,
         spaces: RowSpaces,
-        journal: JournalWriter,
+        journal: Journal,
         calls: Calls,
         stops: Stops,
     ) -> None:
@@ -133,7 +123,7 @@ class TaskRunner:
         end = End("failed")
         failure = check = None
         try:
-            kept = await self._spaces.prepare(space, row)
+            kept = await self._spaces.prepare(space, row, place=deal["place"])
             end = await self._converse(task, deal, trajectory, row, space, kept=kept)
             check = await self._spaces.judge(space, row)
         except ModelError as error:
@@ -194,12 +184,17 @@ class TaskRunner:
         kept: bool,
     ) -> End:
         setup = setup_of_task(self._setups, self._config, task)
-        home = Home(
+
+        async def until_kept() -> None:
+            await self._journal.kept(task.key)
+
+        home = TaskHome(
             setup,
             space,
             self._calls.pool,
             self._config.tool_timeout_s,
-            gate=lambda model: _Gate(self._stops, model),
+            gate=lambda model: Gate(self._stops, model, until_kept),
+            kept=until_kept,
         )
         positions = itertools.count(len(deal["events"]))
 
@@ -246,20 +241,3 @@ class TaskRunner:
             return ()
         own = task.columns.get("script")
         return self._setup.script or () if own is None else parse_script(own)
-
-
-class _Gate:
-    """Lets no new model call through once the worker is stopping."""
-
-    def __init__(self, stops: Stops, model: Model) -> None:
-        self._stops = stops
-        self._model = model
-
-    async def complete(self, request: Request) -> Completion:
-        if self._stops.is_stopping:
-            raise Stopped
-        return await self._model.complete(request)
-
-    async def close(self) -> None:
-        """See `Model.close`."""
-        await self._model.close()

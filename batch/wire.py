@@ -3,12 +3,17 @@
 A message is a JSON header, a newline, and for finished tasks the record as it goes to disk:
 records cross the border as bytes and are never parsed on the way.
 
-Parent to worker:  tasks {"deals": [Deal…]} · durable {"keys": [hex…]} · stop {"grace_s"} · exit
-                   · limits {"limits"} · loan {"amount"} · recall
+Parent to worker:  tasks {"deals": [Deal…]} · durable {"keys": [hex…]} · stop {"grace_s"}
+                   · exit {"done"} · limits {"limits"} · loan {"amount"} · recall
 Worker to parent:  ready · alive {"counters", "proven"} · finished {"key", "fields", "failure"}
                    + record · failed {"key", "failure"} · released {"key"}
                    · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
-                   · purse {"told"} · note {"message"} · halt {"message"}
+                   · purse {"told"} · note {"message"} · say {"message"} · halt {"message"}
+
+A worker on another machine also sends its journal, and goes on when it was kept, and its log:
+
+                   events {"keys": [hex…], "number"} + lines · log {"level", "name", "text"}
+Parent to worker:  kept {"number"}
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ class Deal(TypedDict):
     deal: int
     """How often the task has been dealt, this time included."""
     events: list[Event]
+    place: str
+    """Where the workspace is that the events were made in; see `WorkerSetup.place`."""
 
 
 class Counters(TypedDict):

@@ -24,9 +24,16 @@ from batch.catalog import catalog_of
 from batch.files import StorageError
 from batch.journal import JournalWriter
 from batch.models import set_up_models
-from batch.process import allow_many_files, collect_garbage_rarely, die_with_parent, log_to
+from batch.process import (
+    allow_many_files,
+    collect_garbage_rarely,
+    die_with_parent,
+    log_through,
+    log_to,
+)
 from batch.prompts import Task
 from batch.row_space import RowSpaces
+from batch.sent_journal import SentJournal
 from batch.task_runner import TaskRunner
 from batch.wire import Deal, no_counters, pack, unpack
 from batch.worker_setup import WorkerSetup
@@ -44,6 +51,14 @@ _HEARTBEAT_S = 1.0
 def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     """Entry point of a worker process."""
     die_with_parent(setup.parent_pid)
+    run_worker(connection, setup)
+
+
+def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
+    """Work in this process until the parent says exit; see `Worker.serve`.
+
+    Exits where the machine fails, having told the parent.
+    """
     # The parent decides what a Ctrl-C, a scheduler's SIGTERM or a closed terminal means. Not
     # SIG_IGN: commands would inherit that, and `kill` would do nothing in them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -51,11 +66,15 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     allow_many_files()
     collect_garbage_rarely()
     try:
-        log_to(setup.run_dir / "run.log", setup.config.log_level)
+        if not setup.is_remote:
+            log_to(setup.run_dir / "run.log", setup.config.log_level)
         use_pidfd_watcher()
         if setup.provenance.sandbox == "bwrap":
             sandbox_problem("bwrap")  # probes once, before there is a loop to block
-        asyncio.run(Worker(connection, setup).serve())
+        worker = Worker(connection, setup)
+        if setup.is_remote:
+            log_through(worker.send, setup.config.log_level)
+        return asyncio.run(worker.serve())
     except (StorageError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in HOST_ERRNOS:
             raise
@@ -81,42 +100,40 @@ class Worker:
         self._removals: set[asyncio.Task[None]] = set()
         self.is_stopping = False
         self._told = False
-        self._exit = asyncio.Event()
-
-    async def serve(self) -> None:
-        """Take deals until the parent says exit."""
-        loop = asyncio.get_running_loop()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._exit = asyncio.Event()
+        self._is_done = False
+
+    async def serve(self) -> bool:
+        """Take deals until the parent says exit; tell whether the run is done by then."""
+        loop = asyncio.get_running_loop()
         sender = threading.Thread(target=self._send_forever, name="sender", daemon=True)
         sender.start()
-        journal = JournalWriter(
-            self._setup.run_dir / "inflight",
-            self._setup.number,
-            on_storage_error=lambda error: self.halt(str(error)),
-        )
+        self._journal = self._open_journal()
         self._calls = Calls(
             self._setup.bounds,
             self._setup.budget,
             number=self._setup.number,
             workers=self._config.num_workers,
             proven=self._setup.proven,
-            send=self._send,
+            clock_offset_s=self._setup.clock_offset_s,
+            send=self.send,
             on_retry=self._on_retry,
         )
         self._runner = TaskRunner(
             self._setup,
             setups=self._setups,
             spaces=RowSpaces(self._setup, self._browsers),
-            journal=journal,
+            journal=self._journal,
             calls=self._calls,
             stops=self,
         )
         self._servers.open()
         self._browsers.open()
         loop.add_reader(self._connection.fileno(), self._receive)
-        self._send("ready")
+        self.send("ready")
         while not self._exit.is_set():
-            self._send("alive", counters=self._runner.counters, proven=sorted(self._calls.proven))
+            self.send("alive", counters=self._runner.counters, proven=sorted(self._calls.proven))
             self._runner.counters = no_counters()
             try:
                 async with asyncio.timeout(_HEARTBEAT_S):
@@ -128,9 +145,19 @@ class Worker:
         await self._calls.close()
         await self._browsers.close()
         await self._servers.close()
-        journal.close()
+        self._journal.close()
         self._outbox.put(None)
         sender.join()
+        return self._is_done
+
+    def _open_journal(self) -> SentJournal | JournalWriter:
+        if self._setup.is_remote:
+            return SentJournal(self._outbox.put, place=self._setup.place)
+        return JournalWriter(
+            self._setup.run_dir / "inflight",
+            self._setup.number,
+            on_storage_error=lambda error: self.halt(str(error)),
+        )
 
     def _receive(self) -> None:
         try:
@@ -154,7 +181,11 @@ class Worker:
                 self.is_stopping = True
                 self._calls.stop()
                 asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
+            case "kept":
+                assert isinstance(self._journal, SentJournal)
+                self._journal.on_kept(header["number"])
             case "exit":
+                self._is_done = header["done"]
                 self._exit.set()
 
     def _start(self, deal: Deal) -> None:
@@ -163,6 +194,7 @@ class Worker:
 
     async def _run(self, task: Task, deal: Deal) -> None:
         message = await self._runner.run(task, deal)
+        self._journal.flush()
         self._running.pop(task.key, None)
         self._outbox.put(message)
 
@@ -184,15 +216,16 @@ class Worker:
         log.info("%s: %s", asked.base_url, words)
         if asked.base_url not in self._calls.proven and not self._told:
             self._told = True
-            self._send("note", message=f"{asked.base_url}: {words}")
+            self.send("note", message=f"{asked.base_url}: {words}")
 
     def halt(self, message: str) -> None:
         """Ask the parent to stop the run; conversations rest until it is taken up again."""
         self.is_stopping = True
         self._calls.stop()
-        self._send("halt", message=message)
+        self.send("halt", message=message)
 
-    def _send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
+    def send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
+        """Tell the parent; from any thread."""
         self._outbox.put(pack(type, payload, **fields))
 
     def _send_forever(self) -> None:

@@ -30,3 +30,9 @@ class WorkerSetup:
     budget: Amount | None
     proven: frozenset[str]
     """The base URLs that have answered already."""
+    place: str = ""
+    """Names the storage that workspaces are on; "" where it is the run's own directory."""
+    is_remote: bool = False
+    """It shares no disk with the parent, who keeps its journal and its log."""
+    clock_offset_s: float = 0.0
+    """What to add to the monotonic clock here for that of the parent's machine."""

@@ -1,0 +1,30 @@
+"""Where the workers of a run work."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from batch.config import RunConfig
+from batch.errors import ConfigError
+from batch.run_dir import RunDir
+from batch.worker_link import Executor
+from batch.worker_process import LocalExecutor
+
+
+def check_executor(config: RunConfig) -> None:
+    """Raise `ConfigError` where what the executor needs is not installed."""
+    if config.executor == "ray" and find_spec("ray") is None:
+        msg = (
+            "executor: ray is not installed: pip install 'batch-trajectories[ray]' here and on "
+            "every node, or leave --executor=ray out"
+        )
+        raise ConfigError(msg)
+
+
+def open_executor(config: RunConfig, run_dir: RunDir) -> Executor:
+    """What starts the workers of a run. Raises `ConfigError`."""
+    if config.executor == "local":
+        return LocalExecutor()
+    from batch.ray_executor import RayExecutor  # takes seconds, and is an extra
+
+    return RayExecutor(config, run_dir)

@@ -1,0 +1,120 @@
+"""What Ray costs: the same runs by local workers and by Ray actors, side by side.
+
+    python -m benchmarks.executors [--prompts 500] [--turns 5] [--latency_s 0.2] [--repeat 3]
+
+Needs the extra `ray`. Starts a cluster of two nodes on this machine and a fake endpoint on
+loopback, and runs the real runner, in turn, with local workers and with actors whose journals the
+driver keeps. Prints, per run: conversations per second between the first request and the last
+reply, and CPU of the driver alone, with its fixed costs. The last lines are medians: the ratio of
+the throughputs, and the driver's CPU per record, which is the slope between runs of PROMPTS and of
+four times as many.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from benchmarks.fake_endpoint import FakeEndpoint
+from tests.ray_cluster import two_nodes
+
+ROOT = Path(__file__).parent.parent
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def measure(
+    cwd: Path,
+    executor: list[str],
+    *,
+    prompts: int,
+    turns: int,
+    latency_s: float,
+    workers: int,
+    agents: int,
+) -> tuple[float, float]:
+    """Run once; give conversations per second and the driver's CPU in seconds."""
+    dataset = cwd / f"prompts{prompts}.jsonl"
+    dataset.write_text(
+        "".join(f'{{"prompt": "Question number {n}"}}\n' for n in range(prompts)), encoding="utf-8"
+    )
+    with FakeEndpoint(
+        turns=turns,
+        latency_s=latency_s,
+        tool="write_file",
+        arguments='{"path": "n{turn}", "content": "{turn}"}',
+        reasoning_chars=400,
+    ) as endpoint:
+        command = [
+            *(sys.executable, str(ROOT / "batch_runner.py"), "--fresh", *executor),
+            *("--model=openai:m", "--key_env=none", f"--base_url={endpoint.openai_url}"),
+            *(f"--dataset_file={dataset}", "--run_name=r", "--enabled_toolsets=file"),
+            *(f"--num_workers={workers}", f"--batch_size={agents}", f"--output_dir={cwd}"),
+        ]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=cwd
+        )
+        cpu_s = 0.0
+        while process.poll() is None:
+            with suppress(OSError):  # it may end at any moment
+                stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                cpu_s = max(cpu_s, (int(stat[11]) + int(stat[12])) / _TICKS)
+            time.sleep(0.02)
+        if process.returncode:
+            msg = f"the run ended with exit code {process.returncode}"
+            raise RuntimeError(msg)
+        journal = endpoint.journal()
+    if journal["requests"] != prompts * turns:
+        msg = f"{journal['requests']} requests for {prompts * turns} calls"
+        raise RuntimeError(msg)
+    return prompts / (journal["last_reply_at"] - journal["first_request_at"]), cpu_s
+
+
+@click.command()
+@click.option("--prompts", default=500, show_default=True)
+@click.option("--turns", default=5, show_default=True)
+@click.option("--latency_s", default=0.2, show_default=True)
+@click.option("--workers", default=2, show_default=True)
+@click.option("--agents", default=32, show_default=True, help="In flight per worker.")
+@click.option("--repeat", default=3, show_default=True)
+def main(
+    prompts: int, turns: int, latency_s: float, workers: int, agents: int, repeat: int
+) -> None:
+    """Measure both executors over PROMPTS and over four times as many, in turn."""
+    counts = (prompts, prompts * 4)
+    speeds: dict[str, list[float]] = {"local": [], "ray": []}
+    slopes: dict[str, list[float]] = {"local": [], "ray": []}
+    with tempfile.TemporaryDirectory() as place, two_nodes(Path(place)) as cluster:
+        flags = {"local": [], "ray": ["--executor=ray", f"--ray_address={cluster.address}"]}
+        for _ in range(repeat):
+            for name, executor in flags.items():
+                cpu_s = []
+                for count in counts:
+                    speed, cpu = measure(
+                        Path(place),
+                        executor,
+                        prompts=count,
+                        turns=turns,
+                        latency_s=latency_s,
+                        workers=workers,
+                        agents=agents,
+                    )
+                    cpu_s.append(cpu)
+                    print(f"{name} {count}: {speed:.1f}/s, driver {cpu:.2f} s", flush=True)
+                speeds[name].append(speed)
+                slopes[name].append((cpu_s[1] - cpu_s[0]) / (counts[1] - counts[0]) * 1000)
+    ratios = [ray / local for local, ray in zip(speeds["local"], speeds["ray"], strict=True)]
+    print(f"throughput ray/local: median {statistics.median(ratios):.3f} of {sorted(ratios)}")
+    for name, of_one in slopes.items():
+        print(f"driver CPU per record, {name}: median {statistics.median(of_one):.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

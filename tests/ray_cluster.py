@@ -1,0 +1,105 @@
+"""A Ray cluster of two nodes on this machine, in processes of its own, for tests.
+
+Ran as a program it obeys the lines on its standard input and answers each with one line:
+`remove` takes the second node away at once, `add PATH` adds a node that has the custom resource
+`other` and finds our modules in PATH first. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_MEMORY = 80 << 20
+
+
+class TwoNodes:
+    """The other end: the process that holds the cluster."""
+
+    def __init__(self, process: subprocess.Popen[str], modules: Path) -> None:
+        self._process = process
+        self.modules = modules
+        """Where the nodes look for modules, too."""
+        self.address = self._answer()
+
+    def remove_second(self) -> None:
+        """Take the second node away, with all that runs there."""
+        self._ask("remove")
+
+    def add_with_code(self, path: Path) -> None:
+        """Add a node whose code is another's."""
+        self._ask(f"add {path}")
+
+    def _ask(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline().strip()
+        assert answer, "the cluster has died"
+        return answer
+
+
+@contextmanager
+def two_nodes(scratch: Path) -> Iterator[TwoNodes]:
+    """Start a cluster of two nodes with room for two workers each; its log lies in `scratch`."""
+    # No key reaches the nodes, whatever those who test have in their environment.
+    environment = {name: text for name, text in os.environ.items() if not name.endswith("_KEY")}
+    with (scratch / "cluster.txt").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__],
+            env={**environment, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(scratch)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    try:
+        yield TwoNodes(process, scratch)
+    finally:
+        process.communicate(timeout=60)
+
+
+def actors() -> list[int]:
+    """The processes of all living workers of ours in clusters on this machine."""
+    found = []
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if cmdline.read_bytes().startswith(b"ray::RayWorkerActor"):
+                found.append(int(cmdline.parent.name))
+    return sorted(found)
+
+
+def _serve() -> None:
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": _MEMORY}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    second = cluster.add_node(num_cpus=2, object_store_memory=_MEMORY)
+    sys.stdout.write(f"{cluster.address}\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        order, _, path = line.strip().partition(" ")
+        if order == "remove":
+            cluster.remove_node(second, allow_graceful=False)
+        else:
+            cluster.add_node(
+                num_cpus=1,
+                resources={"other": 1},
+                object_store_memory=_MEMORY,
+                env_vars={"PYTHONPATH": path},
+            )
+        sys.stdout.write("done\n")
+        sys.stdout.flush()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    _serve()
