@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,8 @@ class RowSpaces:
         `place` is where the workspace of that deal is. Raises `SetupFailed`.
         """
         root = space.workspace.root
-        if not space.resumed or place != self._setup.place:
+        is_new = not space.resumed or place != self._setup.place
+        if is_new and os.path.lexists(root):
             # What a conversation left whose journal was lost is not this one's, nor is what this
             # one left here before it went on elsewhere.
             await asyncio.to_thread(remove_tree, root)

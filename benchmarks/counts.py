@@ -1,0 +1,192 @@
+"""What a turn takes, in counts that repeat: instructions, bytes on disk, blocks of memory.
+
+    python -m benchmarks.counts            compare with the committed counts; exit code 1 if above
+    python -m benchmarks.counts --write    make these the committed counts
+
+The same conversations are played with a real client over loopback, the loop, a tool, the turn
+journal and the record; once few and once many, so that what starting takes falls out. Instructions
+are counted by valgrind (callgrind), in user space, of this process alone. Unlike times they are the
+same on a busy machine, but not under another version of Python: the counts are kept by version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import orjson
+
+from agent.conversation import Conversation
+from agent.messages import Event, Message
+from agent.models.model import ModelSettings
+from agent.models.names import read_key
+from agent.models.pool import ModelPool
+from agent.options import AgentOptions
+from agent.rules import Terms
+from agent.setup import Home, Setup, set_up
+from agent.trajectory import Trajectory
+from batch.files import AppendFile
+from batch.journal import JournalWriter
+from batch.prompts import Task
+from batch.record import Provenance, dump_record, make_record
+from batch.records import index_fields
+from batch.wire import pack
+from benchmarks.engines import SYSTEM
+from benchmarks.quick_endpoint import QuickEndpoint, scripted_replies
+from toolsets.space import TaskSpace
+from toolsets.tool import tool
+from toolsets.workspace import Workspace
+
+KEPT = Path(__file__).with_suffix(".json")
+TOLERANCE = 1.03
+"""Times the committed count; what a count moves by itself is under a hundredth."""
+TURNS = 5
+FEW, MANY = 4, 24
+"""Conversations."""
+
+
+@tool(idempotent=True)
+async def step(space: TaskSpace, number: int) -> str:
+    """Take one step."""
+    return f"step {number}"
+
+
+async def play(url: str, conversations: int, directory: Path) -> dict[str, float]:
+    """Play conversations one after the other; give bytes and blocks per turn."""
+    settings = ModelSettings("m", "openai_chat", f"{url}/v1", None)
+    options = AgentOptions()
+    terms = Terms(options)
+    toolsets = set_up(options, settings, enabled_toolsets=["none"], disabled_toolsets=()).toolsets
+    setup = Setup(settings, toolsets, (step,), {}, None)
+    pool = ModelPool(key_of=read_key, on_retry=print)
+    journal = JournalWriter(directory, 0, on_storage_error=print)
+    records = AppendFile(directory / "records.jsonl")
+    provenance = Provenance(None, 0, "digest", {})
+    kept: list[Trajectory] = []
+    blocks: list[int] = []
+    for number in range(conversations):
+        columns = {"prompt": f"Question number {number}"}
+        task = Task(str(number), str(number), 0, "digest", columns)
+        opening = [Message(role="system", content=SYSTEM)]
+        opening.append(Message(role="user", content=columns["prompt"]))
+        trajectory = Trajectory(opening)
+        home = Home(setup, TaskSpace(Workspace(directory / "w")), pool, call_timeout_s=300.0)
+
+        def keep(event: Event, task: Task = task, trajectory: Trajectory = trajectory) -> None:
+            position = len(trajectory.messages)
+            journal.append(task.id, task.input_digest, event, deal=1, position=position)
+
+        conversation = Conversation(
+            trajectory=trajectory,
+            terms=terms,
+            model=home.model((), start=0),
+            toolbox=home.toolbox(),
+            journal=keep,
+            host=home,
+        )
+        end = await conversation.run()
+        record = make_record(
+            task,
+            trajectory,
+            end=end,
+            terms=terms,
+            setup=setup,
+            failure=None,
+            attempt=1,
+            provenance=provenance,
+        )
+        payload = dump_record(record)
+        pack("finished", payload, key=task.key.hex(), fields=index_fields(record), failure=None)
+        records.append(payload)
+        journal.finish(task.key)
+        if end.status != "completed" or trajectory.turns != TURNS:
+            msg = f"the conversation ended as {end} after {trajectory.turns} turns"
+            raise RuntimeError(msg)
+        kept.append(trajectory)
+        if number in (0, conversations - 1):
+            gc.collect()
+            blocks.append(sys.getallocatedblocks())
+    await pool.close()
+    turns = conversations * TURNS
+    journaled = sum(segment.stat().st_size for segment in directory.glob("worker-*"))
+    return {
+        "bytes journaled per turn": journaled / turns,
+        "bytes recorded per turn": records.size / turns,
+        "blocks of memory per turn": (blocks[-1] - blocks[0]) / (turns - TURNS),
+    }
+
+
+def instructions(url: str, conversations: int) -> int:
+    """How many instructions it takes to start and to play conversations, under valgrind."""
+    command = [
+        *("valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"),
+        *(sys.executable, "-m", "benchmarks.counts", f"--play={conversations}", f"--url={url}"),
+    ]
+    # Hashes of texts decide the order of sets, and that some of what is done.
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    told = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode or told is None:
+        msg = f"valgrind ended with exit code {done.returncode}: {done.stderr[-2000:]}"
+        raise RuntimeError(msg)
+    return int(told[1])
+
+
+def count() -> dict[str, float]:
+    """All counts."""
+    with QuickEndpoint(scripted_replies(TURNS)) as endpoint:
+        counts = play_in(endpoint.url, MANY)
+        few, many = (instructions(endpoint.url, n) for n in (FEW, MANY))
+    counts["instructions per turn"] = (many - few) / ((MANY - FEW) * TURNS)
+    return {name: round(value) for name, value in counts.items()}
+
+
+def play_in(url: str, conversations: int) -> dict[str, float]:
+    """`play` in a directory of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        return asyncio.run(play(url, conversations, Path(directory)))
+
+
+def main() -> int:
+    """Count, and compare or write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="make these the committed counts")
+    parser.add_argument("--play", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.play:
+        play_in(args.url, args.play)
+        return 0
+    if shutil.which("valgrind") is None:
+        print("valgrind is missing, so nothing is counted; it is a package of most systems")
+        return 0
+    version = ".".join(map(str, sys.version_info[:2]))
+    counts = count()
+    committed: dict[str, dict[str, float]] = (
+        orjson.loads(KEPT.read_bytes()) if KEPT.exists() else {}
+    )
+    known = committed.get(version, {})
+    for name, value in counts.items():
+        ratio = f"{value / known[name]:6.3f} x {known[name]:,}" if name in known else "no count yet"
+        print(f"{name:<28} {value:>12,}   {ratio}")
+    if args.write:
+        committed[version] = counts
+        KEPT.write_bytes(orjson.dumps(committed, option=orjson.OPT_INDENT_2) + b"\n")
+        return 0
+    above = [name for name, value in counts.items() if value > known.get(name, value) * TOLERANCE]
+    if above:
+        print(f"more than {TOLERANCE:g} times the committed count: {', '.join(above)}")
+        print("if that is what the change is worth: python -m benchmarks.counts --write")
+    return bool(above)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
