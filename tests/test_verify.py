@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import orjson
 import pytest
 
 from batch.config import RunConfig
+from batch.index import ROW_BYTES
 from batch.prompts import task_key
 from batch.run_dir import locked, read_run_json
 from batch.upkeep import Checked, check
@@ -66,6 +68,17 @@ def without(line: bytes, **changes: Any) -> bytes:
 
 def put(number: int, line: bytes) -> Callable[[list[bytes]], Any]:
     return lambda content: content.__setitem__(number, line)
+
+
+def edit_last_row(index: Path, *, turns: int) -> None:
+    content = bytearray(index.read_bytes())
+    content[32 - ROW_BYTES : 36 - ROW_BYTES] = turns.to_bytes(4, sys.byteorder)
+    index.write_bytes(content)
+
+
+def append_a_row(index: Path) -> None:
+    content = index.read_bytes()
+    index.write_bytes(content + content[-ROW_BYTES:])
 
 
 def change_record(number: int, **changes: Any) -> Callable[[list[bytes]], Any]:
@@ -128,11 +141,11 @@ DAMAGES: dict[str, Damage] = {
     ),
     "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: it ends before"),
     "a wrong index": Damage(
-        on("records.idx", lambda c: c.__setitem__(2, c[2].replace(b",1,", b",7,"))),
-        "records.idx:3: not what line 3 of records.jsonl says",
+        lambda p: edit_last_row(p / "records.idx", turns=7),
+        "records.idx:5: not what line 5 of records.jsonl says",
     ),
     "an index that goes on": Damage(
-        on("records.idx", lambda c: c.append(c[0])), "records.idx:6: it goes on"
+        lambda p: append_a_row(p / "records.idx"), "records.idx:6: it goes on"
     ),
     "a failure that is none": Damage(
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
