@@ -13,6 +13,7 @@ from batch.config import RunConfig
 from batch.failures import read_failure
 from batch.files import repair_tail, replace_file, set_aside
 from batch.journal import Inflight, key_and_order, segments, turns_under_way
+from batch.kept_scan import NAME
 from batch.prompts import Scan, tasks
 from batch.records import RecordFile, lines_from, load_index, take_out
 from batch.run_dir import litter_of
@@ -38,6 +39,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     records = RecordFile(path, quarantine)
     records.close()
     settled = Settled(records.take_found(), config.max_attempts)
+    (path / NAME).unlink(missing_ok=True)
     _keep_readable(path / "failures.jsonl", quarantine, lambda line: read_failure(line) is not None)
     for segment in segments(path / "inflight"):
         _keep_readable(segment, quarantine, lambda line: key_and_order(line)[0] is not None)

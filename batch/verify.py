@@ -23,6 +23,7 @@ from batch.config import RunConfig, digest_of
 from batch.failures import read_failure
 from batch.index import MARK, ROW_BYTES, Entry, Index, RowMaker, index_fields
 from batch.journal import key_and_order, segments
+from batch.kept_scan import NAME, load_scan
 from batch.prompts import Scan
 from batch.records import lines_from, parse_record
 from batch.run_dir import SCHEMA_VERSION, litter_of
@@ -84,6 +85,7 @@ def verify(
         message = f"its tasks cannot be told, nor sums and exports checked: {scan}"
         report.problems.append(Problem("contradiction", path / "run.json", None, message))
         return report
+    report.problems += _check_kept_scan(path / NAME, scan)
     accounts = account(path, scan, config, index=entries)
     report.problems += _check_sums(path, accounts)
     report.problems += (Problem("derived", *wrong) for wrong in check_exports(path, accounts, made))
@@ -231,6 +233,19 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
         if key in settled:
             message = "the files of a finished conversation; the next start removes them"
             yield Problem("leftover", workspace, None, message)
+
+
+def _check_kept_scan(kept: Path, scan: Scan) -> Iterator[Problem]:
+    """What is kept for the next start, where that would use it, must be what the dataset gives."""
+    found = load_scan(
+        kept,
+        scan.path,
+        max_samples=scan.max_samples,
+        rules=scan.rules,
+        num_samples=scan.num_samples,
+    )
+    if found not in (None, scan):
+        yield Problem("derived", kept, None, "not what the dataset gives; it will be made anew")
 
 
 def _check_sums(path: Path, accounts: Accounts) -> Iterator[Problem]:

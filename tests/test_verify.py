@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +75,13 @@ def edit_last_row(index: Path, *, turns: int) -> None:
     content = bytearray(index.read_bytes())
     content[32 - ROW_BYTES : 36 - ROW_BYTES] = turns.to_bytes(4, sys.byteorder)
     index.write_bytes(content)
+
+
+def mix_up_kept_scan(kept: Path) -> None:
+    """As if another version of the program had told rows apart in another way."""
+    told = kept.read_bytes().split(b"\n", 1)[1]
+    told = told[:-32] + told[-16:] + told[-32:-16]
+    kept.write_bytes(blake2b(told, digest_size=32).hexdigest().encode() + b"\n" + told)
 
 
 def append_a_row(index: Path) -> None:
@@ -146,6 +154,9 @@ DAMAGES: dict[str, Damage] = {
     ),
     "an index that goes on": Damage(
         lambda p: append_a_row(p / "records.idx"), "records.idx:6: it goes on"
+    ),
+    "a kept scan of another dataset": Damage(
+        lambda p: mix_up_kept_scan(p / "dataset.idx"), "dataset.idx: not what the dataset gives"
     ),
     "a failure that is none": Damage(
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
