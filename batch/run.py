@@ -25,7 +25,7 @@ from batch.budget import Ledger, spent_before
 from batch.catalog import catalog_of, with_listed_servers
 from batch.config import RunConfig
 from batch.console import say
-from batch.errors import ConfigError, DatasetError
+from batch.errors import ConfigError, DatasetChanged, DatasetError
 from batch.failures import FailureFile
 from batch.journal import Inflight, segments
 from batch.kept_scan import NAME, scan_with
@@ -265,6 +265,10 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
         with _signals_to(supervisor) as received:
             stopped_by = supervisor.run()
         _remove_what_is_settled(run_dir, config.max_attempts)
+    except DatasetChanged:
+        # Or what is kept of its scan is not what this program would find.
+        (run_dir.path / NAME).unlink(missing_ok=True)
+        raise
     finally:
         progress.close()
         records.close()

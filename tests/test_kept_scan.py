@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from agent.options import AgentOptions
 from batch.kept_scan import keep_scan, load_scan, scan_with
 from batch.prompts import scan, tasks, tasks_at
 from batch.row_rules import RowRules
-from tests.running import SCRIPTED, ids, lines, run, write_rows
+from benchmarks.fake_endpoint import FakeEndpoint
+from tests.running import SCRIPTED, ids, lines, run, started, wait_until, write_rows
 
 ASKED: dict[str, Any] = {"max_samples": None, "rules": RowRules(), "num_samples": 2}
 
@@ -235,3 +237,47 @@ def test_a_run_takes_a_row_that_was_edited_in_place_as_new_work(tmp_path: Path) 
         assert len(ids(run_dir / "records.jsonl")) == 5
     assert "5 records, whole" in run(tmp_path, "verify", "r").stdout
     assert "1 records belong to rows" in run(tmp_path, "status", "r").stdout
+
+
+def test_a_dataset_that_changes_under_the_run_stops_it_and_the_next_start_goes_on(
+    tmp_path: Path,
+) -> None:
+    long = "x" * 4096  # so that few rows are read ahead
+    rows = [{"id": f"p{n:04}", "prompt": f"{n} {long}"} for n in range(40)]
+    path = write_rows(tmp_path / "p.jsonl", *rows)
+    run_dir = tmp_path / "trajectories" / "r"
+    with FakeEndpoint(turns=1, latency_s=0.1) as endpoint:
+        given = {**SCRIPTED, "model": "openai:m", "key_env": "none", "enabled_toolsets": "none"}
+        given |= {"base_url": endpoint.openai_url, "batch_size": 2}
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["replies"] >= 1)
+            write_rows(path, *rows[:10], *rows[:9:-1])
+            assert process.wait(timeout=60) == 4
+        said = (tmp_path / "output.txt").read_text()
+        assert "the dataset was changed meanwhile" in said
+        assert "Traceback" not in said
+        again = run(tmp_path, **given)
+        assert again.returncode == 0, again.stderr
+        assert sorted(ids(run_dir / "records.jsonl")) == [f"p{n:04}" for n in range(40)]
+        assert not endpoint.journal()["repeated"]
+
+
+def test_a_kept_scan_that_is_wrong_costs_one_start(tmp_path: Path) -> None:
+    """As if a program of the same version had told rows apart in another way."""
+    script = [{"content": "a"}]
+    write_rows(
+        tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": "q", "script": script} for n in range(3))
+    )
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    run_dir = tmp_path / "trajectories" / "r"
+    told = (run_dir / "dataset.idx").read_bytes().split(b"\n", 1)[1]
+    told = told[:-32] + told[-16:] + told[-32:-16]
+    digest = blake2b(told, digest_size=32).hexdigest().encode()
+    (run_dir / "dataset.idx").write_bytes(digest + b"\n" + told)
+    kept = [line for line in lines(run_dir / "records.jsonl") if line["id"] != "p2"]
+    write_rows(run_dir / "records.jsonl", *kept)
+    refused = run(tmp_path, **SCRIPTED)
+    assert refused.returncode == 4
+    assert "run the same command again" in refused.stderr
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    assert sorted(ids(run_dir / "records.jsonl")) == ["p0", "p1", "p2"]
