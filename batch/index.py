@@ -141,16 +141,16 @@ class Index(Mapping[bytes, Entry]):
         )
         status, error_class = self._endings[ending]
         return Entry(
-            offset=offset,
-            length=length,
-            status=status,
-            attempt=attempt,
-            turns=turns,
-            tool_calls=calls,
-            input_tokens=None if tokens_in < 0 else tokens_in,
-            output_tokens=None if tokens_out < 0 else tokens_out,
-            cost_usd=None if isnan(cost) else cost,
-            error_class=error_class,
+            offset,
+            length,
+            status,
+            attempt,
+            turns,
+            calls,
+            None if tokens_in < 0 else tokens_in,
+            None if tokens_out < 0 else tokens_out,
+            None if isnan(cost) else cost,
+            error_class,
         )
 
     def records(self) -> Iterator[tuple[bytes, Entry]]:
