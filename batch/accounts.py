@@ -14,9 +14,10 @@ from typing import Any
 
 from batch.config import RunConfig
 from batch.failures import load_failed_attempts
+from batch.index import Entry, Index
 from batch.journal import turns_under_way
-from batch.prompts import Scan, tasks
-from batch.records import Entry, load_index
+from batch.prompts import Scan
+from batch.records import load_index
 from batch.standing import WORKER_DIED, is_settled
 
 
@@ -68,33 +69,34 @@ class Accounts:
 
 
 def account(
-    run_dir: Path, scan: Scan, config: RunConfig, *, entries: dict[bytes, Entry] | None = None
+    run_dir: Path, scan: Scan, config: RunConfig, *, index: Index | None = None
 ) -> Accounts:
-    """Compute the accounts; reads the dataset once and writes nothing.
+    """Compute the accounts; reads no row of the dataset and writes nothing.
 
-    `entries` are the records that count, for a caller that knows them already; they are used up.
+    `index` are the records that count, for a caller that knows them already.
     """
-    num_samples = config.num_samples
-    if entries is None:
-        entries = load_index(run_dir)
-    turns_in_journal = turns_under_way(run_dir / "inflight", settled=entries.keys())
+    if index is None:
+        index = load_index(run_dir)
+    turns_in_journal = turns_under_way(run_dir / "inflight", settled=index)
     failed_attempts = load_failed_attempts(run_dir)
     counts: Counter[str] = Counter()
     statuses: Counter[str] = Counter()
     failures: Counter[str] = Counter()
     cost = 0.0
-    for task in tasks(scan, num_samples=num_samples):
-        entry = entries.pop(task.key, None)
-        if entry is None:
-            if task.key in failed_attempts:
+    rows, gone = index.match(scan.keys)
+    for number, row in enumerate(rows):
+        if not row:
+            key = scan.key(number)
+            if key in failed_attempts:
                 counts["failed"] += 1
                 counts["to_retry"] += 1
-                failures[failed_attempts[task.key]] += 1
+                failures[failed_attempts[key]] += 1
             else:
                 counts["pending"] += 1
-                counts["under_way"] += task.key in turns_in_journal
-                counts["turns_under_way"] += turns_in_journal.get(task.key, 0)
+                counts["under_way"] += key in turns_in_journal
+                counts["turns_under_way"] += turns_in_journal.get(key, 0)
             continue
+        entry = index.entry(row)
         statuses[entry.status] += 1
         if entry.status == "failed":
             counts["failed"] += 1
@@ -106,11 +108,11 @@ def account(
         _count_work(counts, entry)
     return Accounts(
         prompts=scan.rows + len(scan.bad_rows),
-        samples=num_samples,
+        samples=scan.num_samples,
         done=counts["done"],
         failed=counts["failed"],
         to_retry=counts["to_retry"],
-        discarded=len(scan.bad_rows) * num_samples,
+        discarded=len(scan.bad_rows) * scan.num_samples,
         pending=counts["pending"],
         under_way=counts["under_way"],
         turns_under_way=counts["turns_under_way"],
@@ -123,7 +125,7 @@ def account(
         tokens_unknown=counts["tokens_unknown"],
         cost_usd=cost,
         cost_unknown=counts["cost_unknown"],
-        gone=len(entries),
+        gone=gone,
     )
 
 

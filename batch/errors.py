@@ -27,6 +27,10 @@ class EnvironmentStop(RunError):
     exit_code = 4
 
 
+class DatasetChanged(EnvironmentStop):
+    """The dataset is not what it was when the start began; the next start takes it as it is."""
+
+
 class RunLocked(RunError):
     """Another process is working on this run."""
 

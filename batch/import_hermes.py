@@ -98,6 +98,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: 
         if task.sample == 0:
             by_prompt[_prompt_of(task, scan)].append((position // num_samples, task))
     records = RecordFile(run_dir.path, run_dir.quarantine)
+    there = records.take_found()
     try:
         answered: set[int] = set()
         for row in sorted(rows, key=lambda row: row.fields.get("completed") is not True):
@@ -111,7 +112,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: 
                 continue
             if row.number is not None:
                 answered.add(row.number)
-            if taken.key in records.found:
+            if taken.key in there:
                 imported.there += 1
                 continue
             record = _record(taken, row, run_dir)

@@ -50,14 +50,14 @@ class Progress:
 
     def task_ended(self, *, failed: bool) -> None:
         """One more task has ended in this start."""
-        self._count(failed=failed)
+        self._count(done=not failed, failed=failed)
         self._ended_now += 1
 
-    def found_ended(self, *, failed: bool) -> None:
-        """One more task turned out to have ended in an earlier start; it counts for no rate."""
+    def found_ended(self, *, done: int, failed: int) -> None:
+        """So many tasks have ended in earlier starts; they count for no rate."""
         if self._is_terminal:
-            self._bar.initial += 1
-        self._count(failed=failed)
+            self._bar.initial += done + failed
+        self._count(done=done, failed=failed)
 
     def add(self, counters: Counters) -> None:
         """Count what a worker has done since it last said so."""
@@ -103,11 +103,11 @@ class Progress:
         with contextlib.suppress(OSError):
             self._bar.close()
 
-    def _count(self, *, failed: bool) -> None:
-        self._done += not failed
+    def _count(self, *, done: int, failed: int) -> None:
+        self._done += done
         self._failed += failed
         with contextlib.suppress(OSError):
-            self._bar.update(1)
+            self._bar.update(done + failed)
 
     def _details(self, running: int, now: float) -> str:
         work = self._work

@@ -5,8 +5,9 @@ a row that repeats an id gets an occurrence number (`#2`). Never the position. B
 stands a digest of the columns that decide the conversation, so that an edited prompt under an
 old id is new work. A task is one sample of one prompt.
 
-The file is read twice: `scan` finds which ids repeat, holding 8 bytes per row; `tasks` then
-streams, holding only what repeats.
+`scan` reads the file once and keeps, in 12 bytes per row and 16 per task, where the rows lie and
+what their tasks' keys are. Which tasks need work is then told without reading a row, and rows are
+read one at a time. `batch.kept_scan` keeps that for the next start.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ import hashlib
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from batch.errors import DatasetError
+from batch.errors import DatasetChanged, DatasetError
 from batch.row_rules import RowRules
-from batch.rows import BadRow, Row, read_rows, reread_rows
+from batch.rows import BadRow, Reading, read_again, read_rows
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
 _LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}|^\d{4}-\d\d-\d\d([T ]|$)")
 """Own ids that the content hash stands in for: they could be taken for generated ones, or, being
 dates, the Hugging Face loader would turn the whole column into timestamps."""
+
+_BUCKETS = 256
 
 
 class Task(NamedTuple):
@@ -55,34 +58,62 @@ class Scan:
 
     path: Path
     sha256: str
+    """Of the usable rows."""
     rows: int
     """Usable rows, after `max_samples`."""
     bad_rows: tuple[BadRow, ...]
-    repeated: frozenset[int]
-    """Short hashes of the ids that occur more than once."""
     rules: RowRules
-    signature: tuple[int, int] | None
-    """Size and time of change of the file; while they stay, its good rows need no second check."""
+    max_samples: int | None
+    num_samples: int
+    size: int
+    """How many bytes of the file were read."""
+    content_digest: str
+    """Of these bytes; see `Reading`."""
+    may_go_on: bool
+    """What stands behind these bytes does not matter."""
+    offsets: array[int]
+    """Where the usable rows lie."""
+    occurrences: array[int]
+    """For each usable row, how many rows up to it have its id."""
+    keys: bytes
+    """The keys of all tasks, the samples of a prompt side by side, 16 bytes each."""
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks there are."""
+        return self.rows * self.num_samples
+
+    def key(self, number: int) -> bytes:
+        """The key of one task, from 0."""
+        return self.keys[16 * number : 16 * number + 16]
 
 
-def scan(path: Path, *, max_samples: int | None, rules: RowRules | None = None) -> Scan:
+def scan(
+    path: Path, *, max_samples: int | None, rules: RowRules | None = None, num_samples: int = 1
+) -> Scan:
     """Read the whole file once. Raises `DatasetError` where nothing in it is usable."""
     rules = rules or RowRules()
-    signature = _signature(path)
-    seen = _Repeats()
     bad_rows = []
-    rows = 0
+    offsets, hashes = array("Q"), array("Q")
+    keys = bytearray()
     fingerprint = hashlib.sha256()
-    for row in read_rows(path, rules):
+    reading = Reading()
+    is_bounded = False
+    for row in read_rows(path, rules, reading):
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
-        rows += 1
         fingerprint.update(_canonical(row.columns))
-        seen.add(_short_hash(_base_id(row.columns)))
-        if rows == max_samples:
+        base = _base_id(row.columns)
+        offsets.append(row.offset)
+        hashes.append(_short_hash(base))
+        digest = input_digest(row.columns, rules)
+        for sample in range(num_samples):
+            keys += task_key(_task_id(base, sample), digest)
+        if len(offsets) == max_samples:
+            is_bounded = True
             break
-    if not rows:
+    if not offsets:
         msg = f"{path}: no usable row"
         if bad_rows:
             first = bad_rows[0]
@@ -90,46 +121,77 @@ def scan(path: Path, *, max_samples: int | None, rules: RowRules | None = None) 
         else:
             msg += "; the file is empty"
         raise DatasetError(msg)
+    occurrences = array("I", [1]) * len(offsets)
+    for number, base, columns in _rows_with_a_used_id(path, offsets, hashes, occurrences):
+        prompt_id = _numbered(base, occurrences[number])
+        digest = input_digest(columns, rules)
+        ids = (_task_id(prompt_id, sample) for sample in range(num_samples))
+        start = 16 * num_samples * number
+        keys[start : start + 16 * num_samples] = b"".join(task_key(one, digest) for one in ids)
     return Scan(
         path=path,
         sha256=fingerprint.hexdigest(),
-        rows=rows,
+        rows=len(offsets),
         bad_rows=tuple(bad_rows),
-        repeated=seen.repeated(),
         rules=rules,
-        signature=signature,
+        max_samples=max_samples,
+        num_samples=num_samples,
+        size=reading.size,
+        content_digest=reading.digest,
+        may_go_on=is_bounded and reading.ends_a_line,
+        offsets=offsets,
+        occurrences=occurrences,
+        keys=bytes(keys),
     )
 
 
 def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
-    """Stream the tasks of a scanned file in its order, the samples of a prompt side by side."""
-    occurrences: Counter[str] = Counter()
-    for number, row in enumerate(_good_rows(scan), start=1):
-        prompt_id = _prompt_id(row, scan.repeated, occurrences)
-        digest = input_digest(row.columns, scan.rules)
-        for sample in range(num_samples):
-            task_id = f"{prompt_id}#s{sample}" if sample else prompt_id
-            yield Task(task_id, prompt_id, sample, digest, row.columns)
-        if number == scan.rows:
-            return
+    """Stream the tasks of a scanned file in its order, the samples of a prompt side by side.
+
+    Raises `DatasetChanged` at a row that is no longer what it was.
+    """
+    with _open(scan.path) as file:
+        for row in range(scan.rows):
+            yield from _tasks_of(scan, file, row, range(num_samples))
 
 
-def _good_rows(scan: Scan) -> Iterator[Row]:
-    """The usable rows; checked again only where the file has changed since its scan."""
-    if scan.signature is not None and scan.signature == _signature(scan.path):
-        yield from reread_rows(scan.path, bad={row.line for row in scan.bad_rows})
-        return
-    for row in read_rows(scan.path, scan.rules):
-        if isinstance(row, Row):
-            yield row
+def tasks_at(scan: Scan, numbers: Iterable[int]) -> Iterator[Task]:
+    """Stream those of a file's tasks that have these numbers; see `Scan.key`.
+
+    Raises `DatasetChanged` at a row that is no longer what it was.
+    """
+    with _open(scan.path) as file:
+        for number in numbers:
+            row, sample = divmod(number, scan.num_samples)
+            yield from _tasks_of(scan, file, row, (sample,))
 
 
-def _signature(path: Path) -> tuple[int, int] | None:
+def _tasks_of(scan: Scan, file: BinaryIO, row: int, samples: Iterable[int]) -> Iterator[Task]:
+    columns = read_again(file, scan.offsets[row])
+    if columns is None:
+        raise _changed(scan.path, scan.offsets[row])
+    digest = input_digest(columns, scan.rules)
+    prompt_id = _numbered(_base_id(columns), scan.occurrences[row])
+    if task_key(prompt_id, digest) != scan.key(row * scan.num_samples):
+        raise _changed(scan.path, scan.offsets[row])
+    for sample in samples:
+        yield Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
+
+
+def _open(path: Path) -> BinaryIO:
     try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns
+        return path.open("rb")
+    except OSError as error:
+        msg = f"{path}: cannot read the dataset: {error.strerror or error}"
+        raise DatasetError(msg) from error
+
+
+def _changed(path: Path, offset: int) -> DatasetChanged:
+    return DatasetChanged(
+        f"{path}: the row at byte {offset} is not what it was when this start began: the dataset "
+        "was changed meanwhile. Nothing that was finished is lost; run the same command again to "
+        "go on with the dataset as it is now."
+    )
 
 
 def input_digest(columns: dict[str, Any], rules: RowRules) -> str:
@@ -142,36 +204,50 @@ def task_key(task_id: str, digest: str) -> bytes:
     return hashlib.blake2b(f"{digest} {task_id}".encode(), digest_size=16).digest()
 
 
-class _Repeats:
-    """Finds values that were added more than once, at 8 bytes per value.
+def _rows_with_a_used_id(
+    path: Path, offsets: array[int], hashes: array[int], occurrences: array[int]
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The rows whose id an earlier row has: number, id, columns; fills in their occurrences."""
+    repeated = _repeated(hashes)
+    if not repeated:
+        return
+    counts: Counter[str] = Counter()
+    with _open(path) as file:
+        for number, short_hash in enumerate(hashes):
+            if short_hash not in repeated:
+                continue
+            columns = read_again(file, offsets[number])
+            if columns is None or _short_hash(base := _base_id(columns)) != short_hash:
+                raise _changed(path, offsets[number])
+            counts[base] += 1
+            if counts[base] > 1:
+                occurrences[number] = counts[base]
+                yield number, base, columns
 
-    Values are sorted into buckets, so that only one bucket at a time becomes a set of objects.
-    A false find between two short hashes does no harm: the id is then counted, and found once.
+
+def _repeated(hashes: array[int]) -> set[int]:
+    """The values that occur more than once.
+
+    They are sorted into buckets, so that only one bucket at a time becomes a set of objects. A
+    false find between two short hashes does no harm: the id is then counted, and found once.
     """
-
-    _BUCKETS = 256
-
-    def __init__(self) -> None:
-        self._buckets = [array("Q") for _ in range(self._BUCKETS)]
-
-    def add(self, short_hash: int) -> None:
-        self._buckets[short_hash % self._BUCKETS].append(short_hash)
-
-    def repeated(self) -> frozenset[int]:
-        found: set[int] = set()
-        for bucket in self._buckets:
-            seen: set[int] = set()
-            for value in bucket:
-                (found if value in seen else seen).add(value)
-        return frozenset(found)
+    buckets = [array("Q") for _ in range(_BUCKETS)]
+    for value in hashes:
+        buckets[value % _BUCKETS].append(value)
+    found: set[int] = set()
+    for bucket in buckets:
+        seen: set[int] = set()
+        for value in bucket:
+            (found if value in seen else seen).add(value)
+    return found
 
 
-def _prompt_id(row: Row, repeated: frozenset[int], occurrences: Counter[str]) -> str:
-    base = _base_id(row.columns)
-    if _short_hash(base) not in repeated:
-        return base
-    occurrences[base] += 1
-    return base if occurrences[base] == 1 else f"{base}#{occurrences[base]}"
+def _numbered(base: str, occurrence: int) -> str:
+    return base if occurrence == 1 else f"{base}#{occurrence}"
+
+
+def _task_id(prompt_id: str, sample: int) -> str:
+    return f"{prompt_id}#s{sample}" if sample else prompt_id
 
 
 def _base_id(columns: dict[str, Any]) -> str:

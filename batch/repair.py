@@ -13,10 +13,11 @@ from batch.config import RunConfig
 from batch.failures import read_failure
 from batch.files import repair_tail, replace_file, set_aside
 from batch.journal import Inflight, key_and_order, segments, turns_under_way
+from batch.kept_scan import NAME
 from batch.prompts import Scan, tasks
 from batch.records import RecordFile, lines_from, load_index, take_out
 from batch.run_dir import litter_of
-from batch.standing import is_settled
+from batch.standing import Settled, is_settled
 from batch.verify import Report
 from toolsets.removal import remove_tree
 
@@ -31,15 +32,14 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     quarantine = path / "quarantine"
     for litter in litter_of(path):
         litter.unlink()
-    if report.duplicates:
-        take_out(path / "records.jsonl", report.duplicates, quarantine)
     # Without an index every record is read, and what is unreadable set aside.
     (path / "records.idx").unlink(missing_ok=True)
+    if report.duplicates:
+        take_out(path / "records.jsonl", report.duplicates, quarantine)
     records = RecordFile(path, quarantine)
     records.close()
-    settled = {
-        key for key, entry in records.found.items() if is_settled(entry, config.max_attempts)
-    }
+    settled = Settled(records.take_found(), config.max_attempts)
+    (path / NAME).unlink(missing_ok=True)
     _keep_readable(path / "failures.jsonl", quarantine, lambda line: read_failure(line) is not None)
     for segment in segments(path / "inflight"):
         _keep_readable(segment, quarantine, lambda line: key_and_order(line)[0] is not None)

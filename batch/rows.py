@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -20,15 +21,17 @@ from batch.row_rules import RowRules, kind_of
 MAX_LINE_BYTES = 256 << 20
 """A longer line is a bad row: it is no prompt, and memory must stay bounded."""
 
+_BLOCK = 1 << 20
 _LONG_INTEGER = re.compile(rb"\d{19,}")
 _INT64 = range(-(2**63), 2**64)
 
 
 class Row(NamedTuple):
-    """A usable row: its physical line number (from 1) and its columns."""
+    """A usable row: its physical line number (from 1), its columns, and where its line begins."""
 
     line: int
     columns: dict[str, Any]
+    offset: int
 
 
 class BadRow(NamedTuple):
@@ -38,31 +41,71 @@ class BadRow(NamedTuple):
     reason: str
 
 
-def read_rows(path: Path, rules: RowRules) -> Iterator[Row | BadRow]:
-    """Read a JSONL file; blank lines are skipped.
+class Reading:
+    """Which bytes of a dataset file were read: how many from its beginning, and their digest."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.ends_a_line = True
+        self._hash = blake2b(digest_size=32)
+
+    def take(self, content: bytes) -> None:
+        """Add what was read next."""
+        self.size += len(content)
+        self.ends_a_line = content.endswith(b"\n")
+        self._hash.update(content)
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits over all that was read."""
+        return self._hash.hexdigest()
+
+
+def read_rows(path: Path, rules: RowRules, reading: Reading) -> Iterator[Row | BadRow]:
+    """Read a JSONL file; blank lines are skipped. `reading` is told of each line before its row.
 
     Raises `DatasetError` where the file as a whole cannot be read.
     """
-    for line, text in _lines(path):
+    for line, offset, text in _lines(path, reading):
         if len(text) >= MAX_LINE_BYTES:
             yield BadRow(line, f"longer than {MAX_LINE_BYTES >> 20} MiB")
         elif text := text.strip():
-            yield _read_row(line, text, rules)
+            yield _read_row(line, offset, text, rules)
 
 
-def reread_rows(path: Path, *, bad: Collection[int]) -> Iterator[Row]:
-    """Read a file again that `read_rows` has read whole; `bad` are the lines of its bad rows."""
-    for line, text in _lines(path):
-        if line not in bad and (text := text.strip()):
-            yield Row(line, orjson.loads(text))
+def read_again(file: BinaryIO, offset: int) -> dict[str, Any] | None:
+    """The columns of the row at `offset`; None where no row is there any more."""
+    file.seek(offset)
+    try:
+        columns = orjson.loads(file.readline(MAX_LINE_BYTES).strip())
+    except orjson.JSONDecodeError:
+        return None
+    return columns if isinstance(columns, dict) else None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def is_as_read(path: Path, size: int, digest: str, *, may_go_on: bool) -> bool:
+    """Whether the first `size` bytes of a file are those of the digest of a `Reading`.
+
+    Unless it `may_go_on`, they must be all of it.
+    """
+    reading = Reading()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while content := file.read(min(_BLOCK, size - reading.size)):
+                reading.take(content)
+            ends = not file.read(1)
+    except OSError:
+        return False
+    return (ends or may_go_on) and (reading.size, reading.digest) == (size, digest)
+
+
+def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, int, bytes]]:
+    """Number, offset and text of each line."""
     try:
         if path.is_dir():
             msg = f"{path} is a directory; give the JSONL file itself"
             raise DatasetError(msg)
-        with path.open("rb", buffering=1 << 20) as file:
+        with path.open("rb", buffering=_BLOCK) as file:
             start = file.read(4)
             file.seek(0)
             if start.startswith(b"\x1f\x8b"):
@@ -72,15 +115,16 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 msg = f"{path} is UTF-16; convert it to UTF-8 first (iconv -t UTF-8)"
                 raise DatasetError(msg)
             if start.startswith(b"\xef\xbb\xbf"):
-                file.seek(3)
+                reading.take(file.read(3))
             number = 0
             while text := file.readline(MAX_LINE_BYTES):
                 number += 1
-                whole = text.endswith(b"\n")
-                yield number, text
-                while not whole and len(text) == MAX_LINE_BYTES:
+                offset = reading.size
+                reading.take(text)
+                yield number, offset, text
+                while not text.endswith(b"\n") and len(text) == MAX_LINE_BYTES:
                     text = file.readline(MAX_LINE_BYTES)
-                    whole = text.endswith(b"\n")
+                    reading.take(text)
     except FileNotFoundError:
         msg = f"{path}: no such dataset file"
         raise DatasetError(msg) from None
@@ -89,7 +133,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise DatasetError(msg) from error
 
 
-def _read_row(line: int, text: bytes, rules: RowRules) -> Row | BadRow:
+def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | BadRow:
     try:
         columns = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -104,7 +148,7 @@ def _read_row(line: int, text: bytes, rules: RowRules) -> Row | BadRow:
         rules.read(columns)
     except ValueError as error:
         return BadRow(line, str(error))
-    return Row(line, columns)
+    return Row(line, columns, offset)
 
 
 def _why_not_json(text: bytes, error: orjson.JSONDecodeError) -> str:

@@ -6,12 +6,14 @@ import ipaddress
 import logging
 import os
 import signal
+from array import array
+from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import yaml
@@ -23,19 +25,20 @@ from batch.budget import Ledger, spent_before
 from batch.catalog import catalog_of, with_listed_servers
 from batch.config import RunConfig
 from batch.console import say
-from batch.errors import ConfigError, DatasetError
+from batch.errors import ConfigError, DatasetChanged, DatasetError
 from batch.executors import check_executor, open_executor
 from batch.failures import FailureFile
 from batch.journal import Inflight, segments
+from batch.kept_scan import NAME, scan_with
 from batch.models import Setups, asked, bounds_of, budget_of, set_up_models, unpriced
 from batch.process import allow_many_files, hide_environment, log_to
 from batch.progress import Progress
-from batch.prompts import Scan, Task, scan, tasks
+from batch.prompts import Scan, tasks_at
 from batch.purse import Amount
 from batch.record import Provenance
-from batch.records import Entry, RecordFile, iter_index, load_index
+from batch.records import RecordFile, load_index
 from batch.run_dir import RunDir
-from batch.standing import is_settled
+from batch.standing import Settled, is_settled
 from batch.supervisor import Supervisor
 from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
@@ -110,12 +113,14 @@ def make_plan(config: RunConfig) -> Plan:
         setups=setups,
         sandbox=config.sandbox if needs_sandbox else None,
         script=script,
-        scan=scan(
+        scan=scan_with(
+            config.run_dir / NAME,
             config.dataset_file,
             max_samples=config.max_samples,
             rules=config.row_rules(
                 first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
             ),
+            num_samples=config.num_samples,
         ),
     )
 
@@ -244,25 +249,18 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
-        settled = _settled(records.found, config.max_attempts)
-        has_answers = any(entry.turns for entry in records.found.values())
-        inflight.read(settled=settled)
-        spent = Amount()
-        if budget_of(config) is not None:
-            every = (entry for _, entry in iter_index(run_dir.path))
-            spent = spent_before(every, inflight, ledger)
-        records.found.clear()
-        _remove_workspaces(run_dir, settled)
+        stock = _take_stock(plan, run_dir, only, records, inflight, ledger)
+        progress.found_ended(done=stock.done, failed=stock.failed)
         with closing(open_executor(config, run_dir)) as executor:
             supervisor = Supervisor(
                 run_dir=run_dir,
                 config=config,
                 executor=executor,
                 setups=plan.setups,
-                setup=_worker_setup(plan, run_dir, has_answers=has_answers),
-                spent=spent,
+                setup=_worker_setup(plan, run_dir, has_answers=stock.has_answers),
+                spent=stock.spent,
                 ledger=ledger,
-                tasks=_owed(plan, only, settled, progress),
+                tasks=tasks_at(plan.scan, stock.owed),
                 records=records,
                 failures=failures,
                 inflight=inflight,
@@ -271,6 +269,10 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()
         _remove_what_is_settled(run_dir, config.max_attempts)
+    except DatasetChanged:
+        # Or what is kept of its scan is not what this program would find.
+        (run_dir.path / NAME).unlink(missing_ok=True)
+        raise
     finally:
         progress.close()
         records.close()
@@ -284,30 +286,50 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
     )
 
 
-def _settled(index: Mapping[bytes, Entry], max_attempts: int) -> dict[bytes, bool]:
-    """The tasks that need no more work, each with whether it failed for good."""
-    return {
-        key: entry.status == "failed"
-        for key, entry in index.items()
-        if is_settled(entry, max_attempts)
-    }
+class _Stock(NamedTuple):
+    """What a run has and still owes when a start begins."""
+
+    owed: array[int]
+    """The numbers of the tasks that need work, in dataset order."""
+    done: int
+    failed: int
+    """Those that failed for good."""
+    has_answers: bool
+    """An endpoint has answered in an earlier start."""
+    spent: Amount
 
 
-def _owed(
+def _take_stock(
     plan: Plan,
+    run_dir: RunDir,
     only: Collection[bytes] | None,
-    settled: Mapping[bytes, bool],
-    progress: Progress,
-) -> Iterator[Task]:
-    """The tasks that still need work, in dataset order."""
-    for task in tasks(plan.scan, num_samples=plan.config.num_samples):
-        if only is not None and task.key not in only:
+    records: RecordFile,
+    inflight: Inflight,
+    ledger: Ledger,
+) -> _Stock:
+    """Look at all records once; remove what is left of settled tasks, and read the journals."""
+    scan, max_attempts = plan.scan, plan.config.max_attempts
+    found = records.take_found()
+    settled = Settled(found, max_attempts)
+    inflight.read(settled=settled)
+    _remove_workspaces(run_dir, settled)
+    spent = Amount()
+    if budget_of(plan.config) is not None:
+        spent = spent_before((entry for _, entry in found.records()), inflight, ledger)
+    rows, _ = found.match(scan.keys)
+    owed = array("I")
+    counts = Counter[bool]()
+    for number, status in enumerate(found.statuses(rows)):
+        if only is not None and scan.key(number) not in only:
             continue
-        failed = settled.get(task.key)
-        if failed is None:
-            yield task
+        is_failed = status == "failed"
+        if status is None or (
+            is_failed and not is_settled(found.entry(rows[number]), max_attempts)
+        ):
+            owed.append(number)
         else:
-            progress.found_ended(failed=failed)
+            counts[is_failed] += 1
+    return _Stock(owed, counts[False], counts[True], found.has_turns(), spent)
 
 
 def show_bad_rows(scan: Scan) -> None:
@@ -355,7 +377,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
 def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
     """Remove what workers that died left of conversations that have ended since."""
     if any(run_dir.workspaces.iterdir()) or segments(run_dir.inflight):
-        settled = _settled(load_index(run_dir.path), max_attempts)
+        settled = Settled(load_index(run_dir.path), max_attempts)
         _remove_workspaces(run_dir, settled)
         Inflight(run_dir.inflight).read(settled=settled)
 

@@ -3,6 +3,7 @@
     run.json         config, its semantic digest, dataset, versions; no secrets
     records.jsonl    one finished trajectory per line: the checkpoint
     records.idx      derived from it
+    dataset.idx      derived from the dataset
     failures.jsonl   one line per failed attempt and per bad row
     inflight/        turn journals of conversations that are not finished
     workspaces/      files of conversations that are not finished
@@ -34,6 +35,7 @@ import orjson
 from batch.config import RunConfig, digest_of
 from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
 from batch.files import replace_file
+from batch.kept_scan import NAME, keep_scan
 from batch.prompts import Scan
 
 SCHEMA_VERSION = 2
@@ -136,6 +138,7 @@ def open_run(
         before = read_run_json(path) if (path / "run.json").exists() else None
         run = _run_json(path, config, scan, before, accept_changes) | {"api": api}
         replace_file(path / "run.json", orjson.dumps(run, option=orjson.OPT_INDENT_2) + b"\n")
+        keep_scan(path / NAME, scan)
     except BaseException as error:
         if lock_fd is not None:
             os.close(lock_fd)
@@ -330,6 +333,8 @@ def dataset_of(scan: Scan) -> dict[str, Any]:
         "rows": scan.rows,
         "bad_rows": len(scan.bad_rows),
         "sha256": scan.sha256,
+        "is_priced": scan.rules.is_priced,
+        "toolsets": None if scan.rules.toolsets is None else sorted(scan.rules.toolsets),
     }
 
 

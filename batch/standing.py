@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from batch.records import Entry
+from collections.abc import Mapping
+
+from batch.index import Entry
 
 WORKER_DIED = "worker_died"
 """The failure class of a task that killed its workers; it is not tried again by itself."""
@@ -16,3 +18,15 @@ def is_settled(entry: Entry, max_attempts: int) -> bool:
     if entry.status != "failed":
         return True
     return entry.error_class == WORKER_DIED or entry.attempt >= max_attempts
+
+
+class Settled:
+    """The keys of the tasks that need no more work, for asking about some of them."""
+
+    def __init__(self, records: Mapping[bytes, Entry], max_attempts: int) -> None:
+        self._records = records
+        self._max_attempts = max_attempts
+
+    def __contains__(self, key: object) -> bool:
+        entry = self._records.get(key) if isinstance(key, bytes) else None
+        return entry is not None and is_settled(entry, self._max_attempts)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from batch.config import RunConfig
 from batch.errors import DatasetError, RunDirError
+from batch.kept_scan import NAME, scan_with
 from batch.prompts import Scan, scan
 from batch.repair import owed_in_words, repair_run
 from batch.run_dir import locked, read_run_json, refuse_held
@@ -112,20 +113,31 @@ def find_run(run: str, output_dir: Path) -> tuple[Path, dict[str, Any], RunConfi
         raise RunDirError(msg) from error
 
 
-def scan_of(identity: dict[str, Any], config: RunConfig) -> Scan:
-    """Scan the dataset of a run as its last start did. Raises `DatasetError`."""
-    return scan(
-        Path(identity["dataset"]["path"]),
-        max_samples=config.max_samples,
-        rules=config.row_rules(identity["api"]),
-    )
+def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
+    """What a scan of the dataset gives the run in directory `path`. Raises `DatasetError`."""
+    return scan_with(path / NAME, **_scanned(identity, config))
+
+
+def _scanned(identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """How the last start of a run scanned its dataset."""
+    dataset = identity["dataset"]
+    return {
+        "path": Path(dataset["path"]),
+        "max_samples": config.max_samples,
+        "rules": config.row_rules(
+            identity["api"],
+            is_priced=dataset.get("is_priced", True),
+            toolsets=dataset.get("toolsets"),
+        ),
+        "num_samples": config.num_samples,
+    }
 
 
 def _verified(
     path: Path, identity: dict[str, Any], config: RunConfig, make: MakeExports | None
 ) -> tuple[Report, Scan | None]:
     try:
-        found = scan_of(identity, config)
+        found = scan(**_scanned(identity, config))
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:

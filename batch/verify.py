@@ -10,6 +10,7 @@ the journals, workspaces and failures against what is settled.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,13 @@ import orjson
 from batch.accounts import Accounts, account
 from batch.config import RunConfig, digest_of
 from batch.failures import read_failure
+from batch.index import MARK, ROW_BYTES, Entry, Index, RowMaker, index_fields
 from batch.journal import key_and_order, segments
+from batch.kept_scan import NAME, load_scan
 from batch.prompts import Scan
-from batch.records import Entry, index_fields, index_line, lines_from, parse_record, read_entry
+from batch.records import lines_from, parse_record
 from batch.run_dir import SCHEMA_VERSION, litter_of
-from batch.standing import is_settled
+from batch.standing import Settled
 from batch.verify_exports import check_exports
 
 Kind = Literal["unreadable", "contradiction", "derived", "leftover"]
@@ -58,8 +61,8 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
     records: int = 0
     """Readable records, those included that a later one of their task stands for."""
-    duplicates: list[tuple[int, bytes]] = field(default_factory=list)
-    """Offset and line of the records that a later one of their task contradicts."""
+    duplicates: list[int] = field(default_factory=list)
+    """Offsets of the records that a later one of their task contradicts."""
 
 
 def verify(
@@ -75,14 +78,15 @@ def verify(
     report.problems += _check_identity(path, identity)
     entries = _check_records(path, report)
     report.problems += _check_failures(path)
-    settled = {key for key, entry in entries.items() if is_settled(entry, config.max_attempts)}
+    settled = Settled(entries, config.max_attempts)
     report.problems += _check_journals(path, settled)
     report.problems += _check_leftovers(path, settled)
     if isinstance(scan, str):
         message = f"its tasks cannot be told, nor sums and exports checked: {scan}"
         report.problems.append(Problem("contradiction", path / "run.json", None, message))
         return report
-    accounts = account(path, scan, config, entries=entries)
+    report.problems += _check_kept_scan(path / NAME, scan)
+    accounts = account(path, scan, config, index=entries)
     report.problems += _check_sums(path, accounts)
     report.problems += (Problem("derived", *wrong) for wrong in check_exports(path, accounts, made))
     return report
@@ -94,21 +98,24 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("contradiction", path / "run.json", None, message)
 
 
-def _check_records(path: Path, report: Report) -> dict[bytes, Entry]:
+def _check_records(path: Path, report: Report) -> Index:
     """The records that count, by task; adds to `report` what is wrong with any."""
     records = path / "records.jsonl"
-    entries: dict[bytes, Entry] = {}
-    lines: dict[bytes, int] = {}
     index = _Index(path / "records.idx")
+    maker = RowMaker()
+    rows = bytearray(MARK)
+    lines = array("I", [0])
     number = 0
     for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
         record = parse_record(line)
-        right = None if record is None else index_line(index_fields(record), offset, len(line))
+        right = None if record is None else maker.rows(index_fields(record), offset, len(line))
         index.compare(number, right)
         if record is None or right is None:
             message = "not a whole record: what it held is lost and its task will run again"
             report.problems.append(Problem("unreadable", records, number, message))
             continue
+        rows += right
+        lines.extend([number] * (len(right) // ROW_BYTES))
         report.records += 1
         if record.get("schema_version") != SCHEMA_VERSION:
             message = (
@@ -119,28 +126,27 @@ def _check_records(path: Path, report: Report) -> dict[bytes, Entry]:
         if [turn.get("turn") for turn in record["turns"]] != [*range(1, len(record["turns"]) + 1)]:
             message = f"{record['id']}: its turns are not numbered 1, 2, 3 …; turns are missing"
             report.problems.append(Problem("contradiction", records, number, message))
-        key, entry = read_entry(right)
-        before = entries.get(key)
-        if before is not None and not (
-            before.status == "failed" and before.attempt < entry.attempt
-        ):
-            message = (
-                f"a second record of {record['id']}, the first is in line {lines[key]}; the later "
-                "one counts"
-            )
-            report.problems.append(Problem("contradiction", records, number, message))
-            report.duplicates.append((before.offset, _read(records, before)))
-        entries[key], lines[key] = entry, number
     report.problems += _check_tail(records, number)
     index.end(number)
     report.problems += index.problems
-    return entries
+    found = Index(bytes(rows))
+    for first, second in found.repeated():
+        before = found.entry(first)
+        if before.status == "failed" and before.attempt < found.entry(second).attempt:
+            continue  # it was tried again
+        message = (
+            f"a second record of {_id_of(records, before)}, the first is in line {lines[first]}; "
+            "the later one counts"
+        )
+        report.problems.append(Problem("contradiction", records, lines[second], message))
+        report.duplicates.append(before.offset)
+    return found
 
 
-def _read(records: Path, entry: Entry) -> bytes:
+def _id_of(records: Path, entry: Entry) -> str:
     with records.open("rb") as file:
         file.seek(entry.offset)
-        return file.read(entry.length)
+        return str(orjson.loads(file.read(entry.length))["id"])
 
 
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
@@ -161,26 +167,29 @@ class _Index:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines = lines_from(path, 0)
+        self._rows = path.read_bytes() if path.exists() else b""
+        self._compared = len(MARK)
         self.problems: list[Problem] = []
-        """At most one: what is wrong in one line is wrong in all that follow."""
+        """At most one: what is wrong in one row is wrong in all that follow."""
+        if self._rows and not self._rows.startswith(MARK):
+            self._wrong(None, "not an index of this version; it will be made anew")
 
     def compare(self, number: int, right: bytes | None) -> None:
-        """Look at line `number`; `right` is what the record gives, None if it is unreadable."""
+        """Look at record `number`; `right` is what it gives, None if it is unreadable."""
         if self.problems:
             return
-        _, line = next(self._lines, (0, b""))
-        if not line:
+        start, self._compared = self._compared, self._compared + len(right or b"")
+        if start >= len(self._rows):
             self._wrong(number, f"it ends before record {number}; the next start completes it")
-        elif line != right:
+        elif self._rows[start : self._compared] != right:
             self._wrong(number, f"not what line {number} of records.jsonl says; to be made anew")
 
     def end(self, records: int) -> None:
-        """Look at what stands after the line of the last of `records` records."""
-        if not self.problems and (next(self._lines, None) or any(_check_tail(self._path, records))):
+        """Look at what stands after the row of the last of `records` records."""
+        if not self.problems and len(self._rows) > self._compared:
             self._wrong(records + 1, "it goes on after the last record; the next start cuts it")
 
-    def _wrong(self, number: int, message: str) -> None:
+    def _wrong(self, number: int | None, message: str) -> None:
         self.problems.append(Problem("derived", self._path, number, message))
 
 
@@ -194,7 +203,7 @@ def _check_failures(path: Path) -> Iterator[Problem]:
     yield from _check_tail(failures, number)
 
 
-def _check_journals(path: Path, settled: set[bytes]) -> Iterator[Problem]:
+def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
     for segment in sorted(segments(path / "inflight")):
         number = 0
         open_tasks = set()
@@ -211,7 +220,7 @@ def _check_journals(path: Path, settled: set[bytes]) -> Iterator[Problem]:
             yield Problem("leftover", segment, None, message)
 
 
-def _check_leftovers(path: Path, settled: set[bytes]) -> Iterator[Problem]:
+def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
     for file in litter_of(path):
         message = "a file that a crash left half written; the next start removes it"
         yield Problem("leftover", file, None, message)
@@ -224,6 +233,19 @@ def _check_leftovers(path: Path, settled: set[bytes]) -> Iterator[Problem]:
         if key in settled:
             message = "the files of a finished conversation; the next start removes them"
             yield Problem("leftover", workspace, None, message)
+
+
+def _check_kept_scan(kept: Path, scan: Scan) -> Iterator[Problem]:
+    """What is kept for the next start, where that would use it, must be what the dataset gives."""
+    found = load_scan(
+        kept,
+        scan.path,
+        max_samples=scan.max_samples,
+        rules=scan.rules,
+        num_samples=scan.num_samples,
+    )
+    if found not in (None, scan):
+        yield Problem("derived", kept, None, "not what the dataset gives; it will be made anew")
 
 
 def _check_sums(path: Path, accounts: Accounts) -> Iterator[Problem]:

@@ -3,25 +3,27 @@
     python -m benchmarks.resume --records=1000000
 
 Generates a dataset and the records of all its rows but the last one, as a run would have written
-them, then starts that run against the fake endpoint and takes the time to its first call.
+them, then starts that run against the fake endpoint and takes the time to its first call. With
+`--first_call` the run is killed there: at a million records, exports take minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
-from batch.config import RunConfig
-from batch.files import AppendFile
-from batch.prompts import scan, tasks
-from batch.records import index_fields, index_line
+from batch.kept_scan import NAME, keep_scan
+from batch.prompts import tasks
+from batch.records import RecordFile, index_fields
+from batch.upkeep import find_run, scan_of
 from benchmarks.fake_endpoint import FakeEndpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,12 +40,13 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
     write_rows(dataset, records + 1)
     for name in ("records.jsonl", "records.idx"):
         (run_dir / name).unlink()
-    config = RunConfig.model_validate(orjson.loads((run_dir / "run.json").read_bytes())["config"])
-    found = scan(dataset, max_samples=records, rules=config.row_rules("openai_chat"))
-    files = AppendFile(run_dir / "records.jsonl"), AppendFile(run_dir / "records.idx")
-    offset = 0
-    chunk: list[tuple[bytes, bytes]] = []
-    for task in tasks(found, num_samples=1):
+    _, identity, config = find_run("r", cwd / "trajectories")
+    found = scan_of(run_dir, identity, config)
+    keep_scan(run_dir / NAME, found)
+    file = RecordFile(run_dir, run_dir / "quarantine")
+    for number, task in enumerate(tasks(found, num_samples=1)):
+        if number == records:
+            break
         record: dict[str, Any] = {
             **template,
             "id": task.id,
@@ -51,13 +54,11 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
             "input_digest": task.input_digest,
             "row": task.columns,
         }
-        line = orjson.dumps(record) + b"\n"
-        chunk.append((line, index_line(index_fields(record), offset, len(line))))
-        offset += len(line)
-        if len(chunk) == _CHUNK or task.id == f"p{records - 1}":
-            for file, lines in zip(files, zip(*chunk, strict=True), strict=True):
-                file.append(b"".join(lines))
-            chunk.clear()
+        file.append(orjson.dumps(record) + b"\n", index_fields(record))
+        if number % _CHUNK == 0:
+            file.sync()
+    file.sync()
+    file.close()
 
 
 def write_rows(path: Path, count: int) -> None:
@@ -77,31 +78,66 @@ def status_of(pid: int, key: str) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), 0.0)
 
 
-def start(cwd: Path, given: list[str], endpoint: FakeEndpoint) -> tuple[float, float, float, float]:
-    """Start the run; seconds and peak MB of its parent at the first call and at the end."""
+def cpu_of(pid: int) -> float:
+    """The seconds of processor time that a process has taken; 0 where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Started(NamedTuple):
+    """How a start went: times in seconds, memory in MB, both of its parent process."""
+
+    first_call: float
+    first_call_cpu: float
+    first_call_mb: float
+    all: float
+    peak_mb: float
+
+    def in_words(self, *, to_the_end: bool) -> str:
+        """One line."""
+        words = (
+            f"first call after {self.first_call:6.2f} s, {self.first_call_cpu:6.2f} s of them CPU, "
+            f"at {self.first_call_mb:4.0f} MB"
+        )
+        if to_the_end:
+            words += f"; all, exports included, {self.all:7.2f} s, at most {self.peak_mb:4.0f} MB"
+        return words
+
+
+def start(cwd: Path, given: list[str], endpoint: FakeEndpoint, *, to_the_end: bool) -> Started:
+    """Start the run; wait for its first call, then for its end, or kill it."""
     before = endpoint.journal()["requests"]
     began = time.monotonic()
     process = subprocess.Popen(given, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while endpoint.journal()["requests"] == before and process.poll() is None:
         time.sleep(0.01)
-    first, memory = time.monotonic() - began, status_of(process.pid, "VmHWM")
-    peak = memory
+    first, cpu = time.monotonic() - began, cpu_of(process.pid)
+    memory = peak = status_of(process.pid, "VmHWM")
+    if not to_the_end:
+        process.kill()
+        process.wait()
+        return Started(first, cpu, memory, first, peak)
     while process.poll() is None:
         peak = max(peak, status_of(process.pid, "VmHWM"))
         time.sleep(0.05)
     if process.returncode:
         raise RuntimeError(f"the run ended with exit code {process.returncode}")
-    return first, memory, time.monotonic() - began, peak
+    return Started(first, cpu, memory, time.monotonic() - began, peak)
 
 
 def main() -> None:
-    """Generate, start with the index and without it, print what that took."""
+    """Generate, start with what is derived and without it, print what that took."""
     parser = argparse.ArgumentParser(prog="resume", description=__doc__)
     parser.add_argument("--records", type=int, default=100_000)
     parser.add_argument("--place", type=Path, help="directory for the files; a temporary one")
+    parser.add_argument("--first_call", action="store_true", help="kill the run at its first call")
     options = parser.parse_args()
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint, TemporaryDirectory() as temporary:
         cwd = options.place or Path(temporary)
+        cwd.mkdir(exist_ok=True)
         given = [sys.executable, str(ROOT / "batch_runner.py"), "--dataset_file=p.jsonl"]
         given += ["--run_name=r", "--model=openai:m", "--key_env=none", "--num_workers=1"]
         given += ["--enabled_toolsets=none", f"--base_url={endpoint.openai_url}"]
@@ -111,18 +147,18 @@ def main() -> None:
         kept = {name: (run_dir / name).stat().st_size for name in ("records.jsonl", "records.idx")}
         size_mb = kept["records.jsonl"] / 2**20
         print(f"{options.records:,} records, {size_mb:,.0f} MB", flush=True)
-        for name in ("with the index", "without it"):
-            if name == "without it":
-                (run_dir / "records.idx").unlink()
-            first, memory, total, peak = start(cwd, given, endpoint)
-            print(
-                f"{name:<15} first call after {first:6.2f} s at {memory:6.0f} MB; "
-                f"all, exports included, {total:7.2f} s, at most {peak:6.0f} MB",
-                flush=True,
-            )
+        for missing in (None, NAME, "records.idx"):
+            if missing is not None:
+                (run_dir / missing).unlink()
+            load = os.getloadavg()[0]
+            started = start(cwd, given, endpoint, to_the_end=not options.first_call)
+            words = started.in_words(to_the_end=not options.first_call)
+            print(f"without {missing or 'nothing':<11} {words} (load {load:.1f})", flush=True)
             for file, size in kept.items():
                 with (run_dir / file).open("r+b") as opened:
                     opened.truncate(size)  # the last task is owed again
+            for segment in (run_dir / "inflight").iterdir():
+                segment.unlink()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ def merge(
         config = common_config(
             found, run_name=into, output_dir=output_dir, dataset_file=dataset_file
         )
-        scan = scan_of({**found[0][1], "dataset": {"path": config.dataset_file}}, config)
+        dataset = {**found[0][1]["dataset"], "path": config.dataset_file}
+        scan = scan_of(config.run_dir, {**found[0][1], "dataset": dataset}, config)
         merged = merge_runs(found, config, scan, drop=drop_unfinished)
         accounts = export_and_account(merged.path, scan, config)
     show(merged.in_words())

@@ -110,7 +110,7 @@ def open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]
     from batch.upkeep import find_run, scan_of
 
     path, identity, config = find_run(run, output_dir)
-    return path, scan_of(identity, config), config
+    return path, scan_of(path, identity, config), config
 
 
 def export_and_account(

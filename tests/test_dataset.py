@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from batch.errors import DatasetError
-from batch.prompts import Task, scan, tasks
+from batch.errors import DatasetChanged, DatasetError
+from batch.prompts import Task, scan, tasks, tasks_at
 from batch.row_rules import RowRules, opening_messages
-from batch.rows import BadRow, Row, read_rows
+from batch.rows import BadRow, Reading, Row, read_rows
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -55,7 +55,7 @@ def test_a_bad_line_has_a_reason_and_stops_nothing(
     tmp_path: Path, line: bytes, reason: str
 ) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "before"}, line, {"prompt": "after"})
-    rows = list(read_rows(path, RowRules(script="allowed")))
+    rows = list(read_rows(path, RowRules(script="allowed"), Reading()))
     assert isinstance(rows[0], Row)
     assert isinstance(rows[1], BadRow)
     assert isinstance(rows[2], Row)
@@ -185,8 +185,28 @@ def test_a_system_message_of_the_row_wins_over_the_config() -> None:
     assert len(opening_messages({"prompt": "hi"}, None)) == 1
 
 
-def test_rows_are_judged_again_where_the_file_has_changed_since_its_scan(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"prompt": "A"}, {"prompt": "b"}],
+        [{"prompt": "bb"}, {"prompt": "a"}],
+        [b"{", {"prompt": "a"}, {"prompt": "b"}],
+        [],
+    ],
+    ids=["edited in place", "reordered", "a row before it", "emptied"],
+)
+def test_a_row_that_changes_after_the_scan_is_no_task(tmp_path: Path, lines: list[object]) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "bb"})
+    found = scan(path, max_samples=None)
+    write(path, *lines)
+    with pytest.raises(DatasetChanged, match="run the same command again"):
+        list(tasks(found, num_samples=1))
+    with pytest.raises(DatasetChanged):
+        list(tasks_at(found, [0, 1]))
+
+
+def test_rows_that_are_appended_after_the_scan_wait_for_the_next(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
     found = scan(path, max_samples=None)
-    write(path, {"prompt": "a"}, b'{"prompt": 3}', b"{", {"prompt": "b"})
+    write(path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
     assert [task.columns["prompt"] for task in tasks(found, num_samples=1)] == ["a", "b"]

@@ -91,7 +91,8 @@ def test_a_run_makes_one_record_and_one_training_row_per_prompt(
     assert_sums_agree(tmp_path)
     left = {path.name for path in records(tmp_path).parent.iterdir() if any_file(path)}
     assert left == {
-        *("run.json", "records.jsonl", "records.idx", "failures.jsonl", "summary.json"),
+        *("run.json", "records.jsonl", "records.idx", "dataset.idx"),
+        *("failures.jsonl", "summary.json"),
         "statistics.json",
         *("run.log", "lock", "exports"),
     }

@@ -139,28 +139,6 @@ def test_unreadable_records_are_set_aside_and_the_rest_stays(records: Path, garb
     assert (records / "quarantine" / "records.jsonl.line2").read_bytes() == whole_garbage
 
 
-@pytest.mark.parametrize(
-    "index", [None, b"", b"garbage\n", b'["a","d",0]\n', b'["a","d",7,9,"x",1,1,1,1,1,1,null]\n']
-)
-def test_a_missing_or_wrong_index_is_rebuilt(records: Path, index: bytes | None) -> None:
-    right = (records / "records.idx").read_bytes()
-    (records / "records.idx").unlink()
-    if index is not None:
-        (records / "records.idx").write_bytes(index)
-    assert statuses(records) == {"a": "completed", "b": "completed", "c": "max_turns"}
-    open_records(records).close()
-    assert (records / "records.idx").read_bytes() == right
-
-
-def test_an_index_that_is_ahead_of_the_records_is_cut(records: Path) -> None:
-    """The index may survive a power loss that took the records it speaks of."""
-    path = records / "records.jsonl"
-    right = (records / "records.idx").read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
-    open_records(records).close()
-    assert (records / "records.idx").read_bytes() == b"".join(right[:2])
-
-
 def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path: Path) -> None:
     file = AppendFile(tmp_path / "f")
     file.append(b"x" * 899 + b"\n")

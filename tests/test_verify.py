@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import orjson
 import pytest
 
 from batch.config import RunConfig
+from batch.index import ROW_BYTES
 from batch.prompts import task_key
 from batch.run_dir import locked, read_run_json
 from batch.upkeep import Checked, check
@@ -66,6 +69,24 @@ def without(line: bytes, **changes: Any) -> bytes:
 
 def put(number: int, line: bytes) -> Callable[[list[bytes]], Any]:
     return lambda content: content.__setitem__(number, line)
+
+
+def edit_last_row(index: Path, *, turns: int) -> None:
+    content = bytearray(index.read_bytes())
+    content[32 - ROW_BYTES : 36 - ROW_BYTES] = turns.to_bytes(4, sys.byteorder)
+    index.write_bytes(content)
+
+
+def mix_up_kept_scan(kept: Path) -> None:
+    """As if another version of the program had told rows apart in another way."""
+    told = kept.read_bytes().split(b"\n", 1)[1]
+    told = told[:-32] + told[-16:] + told[-32:-16]
+    kept.write_bytes(blake2b(told, digest_size=32).hexdigest().encode() + b"\n" + told)
+
+
+def append_a_row(index: Path) -> None:
+    content = index.read_bytes()
+    index.write_bytes(content + content[-ROW_BYTES:])
 
 
 def change_record(number: int, **changes: Any) -> Callable[[list[bytes]], Any]:
@@ -128,11 +149,14 @@ DAMAGES: dict[str, Damage] = {
     ),
     "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: it ends before"),
     "a wrong index": Damage(
-        on("records.idx", lambda c: c.__setitem__(2, c[2].replace(b",1,", b",7,"))),
-        "records.idx:3: not what line 3 of records.jsonl says",
+        lambda p: edit_last_row(p / "records.idx", turns=7),
+        "records.idx:5: not what line 5 of records.jsonl says",
     ),
     "an index that goes on": Damage(
-        on("records.idx", lambda c: c.append(c[0])), "records.idx:6: it goes on"
+        lambda p: append_a_row(p / "records.idx"), "records.idx:6: it goes on"
+    ),
+    "a kept scan of another dataset": Damage(
+        lambda p: mix_up_kept_scan(p / "dataset.idx"), "dataset.idx: not what the dataset gives"
     ),
     "a failure that is none": Damage(
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"

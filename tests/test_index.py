@@ -1,0 +1,230 @@
+"""The index of the records: whatever becomes of it, it says what the records say."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from batch.index import MARK, ROW_BYTES, Entry, Index, RowMaker, index_fields
+from batch.prompts import task_key
+from batch.records import RecordFile, load_index, parse_record
+
+ENDINGS = [
+    ("completed", None),
+    ("max_turns", None),
+    ("failed", "context_exceeded"),
+    ("failed", "worker_died"),
+]
+
+
+def some_record(draw: random.Random, task: int) -> dict[str, Any]:
+    status, error_class = draw.choice(ENDINGS)
+    usage = {"input_tokens": draw.choice([None, 0, 2**40]), "output_tokens": draw.randrange(99)}
+    return {
+        "id": f"p{task}",
+        "status": status,
+        "error": error_class and {"class": error_class, "message": "m"},
+        "input_digest": "d",
+        "attempt": draw.randrange(1, 4),
+        "turns": [{}] * draw.randrange(4),
+        "tool_calls": [{}] * draw.randrange(9),
+        "usage": draw.choice([None, usage]),
+        "cost_usd": draw.choice([None, 0.25, 0, 1e-9]),
+        "messages": [],
+        "tools": [],
+        "text": "x" * draw.randrange(300),
+    }
+
+
+def write(run_dir: Path, seed: int, count: int) -> list[dict[str, Any]]:
+    """Write records, some tasks more than once, as a run does."""
+    draw = random.Random(seed)
+    records = [some_record(draw, draw.randrange(count)) for _ in range(count)]
+    file = RecordFile(run_dir, run_dir / "quarantine")
+    for number, record in enumerate(records):
+        file.append(orjson.dumps(record) + b"\n", index_fields(record))
+        if number % 7 == 0:
+            file.sync()
+    file.sync()
+    file.close()
+    return records
+
+
+def from_records(run_dir: Path) -> dict[bytes, Entry]:
+    """What an index has to say, read from the records alone."""
+    found = {}
+    offset = 0
+    for line in (run_dir / "records.jsonl").read_bytes().splitlines(keepends=True):
+        record = orjson.loads(line)
+        usage, error = record["usage"] or {}, record["error"] or {}
+        found[task_key(record["id"], record["input_digest"])] = Entry(
+            offset,
+            len(line),
+            record["status"],
+            record["attempt"],
+            len(record["turns"]),
+            len(record["tool_calls"]),
+            usage.get("input_tokens"),
+            usage.get("output_tokens"),
+            record["cost_usd"],
+            error.get("class"),
+        )
+        offset += len(line)
+    return found
+
+
+def cut(at: int) -> Callable[[bytes], bytes]:
+    return lambda index: index[:at]
+
+
+def zeros(start: int, end: int) -> Callable[[bytes], bytes]:
+    """What a power loss can leave where blocks were not written yet."""
+    return lambda index: index[:start] + bytes(len(index[start:end])) + index[end:]
+
+
+def put(at: int, content: bytes) -> Callable[[bytes], bytes]:
+    return lambda index: index[:at] + content + index[at + len(content) :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "deleted": lambda index: None,
+    "of an older form": lambda index: b'["7cea7e2e2b418070cf8398093a6dfb0f",0,1410]\n' * 40,
+    "garbage": lambda index: b"\xff" * 5000,
+    "half a mark": cut(ROW_BYTES // 2),
+    "a mark alone": cut(ROW_BYTES),
+    "an ending that nobody has": cut(2 * ROW_BYTES),
+    "a torn row": cut(20 * ROW_BYTES + 17),
+    "rows behind": cut(50 * ROW_BYTES),
+    "all zeros": zeros(0, 1 << 20),
+    "zeros after the mark": zeros(ROW_BYTES, 1 << 20),
+    "zeros from a block on": zeros(4096, 1 << 20),
+    "a block of zeros": zeros(512, 1024),
+    "a longer record": put(30 * ROW_BYTES + 24, b"\xff\xff\xff\x7f"),
+    "another place": put(30 * ROW_BYTES + 16, b"\x01"),
+    "an ending that was not told": put(30 * ROW_BYTES + 28, b"\xff\x00"),
+    "an ending told twice": lambda index: index[: 2 * ROW_BYTES] + index[ROW_BYTES:],
+    "too many rows": lambda index: index + index[-ROW_BYTES:],
+    "rows twice": lambda index: index + index[ROW_BYTES:],
+    "another last task": lambda index: index[:-ROW_BYTES] + b"k" * 16 + index[16 - ROW_BYTES :],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_index_says_what_the_records_say_and_is_mended(tmp_path: Path, name: str) -> None:
+    write(tmp_path, seed=1, count=100)
+    index = tmp_path / "records.idx"
+    right, expected = index.read_bytes(), from_records(tmp_path)
+    damaged = DAMAGES[name](right)
+    assert damaged != right
+    index.unlink()
+    if damaged is not None:
+        index.write_bytes(damaged)
+    assert dict(load_index(tmp_path)) == expected
+    assert (index.read_bytes() if index.exists() else None) == damaged, "reading writes nothing"
+    RecordFile(tmp_path, tmp_path / "quarantine").close()
+    assert index.read_bytes() == right
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_index_cut_anywhere_is_completed(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    write(tmp_path, seed, count=60)
+    index = tmp_path / "records.idx"
+    right, expected = index.read_bytes(), from_records(tmp_path)
+    for at in draw.sample(range(len(right)), 40):
+        os.truncate(index, at)
+        assert dict(load_index(tmp_path)) == expected
+        RecordFile(tmp_path, tmp_path / "quarantine").close()
+        assert index.read_bytes() == right
+
+
+@pytest.mark.parametrize("lost", [1, 30, 99, 100])
+def test_an_index_that_is_ahead_of_the_records_is_cut(tmp_path: Path, lost: int) -> None:
+    """The index may survive a power loss that took the records it speaks of."""
+    write(tmp_path, seed=2, count=100)
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-lost]))
+    expected = from_records(tmp_path)
+    assert dict(load_index(tmp_path)) == expected
+    RecordFile(tmp_path, tmp_path / "quarantine").close()
+    mended = (tmp_path / "records.idx").read_bytes()
+    (tmp_path / "records.idx").unlink()
+    RecordFile(tmp_path, tmp_path / "quarantine").close()
+    assert (tmp_path / "records.idx").read_bytes() == mended
+    assert dict(load_index(tmp_path)) == expected
+
+
+def test_an_index_of_other_records_is_not_used(tmp_path: Path) -> None:
+    """Somebody puts the records of another run, or older ones, in their place."""
+    for name, count in (("a", 50), ("b", 200)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, seed=count, count=count)
+    (tmp_path / "b" / "records.jsonl").replace(tmp_path / "a" / "records.jsonl")
+    assert dict(load_index(tmp_path / "a")) == from_records(tmp_path / "a")
+
+
+def test_starts_one_after_the_other_make_the_index_that_one_would(tmp_path: Path) -> None:
+    for seed in range(4):
+        write(tmp_path, seed, count=30)
+    grown = (tmp_path / "records.idx").read_bytes()
+    (tmp_path / "records.idx").unlink()
+    RecordFile(tmp_path, tmp_path / "quarantine").close()
+    assert (tmp_path / "records.idx").read_bytes() == grown
+
+
+def test_a_reader_beside_the_run_sees_records_that_have_no_row_yet(tmp_path: Path) -> None:
+    write(tmp_path, seed=3, count=20)
+    file = RecordFile(tmp_path, tmp_path / "quarantine")
+    draw = random.Random(0)
+    for task in range(100, 105):
+        record = some_record(draw, task)
+        file.append(orjson.dumps(record) + b"\n", index_fields(record))
+    assert dict(load_index(tmp_path)) == from_records(tmp_path)
+    file.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    write(tmp_path, seed, count=300)
+    index, expected = load_index(tmp_path), from_records(tmp_path)
+    known = draw.sample(sorted(expected), 100)
+    keys = [*known, *(task_key(f"new{n}", "d") for n in range(50))]
+    draw.shuffle(keys)
+    rows, others = index.match(b"".join(keys))
+    found = [index.entry(row) if row else None for row in rows]
+    assert found == [expected.get(key) for key in keys]
+    assert [index.get(key) for key in keys] == found
+    assert list(index.statuses(rows)) == [entry and entry.status for entry in found]
+    assert others == len(expected) - len(known)
+    assert len(index) == len(expected)
+    assert sorted(entry.offset for _, entry in index.records())[0] == 0
+
+
+def test_an_empty_index_has_nothing(tmp_path: Path) -> None:
+    index = Index(MARK)
+    assert (dict(index), len(index), index.has_turns()) == ({}, 0, False)
+    assert index.get(MARK[:16]) is None
+    assert index.get(bytes(16)) is None
+    assert index.match(MARK[:16] + bytes(16)) == (index.match(bytes(32))[0], 0)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"attempt": "1"}, {"attempt": -1}, {"cost_usd": "free"}, {"turns": None}]
+)
+def test_what_fits_no_row_is_no_record(odd: dict[str, Any]) -> None:
+    record = some_record(random.Random(0), 1)
+    assert parse_record(orjson.dumps(record)) is not None
+    assert parse_record(orjson.dumps({**record, **odd})) is None
+
+
+def test_an_attempt_beyond_what_a_row_can_hold_is_the_most_that_it_can(tmp_path: Path) -> None:
+    record = some_record(random.Random(0), 1) | {"attempt": 10**9}
+    rows = RowMaker().rows(index_fields(record), 0, 10)
+    assert Index(MARK + rows).entry(2).attempt == 2**16 - 1
