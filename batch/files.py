@@ -14,9 +14,14 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from batch.errors import EnvironmentStop
+from batch.errors import EnvironmentStop, RunDirError
 
 _BLOCK = 1 << 16
+
+_PLAIN_FILES = (
+    *("run.json", "records.jsonl", "records.idx", "failures.jsonl", "run.log", "lock"),
+    *("summary.json", "statistics.json", "exports/manifest.json"),
+)
 
 
 class StorageError(EnvironmentStop):
@@ -147,6 +152,23 @@ def open_temporary(temporary: Path, path: Path) -> BinaryIO:
         mode = 0o600
     os.fchmod(file.fileno(), stat.S_IMODE(mode))
     return file
+
+
+def refuse_strange_files(run_dir: Path) -> None:
+    """Raise `RunDirError` if what must be a plain file of a run is something else.
+
+    A pipe would be waited for without end; behind a link to nothing (a disk that is not mounted)
+    a run would begin anew.
+    """
+    for name in _PLAIN_FILES:
+        file = run_dir / name
+        if os.path.lexists(file) and not file.is_file():
+            what = "a link to nothing" if file.is_symlink() else "not a plain file"
+            msg = (
+                f"{file}: {what}; put the file of this run back in its place, or remove what "
+                "stands there if there was none"
+            )
+            raise RunDirError(msg)
 
 
 def sync_directory(path: Path) -> None:

@@ -33,7 +33,7 @@ import orjson
 
 from batch.config import RunConfig, digest_of
 from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
-from batch.files import replace_file
+from batch.files import refuse_strange_files, replace_file
 from batch.prompts import Scan
 
 SCHEMA_VERSION = 2
@@ -122,6 +122,8 @@ def open_run(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=True, mode=0o700)
+        if not fresh:
+            refuse_strange_files(path)
         lock_fd = _lock(path)
         if fresh and any(entry.name != "lock" for entry in path.iterdir()):
             # Still locked while it moves, so no other process can begin to work in it.
@@ -152,7 +154,8 @@ def open_run(
 def litter_of(path: Path) -> list[Path]:
     """The temporary files of a run that a crash has left behind, its training file's too."""
     inside = (path, path / "exports", path / "quarantine")
-    left = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    left = [file for file in found if not file.is_dir()]
     training = re.compile(rf"\.{re.escape(path.name)}\.jsonl\.\d+\.tmp")
     return left + [file for file in path.parent.glob(".*.tmp") if training.fullmatch(file.name)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_endpoint import FakeEndpoint
-from tests.faults.oracle import assert_gone, finished_lines, resume_and_judge
+from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import (
     SCRIPTED,
@@ -146,8 +145,7 @@ def test_a_run_directory_that_vanishes_is_told_and_nothing_is_written_elsewhere(
         assert "Traceback" not in said
         assert "the run directory has vanished" in said
         assert_gone(process.pid)
-        shutil.rmtree(tmp_path / "trajectories", ignore_errors=True)
-        (tmp_path / "trajectories").mkdir()
+        assert not list((tmp_path / "trajectories").iterdir()), "nothing is made where it was"
         (tmp_path / "away").rename(tmp_path / "trajectories" / "r")
         resume_and_judge(tmp_path, given, tasks=40, endpoint=endpoint, wasted=40)
 
@@ -176,3 +174,23 @@ def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path)
     loose = [path.name for path in written if path.stat().st_mode & 0o022]
     assert not loose
     assert not (tmp_path / "link" / "r.jsonl").stat().st_mode & 0o022
+
+
+def test_what_is_no_file_of_a_run_is_named_before_anything_is_done(tmp_path: Path) -> None:
+    """F16: a pipe would be waited for without end, behind a dead link all would be paid again."""
+    scripted_rows(tmp_path, 1)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    records = tmp_path / "trajectories" / "r" / "records.jsonl"
+    kept = records.rename(tmp_path / "kept")
+    records.symlink_to(tmp_path / "not-mounted" / "records.jsonl")
+    started_again = run(tmp_path, **SCRIPTED)
+    assert started_again.returncode == 2
+    assert "r/records.jsonl: a link to nothing; put the file" in started_again.stderr
+    records.unlink()
+    os.mkfifo(records)
+    verified = run(tmp_path, "verify", "r")
+    assert verified.returncode == 2
+    assert "r/records.jsonl: not a plain file; put the file" in verified.stderr
+    records.unlink()
+    kept.rename(records)
+    judge_run_dir(records.parent, tasks=1)
