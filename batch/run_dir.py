@@ -16,6 +16,7 @@ ends, however it ends.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -33,7 +34,7 @@ import orjson
 
 from batch.config import RunConfig, digest_of
 from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
-from batch.files import refuse_strange_files, replace_file
+from batch.files import refuse_strange_files, replace_file, storage_error
 from batch.prompts import Scan
 
 SCHEMA_VERSION = 2
@@ -50,6 +51,8 @@ _RUN_KEYS = {
 
 _WHERE = ("model", "models", "base_url", "endpoints")
 """Keys of a config that say which endpoints are asked."""
+
+_DISK_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 _VERSIONS_OF = ("batch-trajectories", "openai", "anthropic", "orjson", "pydantic")
 
@@ -142,6 +145,8 @@ def open_run(
         if lock_fd is not None:
             os.close(lock_fd)
         if isinstance(error, OSError):
+            if error.errno in _DISK_FAILS:
+                raise storage_error(path, error) from error
             msg = f"{path}: cannot use this run directory: {error.strerror or error}"
             raise RunDirError(msg) from error
         raise

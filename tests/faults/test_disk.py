@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,23 @@ def test_a_run_directory_that_vanishes_is_told_and_nothing_is_written_elsewhere(
         resume_and_judge(tmp_path, given, tasks=40, endpoint=endpoint, wasted=40)
 
 
+@pytest.mark.long
+def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
+    """F16: a file without a name takes everything, and the run would end as if all was well."""
+    write_prompts(tmp_path / "p.jsonl", 16)
+    records = tmp_path / "trajectories" / "r" / "records.jsonl"
+    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: len(finished_lines(records)) >= 4)
+            records.unlink()
+            assert process.wait(timeout=60) == 4
+        said = (tmp_path / "output.txt").read_text()
+        assert "records.jsonl: it was removed or replaced while the run wrote to it" in said
+        assert "Traceback" not in said
+        resume_and_judge(tmp_path, given, tasks=16, endpoint=endpoint, wasted=3 * 16)
+
+
 def test_a_disk_that_only_reads_is_told_before_any_call(tmp_path: Path) -> None:
     """F16."""
     scripted_rows(tmp_path, 1)
@@ -157,6 +174,20 @@ def test_a_disk_that_only_reads_is_told_before_any_call(tmp_path: Path) -> None:
         refused = run(tmp_path, **SCRIPTED, output_dir="disk")
     assert refused.returncode == 2
     assert "disk/r: cannot use this run directory: Read-only file system" in refused.stderr
+
+
+def test_a_disk_that_is_full_before_the_start_is_told_before_any_call(tmp_path: Path) -> None:
+    """F9: exit code 4, since the same command goes on once there is room."""
+    scripted_rows(tmp_path, 1)
+    with small_disk(tmp_path / "disk", "size=64k"):
+        with (tmp_path / "disk" / "full").open("wb") as file, suppress(OSError):
+            file.write(b"x" * 100_000)
+        refused = run(tmp_path, **SCRIPTED, output_dir="disk")
+        assert refused.returncode == 4
+        assert "disk/r: cannot write: No space left on device." in refused.stderr
+        assert "run the same command again to go on" in refused.stderr
+        (tmp_path / "disk" / "full").unlink()
+        assert run(tmp_path, **SCRIPTED, output_dir="disk").returncode == 0
 
 
 def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path) -> None:
