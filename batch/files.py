@@ -14,16 +14,22 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from batch.errors import EnvironmentStop
+from batch.errors import EnvironmentStop, RunDirError
 
 _BLOCK = 1 << 16
+
+_PLAIN_FILES = (
+    *("run.json", "records.jsonl", "records.idx", "failures.jsonl", "run.log", "lock"),
+    *("summary.json", "statistics.json", "exports/manifest.json"),
+)
 
 
 class StorageError(EnvironmentStop):
     """The disk refused a write: full, over quota, failing, or taken away."""
 
 
-def _storage_error(path: Path, error: OSError) -> StorageError:
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """What to say of a file or directory that the disk refused, and what to do next."""
     return StorageError(
         f"{path}: cannot write: {error.strerror or error}. What was finished before is safe; "
         "make room or mend the disk, then run the same command again to go on."
@@ -42,7 +48,7 @@ class AppendFile:
             if created:
                 sync_directory(path.parent)
         except OSError as error:
-            raise _storage_error(path, error) from error
+            raise storage_error(path, error) from error
         self._broken: StorageError | None = None
 
     def append(self, lines: bytes) -> None:
@@ -59,7 +65,7 @@ class AppendFile:
         except OSError as error:
             with contextlib.suppress(OSError):  # the tail repair of the next start does it then
                 os.ftruncate(self._fd, self.size)
-            self._broken = _storage_error(self.path, error)
+            self._broken = storage_error(self.path, error)
             raise self._broken from error
         self.size += len(lines)
 
@@ -70,8 +76,20 @@ class AppendFile:
         try:
             os.fdatasync(self._fd)
         except OSError as error:
-            self._broken = _storage_error(self.path, error)
+            self._broken = storage_error(self.path, error)
             raise self._broken from error
+
+    def check_is_there(self) -> None:
+        """Raise `StorageError` if the file was removed or replaced: all that follows would be lost.
+
+        A file that has no name any more takes everything and keeps nothing.
+        """
+        if os.fstat(self._fd).st_nlink == 0:
+            msg = (
+                f"{self.path}: it was removed or replaced while the run wrote to it. What it held "
+                "is lost unless you put it back; then run the same command again to go on."
+            )
+            raise StorageError(msg)
 
     def close(self) -> None:
         """Close the file; appended lines stay."""
@@ -127,7 +145,7 @@ def replace_file(path: Path, content: bytes) -> None:
             raise
         sync_directory(path.parent)
     except OSError as error:
-        raise _storage_error(path, error) from error
+        raise storage_error(path, error) from error
 
 
 def temporary_for(path: Path) -> Path:
@@ -147,6 +165,23 @@ def open_temporary(temporary: Path, path: Path) -> BinaryIO:
         mode = 0o600
     os.fchmod(file.fileno(), stat.S_IMODE(mode))
     return file
+
+
+def refuse_strange_files(run_dir: Path) -> None:
+    """Raise `RunDirError` if what must be a plain file of a run is something else.
+
+    A pipe would be waited for without end; behind a link to nothing (a disk that is not mounted)
+    a run would begin anew.
+    """
+    for name in _PLAIN_FILES:
+        file = run_dir / name
+        if os.path.lexists(file) and not file.is_file():
+            what = "a link to nothing" if file.is_symlink() else "not a plain file"
+            msg = (
+                f"{file}: {what}; put the file of this run back in its place, or remove what "
+                "stands there if there was none"
+            )
+            raise RunDirError(msg)
 
 
 def sync_directory(path: Path) -> None:

@@ -57,6 +57,7 @@ class RecordFile:
 
     def sync(self) -> None:
         """Make all appended records survive a power loss. The index can be derived again."""
+        self._records.check_is_there()
         self._records.sync()
         self._write_rows()
 

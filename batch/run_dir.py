@@ -17,6 +17,7 @@ ends, however it ends.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -34,7 +35,7 @@ import orjson
 
 from batch.config import RunConfig, digest_of
 from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
-from batch.files import replace_file
+from batch.files import refuse_strange_files, replace_file, storage_error
 from batch.kept_scan import NAME, keep_scan
 from batch.prompts import Scan
 
@@ -52,6 +53,8 @@ _RUN_KEYS = {
 
 _WHERE = ("model", "models", "base_url", "endpoints")
 """Keys of a config that say which endpoints are asked."""
+
+_DISK_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 _VERSIONS_OF = ("batch-trajectories", "openai", "anthropic", "orjson", "pydantic")
 
@@ -124,6 +127,8 @@ def open_run(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=True, mode=0o700)
+        if not fresh:
+            refuse_strange_files(path)
         lock_fd = _lock(path)
         if fresh and any(entry.name != "lock" for entry in path.iterdir()):
             # Still locked while it moves, so no other process can begin to work in it.
@@ -143,6 +148,8 @@ def open_run(
         if lock_fd is not None:
             os.close(lock_fd)
         if isinstance(error, OSError):
+            if error.errno in _DISK_FAILS:
+                raise storage_error(path, error) from error
             msg = f"{path}: cannot use this run directory: {error.strerror or error}"
             raise RunDirError(msg) from error
         raise
@@ -155,7 +162,8 @@ def open_run(
 def litter_of(path: Path) -> list[Path]:
     """The temporary files of a run that a crash has left behind, its training file's too."""
     inside = (path, path / "exports", path / "quarantine")
-    left = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    left = [file for file in found if not file.is_dir()]
     training = re.compile(rf"\.{re.escape(path.name)}\.jsonl\.\d+\.tmp")
     return left + [file for file in path.parent.glob(".*.tmp") if training.fullmatch(file.name)]
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from batch.config import RunConfig
 from batch.errors import DatasetError, RunDirError
+from batch.files import refuse_strange_files
 from batch.kept_scan import NAME, scan_with
 from batch.prompts import Scan, scan
 from batch.repair import owed_in_words, repair_run
@@ -105,6 +106,7 @@ def find_run(run: str, output_dir: Path) -> tuple[Path, dict[str, Any], RunConfi
     Raises `RunDirError`.
     """
     path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
+    refuse_strange_files(path)
     identity = read_run_json(path)
     try:
         return path, identity, RunConfig.model_validate(identity["config"])

@@ -43,6 +43,8 @@ _GROWN_UP_S = 3.0
 class Sample(NamedTuple):
     """How large the processes of a run are once `tasks` have their record."""
 
+    start: int
+    """Which start of the run: what is killed begins small again, and that is no growth."""
     at: float
     tasks: int
     sizes: dict[str, float]
@@ -59,6 +61,7 @@ class Soak:
         self._kill_all_at: float = prompts / 2
         self._began = time.monotonic()
         self.samples: list[Sample] = []
+        self._start = 0
         self.deaths = 0
         """Worker processes that were killed."""
         self._command = [sys.executable, str(ROOT / "batch_runner.py"), "--dataset_file=p.jsonl"]
@@ -69,6 +72,7 @@ class Soak:
     def run(self, every_s: float) -> int:
         """Run to the end, taking a sample every so often; the exit code of the last start."""
         while True:
+            self._start += 1
             with (self._cwd / "output.txt").open("ab") as output:
                 process = subprocess.Popen(
                     self._command, cwd=self._cwd, stderr=output, stdout=output,
@@ -119,7 +123,7 @@ class Soak:
             "worker files": max(map(files_of, workers)),
             "worker threads": max(map(threads_of, workers)),
         }
-        self.samples.append(Sample(time.monotonic() - self._began, tasks, sizes))
+        self.samples.append(Sample(self._start, time.monotonic() - self._began, tasks, sizes))
         shown = ", ".join(f"{name} {size:.0f}" for name, size in sizes.items())
         print(f"{self.samples[-1].at:7.0f} s {tasks:>7,} tasks: {shown}", flush=True)
 
@@ -174,13 +178,22 @@ def threads_of(pid: int) -> float:
         return 0
 
 
-def slope(samples: Sequence[Sample], name: str) -> float:
-    """Growth per 1,000 tasks by least squares."""
-    xs = [sample.tasks / 1000 for sample in samples]
-    ys = [sample.sizes[name] for sample in samples]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = sum((x - mean_x) ** 2 for x in xs)
-    across = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+def steady(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each start without its first third, which is warming up."""
+    starts = {sample.start for sample in samples}
+    lives = [[sample for sample in samples if sample.start == start] for start in sorted(starts)]
+    return [life[-(-len(life) // 3) :] for life in lives]
+
+
+def slope(lives: Sequence[Sequence[Sample]], name: str) -> float:
+    """Growth per 1,000 tasks within the lives of processes, by least squares."""
+    spread = across = 0.0
+    for life in lives:
+        xs = [sample.tasks / 1000 for sample in life]
+        ys = [sample.sizes[name] for sample in life]
+        mean_x, mean_y = sum(xs) / max(len(xs), 1), sum(ys) / max(len(ys), 1)
+        spread += sum((x - mean_x) ** 2 for x in xs)
+        across += sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
     return across / spread if spread else 0.0
 
 
@@ -205,11 +218,10 @@ def main() -> None:
         write_rows(Path(place) / "p.jsonl", options.prompts)
         soak = Soak(Path(place), endpoint, prompts=options.prompts, kills=options.kills)
         code = soak.run(options.every_s)
-        # The first third is warming up, and a killed parent's successor begins small.
-        steady = soak.samples[len(soak.samples) // 3 :]
-        print("growth per 1,000 tasks, without the first third:")
-        for name in steady[0].sizes if steady else ():
-            print(f"  {name:<16} {slope(steady, name):+8.3f}")
+        lives = steady(soak.samples)
+        print("growth per 1,000 tasks, without the first third of each start:")
+        for name in soak.samples[0].sizes if soak.samples else ():
+            print(f"  {name:<16} {slope(lives, name):+8.3f}")
         counts = soak.judge(endpoint)
         bound = soak.deaths * AGENTS
         journal = endpoint.journal()

@@ -59,7 +59,8 @@ def errors_as_exit_codes() -> Iterator[None]:
     except RunError as error:
         fail(str(error), error.exit_code)
     except OSError as error:
-        fail(f"{error}; nothing that was finished is lost", EnvironmentStop.exit_code)
+        words = "nothing that was finished is lost; mend that and run the same command again"
+        fail(f"{error}; {words}", EnvironmentStop.exit_code)
     except KeyboardInterrupt:
         first = received[0] if received else int(signal.SIGINT)
         fail(interrupted(first), SIGNALLED + first)

@@ -540,6 +540,7 @@ def test_strange_files_in_the_run_directory_stop_nothing(tmp_path: Path) -> None
     run(tmp_path, **given)
     (records(tmp_path).parent / "workspaces" / ".DS_Store").touch()
     (records(tmp_path).parent / ".run.json.1.tmp").touch()
+    (records(tmp_path).parent / ".directory.tmp").mkdir()
     assert run(tmp_path, **given).returncode == 0
     assert not (records(tmp_path).parent / ".run.json.1.tmp").exists()
 

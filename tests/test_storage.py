@@ -361,3 +361,14 @@ def test_replaced_files_are_their_owners_alone_or_keep_their_mode(tmp_path: Path
     path.chmod(0o640)
     replace_file(path, b"2")
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_was_removed_under_its_writer_is_noticed(tmp_path: Path) -> None:
+    """Also one that another took the place of, as editors do."""
+    for change in (Path.unlink, lambda path: replace_file(path, b"edited\n")):
+        file = open_records(tmp_path)
+        append(file, record("a"))
+        change(tmp_path / "records.jsonl")
+        with pytest.raises(StorageError, match="removed or replaced"):
+            append(file, record("b"))
+        file.close()

@@ -259,6 +259,28 @@ def is_whole(line: bytes) -> bool:
     return True
 
 
+@pytest.mark.parametrize("name", ["torn record", "a record twice", "a journal with garbage"])
+def test_a_second_repair_finds_nothing_and_writes_nothing(path: Path, name: str) -> None:
+    DAMAGES[name].do(path)
+    checked(path, repair=True)
+    before = content_of(path)
+    again = checked(path, repair=True)
+    assert (again.found, again.left, again.repaired) == ([], [], False)
+    ours = {"lock"}  # it says who held it last
+    assert {k: v for k, v in content_of(path).items() if k not in ours} == {
+        k: v for k, v in before.items() if k not in ours
+    }
+
+
+def test_empty_directories_that_a_copy_left_out_are_no_damage(path: Path) -> None:
+    """`git` and some copying tools keep files only."""
+    for name in ("inflight", "workspaces"):
+        (path / name).rmdir()
+    assert not checked(path).found
+    exported = run(path.parent.parent, "export", "r")
+    assert exported.returncode == 0, exported.stderr
+
+
 def test_without_read_data_the_contents_of_exports_are_taken_on_trust(path: Path) -> None:
     edit(path.parent / "r.jsonl", same_length_other_text)
     assert not checked(path, read_data=False).found

@@ -117,3 +117,14 @@ def test_a_torn_entry_is_stored_anew(tmp_path: Path) -> None:
         assert cache.get("k") is None
         assert cache.put("k", "new") == "new"
         assert cache.get("k") == "new"
+
+
+def test_what_a_crash_left_is_removed_by_the_next_who_stores_there(tmp_path: Path) -> None:
+    """Half a file that nobody would ever read or count."""
+    cache = WebCache(tmp_path, max_bytes=1 << 20)
+    cache.put("k", "value")
+    [path] = files_of(tmp_path)
+    path.unlink()
+    (path.parent / "tmpabc.tmp").write_bytes(b"half")
+    cache.put("k", "value")
+    assert files_of(tmp_path) == [path]

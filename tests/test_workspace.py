@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolsets.errors import HostError
 from toolsets.removal import remove_tree
 from toolsets.workspace import PathError, Workspace
 
@@ -39,6 +40,7 @@ def outside(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
+    (tmp_path / "tasks").mkdir()
     return Workspace(tmp_path / "tasks" / "one")
 
 
@@ -53,6 +55,14 @@ def test_closed_workspace_is_not_made_again(workspace: Workspace) -> None:
     with pytest.raises(PathError, match="closed"):
         workspace.write_bytes("a", b"")
     assert not workspace.root.exists()
+
+
+def test_a_workspace_whose_run_has_vanished_is_not_made_elsewhere(workspace: Workspace) -> None:
+    """A failure of the machine, which no model is to read as a result of its call."""
+    workspace.root.parent.rmdir()
+    with pytest.raises(HostError, match="has vanished"):
+        workspace.write_bytes("a", b"")
+    assert not workspace.root.parent.exists()
 
 
 def test_the_same_file_by_relative_alias_and_real_path(workspace: Workspace) -> None:
@@ -71,6 +81,7 @@ def test_the_same_file_by_relative_alias_and_real_path(workspace: Workspace) -> 
 
 
 def test_real_path_beneath_a_directory_named_like_the_alias(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
     workspace = Workspace(tmp_path / "runs" / "one", aliases=(str(tmp_path),))
     workspace.write_bytes("a.txt", b"1")
     assert workspace.read_bytes(f"{workspace.root}/a.txt", 10) == b"1"

@@ -1,8 +1,8 @@
 """What was fetched or found is kept in a directory, so that asking again gives the same.
 
 Several processes may use one directory. Whoever stores first wins, and the others get what was
-stored. A crash can leave temporary files, which are removed like old entries. Entries are not
-synced: what a power loss tears is unreadable, counts as missing and is stored anew.
+stored. A temporary file that a crash has left is removed by the next who stores beside it. Entries
+are not synced: what a power loss tears is unreadable, counts as missing and is stored anew.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from toolsets.text import valid_utf8
 
 _SHARDS = 16
 _LOCK = ".lock"
+_TEMPORARY = ".tmp"
 
 
 class WebCache:
@@ -54,7 +55,7 @@ class WebCache:
             if (stored := self.get(key)) is not None:
                 return stored
             self._make_room(path.parent, self._max_shard_bytes - len(content))
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=_TEMPORARY)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(content)
@@ -69,9 +70,17 @@ class WebCache:
         return self._directory / digest[0] / digest
 
     def _make_room(self, shard: Path, max_bytes: int) -> None:
-        """Remove the oldest entries of a locked shard until no more than `max_bytes` are left."""
+        """Remove the oldest entries of a locked shard until no more than `max_bytes` are left.
+
+        Who holds the lock has no temporary file yet, so those that are there belong to nobody.
+        """
+        kept = []
         with os.scandir(shard) as entries:
-            kept = [(entry.stat(), entry.path) for entry in entries if entry.name != _LOCK]
+            for entry in entries:
+                if entry.name.endswith(_TEMPORARY):
+                    Path(entry.path).unlink(missing_ok=True)
+                elif entry.name != _LOCK:
+                    kept.append((entry.stat(), entry.path))
         kept.sort(key=lambda pair: pair[0].st_mtime_ns)
         size = sum(stat.st_size for stat, _ in kept)
         for stat, path in kept:

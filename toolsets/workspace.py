@@ -64,10 +64,18 @@ class Workspace:
         self._closed = False
 
     def make(self) -> None:
-        """Make the workspace's directory unless it is there; raises `PathError` once closed."""
+        """Make the workspace's directory unless it is there; raises `PathError` once closed.
+
+        The directory above must be there: where it has vanished, making it again would put files
+        where nobody looks for them. Raises `HostError` then.
+        """
         if self._closed:
             raise PathError("the workspace is closed")
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(mode=0o700, exist_ok=True)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            msg = f"{self.root.parent}: the directory of the workspaces has vanished"
+            raise HostError(msg) from error
 
     def close(self) -> None:
         """Refuse all further access, so that a late thread does not make the directory again."""

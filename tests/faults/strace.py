@@ -62,9 +62,11 @@ def problem() -> str | None:
     return tried.stderr.strip() or "strace may not trace" if tried.returncode else None
 
 
-def points(cwd: Path, who: Who, given: Mapping[str, object]) -> list[Point]:
+def points(
+    cwd: Path, who: Who, given: Mapping[str, object], args: Sequence[str] = ()
+) -> list[Point]:
     """Run once in `cwd` and give the calls of `who` that touch what the run writes."""
-    traced = run_traced(cwd, who, ["-y", "-o", str(cwd / "calls")], given)
+    traced = run_traced(cwd, who, ["-y", "-o", str(cwd / "calls")], given, args)
     assert traced.returncode == 0, traced.stderr
     output = str(cwd / str(given.get("output_dir", "trajectories")))
     logs = sorted(cwd.glob("calls*"), key=lambda log: log.stat().st_size, reverse=True)
@@ -84,18 +86,25 @@ def points(cwd: Path, who: Who, given: Mapping[str, object]) -> list[Point]:
 
 
 def run_with(
-    cwd: Path, point: Point, fault: str, given: Mapping[str, object]
+    cwd: Path, point: Point, fault: str, given: Mapping[str, object], args: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run with a fault at one call: `signal=KILL`, `error=ENOSPC` and so on."""
     inject = f"inject={point.call}:{fault}:when={point.nth}"
-    return run_traced(cwd, point.who, ["-o", "/dev/null", "-e", inject], given)
+    return run_traced(cwd, point.who, ["-o", "/dev/null", "-e", inject], given, args)
 
 
 def run_traced(
-    cwd: Path, who: Who, options: Sequence[str], given: Mapping[str, object]
+    cwd: Path,
+    who: Who,
+    options: Sequence[str],
+    given: Mapping[str, object],
+    args: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run with strace around the main thread of the parent, or all threads of the first worker."""
-    python, script, *flags = command(**given)
+    """Run with strace around the main thread of the parent, or all threads of the first worker.
+
+    `args` stand before the options that are `given`: another command than `run`, say.
+    """
+    python, script, *flags = command(*args, **given)
     options = [*options, "-e", "signal=none", "-e", f"trace={','.join(CALLS)}"]
     if who == "parent":
         line = ["strace", *options, python, script, *flags]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.fake_endpoint import FakeEndpoint
-from tests.faults.oracle import assert_gone, finished_lines, resume_and_judge
+from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import (
     SCRIPTED,
@@ -146,10 +145,26 @@ def test_a_run_directory_that_vanishes_is_told_and_nothing_is_written_elsewhere(
         assert "Traceback" not in said
         assert "the run directory has vanished" in said
         assert_gone(process.pid)
-        shutil.rmtree(tmp_path / "trajectories", ignore_errors=True)
-        (tmp_path / "trajectories").mkdir()
+        assert not list((tmp_path / "trajectories").iterdir()), "nothing is made where it was"
         (tmp_path / "away").rename(tmp_path / "trajectories" / "r")
         resume_and_judge(tmp_path, given, tasks=40, endpoint=endpoint, wasted=40)
+
+
+@pytest.mark.long
+def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
+    """F16: a file without a name takes everything, and the run would end as if all was well."""
+    write_prompts(tmp_path / "p.jsonl", 16)
+    records = tmp_path / "trajectories" / "r" / "records.jsonl"
+    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: len(finished_lines(records)) >= 4)
+            records.unlink()
+            assert process.wait(timeout=60) == 4
+        said = (tmp_path / "output.txt").read_text()
+        assert "records.jsonl: it was removed or replaced while the run wrote to it" in said
+        assert "Traceback" not in said
+        resume_and_judge(tmp_path, given, tasks=16, endpoint=endpoint, wasted=3 * 16)
 
 
 def test_a_disk_that_only_reads_is_told_before_any_call(tmp_path: Path) -> None:
@@ -159,6 +174,20 @@ def test_a_disk_that_only_reads_is_told_before_any_call(tmp_path: Path) -> None:
         refused = run(tmp_path, **SCRIPTED, output_dir="disk")
     assert refused.returncode == 2
     assert "disk/r: cannot use this run directory: Read-only file system" in refused.stderr
+
+
+def test_a_disk_that_is_full_before_the_start_is_told_before_any_call(tmp_path: Path) -> None:
+    """F9: exit code 4, since the same command goes on once there is room."""
+    scripted_rows(tmp_path, 1)
+    with small_disk(tmp_path / "disk", "size=64k"):
+        with (tmp_path / "disk" / "full").open("wb") as file, suppress(OSError):
+            file.write(b"x" * 100_000)
+        refused = run(tmp_path, **SCRIPTED, output_dir="disk")
+        assert refused.returncode == 4
+        assert "disk/r: cannot write: No space left on device." in refused.stderr
+        assert "run the same command again to go on" in refused.stderr
+        (tmp_path / "disk" / "full").unlink()
+        assert run(tmp_path, **SCRIPTED, output_dir="disk").returncode == 0
 
 
 def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path) -> None:
@@ -176,3 +205,23 @@ def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path)
     loose = [path.name for path in written if path.stat().st_mode & 0o022]
     assert not loose
     assert not (tmp_path / "link" / "r.jsonl").stat().st_mode & 0o022
+
+
+def test_what_is_no_file_of_a_run_is_named_before_anything_is_done(tmp_path: Path) -> None:
+    """F16: a pipe would be waited for without end, behind a dead link all would be paid again."""
+    scripted_rows(tmp_path, 1)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    records = tmp_path / "trajectories" / "r" / "records.jsonl"
+    kept = records.rename(tmp_path / "kept")
+    records.symlink_to(tmp_path / "not-mounted" / "records.jsonl")
+    started_again = run(tmp_path, **SCRIPTED)
+    assert started_again.returncode == 2
+    assert "r/records.jsonl: a link to nothing; put the file" in started_again.stderr
+    records.unlink()
+    os.mkfifo(records)
+    verified = run(tmp_path, "verify", "r")
+    assert verified.returncode == 2
+    assert "r/records.jsonl: not a plain file; put the file" in verified.stderr
+    records.unlink()
+    kept.rename(records)
+    judge_run_dir(records.parent, tasks=1)

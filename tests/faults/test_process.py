@@ -1,4 +1,4 @@
-"""F6 and F7; the other rows of process death are in tests/test_run.py."""
+"""F5 to F7; the other rows of process death are in tests/test_run.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import subprocess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from benchmarks.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
@@ -40,6 +42,29 @@ def test_the_parent_alone_is_killed_as_by_the_oom_killer(tmp_path: Path) -> None
             process.wait()
             assert_gone(process.pid)
             resume_and_judge(tmp_path, given, tasks=12, endpoint=endpoint, wasted=8)
+
+
+@pytest.mark.parametrize(
+    "asked", [pytest.param("the parent alone", marks=pytest.mark.long), "the whole group"]
+)
+def test_a_scheduler_asks_once_and_would_then_kill(tmp_path: Path, asked: str) -> None:
+    """F5: Kubernetes asks the first process, Slurm all of them; calls outlast the grace."""
+    write_prompts(tmp_path / "p.jsonl", 4)
+    with FakeEndpoint(turns=2, latency_s=300.0, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1, grace_s=0.5)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["in_flight"] == 4)
+            kill = os.kill if asked == "the parent alone" else os.killpg
+            kill(process.pid, signal.SIGTERM)
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            assert_gone(process.pid)
+    said = (tmp_path / "output.txt").read_text()
+    assert "stopping: running turns get 0.5 s to finish" in said
+    assert "interrupted by SIGTERM; nothing is lost: run the same command again to go on" in said
+    assert "Traceback" not in said
+    with FakeEndpoint(turns=2, latency_s=0.0, port=endpoint.port, **WRITE_A_NOTE) as endpoint:
+        resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint)
+        assert endpoint.journal()["requests"] == 8
 
 
 def test_whoever_reads_the_output_may_leave(tmp_path: Path) -> None:

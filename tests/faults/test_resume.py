@@ -1,0 +1,293 @@
+"""A conversation that was killed goes on where it was, wherever that is.
+
+One run with a conversation at each place is killed once and resumed once; each test looks at what
+became of one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple
+
+import pytest
+
+from batch.config import RunConfig
+from batch.prompts import scan, task_key, tasks
+from benchmarks.fake_endpoint import FakeEndpoint
+from tests.answering import JSON, answering
+from tests.faults import strace
+from tests.faults.oracle import asked_of, assert_gone, resume_and_judge
+from tests.faults.test_process import asking
+from tests.running import (
+    SCRIPTED,
+    WRITE_A_NOTE,
+    lines,
+    started,
+    wait_until,
+    write_prompts,
+    write_rows,
+)
+
+TOOLS = '''
+import time
+from pathlib import Path
+
+from toolsets.tool import tool
+
+
+def visit(name):
+    with Path("visits").open("a") as file:
+        file.write(name + "\\n")
+    while not Path(name + ".go").exists():
+        time.sleep(0.01)
+    return name + " was visited"
+
+
+@tool()
+def act(name: str) -> str:
+    """Do what must not be done twice."""
+    return visit(name)
+
+
+@tool(idempotent=True)
+def look(name: str) -> str:
+    """Do what may be done twice."""
+    return visit(name)
+
+
+ALL = [act, look]
+'''
+
+HELPER = {
+    "name": "helper",
+    "description": "Helps.",
+    "system_prompt": "Help.",
+    "enabled_toolsets": ["places"],
+}
+
+
+def calling(*calls: tuple[str, str]) -> list[JSON]:
+    keys = {"act": "name", "look": "name", "helper": "task"}
+    told = [(name, {keys.get(name, "path"): value}) for name, value in calls]
+    return [call(n, name, arguments) for n, (name, arguments) in enumerate(told)]
+
+
+def call(n: int, name: str, arguments: JSON) -> JSON:
+    if name == "write_file":
+        arguments["content"] = "text"
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": f"c{n}", "type": "function", "function": function}
+
+
+SCRIPTS: dict[str, list[list[JSON]]] = {
+    "acts": [calling(("act", "acts"))],
+    "looks": [calling(("look", "looks"))],
+    "three": [calling(("act", "one"), ("look", "two"), ("act", "three"))],
+    "gone": [calling(("write_file", "n")), calling(("look", "gone"))],
+    "outer": [calling(("helper", "inner"))],
+    "inner": [calling(("look", "inner"))],
+    "last": [],
+}
+"""By the first words of the user: the calls of each turn before the answer."""
+
+WAITING = {"acts", "looks", "one", "three", "gone", "inner"}
+"""The visits that last when everything is killed."""
+
+
+class Scene(NamedTuple):
+    """What became of the run."""
+
+    records: dict[str, dict[str, Any]]
+    visits: Counter[str]
+    """How often each tool call really ran."""
+    asked: list[JSON]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """A run that was killed with a conversation at each place, and resumed."""
+    cwd = tmp_path_factory.mktemp("scene")
+    (cwd / "places.py").write_text(TOOLS)
+    (cwd / "two.go").touch()
+    rows = [{"id": name, "prompt": name} for name in SCRIPTS if name != "inner"]
+    write_rows(cwd / "p.jsonl", *rows)
+    run_dir = cwd / "trajectories" / "r"
+    parent_is_stopped = Event()
+
+    def answer(path: str, body: JSON) -> tuple[int, JSON]:
+        user = user_of(body)
+        turn = sum(message["role"] == "assistant" for message in body["messages"])
+        if user == "last":
+            parent_is_stopped.wait(60)
+        message: JSON = {"role": "assistant", "content": f"the answer of {user}"}
+        if turn < len(SCRIPTS[user]):
+            message = {"role": "assistant", "content": None, "tool_calls": SCRIPTS[user][turn]}
+        finish = "tool_calls" if "tool_calls" in message else "stop"
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        choice = {"index": 0, "message": message, "finish_reason": finish}
+        return 200, {"id": "x", "model": "m", "choices": [choice], "usage": usage}
+
+    def journaled() -> bytes:
+        return b"".join(path.read_bytes() for path in run_dir.glob("inflight/*.jsonl"))
+
+    def visits() -> Counter[str]:
+        seen = cwd / "visits"
+        return Counter(seen.read_text().split()) if seen.exists() else Counter()
+
+    with answering(answer) as (root, asked):
+        given = {**SCRIPTED, "model": "openai:m", "key_env": "none", "base_url": f"{root}/v1"}
+        given |= {"tools": "places:ALL", "enabled_toolsets": "file,places"}
+        given |= {"subagents": json.dumps([HELPER])}
+        with started(cwd, **given) as process:
+            wait_until(lambda: visits().keys() >= WAITING)
+            wait_until(lambda: b"two was visited" in journaled())
+            os.kill(process.pid, signal.SIGSTOP)  # so that no record can be written any more
+            parent_is_stopped.set()
+            wait_until(lambda: b"the answer of last" in journaled())
+            os.killpg(process.pid, signal.SIGKILL)
+            assert_gone(process.pid)
+        assert not (run_dir / "records.jsonl").read_bytes()
+        for name in WAITING:
+            (cwd / f"{name}.go").touch()
+        shutil.rmtree(workspace_of(cwd, "gone"))
+        resume_and_judge(cwd, given, tasks=len(rows))
+    records = {record["id"]: record for record in lines(run_dir / "records.jsonl")}
+    assert {row["id"] for row in lines(cwd / "trajectories" / "r.jsonl")} == records.keys()
+    return Scene(records, visits(), asked)
+
+
+def user_of(body: JSON) -> str:
+    return next(str(m["content"]) for m in body["messages"] if m["role"] == "user")
+
+
+def workspace_of(cwd: Path, id: str) -> Path:
+    """The workspace of a conversation that is under way."""
+    journals = (cwd / "trajectories" / "r" / "inflight").glob("*.jsonl")
+    entry = next(e for path in journals for e in lines(path) if e["task"] == id)
+    key = task_key(id, entry["input_digest"]).hex()
+    return cwd / "trajectories" / "r" / "workspaces" / key
+
+
+def resume_of(record: dict[str, Any]) -> dict[str, Any]:
+    assert (record["status"], record["attempt"]) == ("completed", 1)
+    (resume,) = record["resumes"]
+    assert isinstance(resume, dict)
+    return resume
+
+
+def results_of(record: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in record["messages"] if message["role"] == "tool"]
+
+
+def test_no_turn_of_any_of_them_is_asked_for_twice(scene: Scene) -> None:
+    turns = Counter((user_of(body), len(body["messages"])) for body in scene.asked)
+    assert turns.total() == sum(len(script) + 1 for script in SCRIPTS.values())
+    assert set(turns.values()) == {1}
+
+
+def test_during_a_call_that_must_not_be_repeated(scene: Scene) -> None:
+    record = scene.records["acts"]
+    assert resume_of(record)["interrupted"] == ["c0"]
+    assert results_of(record)[0].startswith("Error: this call was interrupted")
+    assert scene.visits["acts"] == 1
+
+
+def test_during_a_call_that_may_be_repeated(scene: Scene) -> None:
+    record = scene.records["looks"]
+    assert resume_of(record)["repeated"] == ["c0"]
+    assert results_of(record) == ["looks was visited"]
+    assert scene.visits["looks"] == 2
+
+
+def test_between_two_of_three_parallel_results(scene: Scene) -> None:
+    """The result that was there stays; only the others are in doubt."""
+    record = scene.records["three"]
+    assert resume_of(record)["interrupted"] == ["c0", "c2"]
+    told = [text.split(":")[0] for text in results_of(record)]
+    assert told == ["Error", "two was visited", "Error"]
+    assert [scene.visits[name] for name in ("one", "two", "three")] == [1, 1, 1]
+
+
+def test_after_the_last_reply_and_before_the_record(scene: Scene) -> None:
+    record = scene.records["last"]
+    assert resume_of(record)["turn"] == 1
+    assert record["messages"][-1]["content"] == "the answer of last"
+
+
+def test_with_a_workspace_that_is_gone(scene: Scene) -> None:
+    """The conversation goes on, and its record says what it went on without."""
+    assert not resume_of(scene.records["gone"])["workspace_kept"]
+    assert results_of(scene.records["gone"])[1] == "gone was visited"
+
+
+def test_with_a_subagent_in_the_middle(scene: Scene) -> None:
+    record = scene.records["outer"]
+    assert resume_of(record)["turn"] == 1
+    assert results_of(record) == ["the answer of inner"]
+    (inner,) = record["inner"]
+    assert [turn["turn"] for turn in inner["turns"]] == [1, 2]
+    assert inner["resumes"][0]["repeated"] == ["c0"]
+    assert scene.visits["inner"] == 2
+
+
+def test_with_signed_thoughts(tmp_path: Path) -> None:
+    """The endpoint refuses thoughts that do not come back as it signed them."""
+    write_prompts(tmp_path / "p.jsonl", 4)
+    with FakeEndpoint(turns=4, latency_s=0.1, reasoning_chars=80, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1, base_url=endpoint.anthropic_url)
+        given["model"] = "anthropic:m"
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["replies"] >= 8)
+            os.killpg(process.pid, signal.SIGKILL)
+            assert_gone(process.pid)
+        resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint, wasted=4)
+        assert endpoint.journal()["refused"] == 0
+    records = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    assert any(record["resumes"] for record in records)
+
+
+def traced(cwd: Path, who: strace.Who, options: list[str], given: dict[str, Any]) -> int:
+    """Run with these options of strace; the exit code."""
+    if problem := strace.problem():
+        pytest.skip(problem)
+    return strace.run_traced(cwd, who, ["-o", "/dev/null", *options], given).returncode
+
+
+def test_after_the_reply_and_before_its_tools(tmp_path: Path) -> None:
+    """The worker dies as the first tool is about to make the workspace."""
+    dataset = write_prompts(tmp_path / "p.jsonl", 1)
+    rules = RunConfig(dataset_file=dataset, run_name="r").row_rules("openai")
+    (task,) = tasks(scan(dataset, max_samples=None, rules=rules), num_samples=1)
+    workspace = tmp_path / "trajectories" / "r" / "workspaces" / task.key.hex()
+    kill = ["-P", str(workspace), "-e", "inject=mkdir:signal=KILL:when=1"]
+    with FakeEndpoint(turns=3, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1)
+        assert traced(tmp_path, "worker", kill, given) == 0
+        (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+        resume = resume_of(record)
+        assert (resume["turn"], len(resume["repeated"]), resume["workspace_kept"]) == (1, 1, False)
+        resume_and_judge(tmp_path, given, tasks=1, endpoint=endpoint)
+        assert endpoint.journal()["requests"] == 3
+
+
+def test_during_export(tmp_path: Path) -> None:
+    """The training file is there whole or not at all, and made again without a call."""
+    write_prompts(tmp_path / "p.jsonl", 4)
+    with FakeEndpoint(turns=2, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1)
+        training = tmp_path / "trajectories" / "r.jsonl"
+        # After run.json and two smaller files it is the training file's turn.
+        assert traced(tmp_path, "parent", ["-e", "inject=rename:signal=KILL:when=4"], given) == -9
+        assert not training.exists()
+        (half,) = training.parent.glob(".r.jsonl.*.tmp")
+        assert len(lines(half)) == 4
+        asked = asked_of(endpoint)
+        resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint)
+        assert asked_of(endpoint) == asked
+        assert len(lines(training)) == 4
