@@ -6,7 +6,6 @@ want them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -102,7 +101,7 @@ def _messages(entry: Entry, *, inline: bool) -> Sequence[dict[str, Any]]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                "function": {"name": call.name, "arguments": call.value},
             }
             for call in entry.calls
         ]

@@ -67,16 +67,6 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def dumps_row(row: Mapping[str, Any]) -> bytes:
-    """The row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD."""
-    line = write_json(row) + "\n"
-    try:
-        return line.encode()
-    except UnicodeEncodeError:
-        units = line.encode("utf-16-le", "surrogatepass")
-        return units.decode("utf-16-le", "replace").encode()
-
-
 def to_conversations(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +37,7 @@ def read_record(records: BinaryIO | None, offset: int, length: int, task_id: str
     if records is None:
         msg = "records.jsonl vanished while it was read"
         raise OSError(msg)
-    records.seek(offset)
-    line = records.read(length)
+    line = os.pread(records.fileno(), length, offset)
     try:
         record: dict[str, Any] = orjson.loads(line)
         if record["id"] != task_id:
