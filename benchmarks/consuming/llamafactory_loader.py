@@ -14,6 +14,7 @@ from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
 from llamafactory.hparams import get_train_args
 
 from benchmarks.consuming import tiny
+from benchmarks.consuming.rows import rows as rows_of
 
 _IGNORED = -100
 _TEMPLATES = ("qwen3", "qwen", "llama3", "glm4_moe")
@@ -25,7 +26,7 @@ def main(directory: Path) -> None:
     datasets.disable_progress_bars()
     folder = directory / "llamafactory"
     names = sorted(json.loads((folder / "dataset_info.json").read_bytes()))
-    count = len(list(tiny.rows(directory, "llamafactory")))
+    count = len(list(rows_of(directory, "llamafactory")))
     for template in _TEMPLATES:
         with tempfile.TemporaryDirectory() as place:
             print(_load(directory, folder, names, count, template, Path(place)))
@@ -59,8 +60,8 @@ def _load(
     loaded = get_dataset(template, model, data, training, stage="sft", tokenizer=tokenizer)
     rows = loaded["train_dataset"]
     assert len(rows) == count, f"{count - len(rows)} of {count} rows were dropped"
-    by_id = {row["id"]: row for row in tiny.rows(directory)}
-    order = [row["id"] for row in tiny.rows(directory, "llamafactory")]
+    by_id = {row["id"]: row for row in rows_of(directory)}
+    order = [row["id"] for row in rows_of(directory, "llamafactory")]
     learnt = masked = tokens = trained = 0
     for name, made in zip(order, rows, strict=True):
         marks = [label != _IGNORED for label in made["labels"]]

@@ -10,6 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.consuming.rows import rows
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -31,13 +33,6 @@ def tokenizer_for(directory: Path, template: str | None = None) -> PreTrainedTok
     )
     tokenizer.chat_template = template
     return tokenizer
-
-
-def rows(directory: Path, name: str = "openai") -> Iterator[dict[str, Any]]:
-    """The rows of a format, of all splits."""
-    for path in sorted((directory / name).glob("*.jsonl")):
-        with path.open(encoding="utf-8", newline="\n") as lines:
-            yield from map(json.loads, lines)
 
 
 def said_by_the_model(row: dict[str, Any]) -> Iterator[str]:

@@ -15,6 +15,7 @@ import transformers
 import trl
 
 from benchmarks.consuming import tiny
+from benchmarks.consuming.rows import rows as rows_of
 
 _IGNORED = -100
 """The label of what carries no loss."""
@@ -27,7 +28,7 @@ def main(directory: Path) -> None:
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     tokenizer = tiny.tokenizer_for(directory, _TEMPLATE.read_text(encoding="utf-8"))
-    rows = list(tiny.rows(directory))
+    rows = list(rows_of(directory))
     with tempfile.TemporaryDirectory() as cache:
         files = sorted(map(str, (directory / "openai").glob("*.jsonl")))
         lines = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
