@@ -113,7 +113,9 @@ def _environment(place: Path, consumer: _Consumer, torch: str) -> Path:
         packages = [*([torch] if consumer.needs_torch else []), *consumer.packages]
         subprocess.run([*install, *packages], check=True)
         if consumer.bare:
-            subprocess.run([*install, "--no-deps", *consumer.bare], check=True)
+            # What is read of them needs no newer Python, though the rest of them may.
+            bare = ["--no-deps", "--ignore-requires-python", *consumer.bare]
+            subprocess.run([*install, *bare], check=True)
         if consumer.needs_torch:
             _fit_to_torch(python)
         done.touch()

@@ -104,7 +104,10 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         check_finished(messages)
     start = first_reply(record["messages"], turns=len(turns))
     # A reply may go on in the turn that the messages before it end with, so that one counts.
-    given = sum(role == "assistant" for role, _ in groupby(messages[: start + 1], key=_role)) - 1
+    given = 0
+    if any(message["role"] == "assistant" for message in messages[:start]):
+        roles = groupby(messages[: start + 1], key=_role)
+        given = sum(role == "assistant" for role, _ in roles) - 1
     if given > 0:
         entries = [
             entry._replace(is_given=True)
@@ -273,7 +276,9 @@ def _metadata(
         "usage": record["usage"],
         "interrupted_calls": sum(len(resume["interrupted"]) for resume in record["resumes"]),
         **_if_any("notes", _notes_by_name(record["messages"])),
-        **_if_any("repairs", sum(len(m.get("repairs") or ()) for m in record["messages"])),
+        **_if_any(
+            "repairs", sum(len(m["repairs"] or ()) for m in record["messages"] if "repairs" in m)
+        ),
         **_reward(record),
         "columns": _small_columns(record),
         "sandbox": record["sandbox"],
@@ -296,8 +301,8 @@ def _notes_by_name(messages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How often each rule of the runtime spoke to the model, in a message or in a result."""
     names: Counter[str] = Counter()
     for message in messages:
-        if message["role"] in ("user", "tool"):
-            names.update(message.get("notes") or ())
+        if (notes := message.get("notes")) and message["role"] in ("user", "tool"):
+            names.update(notes)
     return dict(sorted(names.items()))
 
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from export.conversation import Conversation, Entry, Turn, read_conversation, read_entries
 from export.row_json import content_json, escape_markers, write_json
+
+T = TypeVar("T")
 
 _NO_REASONING = "<think>\n</think>\n"
 """Stands in front of a turn without reasoning, so that every turn opens with a think block."""
@@ -96,25 +98,24 @@ def _conversations(
 
 def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
     """The tools on offer as a JSON list."""
-    return _once(tools, write_json)
+    return once(tools, write_json)
 
 
 def _system_value(tools: Sequence[Mapping[str, Any]]) -> str:
-    return _once(tools, _preamble)
+    return once(tools, _preamble)
 
 
-def _once(
-    tools: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Mapping[str, Any]]], str]
-) -> str:
+def once(tools: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Mapping[str, Any]]], T]) -> T:
     """What `make` makes of tools: most records of a run are offered the same ones."""
     try:
-        return _cached(orjson.dumps(tools), make)
+        made: T = _cached(orjson.dumps(tools), make)
     except TypeError:  # halves of surrogate pairs, or numbers beyond 64 bits
         return make(tools)
+    return made
 
 
 @lru_cache(maxsize=256)
-def _cached(tools: bytes, make: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+def _cached(tools: bytes, make: Callable[[Sequence[Mapping[str, Any]]], Any]) -> Any:
     return make(orjson.loads(tools))
 
 

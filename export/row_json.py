@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -58,7 +58,10 @@ def write_json(value: Any) -> str:
 def dumps_row(row: Mapping[str, Any]) -> bytes:
     """A row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD."""
     try:
-        return _line_part(row) + b"\n"
+        pieces: list[bytes] = []
+        _put(row, pieces.append)
+        pieces.append(b"\n")
+        return b"".join(pieces)
     except TypeError:  # halves of surrogate pairs
         line = write_json(row) + "\n"
         units = line.encode("utf-16-le", "surrogatepass")
@@ -67,7 +70,9 @@ def dumps_row(row: Mapping[str, Any]) -> bytes:
 
 def control_token(text: str) -> str | None:
     """The first token of structure in a text, None where it holds none."""
-    if _CONTROL_IN_ANGLES.search(text) or _CONTROL_IN_BRACKETS.search(text):
+    if ("<" in text and _CONTROL_IN_ANGLES.search(text)) or (
+        "[" in text and _CONTROL_IN_BRACKETS.search(text)
+    ):
         found = _CONTROL_TOKEN.search(text)
         return found and found[0]
     return None
@@ -109,9 +114,9 @@ def content_json(text: str) -> str:
 
 def escape_markers(json_text: str) -> str:
     """JSON text in which no string holds a tag of the format, and that reads the same."""
-    if _MARKER_IN_ANGLES.search(json_text):
+    if "<" in json_text:
         json_text = _MARKER_IN_ANGLES.sub(r"\\u003c", json_text)
-    if _MARKER_IN_BRACKETS.search(json_text):
+    if "[" in json_text:
         json_text = _MARKER_IN_BRACKETS.sub(r"\\u005b", json_text)
     return json_text
 
@@ -123,39 +128,47 @@ def _respaced(text: str) -> tuple[str, Any]:
     strict reader refuses or reads differently: NaN, numbers out of range, repeated keys, too deep
     nesting.
     """
-    # What a lax reader and a writer give back to the letter was strict; it is most of what there
-    # is. Where there are fewer brackets than levels allowed, none can be too deep.
-    if text.count("{") + text.count("[") <= _MAX_DEPTH:
-        try:
-            value = orjson.loads(text)
-            spaced = _written(value, 0)
-        except (ValueError, TypeError):
-            pass
-        else:
-            if spaced == text or orjson.dumps(value).decode() == text:
-                return spaced, value
+    # What a lax reader and a writer give back to the letter was strict: most of what there is.
+    try:
+        value = orjson.loads(text)
+        spaced = _written(value, 1)
+    except (ValueError, TypeError):
+        pass
+    else:
+        if spaced == text or orjson.dumps(value).decode() == text:
+            return spaced, value
     try:
         return _written(_strict_decoder.decode(text), 1), None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 
 
-def _line_part(value: Any) -> bytes:
-    """JSON of a value as bytes; raises TypeError for halves of surrogate pairs."""
+def _put(value: Any, put: Callable[[bytes], None]) -> None:
+    """Hand out JSON of a value piece by piece; raises TypeError for halves of surrogate pairs."""
     kind = type(value)
     if kind is str:
-        return orjson.dumps(value)
-    if kind is dict:
-        members = [
-            _key_part(key) + (orjson.dumps(member) if type(member) is str else _line_part(member))
-            for key, member in value.items()
-        ]
-        return b"{%b}" % b", ".join(members)
-    if kind is list:
-        return b"[%b]" % b", ".join([_line_part(element) for element in value])
-    if kind is bool:
-        return b"true" if value else b"false"
-    return b"%d" % value if kind is int else _write_slowly(value).encode()
+        put(orjson.dumps(value))
+    elif kind is dict and value:
+        opening = True
+        for key, member in value.items():
+            put(_first_key(key) if opening else _next_key(key))
+            opening = False
+            if type(member) is str:
+                put(orjson.dumps(member))
+            else:
+                _put(member, put)
+        put(b"}")
+    elif kind is list and value:
+        before = b"["
+        for element in value:
+            put(before)
+            _put(element, put)
+            before = b", "
+        put(b"]")
+    elif kind is int:
+        put(b"%d" % value)
+    else:
+        put(_write_slowly(value).encode())
 
 
 def _written(value: Any, depth: int) -> str:
@@ -183,8 +196,13 @@ def _key(key: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _key_part(key: str) -> bytes:
-    return orjson.dumps(key) + b": "
+def _first_key(key: str) -> bytes:
+    return b"{%b: " % orjson.dumps(key)
+
+
+@lru_cache(maxsize=4096)
+def _next_key(key: str) -> bytes:
+    return b", %b: " % orjson.dumps(key)
 
 
 def _deeper(depth: int) -> int:
