@@ -82,7 +82,10 @@ def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
                 command = [str(python), "-W", "ignore", "-m"]
                 command += [f"benchmarks.consuming.{consumer.module}", str(directory)]
                 result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-                click.echo(result.stdout.strip())
+                # Trainers print as they please.
+                for line in result.stdout.splitlines():
+                    if line.startswith("= "):
+                        click.echo(line.removeprefix("= "))
                 if result.returncode:
                     has_failed = True
                     click.echo(f"{name} ended with {result.returncode}: {result.stderr[-2000:]}")

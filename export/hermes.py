@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 
 import orjson
 
-from export.conversation import Conversation, Entry, Turn, read_conversation, read_entries
+from export.conversation import (
+    Conversation,
+    Entry,
+    Turn,
+    read_conversation,
+    read_entries,
+    refuse_control_tokens,
+)
 from export.row_json import content_json, escape_markers, write_json
 
 T = TypeVar("T")
@@ -38,10 +45,11 @@ def to_row(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_of(conversation: Conversation, *, with_system_prompt: bool = False) -> dict[str, Any]:
-    """The row of a conversation; its system prompt is in it only if asked for."""
+    """The row of a conversation; its system prompt is in it only if asked for. Raises Rejected."""
     record = conversation.record
     columns = common_columns(conversation)
     system = conversation.system if with_system_prompt else ""
+    refuse_control_tokens(system, where="system message")
     return {
         "id": record["id"],
         "conversations": _conversations(conversation.entries, conversation.tools, system=system),

@@ -43,6 +43,10 @@ class RecordOrder:
             for task, key in zip(some, keys, strict=True):
                 yield task, found.get(key)
 
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Offset and length of every record that counts, in the order of the file."""
+        yield from self._database.execute("SELECT offset, length FROM records ORDER BY offset")
+
     def unasked(self) -> int:
         """Records that were never asked for."""
         (total,) = self._database.execute("SELECT count(*) FROM records").fetchone()

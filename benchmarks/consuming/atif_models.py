@@ -19,7 +19,7 @@ def main(directory: Path) -> None:
             for line in lines:
                 model.model_validate(json.loads(line), strict=True)
                 count += 1
-    print(f"harbor {metadata.version('harbor')}: {count} documents are valid")
+    print(f"= harbor {metadata.version('harbor')}: {count} documents are valid")
 
 
 def _without_the_rest() -> None:

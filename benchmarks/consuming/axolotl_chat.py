@@ -47,7 +47,7 @@ def main(directory: Path) -> None:
                 counts = tiny.check_spans(row, *told_apart)
                 learnt, masked = learnt + counts[0], masked + counts[1]
         print(
-            f"Axolotl {metadata.version('axolotl')}, {kind}: {count} of {len(ours)} rows kept, "
+            f"= Axolotl {metadata.version('axolotl')}, {kind}: {count} of {len(ours)} rows kept, "
             f"{trained:,} of {tokens:,} tokens carry loss; {learnt} texts of the model are learnt, "
             f"{masked} of others masked"
         )

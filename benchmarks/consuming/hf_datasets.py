@@ -28,7 +28,7 @@ def main(directory: Path) -> None:
             loaded = datasets.load_dataset(str(directory), config, cache_dir=cache)
             rows = {split: len(part) for split, part in loaded.items()}
         assert rows == dict(written), f"{config}: {rows} of {dict(written)} rows"
-        print(f"datasets {datasets.__version__}, {suffix[1:]}, {config}: {rows}, none dropped")
+        print(f"= datasets {datasets.__version__}, {suffix[1:]}, {config}: {rows}, none dropped")
 
 
 def _files(manifest: dict[str, list[dict[str, list[dict[str, str]]]]]) -> list[dict[str, str]]:

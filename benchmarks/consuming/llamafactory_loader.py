@@ -29,7 +29,7 @@ def main(directory: Path) -> None:
     count = len(list(rows_of(directory, "llamafactory")))
     for template in _TEMPLATES:
         with tempfile.TemporaryDirectory() as place:
-            print(_load(directory, folder, names, count, template, Path(place)))
+            print("=", _load(directory, folder, names, count, template, Path(place)))
 
 
 def _load(

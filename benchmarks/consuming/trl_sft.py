@@ -32,14 +32,14 @@ def main(directory: Path) -> None:
     with tempfile.TemporaryDirectory() as cache:
         files = sorted(map(str, (directory / "openai").glob("*.jsonl")))
         lines = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
-        print(_train("JSON lines", lines, rows, tokenizer, cache))
+        print("=", _train("JSON lines", lines, rows, tokenizer, cache))
         files = sorted(map(str, (directory / "openai_parquet").glob("*.parquet")))
         twin = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
         told = [{**row, "messages": _as_chat(row["messages"])} for row in twin]
         messages = datasets.List(datasets.Json())
         features = datasets.Features({**twin.features, "messages": messages})
         decoded = datasets.Dataset.from_list(told, features=features)
-        print(_train("Parquet, decoded", decoded, rows, tokenizer, cache))
+        print("=", _train("Parquet, decoded", decoded, rows, tokenizer, cache))
 
 
 def _as_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
