@@ -132,7 +132,7 @@ def test_the_command_shows_rows_and_sums_up_what_is_dropped(tmp_path: Path) -> N
     assert "dropped: message 3 (assistant), reasoning" in done.stdout
     assert "=== t1" not in done.stdout
     assert shown
-    assert "carry loss: 2" in done.stdout
+    assert "carry loss: 30 of " in done.stdout
     assert told.splitlines()[1].split(maxsplit=1) == ["2", "message (assistant), reasoning"]
     done = run(tmp_path, "export", source.run_dir, format="raw", render="t.jinja")
     assert (done.returncode, "add it to --format" in done.stderr) == (2, True)
