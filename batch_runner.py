@@ -21,6 +21,7 @@ from commands.lists import distributions, errors, tools
 from commands.looking import compare, report, show_one
 from commands.reading import export, merge, status, verify
 from commands.starting import estimate, import_hermes, run
+from commands.statistics import stats
 
 
 def _underscored(name: str) -> str:
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 for command in (
-    *(run, estimate, status, report, show_one, compare),
+    *(run, estimate, status, stats, report, show_one, compare),
     *(export, verify, merge, import_hermes),
     *(distributions, tools, errors),
 ):

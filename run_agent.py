@@ -30,7 +30,8 @@ from agent.stream import StreamHandler
 from agent.tools import Approve
 from batch.files import AppendFile, StorageError
 from export.completion import plain_ending
-from export.hermes import dumps_row, to_conversations
+from export.hermes import to_conversations
+from export.row_json import dumps_row
 from export.row_rules import Rejected, check_finished
 from toolsets.browser_process import Browsers
 from toolsets.catalog import catalog

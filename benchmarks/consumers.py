@@ -1,24 +1,23 @@
-"""What the consumers of exports make of them: each in its own words, from packages of their own.
+"""What the consumers of exports make of them: the loading code of each, in a venv of its own.
 
-    python -m benchmarks.consumers RUN_DIR [--templates DIR] [--atif DIR] [--llamafactory DIR]
+    python -m benchmarks.consumers RUN_DIR --venvs DIR [--only trl,axolotl] [--torch SPEC]
 
-Exports a run into a temporary directory and reads it back with `datasets` (if it is installed),
-renders its rows through the chat templates in `--templates` (those that TRL ships, for instance),
-validates documents with the models of an unpacked harbor package, and feeds rows to the converter
-and the formatter of an unpacked LLaMA-Factory package. The last two are imported without the rest
-of their packages, which would bring in a deep learning stack.
+Exports a run into a temporary directory and hands it to `datasets` (the newest and an old one),
+TRL's SFTTrainer, LLaMA-Factory's loader, Axolotl's chat-template strategy and the models of harbor.
+Environments are made in DIR the first time, which takes gigabytes and minutes, and kept. `--torch`
+is what pip is to install as torch, such as `torch==2.13.0+cpu` where there is such a wheel. Ends
+with 1 if a consumer drops a row or learns what is not the model's.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
+import subprocess
 import sys
 import tempfile
-import types
+import venv
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,132 +26,133 @@ import click
 from batch.config import RunConfig
 from batch.prompts import scan
 from batch.run_dir import read_run_json
+from benchmarks.consuming.rows import rows
 from export.dataset import Source
 from export.dataset_directory import export_dataset
 from export.recipe import FormatName, Recipe
 from export.rendering import load_template
 
+ROOT = Path(__file__).resolve().parents[1]
 _FORMATS: tuple[FormatName, ...] = ("hermes", "openai", "llamafactory", "atif", "dpo", "kto")
+
+
+@dataclass(frozen=True)
+class _Consumer:
+    """What is installed, and the module of `benchmarks/consuming` that runs in it."""
+
+    module: str
+    packages: tuple[str, ...]
+    needs_torch: bool = False
+    bare: tuple[str, ...] = ()
+    """Installed without what they depend on."""
+
+
+_CONSUMERS = {
+    "datasets": _Consumer("hf_datasets", ("datasets",)),
+    "datasets_old": _Consumer("hf_datasets", ("datasets==3.6.0",)),
+    "trl": _Consumer("trl_sft", ("trl",), needs_torch=True),
+    "llamafactory": _Consumer("llamafactory_loader", ("llamafactory",), needs_torch=True),
+    "axolotl": _Consumer("axolotl_chat", ("axolotl",), needs_torch=True),
+    "harbor": _Consumer("atif_models", ("pydantic",), bare=("harbor",)),
+}
 
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--templates", type=click.Path(path_type=Path))
-@click.option("--atif", type=click.Path(path_type=Path))
-@click.option("--llamafactory", type=click.Path(path_type=Path))
-def main(
-    run_dir: Path, templates: Path | None, atif: Path | None, llamafactory: Path | None
-) -> None:
+@click.option("--venvs", type=click.Path(path_type=Path), required=True)
+@click.option("--only", default=",".join(_CONSUMERS))
+@click.option("--torch", default="torch")
+def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
     """Export RUN_DIR and show what consumers make of it."""
+    names = only.split(",")
+    if unknown := set(names) - set(_CONSUMERS):
+        msg = f"unknown {sorted(unknown)}; known are {', '.join(_CONSUMERS)}"
+        raise click.UsageError(msg)
+    has_failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        lines, twins = Path(folder, "lines"), Path(folder, "twins")
+        _export(run_dir, lines, twins)
+        for name in names:
+            consumer = _CONSUMERS[name]
+            python = _environment(venvs.resolve() / name, consumer, torch)
+            directories = [twins]  # it holds the JSON lines too
+            if name == "datasets":
+                directories = [lines, twins]
+            for directory in directories:
+                command = [str(python), "-W", "ignore", "-m"]
+                command += [f"benchmarks.consuming.{consumer.module}", str(directory)]
+                result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+                # Trainers print as they please.
+                for line in result.stdout.splitlines():
+                    if line.startswith("= "):
+                        click.echo(line.removeprefix("= "))
+                if result.returncode:
+                    has_failed = True
+                    click.echo(f"{name} ended with {result.returncode}: {result.stderr[-2000:]}")
+            if name == "trl":
+                _render(python, twins)
+    sys.exit(int(has_failed))
+
+
+def _export(run_dir: Path, lines: Path, twins: Path) -> None:
     identity = read_run_json(run_dir)
     config = RunConfig.model_validate(identity["config"])
     rules = config.row_rules(identity["api"])
     found = scan(Path(identity["dataset"]["path"]), max_samples=config.max_samples, rules=rules)
     source = Source(run_dir, found, config.num_samples)
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder, "lines")
-        splits = {"train": 0.8, "test": 0.2}
-        export_dataset(source, Recipe(formats=_FORMATS, splits=splits), directory)
-        twins = Path(folder, "twins")
-        export_dataset(source, Recipe(formats=(*_FORMATS, "parquet"), splits=splits), twins)
-        for name, where in (("lines", directory), ("twins", twins)):
-            _load(name, where, Path(folder, "cache"))
-        if templates is not None:
-            _render(sorted(templates.glob("*.jinja")), directory)
-        if atif is not None:
-            _validate(atif, directory)
-        if llamafactory is not None:
-            _convert(llamafactory, directory)
+    splits = {"train": 0.8, "test": 0.2}
+    export_dataset(source, Recipe(formats=_FORMATS, splits=splits), lines)
+    export_dataset(source, Recipe(formats=(*_FORMATS, "parquet"), splits=splits), twins)
 
 
-def _rows(directory: Path, name: str) -> Iterator[dict[str, Any]]:
-    for path in sorted((directory / name).glob("*.jsonl")):
-        yield from map(json.loads, path.read_bytes().splitlines())
+def _environment(place: Path, consumer: _Consumer, torch: str) -> Path:
+    """The interpreter of an environment, which is made if it is not there."""
+    python = place / "bin" / "python"
+    done = place / "installed"
+    if not done.exists():
+        click.echo(f"installing {', '.join(consumer.packages)} into {place}", err=True)
+        venv.create(place, with_pip=True, clear=True)
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        packages = [*([torch] if consumer.needs_torch else []), *consumer.packages]
+        subprocess.run([*install, *packages], check=True)
+        if consumer.bare:
+            # What is read of them needs no newer Python, though the rest of them may.
+            bare = ["--no-deps", "--ignore-requires-python", *consumer.bare]
+            subprocess.run([*install, *bare], check=True)
+        if consumer.needs_torch:
+            _fit_to_torch(python)
+        done.touch()
+    return python
 
 
-def _load(name: str, directory: Path, cache: Path) -> None:
-    try:
-        import datasets
-    except ImportError:
-        click.echo("datasets: not installed")
-        return
-    datasets.disable_progress_bars()
-    for config in datasets.get_dataset_config_names(str(directory)):
-        loaded = datasets.load_dataset(str(directory), config, cache_dir=str(cache / name))
-        rows = {split: len(part) for split, part in loaded.items()}
-        click.echo(f"datasets {datasets.__version__}, {name}, {config}: {rows}")
+def _fit_to_torch(python: Path) -> None:
+    """Take out what was compiled for another torch than the one that is there.
+
+    Pictures and sound are not needed here, but trainers import both libraries if they can, and
+    LLaMA-Factory imports torchaudio whether it can or not: that works without its compiled part.
+    """
+    if subprocess.run([str(python), "-c", "import torchvision"], capture_output=True).returncode:
+        subprocess.run([str(python), "-m", "pip", "uninstall", "-qy", "torchvision"], check=True)
+    if subprocess.run([str(python), "-c", "import torchaudio"], capture_output=True).returncode:
+        for library in python.parent.parent.glob("lib/*/site-packages/torchaudio/lib/*.so"):
+            library.unlink()
 
 
-def _render(templates: list[Path], directory: Path) -> None:
-    rows = list(_rows(directory, "openai"))
-    for path in templates:
+def _render(python: Path, directory: Path) -> None:
+    """Say what the chat templates that TRL ships drop of the rows."""
+    found = list(rows(directory, "openai"))
+    (package,) = python.parent.parent.glob("lib/*/site-packages/trl")
+    for path in sorted((package / "chat_templates").glob("*.jinja")):
         kinds: Counter[str] = Counter()
         render = load_template(path)
-        for row in rows:
-            dropped = render(row).dropped
-            kinds.update({" ".join(p.split(": ")[0].split(", ")[1:]) or p for p in dropped})
+        for row in found:
+            kinds.update(_kind(place) for place in render(row).dropped)
         lost = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common(4))
-        click.echo(f"template {path.stem}: {len(rows)} rows, drops {lost or 'nothing'}")
+        click.echo(f"template {path.stem}: {len(found)} rows, drops {lost or 'nothing'}")
 
 
-def _bare(*packages: tuple[str, Path]) -> None:
-    """Make packages importable without running what their own modules import first."""
-    for name, path in packages:
-        module = types.ModuleType(name)
-        module.__path__ = [str(path)]
-        sys.modules[name] = module
-
-
-def _validate(package: Path, directory: Path) -> None:
-    _bare(("harbor", package / "harbor"), ("harbor.models", package / "harbor" / "models"))
-    model = importlib.import_module("harbor.models.trajectories.trajectory").Trajectory
-    count = 0
-    for row in _rows(directory, "atif"):
-        model.model_validate(row, strict=True)
-        count += 1
-    click.echo(f"harbor: {count} documents are valid")
-
-
-def _convert(package: Path, directory: Path) -> None:
-    root = package / "llamafactory"
-    _bare(
-        ("llamafactory", root),
-        ("llamafactory.data", root / "data"),
-        ("llamafactory.extras", root / "extras"),
-    )
-    told: list[str] = []
-    quiet = types.ModuleType("llamafactory.extras.logging")
-    vars(quiet).update(
-        get_logger=lambda name: types.SimpleNamespace(warning_rank0=told.append),
-    )
-    sys.modules["llamafactory.extras.logging"] = quiet
-    sys.modules["llamafactory.extras"].logging = quiet  # type: ignore[attr-defined]
-    converter = importlib.import_module("llamafactory.data.converter")
-    formatter = importlib.import_module("llamafactory.data.formatter")
-    info = json.loads((directory / "llamafactory" / "dataset_info.json").read_bytes())
-    entry = next(iter(info.values()))
-    tags, columns = entry["tags"], entry["columns"]
-    media = dict.fromkeys(("images", "videos", "audios", "kto_tag", "system", "chosen", "rejected"))
-    attributes = types.SimpleNamespace(ranking=False, **columns, **tags, **media)
-    convert = converter.SharegptDatasetConverter(attributes, None)
-    function = formatter.FunctionFormatter(slots=["{{content}}"], tool_format="qwen")
-    tools = formatter.ToolFormatter(tool_format="qwen")
-    rows = turns = 0
-    for row in _rows(directory, "llamafactory"):
-        aligned = convert(row)
-        assert aligned["_prompt"], "its converter drops the row"
-        for message in [*aligned["_prompt"], *aligned["_response"]]:
-            if message["role"] == "function":
-                function.apply(
-                    content=message["content"],
-                    thought_words=("<think>\n", "\n</think>\n\n"),
-                    tool_call_words=("<tool_call>", "</tool_call>"),
-                )
-                turns += 1
-        if aligned["_tools"]:  # its templates skip blank ones
-            tools.apply(content=aligned["_tools"])
-        rows += 1
-    click.echo(f"LLaMA-Factory: {rows} rows kept, {turns} call turns read, {len(told)} warnings")
+def _kind(place: str) -> Any:
+    return " ".join(place.split(": ")[0].split(", ")[1:]) or place
 
 
 if __name__ == "__main__":

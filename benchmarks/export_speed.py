@@ -1,22 +1,29 @@
-"""How fast records become training files, and how much memory that takes.
+"""How fast records become training files, beside the least that reading and writing them takes.
 
-    python -m benchmarks.export_speed --rows 2000 --format hermes,openai
+    python -m benchmarks.export_speed [--rows 4000] [--size small] [--format hermes] [--reps 5]
 
-Makes a run directory of generated records (tool calls, JSON and text results, reasoning), exports
-it in a process of its own, and prints MB of records per second of CPU and the peak memory of that
-process. `--format default` measures the export at the end of a run.
+Conversations with tools are run against the fake endpoint, copied under new ids into a run of
+`--rows` records, and exported. In turns, each in a process of its own and `--reps` times:
+
+    floor   orjson reads each record and writes each row that the export makes of it
+    bare    thirty lines that make chat messages of records and write them, without a check
+    NAME    the export to one format, from the index to the manifest, and the default export
+
+Printed are medians with their spread: MB of records per second of CPU, the share of the bare
+stream's rate, that of the floor of the same format, and the peak memory of the process.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from multiprocessing import get_context
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,141 +31,209 @@ import click
 import orjson
 
 from batch.config import RunConfig
-from batch.prompts import scan, tasks
-from batch.records import RecordFile
-from batch.run_dir import SCHEMA_VERSION
+from batch.prompts import Scan, scan, tasks
+from batch.records import index_fields, index_line
+from batch.run_dir import read_run_json
+from benchmarks.fake_endpoint import FakeEndpoint
 
-_TEXT = (
-    "the file holds a list of numbers that we read and sort before any of them is printed "
-    'again with "quotes", tabs\tand lines\n of Œuvres <b>html</b> {"a": [1, 2.50, null]}'
-)
+ROOT = Path(__file__).resolve().parents[1]
+SIZES: dict[str, tuple[int, int, int, str]] = {
+    "large": (5, 3600, 800, "terminal,file"),
+    "small": (2, 160, 60, "terminal"),
+}
+"""Turns, characters of a result and of reasoning, toolsets: about 34 and 4 KB a record."""
+
+_CONVERSATIONS = 100
+_FLOOR_ROWS = 64
 
 
-@click.command()
-@click.option("--rows", default=1000)
-@click.option("--turns", default=6, help="Turns with a call before the answer.")
-@click.option("--chars", default=1500, help="Characters per tool result.")
-@click.option("--format", "formats", default="default")
-@click.option("--recipe", default=None)
-def main(rows: int, turns: int, chars: int, formats: str, recipe: str | None) -> None:
+@click.group(invoke_without_command=True)
+@click.option("--rows", default=4000)
+@click.option("--size", type=click.Choice(sorted(SIZES)), default="large")
+@click.option("--format", "formats", default="hermes,openai,llamafactory,atif,raw,default")
+@click.option("--reps", default=5)
+@click.pass_context
+def main(context: click.Context, rows: int, size: str, formats: str, reps: int) -> None:
     """Make records, export them, print what it took."""
+    if context.invoked_subcommand is not None:
+        return
+    names = formats.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own: one that is started takes over the peak of its parent.
-        sizes = {"rows": rows, "turns": turns, "chars": chars}
-        maker = get_context("spawn").Process(target=_make_run, args=(Path(folder),), kwargs=sizes)
-        maker.start()
-        maker.join()
-        run_dir = Path(folder, "r")
-        size = (run_dir / "records.jsonl").stat().st_size
-        argv = [sys.executable, "batch_runner.py", "export", str(run_dir)]
-        argv += [] if formats == "default" else [f"--format={formats}"]
-        argv += [f"--recipe={recipe}"] if recipe else []
-        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
-        _, status, used = os.wait4(process.pid, 0)  # of this child alone, not of the maker too
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            raise SystemExit(f"{argv} ended with {process.returncode}")
-    cpu = used.ru_utime + used.ru_stime
-    click.echo(
-        f"{formats}: {rows:,} rows, {size / 1e6:.0f} MB in {cpu:.2f} s of CPU = "
-        f"{size / 1e6 / cpu:.0f} MB/s, {rows / cpu:,.0f} rows/s, "
-        f"peak {used.ru_maxrss / 1024:.0f} MB"
-    )
-
-
-def _make_run(folder: Path, *, rows: int, turns: int, chars: int) -> Path:
-    dataset = folder / "p.jsonl"
-    with dataset.open("w") as file:
-        file.writelines(
-            json.dumps({"id": f"p{n}", "prompt": f"Question {n}"}) + "\n" for n in range(rows)
+        run_dir = _make_run(Path(folder), rows, *SIZES[size])
+        megabytes = (run_dir / "records.jsonl").stat().st_size / 1e6
+        click.echo(
+            f"{rows:,} records, {megabytes:.0f} MB, {megabytes * 1000 / rows:.1f} KB each;"
+            f" medians of {reps}"
         )
+        kinds = ["bare", *(kind for name in names for kind in (name, f"floor:{name}"))]
+        found = defaultdict(list)
+        for _ in range(reps):
+            for kind in kinds:
+                found[kind].append(_in_a_process(run_dir, kind))
+    rates = {kind: [megabytes / cpu for cpu, _ in runs] for kind, runs in found.items()}
+    for kind in kinds:
+        rate, peak = statistics.median(rates[kind]), max(peak for _, peak in found[kind])
+        line = f"{kind:20} {rate:6.0f} MB/s ({min(rates[kind]):.0f}-{max(rates[kind]):.0f})"
+        if kind in names:
+            line += f", {_ratio(rates[kind], rates['bare'])} of the bare stream"
+            line += f", {_ratio(rates[kind], rates[f'floor:{kind}'])} of the floor"
+        click.echo(f"{line}, peak {peak:.0f} MB")
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> str:
+    """Median and spread over the repetitions, each compared with its neighbour in time."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def _in_a_process(run_dir: Path, kind: str) -> tuple[float, float]:
+    """Seconds of CPU and peak MB."""
+    command = [sys.executable, "-m", "benchmarks.export_speed", "measure", str(run_dir), kind]
+    told = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    cpu, peak = orjson.loads(told)
+    return cpu, peak
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("kind")
+def measure(run_dir: Path, kind: str) -> None:
+    """Do one thing and print its seconds of CPU and the peak MB of this process."""
+    config = RunConfig.model_validate(read_run_json(run_dir)["config"])
+    found = scan(config.dataset_file, max_samples=None, rules=config.row_rules("openai_chat"))
+    work = _work(run_dir, found, kind)
+    status = Path("/proc/self/status").read_text  # `ru_maxrss` takes over that of the parent
+    cpu = work()
+    peak = next(int(line.split()[1]) for line in status().splitlines() if "VmHWM" in line) / 1024
+    click.echo(orjson.dumps([cpu, peak]))
+
+
+def _work(run_dir: Path, found: Scan, kind: str) -> Callable[[], float]:
+    output = run_dir.parent / "exports"
+    if kind.startswith("floor:"):
+        name = kind.removeprefix("floor:")
+        rows = output / name / name / "train.jsonl"
+        if name == "default":
+            rows = run_dir.parent / f"{run_dir.name}.jsonl"
+        return lambda: _floor(run_dir / "records.jsonl", rows)
+    if kind == "bare":
+        return lambda: _timed(lambda: _bare(run_dir / "records.jsonl", output.with_name("bare")))
+    if kind == "default":
+        from export.training_files import export_run
+
+        return lambda: _timed(lambda: export_run(run_dir, found, num_samples=1))
+    from export.dataset import Source
+    from export.dataset_directory import export_dataset
+    from export.recipe import load_recipe
+
+    source, recipe = Source(run_dir, found, 1), load_recipe(None, {"formats": kind})
+    return lambda: _timed(lambda: export_dataset(source, recipe, output / kind))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    before = time.process_time()
+    work()
+    return time.process_time() - before
+
+
+def _floor(records: Path, rows: Path) -> float:
+    cpu = 0.0
+    with records.open("rb") as lines, rows.open("rb") as made:
+        while chunk := list(islice(lines, _FLOOR_ROWS)):
+            before = time.process_time()
+            for line in chunk:
+                orjson.loads(line)
+            cpu += time.process_time() - before
+            told = [orjson.loads(row) for row in islice(made, _FLOOR_ROWS)]
+            before = time.process_time()
+            for row in told:
+                orjson.dumps(row)
+            cpu += time.process_time() - before
+    return cpu
+
+
+def _bare(records: Path, output: Path) -> None:
+    with records.open("rb") as lines, output.open("wb") as file:
+        for line in lines:
+            record = orjson.loads(line)
+            row = {
+                "id": record["id"],
+                "messages": [_bare_message(message) for message in record["messages"]],
+                "tools": orjson.dumps(record["tools"]).decode(),
+                "num_turns": len(record["turns"]),
+            }
+            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _bare_message(message: dict[str, Any]) -> dict[str, Any]:
+    said = {"role": message["role"], "content": message["content"]}
+    if message["role"] == "tool":
+        return {**said, "tool_call_id": message["tool_call_id"], "name": message["name"]}
+    if "reasoning" in message:
+        said["reasoning_content"] = message["reasoning"]
+    if "tool_calls" in message:
+        said["tool_calls"] = [_bare_call(call) for call in message["tool_calls"]]
+    return said
+
+
+def _bare_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = orjson.loads(function["arguments"])
+    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _make_run(
+    folder: Path, rows: int, turns: int, result_chars: int, reasoning_chars: int, toolsets: str
+) -> Path:
+    """A finished run of `rows` records: those of a real one, under other ids and with a number."""
+    dataset = folder / "p.jsonl"
+    _write_prompts(dataset, min(rows, _CONVERSATIONS))
+    shown = ROOT / "toolsets" / "bwrap.py"
+    command = f"tail -c +{{turn}}000 {shown} | head -c {result_chars}; echo {{conversation}}"
+    with FakeEndpoint(
+        latency_s=0.0,
+        turns=turns,
+        tool="terminal",
+        arguments=json.dumps({"command": command}),
+        reasoning_chars=reasoning_chars,
+    ) as endpoint:
+        argv = [sys.executable, "batch_runner.py", f"--dataset_file={dataset}", "--run_name=r"]
+        argv += [f"--output_dir={folder}", "--model=m", f"--base_url={endpoint.openai_url}"]
+        argv += ["--key_env=none", "--sandbox=local", f"--enabled_toolsets={toolsets}"]
+        subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     run_dir = folder / "r"
-    (run_dir / "inflight").mkdir(parents=True)
-    config = RunConfig(dataset_file=dataset, run_name="r", output_dir=folder)
-    identity = {
-        "schema_version": SCHEMA_VERSION,
-        "api": "openai_chat",
-        "created": 0.5,
-        "digest": "0" * 16,
-        "meaning": {},
-        "config": config.to_json(),
-        "dataset": {"path": str(dataset)},
-        "history": [],
-        "versions": {},
-    }
-    (run_dir / "run.json").write_bytes(orjson.dumps(identity))
-    found = scan(dataset, max_samples=None)
-    rng = random.Random(0)
-    # A few texts in turn: drawing words for each would take longer than what is measured.
-    pieces = list(_pieces(rng, chars))
-    with (run_dir / "records.jsonl").open("wb") as file:
-        for task in tasks(found, num_samples=1):
-            record = _record(rng, pieces, turns=turns)
-            record |= {"id": task.id, "prompt_id": task.prompt_id, "row": task.columns}
-            record["input_digest"] = task.input_digest
-            record["messages"][1]["content"] = task.columns["prompt"]
-            file.write(orjson.dumps(record) + b"\n")
-    RecordFile(run_dir, run_dir / "quarantine").close()  # writes the index, as a run does
+    templates = [orjson.loads(line) for line in (run_dir / "records.jsonl").open("rb")]
+    _write_prompts(dataset, rows)
+    config = RunConfig.model_validate(read_run_json(run_dir)["config"])
+    found = scan(dataset, max_samples=None, rules=config.row_rules("openai_chat"))
+    offset = 0
+    files = (run_dir / "records.jsonl", run_dir / "records.idx")
+    with files[0].open("wb") as records, files[1].open("wb") as index:
+        for record in _copies(found, templates):
+            line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+            records.write(line)
+            index.write(index_line(index_fields(record), offset, len(line)))
+            offset += len(line)
     return run_dir
 
 
-def _pieces(rng: random.Random, chars: int) -> Iterator[str]:
-    for number in range(64):
-        text = " ".join(rng.choices(_TEXT.split(" "), k=chars // 5))[:chars]
-        yield json.dumps({"exit_code": 0, "output": text}) if number % 2 else text
+def _copies(found: Scan, templates: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for number, task in enumerate(tasks(found, num_samples=1)):
+        record = templates[number % len(templates)]
+        *messages, last = record["messages"]
+        yield {
+            **record,
+            "id": task.id,
+            "prompt_id": task.prompt_id,
+            "input_digest": task.input_digest,
+            "row": task.columns,
+            "messages": [*messages, {**last, "content": f"{last['content']} {number}"}],
+        }
 
 
-def _record(rng: random.Random, pieces: list[str], *, turns: int) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "You are an agent."},
-        {"role": "user", "content": ""},
-    ]
-    for number in range(turns):
-        arguments = json.dumps({"path": f"f{number}.txt", "content": rng.choice(pieces)[:300]})
-        function = {"name": "write_file", "arguments": arguments}
-        messages += [
-            {
-                "role": "assistant",
-                "content": "",
-                "reasoning": rng.choice(pieces)[:400].replace("<", "["),
-                "tool_calls": [{"id": f"c{number}", "type": "function", "function": function}],
-            },
-            {
-                "role": "tool",
-                "tool_call_id": f"c{number}",
-                "name": "write_file",
-                "content": rng.choice(pieces),
-                "is_error": False,
-            },
-        ]
-    messages.append({"role": "assistant", "content": f"Done, {rng.random()}."})
-    usage = {"input_tokens": 900, "output_tokens": 90}
-    turn = {"finish_reason": "stop", "usage": usage, "cost_usd": 0.01, "model": "m"}
-    reply = {**turn, "started_at": 1.0, "duration_s": 2.0, "response_id": "x"}
-    schema = {"type": "object", "properties": {"path": {"type": "string"}}}
-    tool = {"name": "write_file", "description": "Write a file.", "parameters": schema}
-    return {
-        "status": "completed",
-        "error": None,
-        "sample": 0,
-        "attempt": 1,
-        "messages": messages,
-        "turns": [{**reply, "turn": n} for n in range(1, turns + 2)],
-        "tool_calls": [],
-        "resumes": [],
-        "api_calls": turns + 1,
-        "usage": usage,
-        "cost_usd": 0.1,
-        "model_returned": "m",
-        "tools": [{"type": "function", "function": tool}] * 12,
-        "options": {},
-        "model": "m",
-        "api": "openai_chat",
-        "toolsets": ["file"],
-        "sandbox": None,
-        "seed": 0,
-        "config_digest": "d",
-    }
+def _write_prompts(path: Path, count: int) -> None:
+    with path.open("wb") as file:
+        file.writelines(b'{"id":"p%d","prompt":"Question %d"}\n' % (n, n) for n in range(count))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ which the format keeps out of training.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -71,7 +70,7 @@ def _agent_step(turn: Turn, replies: list[Mapping[str, Any]]) -> dict[str, Any]:
             {
                 "tool_call_id": call.id,
                 "function_name": call.name,
-                "arguments": json.loads(call.arguments),
+                "arguments": call.value,
             }
             for call in turn.calls
         ]

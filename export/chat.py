@@ -6,13 +6,12 @@ want them.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from export import hermes
 from export.conversation import Conversation, Entry, Turn, refuse_control_tokens
-from export.row_json import TOOL_CALL, TOOL_RESPONSE, write_json
+from export.row_json import TOOL_CALL, TOOL_RESPONSE, control_token, write_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
 
@@ -42,9 +41,15 @@ def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]
 
 def tools_json(conversation: Conversation) -> str:
     """The tools on offer as a JSON list in a string; raises Rejected."""
-    text = hermes.tools_json(conversation.tools)
-    refuse_control_tokens(text, where="tools")
+    text, token = hermes.once(conversation.tools, _tools_and_token)
+    if token:
+        raise Rejected(Reason.CONTROL_TOKEN, f"tools: {token!r}")
     return text
+
+
+def _tools_and_token(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    text = write_json(tools)
+    return text, control_token(text)
 
 
 def refuse_structure_in_results(turn: Turn) -> None:
@@ -102,7 +107,7 @@ def _messages(entry: Entry, *, inline: bool) -> Sequence[dict[str, Any]]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                "function": {"name": call.name, "arguments": call.value},
             }
             for call in entry.calls
         ]

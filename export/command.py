@@ -134,10 +134,17 @@ def _show_rows(
     kinds: Counter[str] = Counter()
     total = 0
     for total, row in enumerate(rows_of(directory, manifest), start=1):
-        text, dropped = render(row)
+        text, trained, dropped = render(row)
         kinds.update({_kind(place) for place in dropped})
         if total <= (3 if asked is None else asked):
             show(f"=== {row['id']}\n{text}")
+            spans = ", ".join(f"{begin}-{end}" for begin, end in trained)
+            count = sum(end - begin for begin, end in trained)
+            show(
+                f"carry loss: {count:,} of {len(text):,} characters, at {spans}"
+                if trained
+                else "carry loss: the template does not say (it has no generation block)"
+            )
             show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
     show(f"=== of {total:,} rows the template drops:")
     show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")

@@ -6,13 +6,12 @@ user was answered, so rows look alike whichever way the model had to end them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from agent.completion import RESERVED
 from agent.reasoning import split_inline_reasoning
-from export.row_json import arguments_json
+from export.row_json import read_arguments
 from export.row_rules import Reason, Rejected, check_conversation, final_answer_call
 
 
@@ -87,7 +86,7 @@ def _with_answer_as_text(
 
 
 def _answer(call: Mapping[str, Any]) -> str:
-    answer = json.loads(arguments_json(call, where="last turn")).get("answer", "")
+    answer = read_arguments(call, where="last turn").value.get("answer", "")
     if not isinstance(answer, str):
         raise Rejected(Reason.NOT_TEXT, f"last turn: the answer is a {type(answer).__name__}")
     if not answer.strip():

@@ -18,7 +18,7 @@ from agent.reasoning import opens_reasoning, split_inline_reasoning
 from export.completion import plain_ending
 from export.replies import first_reply, tool_stats
 from export.rewards import reward_of
-from export.row_json import CONTROL_TOKEN, arguments_json
+from export.row_json import control_token, read_arguments
 from export.row_rules import Reason, Rejected, check_conversation, check_finished
 
 _MARKER_IN_TEXT = re.compile(
@@ -30,11 +30,12 @@ _MAX_COLUMN_CHARS = 1000
 
 
 class Call(NamedTuple):
-    """One tool call; `arguments` is the JSON text of an object."""
+    """One tool call; `arguments` is the JSON text of an object, `value` what it says."""
 
     id: str
     name: str
     arguments: str
+    value: Mapping[str, Any]
 
 
 class Result(NamedTuple):
@@ -103,7 +104,10 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         check_finished(messages)
     start = first_reply(record["messages"], turns=len(turns))
     # A reply may go on in the turn that the messages before it end with, so that one counts.
-    given = sum(role == "assistant" for role, _ in groupby(messages[: start + 1], key=_role)) - 1
+    given = 0
+    if any(message["role"] == "assistant" for message in messages[:start]):
+        roles = groupby(messages[: start + 1], key=_role)
+        given = sum(role == "assistant" for role, _ in roles) - 1
     if given > 0:
         entries = [
             entry._replace(is_given=True)
@@ -167,8 +171,8 @@ def text_of(message: Mapping[str, Any], *, where: str) -> str:
 
 def refuse_control_tokens(text: str, *, where: str) -> None:
     """Raise Rejected for text that a tokenizer would read as the structure of a template."""
-    if ("<" in text or "[" in text) and (token := CONTROL_TOKEN.search(text)):
-        raise Rejected(Reason.CONTROL_TOKEN, f"{where}: {token[0]!r}")
+    if token := control_token(text):
+        raise Rejected(Reason.CONTROL_TOKEN, f"{where}: {token!r}")
 
 
 def _role(message: Mapping[str, Any]) -> Any:
@@ -195,13 +199,18 @@ def _read_turn(
     """One turn out of its messages: one, or several where the provider paused; `calls` end it."""
     thoughts, texts = [], []
     for message in messages:
-        inline, rest = split_inline_reasoning(text_of(message, where=f"turn {number}"))
-        if opens_reasoning(rest):
-            raise Rejected(Reason.UNCLOSED_THINK, f"turn {number}: begins {rest.lstrip()[:40]!r}")
+        inline, rest = None, text_of(message, where=f"turn {number}")
+        if "<" in rest:
+            inline, rest = split_inline_reasoning(rest)
+            if opens_reasoning(rest):
+                reason = Reason.UNCLOSED_THINK
+                raise Rejected(reason, f"turn {number}: begins {rest.lstrip()[:40]!r}")
         thoughts.append(_joined_reasoning(message.get("reasoning") or "", inline or ""))
         texts.append(rest)
     reasoning, text = _joined(thoughts), _joined(texts)
     for place, words in (("reasoning", reasoning), ("text", text)):
+        if not words:
+            continue
         if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
             raise Rejected(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}")
         refuse_control_tokens(words, where=f"turn {number}, {place}")
@@ -214,7 +223,7 @@ def _read_turn(
         Call(
             call["id"],
             call["function"]["name"],
-            arguments_json(call, where=f"turn {number}, call {position}"),
+            *read_arguments(call, where=f"turn {number}, call {position}"),
         )
         for position, call in enumerate(calls, start=1)
     ]
@@ -223,6 +232,8 @@ def _read_turn(
 
 def _joined(parts: Sequence[str]) -> str:
     """What is not blank of `parts`, with a blank line between one and the next."""
+    if len(parts) == 1:
+        return parts[0] if parts[0].strip() else ""
     *earlier, last = [part for part in parts if part.strip()] or [""]
     return "\n\n".join([*(part.rstrip() for part in earlier), last])
 
@@ -265,7 +276,9 @@ def _metadata(
         "usage": record["usage"],
         "interrupted_calls": sum(len(resume["interrupted"]) for resume in record["resumes"]),
         **_if_any("notes", _notes_by_name(record["messages"])),
-        **_if_any("repairs", sum(len(m.get("repairs") or ()) for m in record["messages"])),
+        **_if_any(
+            "repairs", sum(len(m["repairs"] or ()) for m in record["messages"] if "repairs" in m)
+        ),
         **_reward(record),
         "columns": _small_columns(record),
         "sandbox": record["sandbox"],
@@ -288,8 +301,8 @@ def _notes_by_name(messages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How often each rule of the runtime spoke to the model, in a message or in a result."""
     names: Counter[str] = Counter()
     for message in messages:
-        if message["role"] in ("user", "tool"):
-            names.update(message.get("notes") or ())
+        if (notes := message.get("notes")) and message["role"] in ("user", "tool"):
+            names.update(notes)
     return dict(sorted(names.items()))
 
 

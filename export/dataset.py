@@ -55,11 +55,11 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
     with record_order(source.run_dir) as order, open_records(source.run_dir) as records:
         making = _Making(recipe, place, order)
         failed_attempts = load_failed_attempts(source.run_dir)
-        for group in _groups(source, together=recipe.compares):
+        for group in _groups(source, order, together=recipe.compares):
             found = []
-            for task in group:
+            for task, where in group:
                 counts["tasks"] += 1
-                if (where := order.find(task.key)) is not None:
+                if where is not None:
                     found.append(read_record(records, *where, task.id))
                 else:
                     counts["failed" if task.key in failed_attempts else "pending"] += 1
@@ -219,10 +219,12 @@ def _by_reward(candidate: Candidate) -> float:
     return float("inf") if reward is None else -reward
 
 
-def _groups(source: Source, *, together: bool) -> Iterator[Iterator[Task]]:
-    """The tasks, those of one prompt together if asked for."""
-    found = tasks(source.scan, num_samples=source.num_samples)
-    for _, group in groupby(found, key=lambda task: task.prompt_id if together else task.id):
+def _groups(
+    source: Source, order: RecordOrder, *, together: bool
+) -> Iterator[Iterator[tuple[Task, tuple[int, int] | None]]]:
+    """The tasks and where their records lie, those of one prompt together if asked for."""
+    found = order.find(tasks(source.scan, num_samples=source.num_samples))
+    for _, group in groupby(found, key=lambda at: at[0].prompt_id if together else at[0].id):
         yield group
 
 

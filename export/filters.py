@@ -26,6 +26,14 @@ Record = Mapping[str, Any]
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
+_COUNTED = (
+    *("min_reasoning", "max_tool_errors", "max_tool_error_share", "invented_tools"),
+    *("min_turns", "max_turns", "min_tool_calls", "max_tool_calls"),
+    *("max_input_tokens", "max_output_tokens", "max_tokens"),
+)
+"""The filters for which what a model did is counted."""
+
+
 class Rejection(NamedTuple):
     """Why a record is left out."""
 
@@ -40,6 +48,7 @@ class RecordFilters:
         """Load what they need. Raises `ConfigError`."""
         self._filters = filters
         self._threshold = threshold
+        self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
         self._wrong = None if filters.answer is None else _answer_check(filters.answer)
         self._questions: Questions | None = None
         if filters.evaluation_files:
@@ -62,7 +71,8 @@ class RecordFilters:
             yield Rejection("failed", f"{error['class']}: {error['message']}")
         if status not in filters.status and "any" not in filters.status:
             yield Rejection("status", f"{status}: {record.get('status_reason') or 'ended early'}")
-        yield from _counts(record, filters)
+        if self._counts:
+            yield from _counts(record, filters)
         yield from self._judged(record)
         if self._questions is not None and (found := self._questions.overlap(record)):
             yield Rejection("evaluation_files", found)

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from export.conversation import Conversation
 from export.formats import GROUP_FORMATS, ROW_FORMATS, TWINNED, Format
-from export.hermes import dumps_row
 from export.parquet import parquet_writer
 from export.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.recipe import Recipe
 from export.row_files import LineWriter, Place, SplitFiles
+from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
 from export.style import styled
 

@@ -15,12 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from export.conversation import Conversation, Entry, Turn, read_conversation, read_entries
+from export.conversation import (
+    Conversation,
+    Entry,
+    Turn,
+    read_conversation,
+    read_entries,
+    refuse_control_tokens,
+)
 from export.row_json import content_json, escape_markers, write_json
+
+T = TypeVar("T")
 
 _NO_REASONING = "<think>\n</think>\n"
 """Stands in front of a turn without reasoning, so that every turn opens with a think block."""
@@ -36,10 +45,11 @@ def to_row(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_of(conversation: Conversation, *, with_system_prompt: bool = False) -> dict[str, Any]:
-    """The row of a conversation; its system prompt is in it only if asked for."""
+    """The row of a conversation; its system prompt is in it only if asked for. Raises Rejected."""
     record = conversation.record
     columns = common_columns(conversation)
     system = conversation.system if with_system_prompt else ""
+    refuse_control_tokens(system, where="system message")
     return {
         "id": record["id"],
         "conversations": _conversations(conversation.entries, conversation.tools, system=system),
@@ -65,16 +75,6 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
         "has_reasoning": with_reasoning > 0,
         "metadata": write_json(metadata),
     }
-
-
-def dumps_row(row: Mapping[str, Any]) -> bytes:
-    """The row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD."""
-    line = write_json(row) + "\n"
-    try:
-        return line.encode()
-    except UnicodeEncodeError:
-        units = line.encode("utf-16-le", "surrogatepass")
-        return units.decode("utf-16-le", "replace").encode()
 
 
 def to_conversations(
@@ -106,25 +106,24 @@ def _conversations(
 
 def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
     """The tools on offer as a JSON list."""
-    return _once(tools, write_json)
+    return once(tools, write_json)
 
 
 def _system_value(tools: Sequence[Mapping[str, Any]]) -> str:
-    return _once(tools, _preamble)
+    return once(tools, _preamble)
 
 
-def _once(
-    tools: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Mapping[str, Any]]], str]
-) -> str:
+def once(tools: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Mapping[str, Any]]], T]) -> T:
     """What `make` makes of tools: most records of a run are offered the same ones."""
     try:
-        return _cached(orjson.dumps(tools), make)
+        made: T = _cached(orjson.dumps(tools), make)
     except TypeError:  # halves of surrogate pairs, or numbers beyond 64 bits
         return make(tools)
+    return made
 
 
 @lru_cache(maxsize=256)
-def _cached(tools: bytes, make: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+def _cached(tools: bytes, make: Callable[[Sequence[Mapping[str, Any]]], Any]) -> Any:
     return make(orjson.loads(tools))
 
 

@@ -7,11 +7,16 @@ and of two conversations that say the same only one is kept.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 
+from batch.prompts import Task
 from batch.records import iter_index
+
+_ASKED_AT_ONCE = 64
+"""Tasks that are looked up together: their rows of the dataset are held meanwhile."""
 
 
 class RecordOrder:
@@ -21,13 +26,26 @@ class RecordOrder:
         self._database = database
         self._found = 0
 
-    def find(self, key: bytes) -> tuple[int, int] | None:
-        """Offset and length of the record of a task; ask for each task once."""
-        row = self._database.execute(
-            "SELECT offset, length FROM records WHERE key = ?", (key,)
-        ).fetchone()
-        self._found += row is not None
-        return row and (row[0], row[1])
+    def find(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, tuple[int, int] | None]]:
+        """Each task with offset and length of its record, if there is one; ask for each once."""
+        left = iter(tasks)
+        while some := list(islice(left, _ASKED_AT_ONCE)):
+            keys = [task.key for task in some]
+            marks = ",".join("?" * len(keys))
+            found = {
+                key: (offset, length)
+                for key, offset, length in self._database.execute(
+                    f"SELECT key, offset, length FROM records WHERE key IN ({marks})",
+                    keys,
+                )
+            }
+            self._found += len(found)
+            for task, key in zip(some, keys, strict=True):
+                yield task, found.get(key)
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Offset and length of every record that counts, in the order of the file."""
+        yield from self._database.execute("SELECT offset, length FROM records ORDER BY offset")
 
     def unasked(self) -> int:
         """Records that were never asked for."""

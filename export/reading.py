@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -33,15 +34,25 @@ def open_records(run_dir: Path) -> Iterator[BinaryIO | None]:
 
 def read_record(records: BinaryIO | None, offset: int, length: int, task_id: str) -> Stored:
     """The record of a task. Raises `EnvironmentStop` where it has become unreadable."""
+    return _read(records, offset, length, lambda record: record["id"] == task_id)
+
+
+def read_any_record(records: BinaryIO | None, offset: int, length: int) -> Stored:
+    """The record that lies at a place. Raises `EnvironmentStop` too."""
+    return _read(records, offset, length, lambda record: "id" in record)
+
+
+def _read(
+    records: BinaryIO | None, offset: int, length: int, is_it: Callable[[Any], bool]
+) -> Stored:
     if records is None:
         msg = "records.jsonl vanished while it was read"
         raise OSError(msg)
-    records.seek(offset)
-    line = records.read(length)
+    line = os.pread(records.fileno(), length, offset)
     try:
         record: dict[str, Any] = orjson.loads(line)
-        if record["id"] != task_id:
-            raise ValueError(task_id)
+        if not is_it(record):
+            raise ValueError(offset)
     except (ValueError, TypeError, KeyError) as error:
         # Without its index the file is read whole at the next start, and what is unreadable in
         # it is set aside.

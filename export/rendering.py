@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +20,21 @@ from export.extras import missing
 _THINK = re.compile(r"<think>\n(.*?)\n</think>\n*(.*)", re.DOTALL)
 
 
+_TRAINED = ("\ufdd0", "\ufdd1")
+"""Stand around what carries loss while a row is rendered: noncharacters, so no text is made of
+them."""
+
+_MARK = re.compile("[\ufdd0\ufdd1]")
+
+
 class Rendered(NamedTuple):
     """What a template made of one row."""
 
     text: str
     """What a trainer would tokenize; blank where the template refused the row."""
+    trained: list[tuple[int, int]]
+    """Which parts of it carry loss by the template's own `{% generation %}`: begin and end of
+    each; none where it does not say."""
     dropped: list[str]
     """Places of texts that did not come out, or what the template said against the row."""
 
@@ -48,7 +59,10 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+            begin, end = (
+                nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in _TRAINED
+            )
+            return nodes.Scope([begin, *body, end], lineno=line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -85,10 +99,18 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
             marks = _Marks()
             marked = apply(*marks.put(row["messages"], tools))
         except (TemplateError, TypeError, ValueError) as error:
-            return Rendered("", [f"the template refuses the row: {error}"])
-        return Rendered(text, [place for mark, place in marks.places.items() if mark not in marked])
+            return Rendered("", [], [f"the template refuses the row: {error}"])
+        dropped = [place for mark, place in marks.places.items() if mark not in marked]
+        return Rendered(*_without_marks(text), dropped)
 
     return render
+
+
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the parts of it that stood between two marks."""
+    pieces = _MARK.split(text)
+    ends = list(accumulate(map(len, pieces)))
+    return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))
 
 
 class _Marks:

@@ -24,15 +24,18 @@ def tool_stats(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A call without a result is neither a success nor a failure.
     """
     stats: dict[str, dict[str, Any]] = {}
-    names: dict[str, str] = {}
+    of_call: dict[str, dict[str, Any]] = {}
     for message in messages:
+        if message["role"] == "tool":
+            if (tool := of_call.get(message["tool_call_id"])) is not None:
+                tool["failure" if message.get("is_error") else "success"] += 1
+            continue
         for call in message.get("tool_calls") or ():
-            name = names[call["id"]] = call["function"]["name"]
-            zero = {"tool": name, "count": 0, "success": 0, "failure": 0}
-            stats.setdefault(name, zero)["count"] += 1
-        if message["role"] == "tool" and message["tool_call_id"] in names:
-            outcome = "failure" if message.get("is_error") else "success"
-            stats[names[message["tool_call_id"]]][outcome] += 1
+            name = call["function"]["name"]
+            if (tool := stats.get(name)) is None:
+                tool = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
+            tool["count"] += 1
+            of_call[call["id"]] = tool
     return [stats[name] for name in sorted(stats)]
 
 
@@ -41,4 +44,8 @@ def has_reasoning(message: Mapping[str, Any]) -> bool:
     if (message.get("reasoning") or "").strip():
         return True
     content = message.get("content")
-    return isinstance(content, str) and split_inline_reasoning(content).reasoning is not None
+    return (
+        isinstance(content, str)
+        and "<" in content
+        and split_inline_reasoning(content).reasoning is not None
+    )

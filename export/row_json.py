@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -19,16 +19,20 @@ from export.row_rules import Reason, Rejected
 
 _CONTROL_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>|/?s>|(?:bos|eos|pad|unk)>"
 
-CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
+_CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
 """What the tokenizers of known models read as one token of structure, wherever it stands."""
+
+# A pattern that begins with one letter is searched for many times faster than one that begins
+# with either of two, so each of these stands for a half of a pattern.
+_CONTROL_IN_ANGLES = re.compile(rf"<(?:{_CONTROL_TAILS})")
+_CONTROL_IN_BRACKETS = re.compile(r"\[/?INST\]")
 
 TOOL_CALL = re.compile(r"</?tool_call>")
 TOOL_RESPONSE = re.compile(r"</?tool_response>")
 """The tags that chat templates put around calls and results."""
 
-_MARKER_IN_JSON = re.compile(
-    rf"<(?=/?(?:tool_call|tool_response|think|tools)>|{_CONTROL_TAILS})|\[(?=/?INST\])"
-)
+_MARKER_IN_ANGLES = re.compile(rf"<(?=/?(?:tool_call|tool_response|think|tools)>|{_CONTROL_TAILS})")
+_MARKER_IN_BRACKETS = re.compile(r"\[(?=/?INST\])")
 """The start of a tag of the format or of a control token. In JSON it stands inside a string."""
 
 _MAX_DEPTH = 100
@@ -36,7 +40,8 @@ _MAX_DEPTH = 100
 
 _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels"
 
-_write_slowly = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_write_slowly = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
+"""What is parsed JSON holds no part of itself."""
 
 
 class _Digits(str):
@@ -47,29 +52,61 @@ class _Digits(str):
 
 def write_json(value: Any) -> str:
     """JSON text of a value, non-ASCII as it is; raises ValueError for numbers that JSON has not."""
-    return _written(value, 0)
+    return _text(value) if type(value) is str else _write_slowly(value)
 
 
-def arguments_json(call: Mapping[str, Any], *, where: str) -> str:
+def dumps_row(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD."""
+    try:
+        pieces: list[bytes] = []
+        _put(row, pieces.append)
+        pieces.append(b"\n")
+        return b"".join(pieces)
+    except TypeError:  # halves of surrogate pairs
+        line = write_json(row) + "\n"
+        units = line.encode("utf-16-le", "surrogatepass")
+        return units.decode("utf-16-le", "replace").encode()
+
+
+def control_token(text: str) -> str | None:
+    """The first token of structure in a text, None where it holds none."""
+    if ("<" in text and _CONTROL_IN_ANGLES.search(text)) or (
+        "[" in text and _CONTROL_IN_BRACKETS.search(text)
+    ):
+        found = _CONTROL_TOKEN.search(text)
+        return found and found[0]
+    return None
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call."""
+
+    json: str
+    """The text of an object, with every number in the digits it came in."""
+    value: Mapping[str, Any]
+
+
+def read_arguments(call: Mapping[str, Any], *, where: str) -> Arguments:
     """The arguments of a call as a JSON object, blank ones as an empty one; raises Rejected."""
     sent = call["function"]["arguments"]
     if not sent.strip():
-        return "{}"
-    place = f"{where} ({call['function']['name']})"
+        return Arguments("{}", {})
     try:
-        arguments = _respaced_json(sent)
+        text, value = _respaced(sent)
     except ValueError as e:
+        place = f"{where} ({call['function']['name']})"
         raise Rejected(Reason.ARGUMENTS_NOT_JSON, f"{place}: {e}") from e
-    if not arguments.startswith("{"):
-        raise Rejected(Reason.ARGUMENTS_NOT_OBJECT, f"{place}: {arguments[:40]!r}")
-    return arguments
+    if not text.startswith("{"):
+        place = f"{where} ({call['function']['name']})"
+        raise Rejected(Reason.ARGUMENTS_NOT_OBJECT, f"{place}: {text[:40]!r}")
+    return Arguments(text, json.loads(text) if value is None else value)
 
 
 def content_json(text: str) -> str:
     """A result that is a JSON object or list as that value, any other as a JSON string."""
     if text.lstrip().startswith(("{", "[")):
         try:
-            return _respaced_json(text)
+            return _respaced(text)[0]
         except ValueError:
             pass
     return write_json(text)
@@ -77,25 +114,61 @@ def content_json(text: str) -> str:
 
 def escape_markers(json_text: str) -> str:
     """JSON text in which no string holds a tag of the format, and that reads the same."""
-    if "<" not in json_text and "INST]" not in json_text:
-        return json_text
-    return _MARKER_IN_JSON.sub(_escaped, json_text)
+    if "<" in json_text:
+        json_text = _MARKER_IN_ANGLES.sub(r"\\u003c", json_text)
+    if "[" in json_text:
+        json_text = _MARKER_IN_BRACKETS.sub(r"\\u005b", json_text)
+    return json_text
 
 
-def _escaped(match: re.Match[str]) -> str:
-    return f"\\u{ord(match[0]):04x}"
-
-
-def _respaced_json(text: str) -> str:
+def _respaced(text: str) -> tuple[str, Any]:
     """JSON `text` with the separators of the format, every number in the digits it came in.
 
-    Raises ValueError for all that a strict reader refuses or reads differently: NaN, numbers out
-    of range, repeated keys, too deep nesting.
+    Beside it stands its value, if that was found on the way. Raises ValueError for all that a
+    strict reader refuses or reads differently: NaN, numbers out of range, repeated keys, too deep
+    nesting.
     """
+    # What a lax reader and a writer give back to the letter was strict: most of what there is.
     try:
-        return _written(_strict_decoder.decode(text), 1)
+        value = orjson.loads(text)
+        spaced = _written(value, 1)
+    except (ValueError, TypeError):
+        pass
+    else:
+        if spaced == text or orjson.dumps(value).decode() == text:
+            return spaced, value
+    try:
+        return _written(_strict_decoder.decode(text), 1), None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+
+
+def _put(value: Any, put: Callable[[bytes], None]) -> None:
+    """Hand out JSON of a value piece by piece; raises TypeError for halves of surrogate pairs."""
+    kind = type(value)
+    if kind is str:
+        put(orjson.dumps(value))
+    elif kind is dict and value:
+        opening = True
+        for key, member in value.items():
+            put(_first_key(key) if opening else _next_key(key))
+            opening = False
+            if type(member) is str:
+                put(orjson.dumps(member))
+            else:
+                _put(member, put)
+        put(b"}")
+    elif kind is list and value:
+        before = b"["
+        for element in value:
+            put(before)
+            _put(element, put)
+            before = b", "
+        put(b"]")
+    elif kind is int:
+        put(b"%d" % value)
+    else:
+        put(_write_slowly(value).encode())
 
 
 def _written(value: Any, depth: int) -> str:
@@ -114,12 +187,22 @@ def _written(value: Any, depth: int) -> str:
     if kind is list:
         inner = _deeper(depth)
         return f"[{', '.join([_written(element, inner) for element in value])}]"
-    return _write_slowly(value)
+    return orjson.dumps(value).decode()
 
 
 @lru_cache(maxsize=4096)
 def _key(key: str) -> str:
     return _text(key)
+
+
+@lru_cache(maxsize=4096)
+def _first_key(key: str) -> bytes:
+    return b"{%b: " % orjson.dumps(key)
+
+
+@lru_cache(maxsize=4096)
+def _next_key(key: str) -> bytes:
+    return b", %b: " % orjson.dumps(key)
 
 
 def _deeper(depth: int) -> int:

@@ -57,7 +57,9 @@ class Statistics:
         self._add_reasoning(replies)
         self._add_times(turns)
         usage = record["usage"] or {}
-        self._tokens.update({key: count for key, count in usage.items() if count is not None})
+        for key, count in usage.items():
+            if count is not None:
+                self._tokens[key] += count
 
     def to_json(self) -> dict[str, Any]:
         """For statistics.json. Rates of tools are percentages of the calls that have a result.

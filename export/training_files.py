@@ -25,9 +25,10 @@ import orjson
 from batch.failures import load_failed_attempts
 from batch.files import StorageError, open_temporary, replace_file, sync_directory, temporary_for
 from batch.prompts import Scan, tasks
-from export.hermes import dumps_row, to_row
+from export.hermes import to_row
 from export.order import record_order
 from export.reading import open_records, read_record
+from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
 from export.statistics import Statistics
 
@@ -111,9 +112,8 @@ def export_run(
             }
             order = stack.enter_context(record_order(run_dir))
             records = stack.enter_context(open_records(run_dir))
-            for task in tasks(scan, num_samples=num_samples):
+            for task, where in order.find(tasks(scan, num_samples=num_samples)):
                 total += 1
-                where = order.find(task.key)
                 if where is None:
                     to_retry += task.key in failed_attempts
                     continue

@@ -17,7 +17,7 @@ import yaml
 
 from batch.errors import ConfigError, EnvironmentStop, RunLocked
 from batch.files import StorageError
-from batch.records import load_index
+from batch.prompts import tasks
 from export.checking import findings
 from export.dataset import Source
 from export.dataset_directory import derive, export_dataset, listed_files
@@ -339,9 +339,10 @@ class TestManifest:
             file.write(json.dumps(again) + "\n")
         assert [row["messages"][-1]["content"] for row in rows(source, "openai")] == ["Second."]
         with record_order(source.run_dir) as order:
-            (key,) = load_index(source.run_dir)
-            assert order.find(key) is not None
-            assert (order.find(b"0" * 16), order.unasked()) == (None, 0)
+            (task,) = tasks(source.scan, num_samples=1)
+            other = task._replace(id="other")
+            assert [at is None for _, at in order.find([other, task])] == [True, False]
+            assert order.unasked() == 0
 
     def test_the_card_names_one_kind_of_file_per_config(self, tmp_path: Path) -> None:
         """Its loader opens all configs of a repository as one kind."""

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from export.chat import messages_of
 from export.conversation import Conversation, read_conversation
 from export.formats import ROW_FORMATS
-from export.hermes import dumps_row, to_row
+from export.hermes import to_row
 from export.llamafactory import dataset_info
 from export.rewards import passed, reward_of
+from export.row_json import dumps_row
 from export.row_rules import Rejected
 from export.style import Style, styled
 from tests.exporting import exported, judged, make_run, rejects, rows, worked

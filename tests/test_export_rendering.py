@@ -41,6 +41,8 @@ def test_a_template_that_shows_all_drops_nothing(tmp_path: Path) -> None:
     assert found.dropped == []
     assert f'temp{{"city": "{CHINESE}"}}' in found.text
     assert "<user>" in found.text
+    ((begin, end),) = found.trained
+    assert found.text[begin:end] == f'temp{{"city": "{CHINESE}"}}'
 
 
 def test_templates_choose_how_json_is_written(tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_a_tokenizer_config_holds_its_template(tmp_path: Path) -> None:
     path.write_text(json.dumps({"chat_template": "{{ messages | length }}"}))
     row = {"messages": [{"role": "user", "content": "Hi."}], "tools": "[]"}
     found = load_template(path)(row)
-    assert found == Rendered("1", ["message 1 (user), content"])
+    assert found == Rendered("1", [], ["message 1 (user), content"])
     for content in ("{}", "{"):
         path.write_text(content)
         with pytest.raises(ConfigError, match="cannot read this chat template"):
@@ -130,6 +132,7 @@ def test_the_command_shows_rows_and_sums_up_what_is_dropped(tmp_path: Path) -> N
     assert "dropped: message 3 (assistant), reasoning" in done.stdout
     assert "=== t1" not in done.stdout
     assert shown
+    assert "carry loss: 30 of " in done.stdout
     assert told.splitlines()[1].split(maxsplit=1) == ["2", "message (assistant), reasoning"]
     done = run(tmp_path, "export", source.run_dir, format="raw", render="t.jinja")
     assert (done.returncode, "add it to --format" in done.stderr) == (2, True)

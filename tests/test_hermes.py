@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from export.hermes import dumps_row, to_conversations, to_row
+from export.hermes import to_conversations, to_row
+from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected, check_finished
 
 TEMP: dict[str, Any] = {

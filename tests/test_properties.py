@@ -33,7 +33,8 @@ from agent.trajectory import Journal, Status, Trajectory
 from batch.journal import usable_prefix
 from batch.prompts import Task
 from batch.record import Provenance, dump_record, make_record
-from export.hermes import dumps_row, to_row
+from export.hermes import to_row
+from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
 from run_agent import AIAgent
 from tests import playing

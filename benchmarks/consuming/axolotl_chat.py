@@ -1,0 +1,57 @@
+"""Axolotl's strategy `chat_template` on an export: what it tokenizes and what carries loss."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import datasets
+from axolotl.prompt_strategies.chat_template import load
+from axolotl.utils.dict import DictDefault
+
+from benchmarks.consuming import tiny
+from benchmarks.consuming.rows import rows as rows_of
+
+_IGNORED = -100
+
+
+def main(directory: Path) -> None:
+    """Tokenize the JSON lines and the Parquet twin."""
+    logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
+    tokenizer = tiny.tokenizer_for(directory)
+    settings = DictDefault({"train_on_inputs": False, "sequence_len": 1 << 17})
+    entry = {"type": "chat_template", "chat_template": "qwen3", "field_tools": "tools"}
+    strategy = load(tokenizer, settings, ds_cfg=DictDefault(entry))
+    ours = list(rows_of(directory))
+    for folder, kind in (("openai", "json"), ("openai_parquet", "parquet")):
+        files = sorted(str(path) for path in (directory / folder).iterdir())
+        learnt = masked = tokens = trained = count = 0
+        with tempfile.TemporaryDirectory() as cache:
+            rows = datasets.load_dataset(kind, data_files=files, split="train", cache_dir=cache)
+            for row, told in zip(ours, rows, strict=True):
+                made = strategy.tokenize_prompt(told)
+                marks = [label != _IGNORED for label in made["labels"]]
+                assert any(marks), f"{row['id']}: nothing carries loss, so the row is dropped"
+                count += 1
+                tokens += len(marks)
+                trained += sum(marks)
+                said = zip(made["input_ids"], marks, strict=True)
+                sides: dict[bool, list[int]] = {True: [], False: []}
+                for token, mark in said:
+                    sides[mark].append(token)
+                told_apart = tokenizer.decode(sides[True]), tokenizer.decode(sides[False])
+                counts = tiny.check_spans(row, *told_apart)
+                learnt, masked = learnt + counts[0], masked + counts[1]
+        print(
+            f"= Axolotl {metadata.version('axolotl')}, {kind}: {count} of {len(ours)} rows kept, "
+            f"{trained:,} of {tokens:,} tokens carry loss; {learnt} texts of the model are learnt, "
+            f"{masked} of others masked"
+        )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

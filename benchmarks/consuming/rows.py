@@ -1,0 +1,15 @@
+"""The rows of an export, read as anyone would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def rows(directory: Path, name: str = "openai") -> Iterator[dict[str, Any]]:
+    """The rows of a format, of all splits."""
+    for path in sorted((directory / name).glob("*.jsonl")):
+        with path.open(encoding="utf-8", newline="\n") as lines:
+            yield from map(json.loads, lines)

@@ -1,0 +1,70 @@
+"""A tokenizer made of the texts at hand, for checks that download nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.consuming.rows import rows
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenizer_for(directory: Path, template: str | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer for rows in the format openai, with a chat template of Qwen's kind."""
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    texts = (json.dumps(row["messages"], ensure_ascii=False)[:20_000] for row in rows(directory))
+    model.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def said_by_the_model(row: dict[str, Any]) -> Iterator[str]:
+    """All that a model should learn of a row in the format openai."""
+    for message in row["messages"]:
+        if message["role"] == "assistant":
+            yield message.get("reasoning_content", "")
+            yield message["content"]
+            for call in message.get("tool_calls", ()):
+                yield call["function"]["name"]
+                yield from map(str, filter(_is_text, call["function"]["arguments"].values()))
+
+
+def said_to_the_model(row: dict[str, Any]) -> Iterator[str]:
+    """What it should not learn."""
+    for message in row["messages"]:
+        if message["role"] != "assistant":
+            yield message["content"]
+
+
+def check_spans(row: dict[str, Any], learnt: str, rest: str) -> tuple[int, int]:
+    """Assert that texts are on their side of the mask; gives how many there are on each."""
+    ours = [text.strip() for text in said_by_the_model(row) if text.strip()]
+    theirs = [text.strip() for text in said_to_the_model(row) if text.strip()]
+    for text in ours:
+        # Templates write arguments as JSON, so a text may stand there escaped.
+        forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
+        assert any(form in learnt for form in forms), f"{row['id']}: not learnt: {text[:80]!r}"
+    for text in theirs:
+        assert text in rest, f"{row['id']}: not in the masked part: {text[:80]!r}"
+    return len(ours), len(theirs)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

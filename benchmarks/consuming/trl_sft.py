@@ -1,0 +1,111 @@
+"""TRL's SFTTrainer on an export: a few steps of a tiny random model, and what it trains on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+import trl
+
+from benchmarks.consuming import tiny
+from benchmarks.consuming.rows import rows as rows_of
+
+_IGNORED = -100
+"""The label of what carries no loss."""
+
+_TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
+
+
+def main(directory: Path) -> None:
+    """Train on the JSON lines and on the Parquet twin."""
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    tokenizer = tiny.tokenizer_for(directory, _TEMPLATE.read_text(encoding="utf-8"))
+    rows = list(rows_of(directory))
+    with tempfile.TemporaryDirectory() as cache:
+        files = sorted(map(str, (directory / "openai").glob("*.jsonl")))
+        lines = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
+        print("=", _train("JSON lines", lines, rows, tokenizer, cache))
+        files = sorted(map(str, (directory / "openai_parquet").glob("*.parquet")))
+        twin = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
+        told = [{**row, "messages": _as_chat(row["messages"])} for row in twin]
+        messages = datasets.List(datasets.Json())
+        features = datasets.Features({**twin.features, "messages": messages})
+        decoded = datasets.Dataset.from_list(told, features=features)
+        print("=", _train("Parquet, decoded", decoded, rows, tokenizer, cache))
+
+
+def _as_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of the Parquet twin without their nulls, arguments as objects."""
+    told = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    for message in told:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return told
+
+
+def _train(
+    what: str, rows: Any, ours: Sequence[dict[str, Any]], tokenizer: Any, folder: str
+) -> str:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1 << 17,
+    )
+    arguments = trl.SFTConfig(
+        output_dir=folder,
+        max_steps=3,
+        per_device_train_batch_size=1,
+        max_length=None,
+        assistant_only_loss=True,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    trainer = trl.SFTTrainer(
+        model=transformers.Qwen3ForCausalLM(config),
+        args=arguments,
+        train_dataset=rows,
+        processing_class=tokenizer,
+    )
+    prepared = trainer.train_dataset
+    assert len(prepared) == len(ours), f"{len(ours) - len(prepared)} rows were dropped"
+    learnt = masked = tokens = trained = 0
+    for row, made in zip(ours, prepared, strict=True):
+        ids = made["input_ids"]
+        marks = [label != _IGNORED for label in made["labels"]]
+        tokens += len(ids)
+        trained += sum(marks)
+        sides = [
+            tokenizer.decode([n for n, mark in zip(ids, marks, strict=True) if mark == side])
+            for side in (1, 0)
+        ]
+        counts = tiny.check_spans(row, *sides)
+        learnt, masked = learnt + counts[0], masked + counts[1]
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return (
+        f"TRL {trl.__version__}, {what}: {len(prepared)} of {len(ours)} rows kept, {trained:,} of "
+        f"{tokens:,} tokens carry loss; {learnt} texts of the model are learnt, {masked} of others "
+        f"masked; losses of 3 steps {', '.join(f'{float(loss):.2f}' for loss in losses)}"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

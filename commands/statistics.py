@@ -1,0 +1,30 @@
+"""The command `stats`: numbers about what the models of a run did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from batch.console import show
+from commands.ending import errors_as_exit_codes
+from commands.shared import run_dir_argument
+
+
+@click.command()
+@run_dir_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def stats(run: str, output_dir: Path, as_json: bool) -> None:
+    """Show statistics of RUN (a name or a directory) from its records: turns, tokens, tools."""
+    import orjson
+
+    from batch.upkeep import find_run
+    from export.run_statistics import as_text, statistics_of
+
+    with errors_as_exit_codes():
+        path, identity, _ = find_run(run, output_dir)
+        found = statistics_of(path)
+        if as_json:
+            show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
+            return
+        show("\n".join(as_text(found, identity["meaning"].get("distribution") or {})))

@@ -1,0 +1,165 @@
+"""The statistics of a run for people and programs, computed from its records alone.
+
+Numbers of each record are kept in arrays of machine numbers, so percentiles are exact and a million
+records take some tens of megabytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from export.conversation import read_conversation
+from export.order import record_order
+from export.reading import open_records, read_any_record
+from export.row_rules import Rejected
+from export.statistics import Statistics
+
+_SHARES = (0.5, 0.9, 0.99)
+
+
+class RunStatistics:
+    """`Statistics`, and how turns, tokens, costs and durations are spread."""
+
+    def __init__(self) -> None:
+        self._statistics = Statistics()
+        self._spreads: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self._tool_seconds: dict[str, array[float]] = defaultdict(lambda: array("f"))
+        self._records = 0
+        self._kept = 0
+        self._kept_with_cost = 0
+        self._cost_of_kept = 0.0
+        self._cost = 0.0
+        self._unknown_costs = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one record."""
+        self._statistics.add(record)
+        self._records += 1
+        usage = record["usage"] or {}
+        turns = record["turns"]
+        found = {
+            "turns": len(turns),
+            "tool_calls": len(record["tool_calls"]),
+            "input_tokens": usage.get("input_tokens"),
+            "output_tokens": usage.get("output_tokens"),
+            "cost_usd": record["cost_usd"],
+            "model_seconds": sum(turn["duration_s"] for turn in turns) if turns else None,
+        }
+        for name, number in found.items():
+            if number is not None:
+                self._spreads[name].append(number)
+        offered = {tool["function"]["name"] for tool in record["tools"] or ()}
+        for call in record["tool_calls"]:
+            # Names that a model invents have no end.
+            if call["name"] in offered and call.get("duration_s") is not None:
+                self._tool_seconds[call["name"]].append(call["duration_s"])
+        cost = record["cost_usd"]
+        self._unknown_costs += cost is None
+        self._cost += cost or 0.0
+        if _is_kept(record):
+            self._kept += 1
+            if cost is not None:
+                self._kept_with_cost += 1
+                self._cost_of_kept += cost
+
+    def to_json(self) -> dict[str, Any]:
+        """As `stats --json` shows it. Unknown costs are counted apart, never as zero."""
+        counted = self._statistics.to_json()
+        for tool in counted["tools"]:
+            tool["seconds"] = _spread(self._tool_seconds.get(tool["tool"], array("f")))
+        return {
+            **counted,
+            "records": self._records,
+            "kept": self._kept,
+            "cost_usd": {
+                "known_total": self._cost,
+                "records_of_unknown_cost": self._unknown_costs,
+                # All that was paid, over what is left to train on.
+                "per_kept": self._cost / self._kept if self._kept and self._cost else None,
+                "of_kept_mean": self._cost_of_kept / self._kept_with_cost
+                if self._kept_with_cost
+                else None,
+            },
+            "per_record": {name: _spread(numbers) for name, numbers in self._spreads.items()},
+        }
+
+
+def statistics_of(run_dir: Path) -> dict[str, Any]:
+    """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`."""
+    statistics = RunStatistics()
+    with record_order(run_dir) as order, open_records(run_dir) as records:
+        for offset, length in order.places():
+            statistics.add(read_any_record(records, offset, length).record)
+    return statistics.to_json()
+
+
+def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[str]:
+    """The statistics as tables; `asked` are the toolsets asked for, in percent."""
+    statuses = ", ".join(f"{name} {count:,}" for name, count in found["rows"].items())
+    yield f"{found['records']:,} records: {statuses or 'none'}; kept for training {found['kept']:,}"
+    reasoning = found["reasoning"]
+    if turns := reasoning["assistant_turns"]:
+        share = 100 * reasoning["with_reasoning"] / turns
+        yield f"reasoning in {share:.1f}% of {turns:,} turns"
+    cost = found["cost_usd"]
+    if cost["records_of_unknown_cost"] < found["records"]:
+        told = f"cost ${cost['known_total']:.4f}"
+        if cost["per_kept"] is not None:
+            told += f", ${cost['per_kept']:.4f} per kept trajectory"
+        if unknown := cost["records_of_unknown_cost"]:
+            told += f"; unknown for {unknown:,} records"
+        yield told
+    yield ""
+    head = ("mean", "p50", "p90", "p99", "max")
+    yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)
+    for name, spread in found["per_record"].items():
+        yield f"{name:<16}" + _numbers(spread)
+    if found["tools"]:
+        yield ""
+        columns = ("calls", "failures", "failed %", "p50 s", "p99 s")
+        yield f"{'tool':<24}" + "".join(f"{name:>12}" for name in columns)
+        for tool in found["tools"]:
+            yield (
+                f"{tool['tool']:<24}{tool['count']:>12,}{tool['failure']:>12,}"
+                f"{tool['failure_rate']:>12g}"
+                + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
+            )
+    realised = {one["toolset"]: one["percent"] for one in found["toolsets"]}
+    if names := sorted({*asked, *realised}):
+        yield ""
+        yield f"{'toolset':<24}{'asked %':>12}{'offered %':>12}"
+        for name in names:
+            yield f"{name:<24}{_number(asked.get(name)):>12}{_number(realised.get(name)):>12}"
+
+
+def _is_kept(record: Mapping[str, Any]) -> bool:
+    if record["status"] != "completed":
+        return False
+    try:
+        read_conversation(record)
+    except Rejected:
+        return False
+    return True
+
+
+def _spread(numbers: array[float]) -> dict[str, float | None]:
+    if not numbers:
+        return dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
+    ordered = sorted(numbers)
+    last = len(ordered) - 1
+    percentiles = {f"p{share * 100:g}": ordered[round(share * last)] for share in _SHARES}
+    return {"mean": sum(ordered) / len(ordered), **percentiles, "max": ordered[last]}
+
+
+def _numbers(spread: Mapping[str, float | None]) -> str:
+    return "".join(f"{_number(number):>14}" for number in spread.values())
+
+
+def _number(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
