@@ -19,7 +19,15 @@ from batch.errors import EnvironmentStop, RunDirError
 _BLOCK = 1 << 16
 
 _PLAIN_FILES = (
-    *("run.json", "records.jsonl", "records.idx", "failures.jsonl", "run.log", "lock"),
+    *(
+        "run.json",
+        "records.jsonl",
+        "records.idx",
+        "dataset.idx",
+        "failures.jsonl",
+        "run.log",
+        "lock",
+    ),
     *("summary.json", "statistics.json", "exports/manifest.json"),
 )
 
