@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,10 +177,17 @@ def _shares(plan: Plan) -> str:
     )
 
 
-def run_batch(plan: Plan, run_dir: RunDir, *, only: Collection[bytes] | None = None) -> Outcome:
+def run_batch(
+    plan: Plan,
+    run_dir: RunDir,
+    *,
+    only: Collection[bytes] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Outcome:
     """Work on all tasks that need work. Blocks until they end or the run is stopped.
 
-    `only` bounds the work to the tasks with these keys.
+    `only` bounds the work to the tasks with these keys; `tell` takes the messages for the user
+    where something else than the progress line has the terminal.
 
     Raises `EnvironmentStop` where the run cannot go on.
     """
@@ -191,7 +198,7 @@ def run_batch(plan: Plan, run_dir: RunDir, *, only: Collection[bytes] | None = N
             log.info("mcp server %s offers %r: %r", name, tool.name, tool.description)
     hide_environment()
     allow_many_files()
-    outcome = _work(plan, run_dir, only)
+    outcome = _work(plan, run_dir, only, tell)
     log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
     log.info("calls: %s", outcome.limits)
     return outcome
@@ -227,13 +234,23 @@ def refuse_bad_rows(plan: Plan) -> None:
         raise DatasetError(msg)
 
 
-def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcome:
+def _work(
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    tell: Callable[[str], None] | None,
+) -> Outcome:
     config = plan.config
     records = RecordFile(run_dir.path, run_dir.quarantine)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
     inflight = Inflight(run_dir.inflight)
     ledger = Ledger(run_dir.path, run_dir.quarantine)
-    progress = Progress(total=plan.scan.rows * config.num_samples if only is None else len(only))
+    progress = Progress(
+        total=plan.scan.rows * config.num_samples if only is None else len(only),
+        spent_usd=sum(entry.cost_usd or 0.0 for entry in records.found.values()),
+        run_dir=run_dir.path,
+        tell=tell,
+    )
     try:
         if records.unreadable:
             progress.say(

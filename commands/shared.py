@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from batch.console import show
+from commands.live import check_live, live_view
 
 if TYPE_CHECKING:
     from batch.accounts import Accounts
@@ -47,6 +48,12 @@ def starting_options(function: Any) -> Any:
     return function
 
 
+live_option = click.option(
+    "--live",
+    is_flag=True,
+    help="Show the run on the whole screen while it works (extra `live`).",
+)
+
 output_dir_option = click.option(
     "--output_dir",
     type=click.Path(path_type=Path),
@@ -74,15 +81,26 @@ def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:
 
 
 def start(
-    plan: Plan, *, fresh: bool, accept_config_change: str, only: Collection[bytes] | None = None
+    plan: Plan,
+    *,
+    fresh: bool,
+    accept_config_change: str,
+    live: bool,
+    only: Collection[bytes] | None = None,
 ) -> tuple[Outcome, Accounts]:
-    """Work on the tasks of a plan (`only` those with these keys); show and give what came of it."""
+    """Work on the tasks of a plan (`only` those with these keys); show and give what came of it.
+
+    `live` is for the view on the whole screen.
+    """
     from batch.run import refuse_bad_rows, run_batch, warn
 
+    if live:
+        check_live()
     warn(plan)
     refuse_bad_rows(plan)
     with opened(plan, fresh, accept_config_change) as run_dir:
-        outcome = run_batch(plan, run_dir, only=only)
+        with live_view(run_dir.path) if live else nullcontext() as tell:
+            outcome = run_batch(plan, run_dir, only=only, tell=tell)
         accounts = export_and_account(
             run_dir.path, plan.scan, plan.config, last_start=outcome.to_json()
         )

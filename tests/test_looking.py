@@ -153,20 +153,20 @@ def test_a_terminal_gets_colours_through_its_pager(cwd: Path, tmp_path: Path) ->
     pager.chmod(0o755)
     env = {k: v for k, v in os.environ.items() if k not in ("LESS", "NO_COLOR")}
     env |= {"PAGER": "less", "PATH": f"{tmp_path}:{env['PATH']}", "TERM": "xterm"}
-    coloured = on_terminal(cwd, env)
+    coloured = on_terminal(cwd, env, "show", "r", HOSTILE_ID)
     assert coloured.startswith("paged")
     assert "\x1b[36m\x1b[1m=== turn 1" in coloured
     assert "\x1b[31mred" not in coloured
-    plain = on_terminal(cwd, env | {"NO_COLOR": "1"})
+    plain = on_terminal(cwd, env | {"NO_COLOR": "1"}, "show", "r", HOSTILE_ID)
     assert plain.startswith("paged")
     assert "\x1b" not in plain
 
 
-def on_terminal(cwd: Path, env: dict[str, str]) -> str:
-    """What `show` writes to a terminal."""
+def on_terminal(cwd: Path, env: dict[str, str], *args: object, **options: object) -> str:
+    """What a command that succeeds writes to a terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        command("show", "r", HOSTILE_ID), cwd=cwd, env=env, stdin=theirs, stdout=theirs
+        command(*args, **options), cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
         os.close(theirs)
         output = b""
@@ -228,11 +228,15 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     options = {**SCRIPTED, "enabled_toolsets": "file,mine", "tools": "mine:hold"}
     with started(tmp_path, **options) as process:
         wait_until(lambda: in_flight(tmp_path) == [("held", 2, "hold", "tools", ["hold"])])
+        wait_until(lambda: status(tmp_path)["progress"] is not None)
         found = status(tmp_path)
+        assert found["progress"]["running"] == 1
         assert found["tasks"] == 2
         assert found["in_flight"][0]["idle_s"] >= 0
         assert [task["id"] for task in found["slowest"]] == ["quick"]
         text = run(tmp_path, "status", "r").stdout
+        assert "\nthis start: left " in text
+        assert "done 1, failed 0, running 1, 0." in text
         assert "in flight 1, the longest silent first\n  held " in text
         assert "2 turns  runs hold, " in text
         watching = subprocess.Popen(
