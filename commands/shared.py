@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,18 @@ output_dir_option = click.option(
 
 def run_dir_argument(function: Any) -> Any:
     """The parameters by which a command names a run; see `path_of`."""
-    return click.argument("run", metavar="RUN")(output_dir_option(function))
+    return run_argument("run")(output_dir_option(function))
+
+
+def run_argument(name: str) -> Callable[[Any], Any]:
+    """A parameter that names a run; a shell offers those in the default output directory."""
+    return click.argument(name, metavar="RUN", shell_complete=_runs)
+
+
+def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    output_dir = ctx.params.get("output_dir") or Path("trajectories")
+    found = sorted(path.parent.name for path in output_dir.glob("*/run.json"))
+    return [name for name in found if name.startswith(incomplete)]
 
 
 def path_of(run: str, output_dir: Path) -> Path:

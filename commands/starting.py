@@ -57,6 +57,7 @@ def run(
 @click.option(
     "--pilot",
     type=click.IntRange(min=2),
+    metavar="N",
     default=30,
     help="Tasks to run, drawn at random.  [default: 30]",
 )
