@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from batch.run_dir import RunDir
 
 
+_RUNS_SHOWN = 10
+
+
 def starting_options(function: Any) -> Any:
     """The options of the commands that start a run."""
     for option in reversed(
@@ -74,12 +77,27 @@ def run_argument(name: str) -> Callable[[Any], Any]:
 
 def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     output_dir = ctx.params.get("output_dir") or Path("trajectories")
-    found = sorted(path.parent.name for path in output_dir.glob("*/run.json"))
-    return [name for name in found if name.startswith(incomplete)]
+    return [name for name in _runs_in(output_dir) if name.startswith(incomplete)]
+
+
+def _runs_in(output_dir: Path) -> list[str]:
+    return sorted(path.parent.name for path in output_dir.glob("*/run.json"))
 
 
 def path_of(run: str, output_dir: Path) -> Path:
-    """The directory of a run that was given by its name or its path."""
+    """The directory of a run that was given by its name or its path.
+
+    Raises `RunDirError` where there is none, and names those that there are.
+    """
+    from batch.errors import RunDirError
+
+    found = next((path for path in (Path(run), output_dir / run) if path.exists()), None)
+    if found is None:
+        runs = _runs_in(output_dir)
+        known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""
+        more = ", ..." if len(runs) > _RUNS_SHOWN else ""
+        msg = f"{output_dir / run}: no such run{known}{more}; --output_dir says where runs are"
+        raise RunDirError(msg)
     return Path(run) if (Path(run) / "run.json").exists() else output_dir / run
 
 
@@ -138,7 +156,7 @@ def open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]
     """Find a run by name or directory and scan its dataset as its last start did."""
     from batch.upkeep import find_run, scan_of
 
-    path, identity, config = find_run(run, output_dir)
+    path, identity, config = find_run(str(path_of(run, output_dir)), Path())
     return path, scan_of(identity, config), config
 
 

@@ -127,6 +127,8 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
     """The same for a person: a paragraph for each part that there is, its first line its title."""
     holder, state = found.holder, found.progress
     running = f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
+    if not holder and found.accounts.pending:
+        running += "; the command of the run goes on with what is pending"
     head = [f"{found.run_dir}: {running}"]
     if state is not None:
         head.append(f"this start: {plain(in_words(state))}")

@@ -93,3 +93,15 @@ def test_bash_completes_with_the_script(tmp_path: Path) -> None:
         ["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "status\n", done.stderr
+
+
+def test_a_config_that_is_no_yaml_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: x\nseed: [\n")
+    done = run(tmp_path, config="c.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: c.yaml:3:1: not YAML: ")
+    assert done.stderr.count("\n") == 1
+    missing = run(tmp_path, config="none.yaml")
+    assert missing.stderr == (
+        "error: none.yaml: cannot read this config file: No such file or directory\n"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,30 @@ def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
     missing = run(cwd, "show", "r", "nobody")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr.startswith("error: trajectories/r: no record has the id 'nobody'")
+
+
+@pytest.mark.parametrize("name", ["status", "report", "export", "show"])
+def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name: str) -> None:
+    done = run(cwd, name, "nope", *(["x"] if name == "show" else []))
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: trajectories/nope: no such run; runs there: other, r; "
+        "--output_dir says where runs are\n",
+    )
+
+
+def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: Path) -> None:
+    rows = [*ROWS, {"id": "new", "prompt": "Hi", "script": [{"content": "Hi."}]}]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    copy = tmp_path / "trajectories" / "r"
+    shutil.copytree(cwd / "trajectories" / "r", copy)
+    written = json.loads((copy / "run.json").read_text())
+    written["dataset"]["path"] = str(tmp_path / "p.jsonl")
+    (copy / "run.json").write_text(json.dumps(written))
+    head = run(tmp_path, "status", "r").stdout.splitlines()[0]
+    assert head == (
+        "trajectories/r: not running; the command of the run goes on with what is pending"
+    )
 
 
 def test_one_turn_alone(cwd: Path) -> None:
