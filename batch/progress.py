@@ -194,6 +194,7 @@ class Progress:
             "cost_unknown": work["cost_unknown"],
             "forecast_usd": self._forecast_usd(worked),
             "limit": limit,
+            "turns": work["turns"],
             "turns_per_s": (latest.turns - past.turns) / seconds,
             "input_tokens_per_s": (latest.input_tokens - past.input_tokens) / seconds,
             "output_tokens_per_s": (latest.output_tokens - past.output_tokens) / seconds,
@@ -233,6 +234,8 @@ def in_words(state: Mapping[str, Any]) -> str:
         parts.append(_cost(state))
     if state["limit"]:
         parts.append(state["limit"])
+    if state["running"] and not state["turns"]:
+        return ", ".join([*parts, "no reply yet"])
     parts += [
         f"{state['turns_per_s']:.1f} turns/s",
         f"tokens/s {_short(state['input_tokens_per_s'])} in "

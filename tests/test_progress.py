@@ -39,6 +39,13 @@ def test_failures_are_counted_by_class(progress: Progress) -> None:
     assert progress.left == 93
 
 
+def test_a_silent_endpoint_is_seen(progress: Progress) -> None:
+    words = in_words(state_of(progress, running=2))
+    assert words == "done 0, failed 0, running 2, $1.00, no reply yet"
+    progress.add(counters(turns=1))
+    assert "no reply yet" not in in_words(state_of(progress, running=2))
+
+
 def test_rates_are_those_of_the_last_seconds(progress: Progress) -> None:
     progress.add(counters(turns=20, input_tokens=5_000, output_tokens=300))
     assert "2.0 turns/s, tokens/s 500 in 30 out" in in_words(state_of(progress))
@@ -48,7 +55,7 @@ def test_rates_are_those_of_the_last_seconds(progress: Progress) -> None:
 
 def test_the_forecast_takes_what_is_in_flight_to_be_half_way(progress: Progress) -> None:
     """10 of 100 ended and 20 half-way: 20 tasks' work has been paid."""
-    progress.add(counters(cost_usd=2.0))
+    progress.add(counters(turns=1, cost_usd=2.0))
     assert state_of(progress, running=20)["forecast_usd"] is None  # nothing has ended
     for _ in range(10):
         progress.task_ended(failure=None)
@@ -69,7 +76,7 @@ def test_at_the_end_the_forecast_is_what_was_spent(progress: Progress) -> None:
 
 def test_an_unknown_cost_is_no_forecast(progress: Progress) -> None:
     progress.task_ended(failure=None)
-    progress.add(counters(cost_usd=0.5, cost_unknown=True))
+    progress.add(counters(turns=1, cost_usd=0.5, cost_unknown=True))
     words = in_words(state_of(progress, running=1, limit="limit 9 (endpoint)"))
     assert "$1.50 and unknown, limit 9 (endpoint), " in words
     assert "~" not in words
