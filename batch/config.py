@@ -116,7 +116,7 @@ class RunConfig(AgentOptions):
     )
     mcp: Annotated[dict[ServerName, McpServer] | None, BeforeValidator(parse_json)] = meaning(
         None,
-        "MCP servers by name, each a toolset: `command` or `url`, and more; see the README.",
+        "MCP servers by name, each a toolset: `command` or `url`, and more; see docs/tools.md.",
     )
     distribution: str | None = meaning(
         None,

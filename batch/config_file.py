@@ -54,7 +54,13 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path}: cannot read this {kind}: {error}"
+        reason = error.strerror if isinstance(error, OSError) else error
+        msg = f"{path}: cannot read this {kind}: {reason}"
+        raise ConfigError(msg) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        msg = f"{path}{place}: not YAML: {error.problem}"
         raise ConfigError(msg) from error
     except yaml.YAMLError as error:
         msg = f"{path}: not YAML: {error}"

@@ -28,12 +28,13 @@ _RECORD = Struct("=16sQIHHIIqqd")
 """Task key, offset, length, ending, attempt, turns, tool calls, tokens in and out, dollars."""
 _ENDING = Struct("=16xQI2x34s")
 """Offset of the next record, 0, and how that one ended: status, and error class behind a NUL."""
-_Column = tuple[Literal["Q", "I", "H"], int, int]
+_Column = tuple[Literal["Q", "I", "H", "d"], int, int]
 """A column of the rows: type, its place in the row, and the numbers that make a row."""
 _OFFSETS: _Column = ("Q", 2, 8)
 _LENGTHS: _Column = ("I", 6, 16)
 _ENDINGS: _Column = ("H", 14, 32)
 _BUCKETS: _Column = ("H", 0, 32)
+_COSTS: _Column = ("d", 7, 8)
 _MOST_ATTEMPTS = 2**16 - 1
 _CHUNK = 1 << 13
 
@@ -170,6 +171,15 @@ class Index(Mapping[bytes, Entry]):
         """Whether any record holds a reply of the model."""
         return any(entry.turns for _, entry in self.records())
 
+    def known_cost_usd(self) -> float:
+        """What the records cost together, as far as that is known."""
+        columns = _column(self._view, _LENGTHS)[1:], _column(self._view, _COSTS)[1:]
+        total = 0.0
+        for length, cost in zip(*columns, strict=True):
+            if length and not isnan(cost):
+                total += cost
+        return total
+
     def repeated(self) -> Iterator[tuple[int, int]]:
         """The rows of each two records of one task that follow each other."""
         for rows in self._by_bucket.values():
@@ -262,7 +272,7 @@ def _words(ending: bytes) -> tuple[str, str | None]:
     return intern(status), intern(error_class) if error_class else None
 
 
-def _column(rows: memoryview, column: _Column) -> memoryview[int]:
+def _column(rows: memoryview, column: _Column) -> memoryview[Any]:
     kind, first, step = column
     return rows.cast(kind)[first::step]
 

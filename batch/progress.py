@@ -1,4 +1,9 @@
-"""The progress of a run, drawn by the parent alone: one tqdm line, or plain lines in a log."""
+"""The progress of a run, kept by the parent alone: one tqdm line, or plain lines in a log.
+
+All of it comes from sums that exist; nothing is done per model call. Once a second the state is
+also put into `progress.json` in the run directory, for whoever looks from another process. It is
+derived: the run never reads it, and goes on where it cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,37 @@ import contextlib
 import os
 import sys
 import time
-from collections import deque
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import orjson
 from tqdm import tqdm
 
 from batch.console import say
+from batch.files import temporary_for
 from batch.wire import Counters, no_counters
+
+PROGRESS_FILE = "progress.json"
 
 _PLAIN_EVERY_S = 10.0
 _DRAW_EVERY_S = 0.25
+_WRITE_EVERY_S = 1.0
 _RATE_OVER_S = 30.0
 _WIDTH = 120
+_MESSAGES_KEPT = 8
+_EARLIER = "in earlier starts"
+"""Stands for the classes of tasks that failed for good before this start."""
+
+
+class _Work(NamedTuple):
+    """What had been done at a moment."""
+
+    at: float
+    turns: int
+    input_tokens: int
+    output_tokens: int
 
 
 def _size() -> dict[str, Any]:
@@ -31,33 +55,56 @@ def _size() -> dict[str, Any]:
 class Progress:
     """Counts what happens in this start and shows it on standard error."""
 
-    def __init__(self, *, total: int) -> None:
+    def __init__(
+        self,
+        *,
+        total: int,
+        run_dir: Path | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """The state goes to a file in `run_dir`.
+
+        With `tell`, which takes the messages for the user, nothing is drawn here: something else
+        has the terminal.
+        """
         self._total = total
-        self._done = self._failed = 0
+        self._done = 0
+        self._failed: Counter[str] = Counter()
         self._ended_now = 0
         self._work = no_counters()
-        self._limit = ""
-        self._started_at = self._shown_at = time.monotonic()
-        self._turns_at: deque[tuple[float, int]] = deque()
-        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._spent_before_usd = 0.0
+        self._started_at = self._shown_at = self._written_at = time.monotonic()
+        self._past: deque[_Work] = deque([_Work(self._started_at, 0, 0, 0)])
+        self._file = None if run_dir is None else run_dir / PROGRESS_FILE
+        self._messages: deque[str] = deque(maxlen=_MESSAGES_KEPT)
+        self._tell = tell
+        self._is_terminal = tell is None and sys.stderr is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=total,
-            unit="task",
             disable=not self._is_terminal,
+            bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             **_size(),
             mininterval=_DRAW_EVERY_S,
         )
 
-    def task_ended(self, *, failed: bool) -> None:
-        """One more task has ended in this start."""
-        self._count(done=not failed, failed=failed)
+    def task_ended(self, *, failure: str | None) -> None:
+        """One more task has ended in this start; `failure` is the class of what failed it."""
         self._ended_now += 1
+        if failure is None:
+            self._done += 1
+        else:
+            self._failed[failure] += 1
+        self._move(1)
 
-    def found_ended(self, *, done: int, failed: int) -> None:
-        """So many tasks have ended in earlier starts; they count for no rate."""
+    def found_ended(self, *, done: int, failed: int, cost_usd: float = 0.0) -> None:
+        """So many tasks have ended in earlier starts, at that cost; they count for no rate."""
+        self._spent_before_usd += cost_usd
         if self._is_terminal:
             self._bar.initial += done + failed
-        self._count(done=done, failed=failed)
+        self._done += done
+        if failed:
+            self._failed[_EARLIER] += failed
+        self._move(done + failed)
 
     def add(self, counters: Counters) -> None:
         """Count what a worker has done since it last said so."""
@@ -69,72 +116,143 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Show a message above the progress line."""
-        if not self._is_terminal:
-            say(message)
-            return
-        with contextlib.suppress(OSError):  # whoever watched may be gone
-            self._bar.write(message, file=sys.stderr)
+        self._messages.append(message)
+        self._say(message)
 
     def show(self, running: int, limit: str) -> None:
         """Draw the present state, as often as is of use; `limit` says what holds calls back."""
-        self._limit = limit
         now = time.monotonic()
-        if now - self._shown_at < (_DRAW_EVERY_S if self._is_terminal else _PLAIN_EVERY_S):
+        draws = self._tell is None and now - self._shown_at >= (
+            _DRAW_EVERY_S if self._is_terminal else _PLAIN_EVERY_S
+        )
+        writes = self._file is not None and now - self._written_at >= _WRITE_EVERY_S
+        if not draws and not writes:
             return
-        self._shown_at = now
-        if self._is_terminal:
-            with contextlib.suppress(OSError):
-                self._bar.set_postfix_str(self._details(running, now))
-        else:
-            ended = self._done + self._failed
-            self.say(
-                f"{ended}/{self._total} tasks: {self._details(running, now)}{self._time_left(now)}"
-            )
+        state = self._state(running, limit, now)
+        if writes:
+            self._written_at = now
+            self._write(state)
+        if draws:
+            self._shown_at = now
+            if self._is_terminal:
+                with contextlib.suppress(OSError):
+                    self._bar.set_postfix_str(in_words(state))
+            else:
+                self._say(f"{self._ended}/{self._total} tasks: {in_words(state)}")
 
     @property
     def left(self) -> int:
         """Tasks that have not ended, as far as is known."""
-        return self._total - self._done - self._failed
+        return self._total - self._ended
 
     def close(self) -> None:
         """Draw the last state and leave it."""
         if self._is_terminal:
-            self._bar.set_postfix_str(self._details(0, time.monotonic()), refresh=False)
+            last = in_words(self._state(0, "", time.monotonic()))
+            self._bar.set_postfix_str(last, refresh=False)
         with contextlib.suppress(OSError):
             self._bar.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink(missing_ok=True)
 
-    def _count(self, *, done: int, failed: int) -> None:
-        self._done += done
-        self._failed += failed
+    @property
+    def _ended(self) -> int:
+        return self._done + self._failed.total()
+
+    def _move(self, ended: int) -> None:
         with contextlib.suppress(OSError):
-            self._bar.update(done + failed)
+            self._bar.update(ended)
 
-    def _details(self, running: int, now: float) -> str:
-        work = self._work
-        parts = [
-            f"done {self._done}",
-            f"failed {self._failed}",
-            f"running {running}",
-            f"{self._turns_per_second(now):.1f} turns/s",
-            f"{tqdm.format_sizeof(work['input_tokens'])} tokens in "
-            f"{tqdm.format_sizeof(work['output_tokens'])} out",
-        ]
-        if work["cost_usd"]:
-            more = " and unknown" if work["cost_unknown"] else ""
-            parts.append(f"${work['cost_usd']:.2f}{more}")
-        if self._limit:
-            parts.append(self._limit)
-        return ", ".join(parts)
+    def _say(self, message: str) -> None:
+        if self._tell is not None:
+            self._tell(message)
+        elif self._is_terminal:
+            with contextlib.suppress(OSError):  # whoever watched may be gone
+                self._bar.write(message, file=sys.stderr)
+        else:
+            say(message)
 
-    def _turns_per_second(self, now: float) -> float:
-        self._turns_at.append((now, self._work["turns"]))
-        while now - self._turns_at[0][0] > _RATE_OVER_S:
-            self._turns_at.popleft()
-        then, before = self._turns_at[0]
-        return (self._work["turns"] - before) / (now - then) if now > then else 0.0
+    def _state(self, running: int, limit: str, now: float) -> dict[str, Any]:
+        """All that is shown, JSON-ready; see `in_words`."""
+        work, left = self._work, self.left
+        latest = _Work(now, work["turns"], work["input_tokens"], work["output_tokens"])
+        self._past.append(latest)
+        while now - self._past[0].at > _RATE_OVER_S:
+            self._past.popleft()
+        past = self._past[0]
+        seconds = max(now - past.at, 1e-3)
+        # A conversation in flight is taken to be half-way: those that end first are the quick ones.
+        worked = self._ended_now + running / 2
+        left_s = (now - self._started_at) * (left - running / 2) / worked if worked else 0.0
+        return {
+            "pid": os.getpid(),
+            "at": time.time(),
+            "total": self._total,
+            "done": self._done,
+            "failed": dict(self._failed.most_common()),
+            "running": running,
+            "left_s": left_s if self._ended_now and left else None,
+            "cost_usd": self._spent_before_usd + work["cost_usd"],
+            "cost_unknown": work["cost_unknown"],
+            "forecast_usd": self._forecast_usd(worked),
+            "limit": limit,
+            "turns": work["turns"],
+            "turns_per_s": (latest.turns - past.turns) / seconds,
+            "input_tokens_per_s": (latest.input_tokens - past.input_tokens) / seconds,
+            "output_tokens_per_s": (latest.output_tokens - past.output_tokens) / seconds,
+            "messages": list(self._messages),
+        }
 
-    def _time_left(self, now: float) -> str:
-        if not self._ended_now:
-            return ""
-        seconds = self.left * (now - self._started_at) / self._ended_now
-        return f", time left {tqdm.format_interval(seconds)}"
+    def _forecast_usd(self, worked: float) -> float | None:
+        """What the whole run will have cost, where this start has done `worked` tasks' work."""
+        if not self._ended_now or self._work["cost_unknown"]:
+            return None
+        return self._spent_before_usd + self._work["cost_usd"] / worked * (
+            self._ended_now + self.left
+        )
+
+    def _write(self, state: Mapping[str, Any]) -> None:
+        # Not synced: after a power loss there is no run that it could tell of.
+        assert self._file is not None
+        with contextlib.suppress(OSError):
+            temporary = temporary_for(self._file)
+            temporary.write_bytes(orjson.dumps(state))
+            temporary.replace(self._file)
+
+
+def in_words(state: Mapping[str, Any]) -> str:
+    """The state of a run as in the progress line, that of `progress.json` too."""
+    parts = []
+    if state["left_s"] is not None:
+        parts.append(f"left {tqdm.format_interval(state['left_s'])}")
+    failed = state["failed"]
+    classes = ", ".join(f"{name} {number}" for name, number in failed.items())
+    parts += [
+        f"done {state['done']}",
+        f"failed {sum(failed.values())}" + (f" ({classes})" if classes else ""),
+        f"running {state['running']}",
+    ]
+    if state["cost_usd"] or state["cost_unknown"]:
+        parts.append(_cost(state))
+    if state["limit"]:
+        parts.append(state["limit"])
+    if state["running"] and not state["turns"]:
+        return ", ".join([*parts, "no reply yet"])
+    parts += [
+        f"{state['turns_per_s']:.1f} turns/s",
+        f"tokens/s {_short(state['input_tokens_per_s'])} in "
+        f"{_short(state['output_tokens_per_s'])} out",
+    ]
+    return ", ".join(parts)
+
+
+def _cost(state: Mapping[str, Any]) -> str:
+    words = f"${state['cost_usd']:.2f}"
+    if state["cost_unknown"]:
+        return f"{words} and unknown"
+    return words if state["forecast_usd"] is None else f"{words} of ~${state['forecast_usd']:.2f}"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number < 1000 else f"{number / 1000:.1f}k"

@@ -8,7 +8,7 @@ import os
 import signal
 from array import array
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,10 +184,17 @@ def _shares(plan: Plan) -> str:
     )
 
 
-def run_batch(plan: Plan, run_dir: RunDir, *, only: Collection[bytes] | None = None) -> Outcome:
+def run_batch(
+    plan: Plan,
+    run_dir: RunDir,
+    *,
+    only: Collection[bytes] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Outcome:
     """Work on all tasks that need work. Blocks until they end or the run is stopped.
 
-    `only` bounds the work to the tasks with these keys.
+    `only` bounds the work to the tasks with these keys; `tell` takes the messages for the user
+    where something else than the progress line has the terminal.
 
     Raises `EnvironmentStop` where the run cannot go on.
     """
@@ -198,7 +205,7 @@ def run_batch(plan: Plan, run_dir: RunDir, *, only: Collection[bytes] | None = N
             log.info("mcp server %s offers %r: %r", name, tool.name, tool.description)
     hide_environment()
     allow_many_files()
-    outcome = _work(plan, run_dir, only)
+    outcome = _work(plan, run_dir, only, tell)
     log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
     log.info("calls: %s", outcome.limits)
     return outcome
@@ -234,13 +241,22 @@ def refuse_bad_rows(plan: Plan) -> None:
         raise DatasetError(msg)
 
 
-def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcome:
+def _work(
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    tell: Callable[[str], None] | None,
+) -> Outcome:
     config = plan.config
     records = RecordFile(run_dir.path, run_dir.quarantine)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
     inflight = Inflight(run_dir.inflight)
     ledger = Ledger(run_dir.path, run_dir.quarantine)
-    progress = Progress(total=plan.scan.rows * config.num_samples if only is None else len(only))
+    progress = Progress(
+        total=plan.scan.rows * config.num_samples if only is None else len(only),
+        run_dir=run_dir.path,
+        tell=tell,
+    )
     try:
         if records.unreadable:
             progress.say(
@@ -250,7 +266,7 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
         stock = _take_stock(plan, run_dir, only, records, inflight, ledger)
-        progress.found_ended(done=stock.done, failed=stock.failed)
+        progress.found_ended(done=stock.done, failed=stock.failed, cost_usd=stock.cost_usd)
         with closing(open_executor(config, run_dir)) as executor:
             supervisor = Supervisor(
                 run_dir=run_dir,
@@ -297,6 +313,9 @@ class _Stock(NamedTuple):
     has_answers: bool
     """An endpoint has answered in an earlier start."""
     spent: Amount
+    """What of the budget is used up; nothing where there is none."""
+    cost_usd: float
+    """What the records cost, as far as that is known."""
 
 
 def _take_stock(
@@ -329,7 +348,9 @@ def _take_stock(
             owed.append(number)
         else:
             counts[is_failed] += 1
-    return _Stock(owed, counts[False], counts[True], found.has_turns(), spent)
+    return _Stock(
+        owed, counts[False], counts[True], found.has_turns(), spent, found.known_cost_usd()
+    )
 
 
 def show_bad_rows(scan: Scan) -> None:

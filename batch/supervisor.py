@@ -178,14 +178,15 @@ class Supervisor:
                 if header["failure"]:
                     self._failures.append(Failure(**header["failure"]))
                 self._records.append(payload, header["fields"])
-                self._progress.task_ended(failed=header["failure"] is not None)
+                failed = header["failure"] and header["failure"]["error_class"]
+                self._progress.task_ended(failure=failed)
                 finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])
                 self._release(worker, bytes.fromhex(header["key"]))
                 self._failures.append(failure)
                 self._failed_now.add(bytes.fromhex(header["key"]))
-                self._progress.task_ended(failed=True)
+                self._progress.task_ended(failure=failure.error_class)
                 self._say_failed(failure)
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
@@ -288,7 +289,7 @@ class Supervisor:
         self._records.append(dump_record(record), index_fields(record))
         self._records.sync()
         self._inflight.finish(key)
-        self._progress.task_ended(failed=True)
+        self._progress.task_ended(failure=failure.error_class)
 
     def _look_after_workers(self) -> None:
         self._crew.kill_silent()

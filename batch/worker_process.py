@@ -34,13 +34,18 @@ def environment_of(names: Collection[str]) -> Iterator[dict[str, str]]:
         os.environ.update(environment)
 
 
+def start_tracker_without_secrets() -> None:
+    """Start the helper process of `multiprocessing` with an environment that holds no keys."""
+    with environment_of(_TRACKER_NEEDS):
+        resource_tracker.ensure_running()
+
+
 class LocalExecutor:
     """Starts workers as processes of this machine."""
 
     def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerLink:
         """See `Executor`."""
-        with environment_of(_TRACKER_NEEDS):
-            resource_tracker.ensure_running()
+        start_tracker_without_secrets()
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         name = f"worker-{setup.number}"

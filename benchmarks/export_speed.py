@@ -31,8 +31,8 @@ import click
 import orjson
 
 from batch.config import RunConfig
+from batch.index import MARK, RowMaker, index_fields
 from batch.prompts import Scan, scan, tasks
-from batch.records import index_fields, index_line
 from batch.run_dir import read_run_json
 from benchmarks.fake_endpoint import FakeEndpoint
 
@@ -209,10 +209,12 @@ def _make_run(
     offset = 0
     files = (run_dir / "records.jsonl", run_dir / "records.idx")
     with files[0].open("wb") as records, files[1].open("wb") as index:
+        index.write(MARK)
+        maker = RowMaker()
         for record in _copies(found, templates):
             line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
             records.write(line)
-            index.write(index_line(index_fields(record), offset, len(line)))
+            index.write(maker.rows(index_fields(record), offset, len(line)))
             offset += len(line)
     return run_dir
 

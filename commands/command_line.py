@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
+
+from commands.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
 
 
 class Commands(click.Group):
@@ -12,6 +16,8 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {"--help", "--version", *self.commands}
+        if ctx.resilient_parsing and not args:
+            return super().parse_args(ctx, args)  # a shell asks what may come first
         if not args or (args[0].startswith("-") and args[0] not in own):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -20,9 +26,25 @@ class Commands(click.Group):
         formatter.write_usage(ctx.command_path, "[run] [OPTIONS]  |  COMMAND [ARGS]...")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for title, names in COMMAND_GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (f"{name:<{width}}", self.commands[name].get_short_help_str(100))
+                        for name in names
+                    ]
+                )
         run = self.commands["run"]
         run.format_options(click.Context(run, parent=ctx), formatter)
-        self.format_commands(ctx, formatter)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands, and the options of the default one."""
+        items = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("-"):
+            run = self.commands["run"]
+            items += run.shell_complete(click.Context(run, parent=ctx), incomplete)
+        return items
 
 
 class RunCommand(click.Command):
@@ -44,19 +66,20 @@ class RunCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from agent.options import AgentOptions
 
-        of_run: list[tuple[str, str]] = []
-        of_conversation: list[tuple[str, str]] = []
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
+        own = dict.fromkeys(AgentOptions.model_fields, OF_CONVERSATIONS)
+        group_of = {name: title for title, names in OPTION_GROUPS.items() for name in names} | own
+        records: dict[str, list[tuple[str, str]]] = {
+            title: [] for title in (OF_STARTS, *OPTION_GROUPS, OF_CONVERSATIONS)
+        }
+        params = {param.name or "": param for param in self.get_params(ctx)}
+        listed = [name for names in OPTION_GROUPS.values() for name in names]
+        for name in (*listed, *(name for name in params if name not in listed)):
+            record = params[name].get_help_record(ctx)
             if record is not None:
-                own = param.name in AgentOptions.model_fields
-                (of_conversation if own else of_run).append(record)
-        with formatter.section("Options of the run"):
-            formatter.write_dl(of_run)
-        with formatter.section(
-            "Options of each conversation (a row can set most of them in its column agent_options)"
-        ):
-            formatter.write_dl(of_conversation)
+                records[group_of.get(name, OF_STARTS)].append(record)
+        for title, listed_records in records.items():
+            with formatter.section(title):
+                formatter.write_dl(listed_records)
 
 
 def _option(name: str, field: Any) -> click.Option:
@@ -66,7 +89,24 @@ def _option(name: str, field: Any) -> click.Option:
     shown = not field.is_required() and default not in (None, (), False)
     text = field.description + (f"  [default: {'on' if is_flag else default}]" if shown else "")
     declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
-    return click.Option([declaration], default=None, help=text, metavar=_metavar(name, field))
+    metavar = _metavar(name, field)
+    return click.Option(
+        [declaration], default=None, help=text, metavar=metavar, shell_complete=_completed(metavar)
+    )
+
+
+def _completed(
+    metavar: str | None,
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
+    """What a shell offers for the value of an option."""
+    if metavar == "PATH":
+        return lambda ctx, param, incomplete: [CompletionItem(incomplete, type="file")]
+    if metavar is None or "|" not in metavar:
+        return None
+    choices = metavar.split("|")
+    return lambda ctx, param, incomplete: [
+        CompletionItem(choice) for choice in choices if choice.startswith(incomplete)
+    ]
 
 
 def _metavar(name: str, field: Any) -> str | None:
@@ -98,8 +138,11 @@ Examples:
       --model=openai:gpt-5-mini --batch_size=20 --num_workers=4
   python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
       --model=my-model --base_url=http://127.0.0.1:8000/v1
-  python batch_runner.py estimate --pilot=30 --dataset_file=prompts.jsonl --run_name=my_run ...
-  python batch_runner.py status my_run
+  python batch_runner.py --config=configs/vllm.yaml --dataset_file=prompts.jsonl --run_name=my_run
+  python batch_runner.py estimate --pilot=30 --config=my.yaml --run_name=my_run
+  python batch_runner.py status my_run --watch
+  python batch_runner.py report my_run
+  python batch_runner.py export my_run --format=openai,llamafactory
 
 Run the same command again to resume: finished conversations are kept, unfinished ones go on at
 their turn.

@@ -11,7 +11,7 @@ import click
 
 from batch.console import show
 from commands.ending import errors_as_exit_codes
-from commands.shared import output_dir_option, path_of, run_dir_argument
+from commands.shared import output_dir_option, path_of, run_argument, run_dir_argument
 
 
 @click.command()
@@ -30,7 +30,7 @@ def report(run: str, output_dir: Path, output: Path | None) -> None:
 @click.command("show")
 @run_dir_argument
 @click.argument("record_id", metavar="ID")
-@click.option("--turn", type=click.IntRange(min=1), help="Only this turn.")
+@click.option("--turn", type=click.IntRange(min=1), metavar="N", help="Only this turn.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record, or turn, as JSON.")
 def show_one(run: str, record_id: str, output_dir: Path, turn: int | None, as_json: bool) -> None:
     """Show one conversation of RUN by its id, or by a beginning that no other id has."""
@@ -39,8 +39,8 @@ def show_one(run: str, record_id: str, output_dir: Path, turn: int | None, as_js
 
 
 @click.command()
-@click.argument("first", metavar="RUN")
-@click.argument("second", metavar="RUN")
+@run_argument("first")
+@run_argument("second")
 @output_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that changed.")
 def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:

@@ -78,7 +78,12 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--into", required=True, help="Name of the new run.")
-@click.option("--output_dir", type=click.Path(path_type=Path), default=Path("trajectories"))
+@click.option(
+    "--output_dir",
+    type=click.Path(path_type=Path),
+    default=Path("trajectories"),
+    help="Where the new run goes, and RUNs are that are only names.  [default: trajectories]",
+)
 @click.option("--dataset_file", type=click.Path(path_type=Path), help="Dataset with all rows.")
 @click.option("--drop_unfinished", is_flag=True, help="Leave behind what is under way.")
 def merge(

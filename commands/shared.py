@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from batch.console import show
+from commands.live import check_live, live_view
 
 if TYPE_CHECKING:
     from batch.accounts import Accounts
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from batch.prompts import Scan
     from batch.run import Outcome, Plan
     from batch.run_dir import RunDir
+
+
+_RUNS_SHOWN = 10
 
 
 def starting_options(function: Any) -> Any:
@@ -47,6 +51,12 @@ def starting_options(function: Any) -> Any:
     return function
 
 
+live_option = click.option(
+    "--live",
+    is_flag=True,
+    help="Show the run on the whole screen while it works (extra `live`).",
+)
+
 output_dir_option = click.option(
     "--output_dir",
     type=click.Path(path_type=Path),
@@ -57,11 +67,37 @@ output_dir_option = click.option(
 
 def run_dir_argument(function: Any) -> Any:
     """The parameters by which a command names a run; see `path_of`."""
-    return click.argument("run", metavar="RUN")(output_dir_option(function))
+    return run_argument("run")(output_dir_option(function))
+
+
+def run_argument(name: str) -> Callable[[Any], Any]:
+    """A parameter that names a run; a shell offers those in the default output directory."""
+    return click.argument(name, metavar="RUN", shell_complete=_runs)
+
+
+def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    output_dir = ctx.params.get("output_dir") or Path("trajectories")
+    return [name for name in _runs_in(output_dir) if name.startswith(incomplete)]
+
+
+def _runs_in(output_dir: Path) -> list[str]:
+    return sorted(path.parent.name for path in output_dir.glob("*/run.json"))
 
 
 def path_of(run: str, output_dir: Path) -> Path:
-    """The directory of a run that was given by its name or its path."""
+    """The directory of a run that was given by its name or its path.
+
+    Raises `RunDirError` where there is none, and names those that there are.
+    """
+    from batch.errors import RunDirError
+
+    found = next((path for path in (Path(run), output_dir / run) if path.exists()), None)
+    if found is None:
+        runs = _runs_in(output_dir)
+        known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""
+        more = ", ..." if len(runs) > _RUNS_SHOWN else ""
+        msg = f"{output_dir / run}: no such run{known}{more}; --output_dir says where runs are"
+        raise RunDirError(msg)
     return Path(run) if (Path(run) / "run.json").exists() else output_dir / run
 
 
@@ -74,15 +110,26 @@ def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:
 
 
 def start(
-    plan: Plan, *, fresh: bool, accept_config_change: str, only: Collection[bytes] | None = None
+    plan: Plan,
+    *,
+    fresh: bool,
+    accept_config_change: str,
+    live: bool,
+    only: Collection[bytes] | None = None,
 ) -> tuple[Outcome, Accounts]:
-    """Work on the tasks of a plan (`only` those with these keys); show and give what came of it."""
+    """Work on the tasks of a plan (`only` those with these keys); show and give what came of it.
+
+    `live` is for the view on the whole screen.
+    """
     from batch.run import refuse_bad_rows, run_batch, warn
 
+    if live:
+        check_live()
     warn(plan)
     refuse_bad_rows(plan)
     with opened(plan, fresh, accept_config_change) as run_dir:
-        outcome = run_batch(plan, run_dir, only=only)
+        with live_view(run_dir.path) if live else nullcontext() as tell:
+            outcome = run_batch(plan, run_dir, only=only, tell=tell)
         accounts = export_and_account(
             run_dir.path, plan.scan, plan.config, last_start=outcome.to_json()
         )
@@ -109,7 +156,7 @@ def open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]
     """Find a run by name or directory and scan its dataset as its last start did."""
     from batch.upkeep import find_run, scan_of
 
-    path, identity, config = find_run(run, output_dir)
+    path, identity, config = find_run(str(path_of(run, output_dir)), Path())
     return path, scan_of(path, identity, config), config
 
 

@@ -12,6 +12,7 @@ from commands.command_line import EXAMPLES, RunCommand
 from commands.ending import end, errors_as_exit_codes, fail
 from commands.shared import (
     export_and_account,
+    live_option,
     make_plan_of,
     opened,
     show_run,
@@ -22,6 +23,7 @@ from commands.shared import (
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
+@live_option
 @click.option("--dry_run", is_flag=True, help="Check everything, say what would run, and stop.")
 @click.option(
     "--resume", is_flag=True, help="Accepted for habit's sake: the same command always resumes."
@@ -30,6 +32,7 @@ def run(
     config_file: Path | None,
     fresh: bool,
     accept_config_change: str,
+    live: bool,
     dry_run: bool,
     resume: bool,
     **flags: Any,
@@ -44,20 +47,27 @@ def run(
             show_bad_rows(plan.scan)
             show(describe(plan))
             return
-        started = start(plan, fresh=fresh, accept_config_change=accept_config_change)
+        started = start(plan, fresh=fresh, accept_config_change=accept_config_change, live=live)
     end(*started)
 
 
 @click.command(cls=RunCommand)
 @starting_options
+@live_option
 @click.option(
     "--pilot",
     type=click.IntRange(min=2),
+    metavar="N",
     default=30,
     help="Tasks to run, drawn at random.  [default: 30]",
 )
 def estimate(
-    config_file: Path | None, fresh: bool, accept_config_change: str, pilot: int, **flags: Any
+    config_file: Path | None,
+    fresh: bool,
+    accept_config_change: str,
+    live: bool,
+    pilot: int,
+    **flags: Any,
 ) -> None:
     """Run a random sample of a run's tasks, then forecast what the whole run will take.
 
@@ -77,7 +87,7 @@ def estimate(
             plan.scan, num_samples=config.num_samples, count=pilot, seed=config.seed
         )
         outcome, accounts = start(
-            plan, fresh=fresh, accept_config_change=accept_config_change, only=sample
+            plan, fresh=fresh, accept_config_change=accept_config_change, live=live, only=sample
         )
         if outcome.stopped_by is not None or outcome.signal is not None:
             # Those that have ended are the quick ones, and no random sample.

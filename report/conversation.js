@@ -163,8 +163,38 @@ function factList(pairs) {
     h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
 
+const EXPORTED = {
+  training: "training row, in the training file",
+  partial: "training row, in exports/partial.jsonl",
+  rejects: "no training row",
+};
+
+// The row of the export; what carries loss is marked, the rest is context.
+function trainingForm(form) {
+  if (form.file === "rejects") return h("p", { class: "mark" }, `${form.reason}: ${form.detail}`);
+  const all = [["system", meta.systems[form.system], false], ...form.turns];
+  let given = form.given;
+  return h("div", {},
+    h("p", { class: "soft" }, "Marked: what carries loss where a trainer learns from the turns of gpt. The rest is context."),
+    all.map(([speaker, text, hasLoss]) => {
+      const isGiven = hasLoss && given-- > 0;
+      const words = [speaker, hasLoss ? "carries loss" : "", isGiven ? "brought along by the prompt" : ""];
+      return h("section", { class: hasLoss ? "loss" : "context" },
+        h("h5", {}, words.filter(Boolean).join(" · ")),
+        speaker === "system" ? fold("facts", `${count(text.length)} characters`, () => textBlock(text)) : textBlock(text));
+    }));
+}
+
+function trainingWords(form) {
+  const characters = (turns) => turns.reduce((total, [, text]) => total + text.length, 0);
+  const loss = characters(form.turns.filter(([, , hasLoss]) => hasLoss));
+  if (form.file === "rejects") return `${EXPORTED.rejects}: ${form.reason}`;
+  const all = meta.systems[form.system].length + characters(form.turns);
+  return `${EXPORTED[form.file]}: loss on ${count(loss)} of ${count(all)} characters`;
+}
+
 // The whole reader: what is known of a trajectory, then its messages.
-function conversation(record, row, { before, after, place }) {
+function conversation({ record, form }, row, { before, after, place }) {
   const usage = record.usage ?? {};
   const step = (to, words, key) => to
     ? h("a", { class: "button", href: link(to), "aria-keyshortcuts": key }, words)
@@ -194,6 +224,7 @@ function conversation(record, row, { before, after, place }) {
         h("dt", {}, tool.function.name), h("dd", {}, textBlock(tool.function.description ?? "")),
       ]))),
       record.check && fold("facts", "check", () => jsonBlock(record.check)),
+      fold("facts training", trainingWords(form), () => trainingForm(form)),
       fold("facts raw", "raw JSON", () => h("pre", { class: "text" }, jsonText(record)))),
     messagesOf(record, row),
   ];

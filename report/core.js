@@ -130,8 +130,8 @@ async function recordOf(row) {
   } else if (!chunks.has(row.chunk)) await load(`chunk-${row.chunk}.js`);
   const chunk = chunks.get(row.chunk);
   if (!chunk) throw new Error("This page and the files beside it do not belong together.");
-  const record = chunk[row.place];
-  return { ...record, tools: record.tools.map((n) => meta.tools[n]) };
+  const { training_form: form, ...record } = chunk[row.place];
+  return { form, record: { ...record, tools: record.tools.map((n) => meta.tools[n]) } };
 }
 
 // What went wrong with the data stays on the page; what went wrong with a link goes with it.

@@ -24,9 +24,9 @@ async function show() {
   if (open !== row) {
     open = row;
     document.title = `${row.id} · ${meta.run_name}`;
-    let record;
+    let read;
     try {
-      record = await recordOf(row);
+      read = await recordOf(row);
     } catch (error) {
       return trouble(error.message);
     }
@@ -35,7 +35,7 @@ async function show() {
       before: matching[place - 1], after: place < 0 ? undefined : matching[place + 1],
       place: place < 0 ? "" : `${count(place + 1)} of ${count(matching.length)}`,
     };
-    $("reader").replaceChildren(...conversation(record, row, around).filter(Boolean));
+    $("reader").replaceChildren(...conversation(read, row, around).filter(Boolean));
     window.scrollTo(0, 0);
     $("reader-title").focus({ preventScroll: true });
   }
@@ -73,6 +73,12 @@ function nextError() {
   focusOn(next);
 }
 
+function toggle(selector) {
+  const fold = $("reader").querySelector(selector);
+  fold.open = !fold.open;
+  focusOn(fold.querySelector("summary"));
+}
+
 function go(by) {
   const to = matching[matching.indexOf(open) + by];
   if (open && to && matching.includes(open)) location.hash = link(to);
@@ -92,11 +98,8 @@ const IN_READER = {
   ArrowLeft: () => go(-1),
   e: nextError,
   t: () => setReasoning(!isReasoningOpen),
-  r: () => {
-    const raw = $("reader").querySelector("details.raw");
-    raw.open = !raw.open;
-    focusOn(raw.querySelector("summary"));
-  },
+  r: () => toggle("details.raw"),
+  l: () => toggle("details.training"),
   Escape: () => { location.hash = "#"; },
 };
 

@@ -1,18 +1,19 @@
-"""What a run is about, beside its accounts: what is in flight, slow or failing."""
+"""What a run is about: its accounts, how fast it goes, what is in flight, slow or failing."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import orjson
 
-from batch.accounts import account, as_table
+from batch.accounts import Accounts, account, as_table
 from batch.config import RunConfig
 from batch.console import show
+from batch.progress import PROGRESS_FILE, in_words
 from batch.prompts import Scan
 from batch.records import load_index
 from batch.run_dir import holder_of
@@ -20,12 +21,12 @@ from report.errors_seen import errors_seen
 from report.rows import seconds_at_work
 from report.stored import last_records
 from report.under_way import conversations_under_way
-from report.words import count, one_line, plural, seconds
+from report.words import count, one_line, plain, plural, seconds
 
 _SLOWEST = 5
 _SHOWN = 10
 _ID_CHARS = 40
-_MESSAGE_CHARS = 100
+_LINE_CHARS = 100
 
 
 def show_status(
@@ -36,24 +37,62 @@ def show_status(
     JSON is one object, or one line each time.
     """
     while True:
-        holder = holder_of(run_dir)
-        accounts = account(run_dir, scan, config)
-        found = run_status(run_dir)
+        found = look(run_dir, scan, config)
         if as_json:
-            content = {"run_dir": str(run_dir), "holder": holder, **accounts.to_json(), **found}
-            text = orjson.dumps(content, option=None if every_s else orjson.OPT_INDENT_2).decode()
+            option = None if every_s else orjson.OPT_INDENT_2
+            text = orjson.dumps(found.to_json(), option=option).decode()
         else:
-            state = (
-                f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
-            )
-            parts = (f"{run_dir}: {state}", as_table(accounts), as_text(found))
-            text = "\n".join(filter(None, parts))
+            text = "\n".join(line for section in sections(found) for line in section)
             if every_s and sys.stdout.isatty():
                 click.clear()
         show(text)
-        if every_s is None or holder is None:
+        if every_s is None or found.holder is None:
             return
         time.sleep(every_s)
+
+
+class Status(NamedTuple):
+    """A run at a moment."""
+
+    run_dir: Path
+    holder: dict[str, Any] | None
+    """The process that works on it."""
+    accounts: Accounts
+    progress: dict[str, Any] | None
+    """What that process said last, see `batch/progress.py`."""
+    details: dict[str, Any]
+    """See `run_status`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "run_dir": str(self.run_dir),
+            "holder": self.holder,
+            "progress": self.progress,
+            **self.accounts.to_json(),
+            **self.details,
+        }
+
+
+def look(run_dir: Path, scan: Scan, config: RunConfig) -> Status:
+    """Read all of it, from the run directory and the dataset alone."""
+    holder = holder_of(run_dir)
+    return Status(
+        run_dir,
+        holder,
+        account(run_dir, scan, config),
+        None if holder is None else _progress(run_dir, pid=holder["pid"]),
+        run_status(run_dir),
+    )
+
+
+def _progress(run_dir: Path, *, pid: int) -> dict[str, Any] | None:
+    """The state that process `pid` wrote; None in its first second, and where it could not."""
+    try:
+        state: dict[str, Any] = orjson.loads((run_dir / PROGRESS_FILE).read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return state if state["pid"] == pid else None
 
 
 def run_status(run_dir: Path) -> dict[str, Any]:
@@ -84,34 +123,64 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """The same for a person: a paragraph for each part that there is."""
-    lines: list[str] = []
-    if in_flight := found["in_flight"]:
-        lines.append(f"in flight {count(len(in_flight))}, the longest silent first")
-        lines += [
-            f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}  {_doing(task)}, "
-            f"{seconds(task['idle_s'])} since its last event"
-            for task in in_flight[:_SHOWN]
-        ]
-        if len(in_flight) > _SHOWN:
-            lines.append(f"  and {count(len(in_flight) - _SHOWN)} more")
-    if slowest := found["slowest"]:
-        lines.append(f"slowest of the last {count(found['slowest_of'])} that ended")
-        lines += [
+def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
+    """The same for a person: a paragraph for each part that there is, its first line its title."""
+    holder, state = found.holder, found.progress
+    running = f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
+    if not holder and found.accounts.pending:
+        running += "; the command of the run goes on with what is pending"
+    head = [f"{found.run_dir}: {running}"]
+    if state is not None:
+        head.append(f"this start: {plain(in_words(state))}")
+        head += [f"  {one_line(message, _LINE_CHARS)}" for message in state["messages"]]
+    parts = [
+        head,
+        as_table(found.accounts).splitlines(),
+        _in_flight(found.details["in_flight"], in_flight_shown),
+        _slowest(found.details),
+        _errors(found.details["errors"]),
+    ]
+    return [part for part in parts if part]
+
+
+def _in_flight(tasks: list[dict[str, Any]], shown: int) -> list[str]:
+    if not tasks:
+        return []
+    lines = [f"in flight {count(len(tasks))}, the longest silent first"]
+    lines += [
+        f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}  {_doing(task)}, "
+        f"{seconds(task['idle_s'])} since its last event"
+        for task in tasks[:shown]
+    ]
+    more = [f"  and {count(len(tasks) - shown)} more"] if len(tasks) > shown else []
+    return lines + more
+
+
+def _slowest(details: dict[str, Any]) -> list[str]:
+    if not details["slowest"]:
+        return []
+    return [
+        f"slowest of the last {count(details['slowest_of'])} that ended",
+        *(
             f"  {_id(task['id'])}  {seconds(task['duration_s'])}, {plural(task['turns'], 'turn')}, "
             f"{task['status']}"
-            for task in slowest
-        ]
-    if errors := found["errors"]:
-        lines.append("failed attempts, all starts")
-        lines += [
+            for task in details["slowest"]
+        ),
+    ]
+
+
+def _errors(errors: list[dict[str, Any]]) -> list[str]:
+    if not errors:
+        return []
+    return [
+        "failed attempts, all starts",
+        *(
             f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
             f"{one_line(error['id'], _ID_CHARS)}: "
-            f"{one_line(error['message'], _MESSAGE_CHARS)}"
+            f"{one_line(error['message'], _LINE_CHARS)}"
             for error in errors[:_SHOWN]
-        ]
-    return "\n".join(lines)
+        ),
+    ]
 
 
 def _doing(task: dict[str, Any]) -> str:

@@ -29,6 +29,9 @@ const FLAGS = {
   "an error": (row) => row.error !== null,
   "turns without reasoning": (row) => row.reasoned < row.turns,
   "no tool call": (row) => row.calls === 0,
+  "a training row": (row) => row.exported === "training",
+  "a partial row": (row) => row.exported === "partial",
+  "no row: rejected": (row) => row.exported === "rejects",
 };
 
 function link(row, turn) {

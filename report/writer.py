@@ -18,6 +18,7 @@ from report.page import render_page
 from report.pieces import INLINE_BYTES, Pieces
 from report.rows import row_of
 from report.stored import stored_records
+from report.training import training_form
 
 
 class Written(NamedTuple):
@@ -45,14 +46,19 @@ def write_report(
     report_id = secrets.token_hex(8)
     directory = path.with_name(f"{path.stem}_files")
     pieces = Pieces(directory, report_id, inline_bytes=inline_bytes)
-    tools = _Tools()
+    tools, systems = _Once(), _Once()
+    require_reasoning = run["config"].get("require_reasoning", False)
     columns: list[str] = []
     count = 0
     try:
         for record in stored_records(run_dir):
-            row = row_of(record)
+            form = training_form(
+                record, require_reasoning=require_reasoning, number_of=systems.number
+            )
+            row = row_of(record) | {"exported": form["file"]}
             columns = [*row, "chunk", "place"]
-            pieces.add(row, orjson.dumps(record | {"tools": tools.numbers(record["tools"])}))
+            shared = {"tools": list(map(tools.number, record["tools"]))}
+            pieces.add(row, orjson.dumps({**record, **shared, "training_form": form}))
             count += 1
         rows, records, row_pieces = pieces.finish()
     except OSError as error:
@@ -64,7 +70,8 @@ def write_report(
         **_about(run, run_dir),
         "report_id": report_id,
         "columns": columns,
-        "tools": tools.schemas,
+        "tools": tools.values,
+        "systems": systems.values,
         "row_pieces": row_pieces,
         "files": directory.name if row_pieces else None,
     }
@@ -88,20 +95,17 @@ def _about(run: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     }
 
 
-class _Tools:
-    """Each tool schema once: most records of a run offer the same ones."""
+class _Once:
+    """Each value once: most records of a run offer the same tools."""
 
     def __init__(self) -> None:
-        self.schemas: list[dict[str, Any]] = []
+        self.values: list[Any] = []
         self._numbers: dict[bytes, int] = {}
 
-    def numbers(self, schemas: list[dict[str, Any]]) -> list[int]:
-        """The places of `schemas` in the list of all."""
-        return [self._number(schema) for schema in schemas]
-
-    def _number(self, schema: dict[str, Any]) -> int:
-        key = orjson.dumps(schema)
+    def number(self, value: Any) -> int:
+        """The place of `value` in the list of all."""
+        key = orjson.dumps(value)
         if key not in self._numbers:
-            self._numbers[key] = len(self.schemas)
-            self.schemas.append(schema)
+            self._numbers[key] = len(self.values)
+            self.values.append(value)
         return self._numbers[key]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
+import shlex
+import textwrap
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
 from batch.config import RunConfig
 from batch.config_file import load_config
+from batch_runner import main
+from export.recipe import Recipe
+from run_agent import AIAgent
+from tests.option_docs import page as option_page
 from tests.running import ROOT, ids, run
 
 README = (ROOT / "README.md").read_text()
@@ -22,12 +31,114 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
         assert len([line for line in README.splitlines() if pattern in line]) == 1
 
 
-def test_every_flag_in_the_readme_exists() -> None:
-    known = set(RunConfig.model_fields)
-    known |= {"config", "dry_run", "help", "json", "fresh", "resume", "pilot", "format"}
-    known |= {"read_data", "repair", "watch"}
-    used = set(re.findall(r"--([a-z_]+)", README))
-    assert used <= known
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def options_of(name: str) -> set[str]:
+    """What a command takes, without dashes."""
+    command = main.commands[name]
+    found = [*command.get_params(click.Context(command)), *main.params]
+    long = [opt for param in found for opt in (*param.opts, *param.secondary_opts)]
+    return {opt.removeprefix("--") for opt in long if opt.startswith("--")}
+
+
+KNOWN = {option for name in main.commands for option in options_of(name)} | set(
+    inspect.signature(AIAgent).parameters
+)
+
+
+def blocks(kind: str) -> list[tuple[str, str]]:
+    """The fenced blocks of one language in all pages: (page, text)."""
+    found = []
+    for page in PAGES:
+        fences = re.findall(
+            r"^( *)```(\w+)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE
+        )
+        found += [(page.name, textwrap.dedent(text)) for _, name, text in fences if name == kind]
+    return found
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """What pages and presets tell to type: in blocks, in the text, in comments."""
+    found = []
+    for page in [*PAGES, *(ROOT / "configs").rglob("*.yaml")]:
+        text = page.read_text().replace("\\\n", " ")
+        inline = re.findall(r"`(python\s+batch_runner\.py\s[^`]*)`", text)
+        lines = re.findall(
+            r"^#? *((?:[^\s`]*python[^\s`]* )batch_runner\.py .*)$", text, re.MULTILINE
+        )
+        found += [(page.name, " ".join(line.split())) for line in [*inline, *lines]]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_on_a_page_exists(page: Path) -> None:
+    used = set(re.findall(r"(?<![\w-])--([a-z][a-z_]+)", page.read_text()))
+    assert used - KNOWN == set()
+
+
+def test_every_option_is_on_its_page() -> None:
+    """docs/options.md is what `python -m tests.option_docs` writes."""
+    text = (ROOT / "docs" / "options.md").read_text()
+    assert text == option_page()
+    for name in main.commands:
+        for option in options_of(name) - {"help", "version"}:
+            assert re.search(rf"--{option}\b", text), f"{name} --{option}"
+
+
+def test_every_command_that_a_page_shows_can_be_typed() -> None:
+    shown = command_lines()
+    assert len(shown) > 30
+    for page, line in shown:
+        words = shlex.split(line.split("batch_runner.py", 1)[1], comments=True)
+        name = words[0] if words[0] in main.commands else "run"
+        given = {word.removeprefix("--").partition("=")[0] for word in words if word[:2] == "--"}
+        assert given <= options_of(name) | {"help"}, f"{page}: {line}"
+
+
+def test_every_file_that_a_page_shows_exists() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for name, line in command_lines():
+        for path in re.findall(r"configs/\S+?\.yaml", line):
+            assert (ROOT / path).exists(), f"{name}: {line}"
+
+
+def test_every_page_is_named_in_the_readme() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in README, page.name
+
+
+FOREIGN = ("# llamafactory", "# axolotl")
+
+
+def test_every_key_of_a_yaml_block_exists() -> None:
+    """Blocks are configs of a run, the recipe, or say at their top whose they are."""
+    shown = [(page, text) for page, text in blocks("yaml") if not text.startswith(FOREIGN)]
+    assert len(shown) >= 4
+    for page, text in shown:
+        keys = set(yaml.safe_load(text))
+        fields = set(Recipe.model_fields if "formats" in keys else RunConfig.model_fields)
+        assert keys <= fields, page
+
+
+def test_every_json_block_is_json() -> None:
+    for page, text in blocks("json"):
+        try:
+            json.loads(text)
+        except json.JSONDecodeError:
+            assert all(json.loads(line) for line in text.splitlines()), page
+
+
+def test_every_python_block_compiles() -> None:
+    for page, text in blocks("python"):
+        compile(text, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_the_picture_of_the_report_is_small() -> None:
+    assert (ROOT / "docs/images/report.png").stat().st_size < 200_000
 
 
 def test_every_fault_is_proved_by_tests_that_exist() -> None:
@@ -74,3 +185,33 @@ def test_every_preset_is_valid(path: Path) -> None:
     own = yaml.safe_load(path.read_text())
     missing = {} if "dataset_file" in own else {"dataset_file": path}
     load_config(path, {"run_name": "x", **missing})
+
+
+KEYS = {
+    "openai": "OPENAI_API_KEY",
+    "anthropic": "ANTHROPIC_API_KEY",
+    "openrouter": "OPENROUTER_API_KEY",
+    "vllm": None,
+    "ollama": None,
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_preset_is_ready_or_says_which_key_is_missing(tmp_path: Path, name: str) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
+    options = {
+        "config": ROOT / f"configs/{name}.yaml",
+        "dataset_file": "p.jsonl",
+        "run_name": "x",
+        "enabled_toolsets": "file",
+    }
+    key = KEYS[name]
+    if key is not None:
+        without = run(tmp_path, "run", "--dry_run", env={key: ""}, **options)
+        assert without.returncode == 2
+        assert f"set the environment variable {key} " in without.stderr
+        assert without.stderr.count("\n") == 1
+    ready = run(tmp_path, "run", "--dry_run", env={} if key is None else {key: "k"}, **options)
+    assert ready.returncode == 0, ready.stderr
+    assert re.search(r"^model      \S+ \(\w+ at https?://", ready.stdout, re.MULTILINE)
+    assert not (tmp_path / "trajectories").exists()

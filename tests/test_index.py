@@ -205,11 +205,14 @@ def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None
     assert others == len(expected) - len(known)
     assert len(index) == len(expected)
     assert sorted(entry.offset for _, entry in index.records())[0] == 0
+    costs = [entry.cost_usd for _, entry in index.records() if entry.cost_usd is not None]
+    assert index.known_cost_usd() == pytest.approx(sum(costs))
 
 
 def test_an_empty_index_has_nothing(tmp_path: Path) -> None:
     index = Index(MARK)
     assert (dict(index), len(index), index.has_turns()) == ({}, 0, False)
+    assert index.known_cost_usd() == 0.0
     assert index.get(MARK[:16]) is None
     assert index.get(bytes(16)) is None
     assert index.match(MARK[:16] + bytes(16)) == (index.match(bytes(32))[0], 0)

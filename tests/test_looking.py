@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,30 @@ def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
     assert missing.stderr.startswith("error: trajectories/r: no record has the id 'nobody'")
 
 
+@pytest.mark.parametrize("name", ["status", "report", "export", "show"])
+def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name: str) -> None:
+    done = run(cwd, name, "nope", *(["x"] if name == "show" else []))
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: trajectories/nope: no such run; runs there: other, r; "
+        "--output_dir says where runs are\n",
+    )
+
+
+def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: Path) -> None:
+    rows = [*ROWS, {"id": "new", "prompt": "Hi", "script": [{"content": "Hi."}]}]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    copy = tmp_path / "trajectories" / "r"
+    shutil.copytree(cwd / "trajectories" / "r", copy)
+    written = json.loads((copy / "run.json").read_text())
+    written["dataset"]["path"] = str(tmp_path / "p.jsonl")
+    (copy / "run.json").write_text(json.dumps(written))
+    head = run(tmp_path, "status", "r").stdout.splitlines()[0]
+    assert head == (
+        "trajectories/r: not running; the command of the run goes on with what is pending"
+    )
+
+
 def test_one_turn_alone(cwd: Path) -> None:
     text = shown(cwd, "r", "plain", "--turn=2")
     assert "Nothing there." in text
@@ -153,20 +178,20 @@ def test_a_terminal_gets_colours_through_its_pager(cwd: Path, tmp_path: Path) ->
     pager.chmod(0o755)
     env = {k: v for k, v in os.environ.items() if k not in ("LESS", "NO_COLOR")}
     env |= {"PAGER": "less", "PATH": f"{tmp_path}:{env['PATH']}", "TERM": "xterm"}
-    coloured = on_terminal(cwd, env)
+    coloured = on_terminal(cwd, env, "show", "r", HOSTILE_ID)
     assert coloured.startswith("paged")
     assert "\x1b[36m\x1b[1m=== turn 1" in coloured
     assert "\x1b[31mred" not in coloured
-    plain = on_terminal(cwd, env | {"NO_COLOR": "1"})
+    plain = on_terminal(cwd, env | {"NO_COLOR": "1"}, "show", "r", HOSTILE_ID)
     assert plain.startswith("paged")
     assert "\x1b" not in plain
 
 
-def on_terminal(cwd: Path, env: dict[str, str]) -> str:
-    """What `show` writes to a terminal."""
+def on_terminal(cwd: Path, env: dict[str, str], *args: object, **options: object) -> str:
+    """What a command that succeeds writes to a terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        command("show", "r", HOSTILE_ID), cwd=cwd, env=env, stdin=theirs, stdout=theirs
+        command(*args, **options), cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
         os.close(theirs)
         output = b""
@@ -228,11 +253,15 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     options = {**SCRIPTED, "enabled_toolsets": "file,mine", "tools": "mine:hold"}
     with started(tmp_path, **options) as process:
         wait_until(lambda: in_flight(tmp_path) == [("held", 2, "hold", "tools", ["hold"])])
+        wait_until(lambda: status(tmp_path)["progress"] is not None)
         found = status(tmp_path)
+        assert found["progress"]["running"] == 1
         assert found["tasks"] == 2
         assert found["in_flight"][0]["idle_s"] >= 0
         assert [task["id"] for task in found["slowest"]] == ["quick"]
         text = run(tmp_path, "status", "r").stdout
+        assert "\nthis start: left " in text
+        assert "done 1, failed 0, running 1, 0." in text
         assert "in flight 1, the longest silent first\n  held " in text
         assert "2 turns  runs hold, " in text
         watching = subprocess.Popen(

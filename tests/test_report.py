@@ -14,6 +14,7 @@ import pytest
 from batch.errors import RunDirError
 from report.page import embedded
 from report.rows import row_of, seconds_at_work
+from report.training import training_form
 from report.writer import write_report
 from tests.running import SCRIPTED, lines, run, write_rows
 
@@ -104,7 +105,8 @@ def records_in(page: Scripts) -> list[dict[str, Any]]:
 
 
 def whole(record: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    return record | {"tools": [meta["tools"][n] for n in record["tools"]]}
+    own = {key: value for key, value in record.items() if key != "training_form"}
+    return own | {"tools": [meta["tools"][n] for n in record["tools"]]}
 
 
 def test_the_page_holds_every_record_and_no_markup_of_theirs(run_dir: Path, tmp_path: Path) -> None:
@@ -121,6 +123,43 @@ def test_the_page_holds_every_record_and_no_markup_of_theirs(run_dir: Path, tmp_
     assert records_in(page) == lines(run_dir / "records.jsonl")
     assert written.files is None
     assert written.trajectories == 3
+
+
+def test_the_training_form_is_the_row_of_the_export(run_dir: Path, tmp_path: Path) -> None:
+    """Word for word, wherever the row went; a reject has its reason."""
+    page = Scripts(write_report(run_dir, tmp_path / "page.html").path.read_text())
+    systems = page.json("meta-data")["systems"]
+    forms = {record["id"]: record["training_form"] for record in page.json("records-data")}
+    places = {
+        "training": run_dir.with_suffix(".jsonl"),
+        "partial": run_dir / "exports" / "partial.jsonl",
+    }
+    rows = {row["id"]: (name, row) for name, path in places.items() for row in lines(path)}
+    for record_id, (name, row) in rows.items():
+        form = forms.pop(record_id)
+        assert form["file"] == name
+        told = [{"from": speaker, "value": text} for speaker, text, _ in form["turns"]]
+        assert [{"from": "system", "value": systems[form["system"]]}, *told] == row["conversations"]
+        assert {(speaker, loss) for speaker, _, loss in form["turns"]} == {
+            ("human", False),
+            ("gpt", True),
+            ("tool", False),
+        }
+    (reject,) = lines(run_dir / "exports" / "rejects.jsonl")
+    form = forms.pop(reject["id"])
+    assert (form["file"], form["reason"]) == ("rejects", reject["reason"])
+    assert forms == {}
+    assert len(systems) == 1
+
+
+def test_turns_that_the_prompt_brought_along_are_counted(run_dir: Path) -> None:
+    (record,) = (line for line in lines(run_dir / "records.jsonl") if line["id"] == "plain")
+    brought = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    longer = record | {"messages": [*brought, *record["messages"]]}
+    form = training_form(longer, require_reasoning=False, number_of=len)
+    assert form["given"] == 1
+    assert [loss for _, _, loss in form["turns"]] == [False, True, False, True, False, True]
+    assert training_form(record, require_reasoning=False, number_of=len)["given"] == 0
 
 
 def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:

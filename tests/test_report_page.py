@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -201,6 +202,33 @@ def test_what_lies_beside_the_page_is_read_when_it_is_opened(large_page: Page) -
     assert page.locator("#reader :is(img, script, b)").count() == 0
 
 
+def test_the_training_row_marks_what_carries_loss(page: Page) -> None:
+    go_to(page, "plain")
+    page.keyboard.press("l")
+    turns = page.locator("details.training section")
+    turns.first.wait_for()
+    kinds = turns.evaluate_all("all => all.map(one => one.className)")
+    assert kinds == ["context", "context", "loss", "context", "loss"]
+    last = turns.last.locator(".text").text_content()
+    assert last == "<think>\nIt is empty.\n</think>\nNothing there."
+    summary = page.locator("details.training > summary").text_content() or ""
+    assert re.fullmatch(
+        r"training row, in the training file: loss on \d+ of [\d,]+ characters", summary
+    )
+    page.keyboard.press("l")
+    assert not turns.first.is_visible()
+    go_to(page, HOSTILE_ID)
+    wait_for_title(page, visible(HOSTILE_ID))
+    page.locator("details.training > summary", has_text="no training row: ").wait_for()
+
+
+def test_rows_are_found_by_where_they_were_exported_to(page: Page) -> None:
+    page.select_option("#by-flag", "a partial row")
+    assert shown_ids(page) == ["endless"]
+    page.select_option("#by-flag", "no row: rejected")
+    assert shown_ids(page) == [visible(HOSTILE_ID)]
+
+
 def test_raw_json_is_the_record(page: Page, run_dir: Path) -> None:
     go_to(page, "endless")
     page.keyboard.press("r")
@@ -264,6 +292,25 @@ def test_the_page_fits_a_small_screen(browser: Browser, report: Path) -> None:
     back = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert back == "rgb(20, 23, 27)"
     context.close()
+
+
+def test_the_page_can_be_looked_at(browser: Browser, report: Path, tmp_path: Path) -> None:
+    """Pictures for people, light and dark; SCREENSHOTS names a directory that keeps them."""
+    directory = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    directory.mkdir(parents=True, exist_ok=True)
+    for scheme in ("light", "dark"):
+        context = browser.new_context(viewport={"width": 1200, "height": 1000}, color_scheme=scheme)
+        page = context.new_page()
+        for place in ("", "#plain", f"#{quote(HOSTILE_ID, safe='')}"):
+            page.goto(f"{report.as_uri()}{place}")
+            page.wait_for_selector("html[data-ready]", state="attached")
+            if place:
+                page.keyboard.press("l")
+            name = {"": "table", "#plain": "conversation"}.get(place, "hostile")
+            picture = directory / f"report-{name}-{scheme}.png"
+            page.screenshot(path=picture)
+            assert picture.stat().st_size > 10_000
+        context.close()
 
 
 def visible(text: str) -> str:

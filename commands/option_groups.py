@@ -1,0 +1,41 @@
+"""In which groups help and documentation show the options and the commands."""
+
+from __future__ import annotations
+
+OPTION_GROUPS: dict[str, tuple[str, ...]] = {
+    "Data": (
+        *("dataset_file", "run_name", "output_dir", "num_samples", "max_samples"),
+        *("on_bad_row", "require_reasoning", "seed"),
+    ),
+    "Model": (
+        *("model", "models", "endpoints", "base_url", "api", "key_env", "system_prompt"),
+        *("temperature", "top_p", "max_tokens", "reasoning_effort", "reasoning_disabled"),
+        *("blank_reasoning", "prompt_caching", "extra_body", "stream_replies"),
+        *("prefill_messages_file", "script_file"),
+    ),
+    "Tools and sandbox": (
+        *("enabled_toolsets", "disabled_toolsets", "distribution", "tools", "mcp", "sandbox"),
+        *("docker_image", "row_setup", "network", "command_timeout_s", "tool_timeout_s"),
+        *("command_memory_mb", "max_processes", "workspace_mb"),
+        *("web_search_provider", "web_search_url", "web_allow"),
+    ),
+    "Workers, limits and budget": (
+        *("num_workers", "batch_size", "concurrency", "max_run_cost_usd", "max_run_tokens"),
+        *("max_in_flight", "start_in_flight", "rpm", "tpm"),
+    ),
+    "Attempts, deadlines and the log": (
+        *("max_attempts", "call_attempts", "attempt_timeout_s", "idle_timeout_s"),
+        *("call_timeout_s", "grace_s", "heartbeat_timeout_s", "log_level"),
+    ),
+}
+"""The options of a run; those of conversations and of starts are groups of their own."""
+
+OF_CONVERSATIONS = "Each conversation (a row can set most of these in its column agent_options)"
+OF_STARTS = "This start"
+
+COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
+    "Commands to run": ("run", "estimate", "import_hermes", "merge"),
+    "Commands to look": ("status", "report", "show", "compare"),
+    "Commands to export and check": ("export", "verify"),
+    "Commands to list what there is": ("tools", "distributions", "errors"),
+}

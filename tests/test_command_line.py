@@ -1,0 +1,107 @@
+"""Help and shell completion: everything in its group, and what a shell is offered."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent.options import AgentOptions
+from batch.config import RunConfig
+from batch_runner import main
+from commands.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
+from tests.running import command, run
+
+
+def test_every_option_of_a_run_has_one_group() -> None:
+    grouped = [name for names in OPTION_GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == set(RunConfig.model_fields) - set(AgentOptions.model_fields)
+
+
+def test_every_command_has_one_group() -> None:
+    grouped = [name for names in COMMAND_GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == set(main.commands)
+
+
+def test_help_has_all_groups_and_examples(tmp_path: Path) -> None:
+    text = run(tmp_path, "--help").stdout
+    titles = [*COMMAND_GROUPS, OF_STARTS, *OPTION_GROUPS, OF_CONVERSATIONS]
+    places = [text.index(f"\n{title}:\n") for title in titles]
+    assert places == sorted(places)
+    assert "\n  Examples:\n" in text
+    start = text[places[len(COMMAND_GROUPS)] : places[len(COMMAND_GROUPS) + 1]]
+    assert "--dry_run" in start
+    assert "--model" not in start
+
+
+def offered(cwd: Path, *words: str) -> list[str]:
+    """What bash offers for the last of the words behind the program's name."""
+    env = {
+        "_BATCH_RUNNER_PY_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(("batch_runner.py", *words)),
+        "COMP_CWORD": str(len(words)),
+    }
+    done = run(cwd, env=env)
+    assert done.returncode == 0, done.stderr
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_a_shell_is_offered_commands_options_values_and_runs(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        (tmp_path / "trajectories" / name).mkdir(parents=True)
+        (tmp_path / "trajectories" / name / "run.json").touch()
+    assert offered(tmp_path, "s") == ["show", "status"]
+    assert offered(tmp_path, "--max_tu") == ["--max_turns"]
+    assert offered(tmp_path, "run", "--sandbox", "") == ["bwrap", "docker", "local"]
+    assert offered(tmp_path, "status", "m") == ["mine"]
+    assert offered(tmp_path, "compare", "mine", "") == ["mine", "other"]
+    assert offered(tmp_path, "estimate", "--pi") == ["--pilot"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_is_one(tmp_path: Path, shell: str) -> None:
+    """Where the shell is installed it reads the script; elsewhere it must at least be there."""
+    done = run(tmp_path, env={"_BATCH_RUNNER_PY_COMPLETE": f"{shell}_source"})
+    assert done.returncode == 0, done.stderr
+    assert f"{shell}_complete" in done.stdout
+    if (path := shutil.which(shell)) is not None:
+        script = tmp_path / "script"
+        script.write_text(done.stdout)
+        check = ["--no-execute"] if shell == "fish" else ["-n"]
+        subprocess.run([path, *check, str(script)], check=True, env=dict(os.environ))
+
+
+def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+    """Bash itself, through the function that the script defines."""
+    program = tmp_path / "batch-runner"
+    program.write_text("#!/bin/sh\nexec " + " ".join(command()) + ' "$@"\n')
+    program.chmod(0o755)
+    source = run(tmp_path, env={"_BATCH_RUNNER_PY_COMPLETE": "bash_source"}).stdout
+    source = source.replace("batch_runner.py", "batch-runner")
+    (tmp_path / "script").write_text(source)
+    asked = (
+        "complete() { :; }; compopt() { :; }; source ./script; "
+        "COMP_WORDS=(batch-runner sta); COMP_CWORD=1; "
+        '_batch_runnerpy_completion ./batch-runner sta; echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "status\n", done.stderr
+
+
+def test_a_config_that_is_no_yaml_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: x\nseed: [\n")
+    done = run(tmp_path, config="c.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: c.yaml:3:1: not YAML: ")
+    assert done.stderr.count("\n") == 1
+    missing = run(tmp_path, config="none.yaml")
+    assert missing.stderr == (
+        "error: none.yaml: cannot read this config file: No such file or directory\n"
+    )
