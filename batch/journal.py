@@ -63,11 +63,18 @@ class JournalWriter:
     """The segments of one worker. All calls belong to one thread at a time."""
 
     def __init__(
-        self, inflight: Path, worker: int, *, on_storage_error: Callable[[StorageError], None]
+        self,
+        inflight: Path,
+        worker: int,
+        *,
+        on_storage_error: Callable[[StorageError], None],
+        sync_every_s: float = _SYNC_EVERY_S,
     ) -> None:
+        """`sync_every_s` is how much a power loss can take."""
         self._inflight = inflight
         self._worker = worker
         self._on_storage_error = on_storage_error
+        self._sync_every_s = sync_every_s
         self._next_segment = 0
         self._open_tasks: dict[Path, set[bytes]] = {}
         self._segment = self._new_segment()
@@ -131,7 +138,7 @@ class JournalWriter:
         """Group commit: one sync covers all events of the last moments."""
         while not self._stopping.is_set():
             self._dirty.wait()
-            self._stopping.wait(_SYNC_EVERY_S)
+            self._stopping.wait(self._sync_every_s)
             self._dirty.clear()
             if not self._sync_once():
                 return

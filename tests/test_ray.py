@@ -313,3 +313,42 @@ def test_a_node_is_lost(tmp_path: Path) -> None:
         assert endpoint.journal()["repeated"] <= 2 * 4
     judge_run_dir(tmp_path / "trajectories/r", tasks=40)
     assert "wait for a place" in (tmp_path / "output.txt").read_text() or not actors()
+
+
+@pytest.mark.long
+def test_a_long_run_through_every_death(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2,000 prompts: actors, a node and the driver die; nothing is lost, doubled or torn."""
+    local, spread = tmp_path / "local", tmp_path / "spread"
+    for cwd in (local, spread):
+        cwd.mkdir()
+        write_prompts(cwd / "p.jsonl", 2_000)
+    plays: dict[str, Any] = {"turns": 3, "latency_s": 0.05, **WRITE_A_NOTE}
+    with FakeEndpoint(**plays) as endpoint:
+        assert run(local, **asking(endpoint, batch_size=16)).returncode == 0
+    with two_nodes(tmp_path) as cluster, FakeEndpoint(**plays) as endpoint:
+        given = on_ray(endpoint, cluster, num_workers=4, batch_size=16)
+        in_flight = 4 * 16
+        with started(spread, **given) as process:
+            for replies in (500, 1_000, 1_500):
+                wait_for(endpoint, replies)
+                kill_actor(actors()[0])
+            wait_for(endpoint, 2_000)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            wait_until(lambda: not actors(), timeout_s=10)
+        with started(spread, **given) as process:
+            wait_for(endpoint, 3_000)
+            cluster.remove_second()
+            wait_for(endpoint, 4_000)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            wait_until(lambda: not actors(), timeout_s=10)
+        given |= {"num_workers": 2}
+        most = 3 * 16 + 2 * 16 + 2 * in_flight
+        resume_and_judge(spread, given, tasks=2_000, endpoint=endpoint, wasted=most)
+        repeated = endpoint.journal()["repeated"]
+    exported = [(cwd / "trajectories/r.jsonl").read_bytes() for cwd in (local, spread)]
+    assert len(exported[0].splitlines()) == 2_000
+    assert exported[0] == exported[1]
+    with capsys.disabled():
+        print(f"\n{repeated} calls were repeated, at most {most} may be")
