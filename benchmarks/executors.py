@@ -4,9 +4,9 @@
 
 Needs the extra `ray`. Starts a cluster of two nodes on this machine and a fake endpoint on
 loopback, and runs the real runner, in turn, with local workers and with actors whose journals the
-driver keeps. Prints, per run: conversations per second between the first request and the last reply, the
-driver's own CPU per record in that time, and its CPU over its whole life, with start and export.
-The last lines are medians; the ratio is that of runs that followed each other.
+driver keeps. Prints, per run: conversations per second between the first request and the last
+reply, the driver's own CPU per record in that time, and its CPU over its whole life, with start and
+export. The last lines are medians; the ratio is that of runs that followed each other.
 """
 
 from __future__ import annotations
