@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
+
+import orjson
+import pytest
 
 from agent.events import Clock, note_event, reply_event
 from agent.messages import Event, Message
@@ -13,6 +18,8 @@ from batch.journal import Inflight, JournalWriter
 from batch.prompts import task_key
 from batch.sent_journal import SentJournal
 from batch.wire import unpack
+from benchmarks.fake_endpoint import FakeEndpoint
+from tests.running import SCRIPTED, WRITE_A_NOTE, lines, run, started, wait_until, write_prompts
 
 KEY = task_key("p", "d")
 
@@ -58,8 +65,8 @@ def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
         assert len(sent) == 1
         journal.on_kept(1)
         assert len(sent) == 2
-        header, lines = unpack(sent[1])
-        assert len(lines.splitlines()) == 4
+        header, told = unpack(sent[1])
+        assert len(told.splitlines()) == 4
         assert set(header["keys"]) == {task_key(f"p{n}", "d").hex() for n in range(1, 5)}
 
     asyncio.run(work())
@@ -93,8 +100,8 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     first.append("p", "d", reply(1), deal=1, position=0)
     first.append("q", "d", reply(1), deal=1, position=0)
     second = JournalWriter(tmp_path, 1, on_storage_error=errors.append)
-    header, lines = unpack(sent[0])
-    second.append_lines(map(bytes.fromhex, header["keys"]), lines)
+    header, told = unpack(sent[0])
+    second.append_lines(map(bytes.fromhex, header["keys"]), told)
     for writer in (first, second):
         writer.close()
     inflight = Inflight(tmp_path)
@@ -104,3 +111,23 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     assert inflight.workspace_place(task_key("r", "d")) == ""
     assert [event["kind"] for event in inflight.events(KEY)] == ["reply"]
     assert not errors
+
+
+@pytest.mark.parametrize("place", ["", "there"])
+def test_a_workspace_of_an_earlier_time_is_not_used(tmp_path: Path, place: str) -> None:
+    """The task went on elsewhere since: what lies here is not what its journal tells of."""
+    write_prompts(tmp_path / "p.jsonl", 1)
+    with FakeEndpoint(turns=3, latency_s=0.3, **WRITE_A_NOTE) as endpoint:
+        given = {**SCRIPTED, "model": "openai:m", "key_env": "none"}
+        given["base_url"] = endpoint.openai_url
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["requests"] >= 2)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        run_dir = tmp_path / "trajectories/r"
+        (segment,) = (run_dir / "inflight").iterdir()
+        told = [{**line, "place": place} for line in lines(segment)]
+        segment.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in told))
+        assert run(tmp_path, **given).returncode == 0
+    (record,) = lines(run_dir / "records.jsonl")
+    assert [resume["workspace_kept"] for resume in record["resumes"]] == [not place]
