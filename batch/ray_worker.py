@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from batch.files import StorageError
-from batch.journal import JournalWriter
+from batch.journal_writer import JournalWriter
 from batch.ray_actor import Welcome
 from batch.tcp import hang_up
 from batch.wire import pack, unpack

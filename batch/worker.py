@@ -22,7 +22,7 @@ from agent.models.model import ModelSettings
 from batch.calls import Calls
 from batch.catalog import catalog_of
 from batch.files import StorageError
-from batch.journal import JournalWriter
+from batch.journal_writer import JournalWriter
 from batch.models import set_up_models
 from batch.process import allow_many_files, die_with_parent, flush_log, log_through, log_to
 from batch.prompts import Task

@@ -14,7 +14,8 @@ import pytest
 from agent.events import Clock, note_event, reply_event
 from agent.messages import Event, Message
 from agent.models.model import Completion
-from batch.journal import Inflight, JournalWriter
+from batch.journal import Inflight
+from batch.journal_writer import JournalWriter
 from batch.prompts import task_key
 from batch.sent_journal import SentJournal
 from batch.wire import unpack
