@@ -49,6 +49,7 @@ _OF_RAY = ("num_cpus", "num_gpus", "memory")
 
 _HELLO_BYTES = 1 << 16
 _WATCH_EVERY_S = 1.0
+_REACH_S = 10.0
 _SAY_WAITING_S = 15.0
 _OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes; nothing of ours lies there."""
@@ -206,6 +207,13 @@ def _join(address: str) -> Mapping[str, str]:
             "cluster (for example with `ray job submit`), with --ray_address=auto"
         )
         raise ConfigError(msg)
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            # Ray itself tries for many minutes.
+            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+        except OSError as error:
+            raise _cannot_join(address, error) from error
     _init(address)
     return {}
 
@@ -215,11 +223,14 @@ def _init(address: str, **options: Any) -> None:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        msg = (
-            f"ray_address: {address}: cannot join this Ray cluster: {error}. `ray status` on this "
-            "machine must show it (`ray start --head` begins one)"
-        )
-        raise ConfigError(msg) from error
+        raise _cannot_join(address, error) from error
+
+
+def _cannot_join(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"ray_address: {address}: cannot join this Ray cluster: {error}. `ray status` on this "
+        "machine must show it (`ray start --head` begins one)"
+    )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.ray_cluster import TwoNodes, actors, two_nodes
 from tests.running import (
     ROOT,
+    SCRIPTED,
     WRITE_A_NOTE,
     command,
     lines,
@@ -270,6 +272,15 @@ def test_a_key_that_a_node_lacks(tmp_path: Path, cluster: TwoNodes) -> None:
     assert f"on {os.uname().nodename}: no API key" in done.stderr
     assert "CANARY_KEY" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_no_cluster_at_the_address(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    done = run(tmp_path, **SCRIPTED, executor="ray", ray_address=address)
+    assert done.returncode == 2, done.stderr
+    assert f"ray_address: {address}: cannot join" in done.stderr
 
 
 def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
