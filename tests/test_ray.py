@@ -107,16 +107,17 @@ def test_the_training_file_is_that_of_local_workers(tmp_path: Path, cluster: Two
 
 
 @pytest.mark.parametrize("storage", ["driver", "shared"])
-def test_an_actor_is_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> None:
-    """F2: another takes over where its journal ends; Ray restarts and retries nothing."""
+def test_actors_are_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> None:
+    """F2: others take over where their journals end; Ray restarts and retries nothing."""
     write_prompts(tmp_path / "p.jsonl", 30)
     with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
         given = on_ray(endpoint, cluster, ray_storage=storage)
         with started(tmp_path, **given) as process:
             wait_for(endpoint, 20)
-            kill_actor(actors()[0])
+            for pid in actors():  # on a loaded machine the other may hold nothing yet
+                kill_actor(pid)
             assert process.wait(90) == 0, (tmp_path / "output.txt").read_text()
-        assert endpoint.journal()["repeated"] <= IN_FLIGHT // 2
+        assert endpoint.journal()["repeated"] <= IN_FLIGHT
     judge_run_dir(tmp_path / "trajectories/r", tasks=30)
     assert "died; its" in (tmp_path / "output.txt").read_text()
 
