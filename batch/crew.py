@@ -92,7 +92,7 @@ class Crew:
         `is_done` tells that no next start needs what they keep.
         """
         self.tell(pack("exit", done=is_done))
-        leaving = {worker for worker in self.workers if worker.is_alive()}
+        leaving = {w for w in self.workers if w.is_alive() and not w.is_waiting}
         deadline = time.monotonic() + KILL_AFTER_GRACE_S
         while leaving and (wait_s := deadline - time.monotonic()) > 0:
             try:

@@ -1,168 +1,26 @@
 """The turn journal: every model reply and tool result, on disk before it is used.
 
 A worker appends its tasks' events to segments `inflight/worker-<n>-<k>.jsonl`, each line one
-event with its task. A segment is deleted once every task in it has its durable record. What is
-left after a crash is read back here and dealt out with the tasks, which then go on where they
-were.
-
-A line is in the page cache when `append` returns, so a killed process loses nothing; a thread
-makes it durable at most about 20 ms later, which is what a power loss can take.
+event with its task (`journal_writer`). A segment is deleted once every task in it has its durable
+record. What is left after a crash is read back here and dealt out with the tasks, which then go on
+where they were.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import orjson
 
 from agent.messages import Event
-from batch.files import AppendFile, StorageError, set_aside
+from batch.files import set_aside
 from batch.prompts import task_key
 
-_SYNC_EVERY_S = 0.02
-_SEGMENT_BYTES = 16 << 20
 _SEGMENT_NAME = re.compile(r"worker-(\d+)-(\d+)\.jsonl")
-
-
-class Journal(Protocol):
-    """Where a worker puts the events of its tasks."""
-
-    def append(
-        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
-    ) -> None:
-        """Take one event.
-
-        `deal` counts how often the task was dealt, and `position` the events before this one:
-        together they tell the order of events that lie in the segments of several workers.
-        """
-        ...
-
-    async def kept(self, key: bytes) -> None:
-        """Wait until a process kill can no longer take the replies of the task."""
-        ...
-
-    def flush(self) -> None:
-        """Hand over all events so far, before anything that is said after them."""
-        ...
-
-    def finish(self, key: bytes) -> None:
-        """Forget a task whose record is durable."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        ...
-
-
-class JournalWriter:
-    """The segments of one worker. All calls belong to one thread at a time."""
-
-    def __init__(
-        self, inflight: Path, worker: int, *, on_storage_error: Callable[[StorageError], None]
-    ) -> None:
-        self._inflight = inflight
-        self._worker = worker
-        self._on_storage_error = on_storage_error
-        self._next_segment = 0
-        self._open_tasks: dict[Path, set[bytes]] = {}
-        self._segment = self._new_segment()
-        self._full: list[AppendFile] = []
-        self._dirty = threading.Event()
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
-        self._syncer = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
-        self._syncer.start()
-
-    def append(
-        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
-    ) -> None:
-        """Write one event; once this returns a process kill keeps it. Raises `StorageError`."""
-        line = journal_line(task_id, input_digest, event, deal=deal, position=position)
-        self.append_lines([task_key(task_id, input_digest)], line)
-
-    def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
-        """Write lines made by `journal_line`, of the tasks with these keys; as `append`."""
-        if self._segment.size >= _SEGMENT_BYTES:
-            following = self._new_segment()
-            with self._lock:
-                self._full.append(self._segment)
-                self._segment = following
-        self._segment.append(lines)
-        self._open_tasks[self._segment.path].update(keys)
-        self._dirty.set()
-
-    async def kept(self, key: bytes) -> None:
-        """See `Journal`: `append` has seen to it."""
-
-    def flush(self) -> None:
-        """See `Journal`: nothing is held back."""
-
-    def finish(self, key: bytes) -> None:
-        """Forget a task whose record is durable; delete segments that nobody needs any more."""
-        for path, tasks in list(self._open_tasks.items()):
-            tasks.discard(key)
-            if not tasks and path != self._segment.path:
-                path.unlink(missing_ok=True)
-                del self._open_tasks[path]
-
-    def close(self) -> None:
-        """Sync what is left; delete the last segment too where nothing in it is open."""
-        self._stopping.set()
-        self._dirty.set()
-        self._syncer.join()
-        self._sync_once()
-        self._segment.close()
-        if not self._open_tasks[self._segment.path]:
-            self._segment.path.unlink(missing_ok=True)
-
-    def _new_segment(self) -> AppendFile:
-        path = self._inflight / f"worker-{self._worker}-{self._next_segment}.jsonl"
-        segment = AppendFile(path)
-        self._next_segment += 1
-        self._open_tasks[path] = set()
-        return segment
-
-    def _sync_forever(self) -> None:
-        """Group commit: one sync covers all events of the last moments."""
-        while not self._stopping.is_set():
-            self._dirty.wait()
-            self._stopping.wait(_SYNC_EVERY_S)
-            self._dirty.clear()
-            if not self._sync_once():
-                return
-
-    def _sync_once(self) -> bool:
-        with self._lock:
-            full, self._full = self._full, []
-            segment = self._segment
-        try:
-            for retired in full:
-                retired.sync()
-                retired.close()
-            segment.sync()
-        except StorageError as error:
-            self._on_storage_error(error)
-            return False
-        return True
-
-
-def journal_line(
-    task_id: str, input_digest: str, event: Event, *, deal: int, position: int, place: str = ""
-) -> bytes:
-    """One line of a segment; see `Journal.append`. `place` is where the task's workspace lies."""
-    line = {
-        "task": task_id,
-        "input_digest": input_digest,
-        "deal": deal,
-        "position": position,
-        "event": event,
-    }
-    return orjson.dumps(line | {"place": place} if place else line) + b"\n"
 
 
 class Place(NamedTuple):

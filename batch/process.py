@@ -10,7 +10,10 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+
+_LOG_FORMAT = "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 
@@ -55,27 +58,41 @@ def log_to(path: Path, level: str) -> None:
     logging.basicConfig(
         filename=path,
         level=level.upper(),
-        format="%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s",
+        format=_LOG_FORMAT,
         force=True,
     )
     _quieten()
 
 
 def log_through(send: Callable[..., None], level: str) -> None:
-    """Log to whoever gets the messages "log" of `send`."""
-    logging.basicConfig(
-        level=level.upper(), format="%(message)s", handlers=[_Sent(send)], force=True
-    )
+    """Log to whoever gets the messages "log" of `send`: warnings at once, others by `flush_log`."""
+    handler = _Sent(send)
+    logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, handlers=[handler], force=True)
     _quieten()
+
+
+def flush_log() -> None:
+    """Let go of what is held back of the log."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 class _Sent(logging.Handler):
     def __init__(self, send: Callable[..., None]) -> None:
         super().__init__()
         self._send = send
+        self._lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._send("log", level=record.levelno, name=record.name, text=self.format(record))
+        self._lines.append(f"{self.format(record)}\n")
+        if record.levelno >= logging.WARNING:
+            self.flush()
+
+    def flush(self) -> None:
+        with self.lock or nullcontext():
+            lines, self._lines = self._lines, []
+        if lines:
+            self._send("log", "".join(lines).encode("utf-8", "replace"))
 
 
 def _quieten() -> None:

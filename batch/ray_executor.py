@@ -49,6 +49,7 @@ _OF_RAY = ("num_cpus", "num_gpus", "memory")
 
 _HELLO_BYTES = 1 << 16
 _WATCH_EVERY_S = 1.0
+_REACH_S = 10.0
 _SAY_WAITING_S = 15.0
 _OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes; nothing of ours lies there."""
@@ -75,6 +76,7 @@ class RayExecutor:
             token=_token(run_dir.path),
             lock=(run_dir.path / "lock").read_bytes(),
             environment=environment,
+            log_fd=os.open(run_dir.path / "run.log", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC),
         )
         self._workers: dict[int, RayWorker] = {}
         self._closing = threading.Event()
@@ -109,6 +111,7 @@ class RayExecutor:
         self._threads[1].join()
         with _without_ray_handlers():
             ray.shutdown()
+        os.close(self._run.log_fd)
 
     def _accept(self) -> None:
         """Let workers in; whoever else connects proves nothing and keeps nobody waiting."""
@@ -132,18 +135,22 @@ class RayExecutor:
         """Hear from Ray which actors have ended, also those that have never connected."""
         began = time.monotonic()
         while not self._closing.wait(_WATCH_EVERY_S):
-            living = {
-                worker.ended: worker
-                for worker in list(self._workers.values())
-                if not worker.is_gone
-            }
-            if living:
-                # Never without a bound: Ray can wait for ever for what is on a lost node.
-                ended, _ = ray.wait(list(living), num_returns=len(living), timeout=0)
-                for reference in ended:
-                    living[reference].end(_why(reference))
+            living = [worker for worker in list(self._workers.values()) if not worker.is_gone]
+            try:
+                self._look_at(living)
+            except ray.exceptions.RayError as error:
+                log.warning("Ray does not say which workers live: %s", error)
             if time.monotonic() - began > _SAY_WAITING_S:
-                self._say_who_waits(list(living.values()))
+                self._say_who_waits(living)
+
+    def _look_at(self, living: list[RayWorker]) -> None:
+        if not living:
+            return
+        by_reference = {worker.ended: worker for worker in living}
+        # Never without a bound: Ray can wait for ever for what is on a lost node.
+        ended, _ = ray.wait(list(by_reference), num_returns=len(living), timeout=0)
+        for reference in ended:
+            by_reference[reference].end(_why(reference))
 
     def _say_who_waits(self, living: list[RayWorker]) -> None:
         waiting = [worker for worker in living if worker.is_waiting]
@@ -200,6 +207,13 @@ def _join(address: str) -> Mapping[str, str]:
             "cluster (for example with `ray job submit`), with --ray_address=auto"
         )
         raise ConfigError(msg)
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            # Ray itself tries for many minutes.
+            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+        except OSError as error:
+            raise _cannot_join(address, error) from error
     _init(address)
     return {}
 
@@ -209,11 +223,14 @@ def _init(address: str, **options: Any) -> None:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        msg = (
-            f"ray_address: {address}: cannot join this Ray cluster: {error}. `ray status` on this "
-            "machine must show it (`ray start --head` begins one)"
-        )
-        raise ConfigError(msg) from error
+        raise _cannot_join(address, error) from error
+
+
+def _cannot_join(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"ray_address: {address}: cannot join this Ray cluster: {error}. `ray status` on this "
+        "machine must show it (`ray start --head` begins one)"
+    )
 
 
 @contextlib.contextmanager

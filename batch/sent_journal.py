@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 
 from agent.messages import Event
-from batch.journal import journal_line
+from batch.journal_writer import journal_line
 from batch.prompts import task_key
 from batch.wire import pack
 

@@ -23,7 +23,7 @@ from batch.calls import Calls
 from batch.draw import setup_of_task
 from batch.failures import Failure
 from batch.files import StorageError
-from batch.journal import Journal
+from batch.journal_writer import Journal
 from batch.models import Setups
 from batch.prompts import Task
 from batch.record import dump_record, make_record

@@ -12,7 +12,7 @@ Worker to parent:  ready · alive {"counters", "proven"} · finished {"key", "fi
 
 A worker on another machine also sends its journal, and goes on when it was kept, and its log:
 
-                   events {"keys": [hex…], "number"} + lines · log {"level", "name", "text"}
+                   events {"keys": [hex…], "number"} + lines · log + lines
 Parent to worker:  kept {"number"}
 """
 

@@ -22,12 +22,13 @@ from agent.models.model import ModelSettings
 from batch.calls import Calls
 from batch.catalog import catalog_of
 from batch.files import StorageError
-from batch.journal import JournalWriter
+from batch.journal_writer import JournalWriter
 from batch.models import set_up_models
 from batch.process import (
     allow_many_files,
     collect_garbage_rarely,
     die_with_parent,
+    flush_log,
     log_through,
     log_to,
 )
@@ -135,6 +136,7 @@ class Worker:
         while not self._exit.is_set():
             self.send("alive", counters=self._runner.counters, proven=sorted(self._calls.proven))
             self._runner.counters = no_counters()
+            flush_log()
             try:
                 async with asyncio.timeout(_HEARTBEAT_S):
                     await self._exit.wait()
@@ -146,6 +148,7 @@ class Worker:
         await self._browsers.close()
         await self._servers.close()
         self._journal.close()
+        flush_log()
         self._outbox.put(None)
         sender.join()
         return self._is_done

@@ -37,6 +37,7 @@ class WorkerLink(ABC):
     """Why it died, where somebody knows."""
     _outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     _threads: list[threading.Thread] = field(default_factory=list)
+    _sending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_waiting(self) -> bool:
@@ -83,7 +84,8 @@ class WorkerLink(ABC):
     def _talk(self, connection: Connection) -> None:
         try:
             while (message := self._outbox.get()) is not None:
-                connection.send_bytes(message)
+                with self._sending:
+                    connection.send_bytes(message)
         except OSError:
             return  # its death is noticed by the listening thread
 

@@ -34,10 +34,10 @@ from agent.rules import Terms
 from agent.setup import Home, Setup, set_up
 from agent.trajectory import Trajectory
 from batch.files import AppendFile
-from batch.journal import JournalWriter
+from batch.index import index_fields
+from batch.journal_writer import JournalWriter
 from batch.prompts import Task
 from batch.record import Provenance, dump_record, make_record
-from batch.records import index_fields
 from batch.wire import pack
 from benchmarks.engines import SYSTEM
 from benchmarks.quick_endpoint import QuickEndpoint, scripted_replies

@@ -1,13 +1,12 @@
 """What Ray costs: the same runs by local workers and by Ray actors, side by side.
 
-    python -m benchmarks.executors [--prompts 500] [--turns 5] [--latency_s 0.2] [--repeat 3]
+    python -m benchmarks.executors [--prompts 1000] [--turns 5] [--latency_s 0.2] [--repeat 3]
 
 Needs the extra `ray`. Starts a cluster of two nodes on this machine and a fake endpoint on
 loopback, and runs the real runner, in turn, with local workers and with actors whose journals the
 driver keeps. Prints, per run: conversations per second between the first request and the last
-reply, and CPU of the driver alone, with its fixed costs. The last lines are medians: the ratio of
-the throughputs, and the driver's CPU per record, which is the slope between runs of PROMPTS and of
-four times as many.
+reply, the driver's own CPU per record in that time, and its CPU over its whole life, with start and
+export. The last lines are medians; the ratio is that of runs that followed each other.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ def measure(
     latency_s: float,
     workers: int,
     agents: int,
-) -> tuple[float, float]:
-    """Run once; give conversations per second and the driver's CPU in seconds."""
+) -> tuple[float, float, float]:
+    """Run once; give conversations per second, the driver's CPU per record while calls are made,
+    in ms, and all its CPU, in seconds."""
     dataset = cwd / f"prompts{prompts}.jsonl"
     dataset.write_text(
         "".join(f'{{"prompt": "Question number {n}"}}\n' for n in range(prompts)), encoding="utf-8"
@@ -61,11 +61,11 @@ def measure(
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=cwd
         )
-        cpu_s = 0.0
+        samples: list[tuple[float, float]] = []
         while process.poll() is None:
             with suppress(OSError):  # it may end at any moment
                 stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-                cpu_s = max(cpu_s, (int(stat[11]) + int(stat[12])) / _TICKS)
+                samples.append((time.monotonic(), (int(stat[11]) + int(stat[12])) / _TICKS))
             time.sleep(0.02)
         if process.returncode:
             msg = f"the run ended with exit code {process.returncode}"
@@ -74,11 +74,14 @@ def measure(
     if journal["requests"] != prompts * turns:
         msg = f"{journal['requests']} requests for {prompts * turns} calls"
         raise RuntimeError(msg)
-    return prompts / (journal["last_reply_at"] - journal["first_request_at"]), cpu_s
+    began, ended = journal["first_request_at"], journal["last_reply_at"]
+    in_time = [cpu_s for at, cpu_s in samples if began <= at <= ended]
+    working_s = in_time[-1] - in_time[0]
+    return prompts / (ended - began), working_s / prompts * 1000, max(samples)[1]
 
 
 @click.command()
-@click.option("--prompts", default=500, show_default=True)
+@click.option("--prompts", default=1000, show_default=True)
 @click.option("--turns", default=5, show_default=True)
 @click.option("--latency_s", default=0.2, show_default=True)
 @click.option("--workers", default=2, show_default=True)
@@ -87,32 +90,29 @@ def measure(
 def main(
     prompts: int, turns: int, latency_s: float, workers: int, agents: int, repeat: int
 ) -> None:
-    """Measure both executors over PROMPTS and over four times as many, in turn."""
-    counts = (prompts, prompts * 4)
+    """Measure both executors over PROMPTS prompts, in turn."""
     speeds: dict[str, list[float]] = {"local": [], "ray": []}
-    slopes: dict[str, list[float]] = {"local": [], "ray": []}
+    costs: dict[str, list[float]] = {"local": [], "ray": []}
     with tempfile.TemporaryDirectory() as place, two_nodes(Path(place)) as cluster:
         flags = {"local": [], "ray": ["--executor=ray", f"--ray_address={cluster.address}"]}
         for _ in range(repeat):
             for name, executor in flags.items():
-                cpu_s = []
-                for count in counts:
-                    speed, cpu = measure(
-                        Path(place),
-                        executor,
-                        prompts=count,
-                        turns=turns,
-                        latency_s=latency_s,
-                        workers=workers,
-                        agents=agents,
-                    )
-                    cpu_s.append(cpu)
-                    print(f"{name} {count}: {speed:.1f}/s, driver {cpu:.2f} s", flush=True)
+                speed, cost_ms, cpu_s = measure(
+                    Path(place),
+                    executor,
+                    prompts=prompts,
+                    turns=turns,
+                    latency_s=latency_s,
+                    workers=workers,
+                    agents=agents,
+                )
+                print(f"{name}: {speed:.1f}/s, {cost_ms:.3f} ms, {cpu_s:.2f} s", flush=True)
                 speeds[name].append(speed)
-                slopes[name].append((cpu_s[1] - cpu_s[0]) / (counts[1] - counts[0]) * 1000)
+                costs[name].append(cost_ms)
     ratios = [ray / local for local, ray in zip(speeds["local"], speeds["ray"], strict=True)]
-    print(f"throughput ray/local: median {statistics.median(ratios):.3f} of {sorted(ratios)}")
-    for name, of_one in slopes.items():
+    shown = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
+    print(f"throughput ray/local: median {statistics.median(ratios):.3f} of {shown}")
+    for name, of_one in costs.items():
         print(f"driver CPU per record, {name}: median {statistics.median(of_one):.3f} ms")
 
 

@@ -15,7 +15,7 @@ import pytest
 from agent.messages import Event, Message, NoteEvent, ReplyEvent, ResultEvent, SubEvent
 from batch.errors import ConfigError, EnvironmentStop, RunDirError
 from batch.failures import Failure, FailureFile
-from batch.journal import JournalWriter
+from batch.journal_writer import JournalWriter
 from batch.prompts import task_key
 from batch.standing import WORKER_DIED
 from report.compared import as_text, compare

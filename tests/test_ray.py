@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.ray_cluster import TwoNodes, actors, two_nodes
 from tests.running import (
     ROOT,
+    SCRIPTED,
     WRITE_A_NOTE,
     command,
     lines,
@@ -105,16 +107,17 @@ def test_the_training_file_is_that_of_local_workers(tmp_path: Path, cluster: Two
 
 
 @pytest.mark.parametrize("storage", ["driver", "shared"])
-def test_an_actor_is_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> None:
-    """F2: another takes over where its journal ends; Ray restarts and retries nothing."""
+def test_actors_are_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> None:
+    """F2: others take over where their journals end; Ray restarts and retries nothing."""
     write_prompts(tmp_path / "p.jsonl", 30)
     with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
         given = on_ray(endpoint, cluster, ray_storage=storage)
         with started(tmp_path, **given) as process:
             wait_for(endpoint, 20)
-            kill_actor(actors()[0])
+            for pid in actors():  # on a loaded machine the other may hold nothing yet
+                kill_actor(pid)
             assert process.wait(90) == 0, (tmp_path / "output.txt").read_text()
-        assert endpoint.journal()["repeated"] <= IN_FLIGHT // 2
+        assert endpoint.journal()["repeated"] <= IN_FLIGHT
     judge_run_dir(tmp_path / "trajectories/r", tasks=30)
     assert "died; its" in (tmp_path / "output.txt").read_text()
 
@@ -272,6 +275,15 @@ def test_a_key_that_a_node_lacks(tmp_path: Path, cluster: TwoNodes) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_no_cluster_at_the_address(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    done = run(tmp_path, **SCRIPTED, executor="ray", ray_address=address)
+    assert done.returncode == 2, done.stderr
+    assert f"ray_address: {address}: cannot join" in done.stderr
+
+
 def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
     for room in ("agent", "batch", "toolsets"):
         shutil.copytree(ROOT / room, tmp_path / "other" / room)
@@ -313,3 +325,42 @@ def test_a_node_is_lost(tmp_path: Path) -> None:
         assert endpoint.journal()["repeated"] <= 2 * 4
     judge_run_dir(tmp_path / "trajectories/r", tasks=40)
     assert "wait for a place" in (tmp_path / "output.txt").read_text() or not actors()
+
+
+@pytest.mark.long
+def test_a_long_run_through_every_death(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2,000 prompts: actors, a node and the driver die; nothing is lost, doubled or torn."""
+    local, spread = tmp_path / "local", tmp_path / "spread"
+    for cwd in (local, spread):
+        cwd.mkdir()
+        write_prompts(cwd / "p.jsonl", 2_000)
+    plays: dict[str, Any] = {"turns": 3, "latency_s": 0.05, **WRITE_A_NOTE}
+    with FakeEndpoint(**plays) as endpoint:
+        assert run(local, **asking(endpoint, batch_size=16)).returncode == 0
+    with two_nodes(tmp_path) as cluster, FakeEndpoint(**plays) as endpoint:
+        given = on_ray(endpoint, cluster, num_workers=4, batch_size=16)
+        in_flight = 4 * 16
+        with started(spread, **given) as process:
+            for replies in (500, 1_000, 1_500):
+                wait_for(endpoint, replies)
+                kill_actor(actors()[0])
+            wait_for(endpoint, 2_000)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            wait_until(lambda: not actors(), timeout_s=10)
+        with started(spread, **given) as process:
+            wait_for(endpoint, 3_000)
+            cluster.remove_second()
+            wait_for(endpoint, 4_000)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            wait_until(lambda: not actors(), timeout_s=10)
+        given |= {"num_workers": 2}
+        most = 3 * 16 + 2 * 16 + 2 * in_flight
+        resume_and_judge(spread, given, tasks=2_000, endpoint=endpoint, wasted=most)
+        repeated = endpoint.journal()["repeated"]
+    exported = [(cwd / "trajectories/r.jsonl").read_bytes() for cwd in (local, spread)]
+    assert len(exported[0].splitlines()) == 2_000
+    assert exported[0] == exported[1]
+    with capsys.disabled():
+        print(f"\n{repeated} calls were repeated, at most {most} may be")

@@ -15,13 +15,8 @@ import pytest
 from agent.messages import Event
 from batch.failures import Failure, FailureFile, load_failed_attempts
 from batch.files import AppendFile, StorageError, repair_tail, replace_file
-from batch.journal import (
-    Inflight,
-    JournalWriter,
-    next_worker_number,
-    turns_under_way,
-    usable_prefix,
-)
+from batch.journal import Inflight, next_worker_number, turns_under_way, usable_prefix
+from batch.journal_writer import JournalWriter
 from batch.prompts import task_key
 from batch.records import RecordFile, index_fields, load_index
 from batch.rows import BadRow
@@ -296,7 +291,7 @@ def test_full_segments_are_followed_by_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a task whose events lie in several segments is read back whole and deleted whole."""
-    monkeypatch.setattr("batch.journal._SEGMENT_BYTES", 300)
+    monkeypatch.setattr("batch.journal_writer._SEGMENT_BYTES", 300)
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
     for turn in range(1, 21):
         writer.append("a", "d", reply(turn), deal=1, position=turn - 1)
