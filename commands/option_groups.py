@@ -23,6 +23,9 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("num_workers", "batch_size", "concurrency", "max_run_cost_usd", "max_run_tokens"),
         *("max_in_flight", "start_in_flight", "rpm", "tpm"),
     ),
+    "Workers on a Ray cluster": (
+        *("executor", "ray_address", "worker_resources", "ray_storage", "ray_scratch_dir"),
+    ),
     "Attempts, deadlines and the log": (
         *("max_attempts", "call_attempts", "attempt_timeout_s", "idle_timeout_s"),
         *("call_timeout_s", "grace_s", "heartbeat_timeout_s", "log_level"),
@@ -35,7 +38,7 @@ OF_STARTS = "This start"
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Commands to run": ("run", "estimate", "import_hermes", "merge"),
-    "Commands to look": ("status", "report", "show", "compare"),
+    "Commands to look": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
     "Commands to list what there is": ("tools", "distributions", "errors"),
 }

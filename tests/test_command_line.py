@@ -55,7 +55,7 @@ def test_a_shell_is_offered_commands_options_values_and_runs(tmp_path: Path) -> 
     for name in ("mine", "other"):
         (tmp_path / "trajectories" / name).mkdir(parents=True)
         (tmp_path / "trajectories" / name / "run.json").touch()
-    assert offered(tmp_path, "s") == ["show", "status"]
+    assert offered(tmp_path, "s") == ["show", "stats", "status"]
     assert offered(tmp_path, "--max_tu") == ["--max_turns"]
     assert offered(tmp_path, "run", "--sandbox", "") == ["bwrap", "docker", "local"]
     assert offered(tmp_path, "status", "m") == ["mine"]
@@ -86,8 +86,8 @@ def test_bash_completes_with_the_script(tmp_path: Path) -> None:
     (tmp_path / "script").write_text(source)
     asked = (
         "complete() { :; }; compopt() { :; }; source ./script; "
-        "COMP_WORDS=(batch-runner sta); COMP_CWORD=1; "
-        '_batch_runnerpy_completion ./batch-runner sta; echo "${COMPREPLY[@]}"'
+        "COMP_WORDS=(batch-runner statu); COMP_CWORD=1; "
+        '_batch_runnerpy_completion ./batch-runner statu; echo "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
         ["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60

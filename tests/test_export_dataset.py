@@ -431,7 +431,7 @@ class TestDirectory:
         from batch.records import RecordFile
 
         RecordFile(source.run_dir, source.run_dir / "quarantine").close()
-        stored.write_bytes(stored.read_bytes()[:-40] + b"#" * 39 + b"\n")
+        stored.write_bytes(b"#" * 39 + stored.read_bytes()[39:])
         with pytest.raises(EnvironmentStop, match="unreadable"):
             exported(source, formats="openai")
         assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before

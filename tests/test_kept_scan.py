@@ -137,7 +137,6 @@ OTHER_RULES = [
         {"max_samples": 1000},
         *({"rules": rules} for rules in OTHER_RULES),
     ],
-    ids=str,
 )
 def test_what_was_kept_for_other_questions_answers_none(
     dataset: Path, asked: dict[str, Any]

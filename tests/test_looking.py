@@ -261,7 +261,7 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
         assert [task["id"] for task in found["slowest"]] == ["quick"]
         text = run(tmp_path, "status", "r").stdout
         assert "\nthis start: left " in text
-        assert "done 1, failed 0, running 1, 0." in text
+        assert "done 1, failed 0, running 1, " in text
         assert "in flight 1, the longest silent first\n  held " in text
         assert "2 turns  runs hold, " in text
         watching = subprocess.Popen(

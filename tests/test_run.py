@@ -718,7 +718,7 @@ def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
 def test_status_of_no_run_is_an_error(tmp_path: Path) -> None:
     done = run(tmp_path, "status", "nothing")
     assert done.returncode == 2
-    assert "no run here" in done.stderr
+    assert "no such run" in done.stderr
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
