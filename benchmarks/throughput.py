@@ -119,7 +119,8 @@ def runner(work: Work, url: str, cwd: Path) -> list[str]:
         *(f"--dataset_file={dataset}", "--run_name=r", f"--output_dir={cwd}"),
         *(f"--tools={cwd}/steps.py:tools", "--enabled_toolsets=steps"),
         *(f"--num_workers={work.workers}", f"--batch_size={work.agents // work.workers}"),
-        *(f"--max_in_flight={work.agents}", f"--system_prompt={SYSTEM}", "--max_turns=100"),
+        *(f"--max_in_flight={work.agents}", f"--start_in_flight={work.agents}"),
+        *(f"--system_prompt={SYSTEM}", "--max_turns=100"),
     ]
 
 
