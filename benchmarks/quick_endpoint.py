@@ -148,8 +148,13 @@ class QuickEndpoint:
             return cast(dict[str, Any], orjson.loads(reply.read()))
 
 
-def scripted_replies(turns: int, *, reasoning_chars: int = 400) -> dict[str, list[dict[str, Any]]]:
-    """Conversations of `turns` turns in both dialects: all but the last call the tool `step`."""
+def scripted_replies(
+    turns: int, *, reasoning_chars: int = 400, tool: str = "step", argument: str = "number"
+) -> dict[str, list[dict[str, Any]]]:
+    """Conversations of `turns` turns in both dialects: all but the last call the tool.
+
+    It is given the turn, as a text where the argument is not called number.
+    """
     thought = "I should look at the next part of it. " * (reasoning_chars // 38 + 1)
     thought = thought[:reasoning_chars]
     usage = {"prompt_tokens": 900, "completion_tokens": 120, "total_tokens": 1020}
@@ -157,7 +162,7 @@ def scripted_replies(turns: int, *, reasoning_chars: int = 400) -> dict[str, lis
     for turn in range(1, turns + 1):
         is_last = turn == turns
         text = "All of it is done." if is_last else ""
-        id, given = f"call_{turn}", {"number": turn}
+        id, given = f"call_{turn}", {argument: turn if argument == "number" else str(turn)}
         message: dict[str, Any] = {
             "role": "assistant",
             "content": text,
@@ -169,9 +174,9 @@ def scripted_replies(turns: int, *, reasoning_chars: int = 400) -> dict[str, lis
         if is_last:
             blocks.append({"type": "text", "text": text})
         else:
-            function = {"name": "step", "arguments": orjson.dumps(given).decode()}
+            function = {"name": tool, "arguments": orjson.dumps(given).decode()}
             message["tool_calls"] = [{"id": id, "type": "function", "function": function}]
-            blocks.append({"type": "tool_use", "id": id, "name": "step", "input": given})
+            blocks.append({"type": "tool_use", "id": id, "name": tool, "input": given})
         finish_reason = "stop" if is_last else "tool_calls"
         choice = {"index": 0, "message": message, "finish_reason": finish_reason}
         chat.append(

@@ -62,6 +62,9 @@ class Work:
     """In flight, over all workers."""
     workers: int = 1
     api: str = "chat"
+    tool: str = "step"
+    argument: str = "number"
+    """Of the tool."""
 
     @property
     def calls(self) -> int:
@@ -141,7 +144,7 @@ def measure(command: Callable[[Work, str, Path], list[str]], work: Work) -> Figu
 
     Raises `RuntimeError` where it failed or asked for more or less than the work.
     """
-    replies = scripted_replies(work.turns)
+    replies = scripted_replies(work.turns, tool=work.tool, argument=work.argument)
     with (
         tempfile.TemporaryDirectory() as cwd,
         tempfile.TemporaryFile() as told,
