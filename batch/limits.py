@@ -15,6 +15,12 @@ from batch.worker_link import WorkerLink
 _TURN_S = 1.0
 """How long a worker keeps what could as well be another's."""
 
+_BUSY = 0.85
+"""From this share of a core on, a worker is what limits its calls."""
+
+_LATELY = 0.2
+"""What one heartbeat counts for in the average."""
+
 
 class RunLimits:
     """Hears what the workers' calls meet, and tells each how many it may have in flight."""
@@ -24,6 +30,15 @@ class RunLimits:
         self._endpoints = {
             endpoint: _EndpointLimits(endpoint, of_one) for endpoint, of_one in bounds.items()
         }
+        self._busy = 0.0
+        """How much of a core the workers have used lately, on the average."""
+        self._heartbeats = self._busy_heartbeats = 0
+
+    def on_busy(self, busy: float) -> None:
+        """A worker says how much of a core it has used lately."""
+        self._heartbeats += 1
+        self._busy_heartbeats += busy >= _BUSY
+        self._busy += (busy - self._busy) * _LATELY
 
     def on_load(self, worker: WorkerLink, endpoint: str, load: dict[str, int]) -> None:
         """A worker says what its calls did since it said so last, and how many wait."""
@@ -42,6 +57,10 @@ class RunLimits:
 
     def in_words(self) -> str:
         """For the progress line; "" while nothing but the user's own bounds limits the calls."""
+        busy = f"workers at {self._busy:.0%} of a core" if self._busy >= _BUSY else ""
+        return ", ".join(filter(None, (self._endpoints_in_words(), busy)))
+
+    def _endpoints_in_words(self) -> str:
         probed = [one for one in self._endpoints.values() if one.limiter.is_probed]
         if len(self._endpoints) == 1:
             return "".join(f"limit {one.limiter.limit} (endpoint)" for one in probed)
@@ -52,10 +71,11 @@ class RunLimits:
 
         Keys: `endpoint` (its base URL), `limit` and `ceiling` (calls in flight), `in_flight_max`,
         `replies`, `refused` (429s), `failed` (attempts that were waited out otherwise) and
-        `limited_by`: "endpoint", "rate" (rpm, tpm), "concurrency" (the user's bounds), or
-        "tools" where calls never came near any of these.
+        `limited_by`: "endpoint", "rate" (rpm, tpm), "workers" (they used up their cores),
+        "concurrency" (the user's bounds), or "tools" where calls never came near any of these.
         """
-        return [one.report() for one in self._endpoints.values()]
+        is_busy = self._busy_heartbeats > self._heartbeats / 2
+        return [one.report(is_busy=is_busy) for one in self._endpoints.values()]
 
 
 @dataclass(slots=True)
@@ -150,9 +170,9 @@ class _EndpointLimits:
             )
         )
 
-    def report(self) -> dict[str, Any]:
+    def report(self, *, is_busy: bool) -> dict[str, Any]:
         near = self._in_flight_max >= 0.9 * self._bounds.ceiling
-        by = "concurrency" if near else "tools"
+        by = "workers" if is_busy else "concurrency" if near else "tools"
         if self.limiter.is_probed:
             by = "endpoint"
         elif self._is_paced:

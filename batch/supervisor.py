@@ -170,6 +170,7 @@ class Supervisor:
                 self._failed_starts = 0
             case "alive":
                 self._progress.add(header["counters"])
+                self.limits.on_busy(header["busy"])
                 proven = self._setup.proven | set(header["proven"])
                 self._setup = replace(self._setup, proven=proven)
             case "finished":

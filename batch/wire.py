@@ -5,8 +5,8 @@ records cross the border as bytes and are never parsed on the way.
 
 Parent to worker:  tasks {"deals": [Deal…]} · durable {"keys": [hex…]} · stop {"grace_s"}
                    · exit {"done"} · limits {"limits"} · loan {"amount"} · recall
-Worker to parent:  ready · alive {"counters", "proven"} · finished {"key", "fields", "failure"}
-                   + record · failed {"key", "failure"} · released {"key"}
+Worker to parent:  ready · alive {"counters", "proven", "busy"} · finished {"key", "fields",
+                   "failure"} + record · failed {"key", "failure"} · released {"key"}
                    · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
                    · purse {"told"} · note {"message"} · say {"message"} · halt {"message"}
 

@@ -14,6 +14,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -103,6 +104,7 @@ class Worker:
         self._told = False
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._exit = asyncio.Event()
+        self._cpu_s, self._asked_at = time.process_time(), time.monotonic()
         self._is_done = False
 
     async def serve(self) -> bool:
@@ -134,7 +136,12 @@ class Worker:
         loop.add_reader(self._connection.fileno(), self._receive)
         self.send("ready")
         while not self._exit.is_set():
-            self.send("alive", counters=self._runner.counters, proven=sorted(self._calls.proven))
+            self.send(
+                "alive",
+                counters=self._runner.counters,
+                proven=sorted(self._calls.proven),
+                busy=self._busy(),
+            )
             self._runner.counters = no_counters()
             flush_log()
             try:
@@ -161,6 +168,12 @@ class Worker:
             self._setup.number,
             on_storage_error=lambda error: self.halt(str(error)),
         )
+
+    def _busy(self) -> float:
+        """How much of a core this process has used since this was asked last."""
+        cpu_s, self._cpu_s = self._cpu_s, time.process_time()
+        asked_at, self._asked_at = self._asked_at, time.monotonic()
+        return (self._cpu_s - cpu_s) / max(self._asked_at - asked_at, 0.001)
 
     def _receive(self) -> None:
         try:

@@ -370,3 +370,15 @@ def test_a_run_finds_the_limit_of_its_endpoint(tmp_path: Path) -> None:
     assert journal["faults"]["http429"] > 0
     log = (tmp_path / "trajectories" / "r" / "run.log").read_text()
     assert "'limited_by': 'endpoint'" in log
+
+
+def test_workers_that_use_up_their_cores_are_what_limits() -> None:
+    limits = RunLimits({"u k": Bounds(start=9, ceiling=9, rpm=None, tpm=None)})
+    for _ in range(3):
+        limits.on_busy(0.4)
+    assert limits.in_words() == ""
+    assert limits.report()[0]["limited_by"] == "tools"
+    for _ in range(20):
+        limits.on_busy(0.98)
+    assert limits.in_words() == "workers at 97% of a core"
+    assert limits.report()[0]["limited_by"] == "workers"
