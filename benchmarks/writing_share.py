@@ -1,11 +1,11 @@
-"""What the index costs a run: its share of the bytes that the run writes, and of its CPU time.
+"""What writing costs a run: journal, records and index, of its bytes and of its CPU time.
 
-    python -m benchmarks.index_share --turns=5
+    python -m benchmarks.writing_share --turns=5
 
 Runs conversations against the fake endpoint, each turn but the last with a tool call. Journals are
-removed as conversations finish, so each is held by a second name until it is measured. The CPU
-time of the index is that of making its rows again and writing them, a write per record, which is
-the most that a run does.
+removed as conversations finish, so each is held by a second name until it is measured. CPU time is
+that of writing the same again with what the run writes with: each event of the journal with its
+syncs beside, the records, and an index with a write per record, which is the most that a run does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import orjson
+
 from batch.files import AppendFile
 from batch.index import MARK, RowMaker, index_fields
+from batch.journal_writer import JournalWriter
 from batch.records import lines_from, parse_record
 from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.resume import ROOT, write_rows
@@ -33,8 +36,8 @@ NOTE: dict[str, Any] = {
 }
 
 
-def run_beside(given: list[str], cwd: Path) -> int:
-    """Run to the end; the bytes of all journals that there were."""
+def run_beside(given: list[str], cwd: Path) -> list[Path]:
+    """Run to the end; all journals that there were."""
     held = cwd / "held"
     held.mkdir()
     process = subprocess.Popen(given, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -45,7 +48,34 @@ def run_beside(given: list[str], cwd: Path) -> int:
         time.sleep(0.005)
     if process.returncode:
         raise RuntimeError(f"the run ended with exit code {process.returncode}")
-    return sum(file.stat().st_size for file in held.iterdir())
+    return sorted(held.iterdir())
+
+
+def journal_again(journals: list[Path], place: Path) -> float:
+    """CPU seconds of writing all events again, at the pace of the run's own syncs or faster."""
+    lines = [orjson.loads(line) for journal in journals for line in journal.open("rb")]
+    place.mkdir()
+    began = time.process_time()
+    writer = JournalWriter(place, 0, on_storage_error=print)
+    for line in lines:
+        task, digest, event = line["task"], line["input_digest"], line["event"]
+        writer.append(task, digest, event, deal=line["deal"], position=line["position"])
+    writer.close()
+    return time.process_time() - began
+
+
+def records_again(records: Path, place: Path) -> float:
+    """CPU seconds of writing all records again, with a sync for every eight."""
+    lines = records.read_bytes().splitlines(keepends=True)
+    began = time.process_time()
+    file = AppendFile(place / "records.jsonl")
+    for number, line in enumerate(lines):
+        file.append(line)
+        if number % 8 == 0:
+            file.sync()
+    taken = time.process_time() - began
+    file.close()
+    return taken
 
 
 def index_again(records: Path, place: Path) -> tuple[float, int]:
@@ -65,7 +95,7 @@ def index_again(records: Path, place: Path) -> tuple[float, int]:
 
 def main() -> None:
     """Run, measure, print."""
-    parser = argparse.ArgumentParser(prog="index_share", description=__doc__)
+    parser = argparse.ArgumentParser(prog="writing_share", description=__doc__)
     parser.add_argument("--tasks", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--toolset", default="file", help="`none` makes the smallest records")
@@ -85,21 +115,27 @@ def main() -> None:
         run_dir = cwd / "trajectories" / "r"
         sizes = {
             "records.jsonl": (run_dir / "records.jsonl").stat().st_size,
-            "journals": journals,
+            "journals": sum(file.stat().st_size for file in journals),
             "training file": (cwd / "trajectories" / "r.jsonl").stat().st_size,
             "records.idx": (run_dir / "records.idx").stat().st_size,
             "dataset.idx": (run_dir / "dataset.idx").stat().st_size,
         }
         index_cpu, records = index_again(run_dir / "records.jsonl", cwd)
+        costs = {
+            "journal": journal_again(journals, cwd / "again"),
+            "records": records_again(run_dir / "records.jsonl", cwd),
+            "index": index_cpu,
+        }
     print(f"{records:,} conversations of {options.turns} turns")
     for name, size in sizes.items():
         share = f"{100 * size / sum(sizes.values()):6.2f} % of all bytes"
         beside = f"{100 * size / sizes['records.jsonl']:7.2f} % of the records"
         print(f"  {name:<14} {size / records:9,.0f} bytes each  {share}  {beside}")
-    print(
-        f"  CPU of the run {1000 * cpu / records:.2f} ms each, of its index "
-        f"{1e6 * index_cpu / records:.1f} µs: {100 * index_cpu / cpu:.2f} %"
-    )
+    print(f"  CPU of the run: {1000 * cpu / records:.2f} ms each")
+    for name, taken in {**costs, "all three": sum(costs.values())}.items():
+        print(
+            f"  {name:<14} {1e6 * taken / records:9,.1f} µs each  {100 * taken / cpu:6.2f} % of it"
+        )
 
 
 if __name__ == "__main__":
