@@ -135,7 +135,7 @@ def as_table(found: Forecast) -> str:
         ("dollars", found.dollars, "{:,.2f}"),
         ("tokens in", found.input_tokens, "{:,.0f}"),
         ("tokens out", found.output_tokens, "{:,.0f}"),
-        ("hours left", found.hours, "{:.3g}"),
+        ("hours left", found.hours, "{:,.2f}"),
         ("failures %", found.failure_percent, "{:.1f}"),
     ]
     lines = [

@@ -160,6 +160,15 @@ class Index(Mapping[bytes, Entry]):
             if row and length:
                 yield self._key(row), self.entry(row)
 
+    def latest(self) -> Iterator[Entry]:
+        """The record of each task, from the one that was written last to the first."""
+        seen = set()
+        lengths = _column(self._view, _LENGTHS)
+        for row in range(len(lengths) - 1, 0, -1):
+            if lengths[row] and (key := self._key(row)) not in seen:
+                seen.add(key)
+                yield self.entry(row)
+
     def statuses(self, rows: Iterable[int]) -> Iterator[str | None]:
         """How the records of these rows ended; None for row 0."""
         numbers = _column(self._view, _ENDINGS)

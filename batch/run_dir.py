@@ -150,7 +150,10 @@ def open_run(
         if isinstance(error, OSError):
             if error.errno in _DISK_FAILS:
                 raise storage_error(path, error) from error
-            msg = f"{path}: cannot use this run directory: {error.strerror or error}"
+            msg = (
+                f"{path}: cannot use this run directory: {error.strerror or error}; --output_dir "
+                "names another place"
+            )
             raise RunDirError(msg) from error
         raise
     same_endpoints = before is not None and all(

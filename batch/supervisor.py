@@ -219,7 +219,9 @@ class Supervisor:
     def _note(self, message: str) -> None:
         if not self._noted:
             self._noted = True
-            self._progress.say(f"waiting for the endpoint: {message}")
+            self._progress.say(
+                f"waiting for the endpoint, which has not answered yet (see --base_url): {message}"
+            )
 
     def _release(self, worker: WorkerLink, key: bytes) -> None:
         worker.held.pop(key, None)

@@ -39,7 +39,7 @@ def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
     """
     room = _LAST_BYTES
     with _opened(run_dir) as file:
-        for entry in reversed(_entries(run_dir)):
+        for entry in load_index(run_dir).latest():
             room -= entry.length
             if room < 0:
                 return

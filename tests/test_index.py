@@ -205,6 +205,8 @@ def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None
     assert others == len(expected) - len(known)
     assert len(index) == len(expected)
     assert sorted(entry.offset for _, entry in index.records())[0] == 0
+    newest = sorted(expected.values(), key=lambda entry: -entry.offset)
+    assert list(index.latest()) == newest
     costs = [entry.cost_usd for _, entry in index.records() if entry.cost_usd is not None]
     assert index.known_cost_usd() == pytest.approx(sum(costs))
 
