@@ -17,6 +17,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import orjson
 from batch.errors import DatasetError
 from batch.row_rules import RowRules
 from batch.rows import BadRow, Row, read_rows, reread_rows
+from batch.shards import Shard
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
@@ -55,34 +57,51 @@ class Scan:
 
     path: Path
     sha256: str
-    rows: int
+    """Of all usable rows, whatever the shard."""
+    all_rows: int
     """Usable rows, after `max_samples`."""
+    rows: int
+    """Those of them that belong to the shard."""
     bad_rows: tuple[BadRow, ...]
+    """Those that count in the shard: each bad row counts in one."""
+    bad_lines: frozenset[int]
+    """The lines of all bad rows."""
     repeated: frozenset[int]
     """Short hashes of the ids that occur more than once."""
     rules: RowRules
     signature: tuple[int, int] | None
     """Size and time of change of the file; while they stay, its good rows need no second check."""
+    shard: Shard | None
+    """The part of the rows that `tasks` gives; None for all."""
 
 
-def scan(path: Path, *, max_samples: int | None, rules: RowRules | None = None) -> Scan:
+def scan(
+    path: Path,
+    *,
+    max_samples: int | None,
+    rules: RowRules | None = None,
+    shard: Shard | None = None,
+) -> Scan:
     """Read the whole file once. Raises `DatasetError` where nothing in it is usable."""
     rules = rules or RowRules()
     signature = _signature(path)
     seen = _Repeats()
     bad_rows = []
-    rows = 0
+    all_rows = rows = 0
     fingerprint = hashlib.sha256()
     for row in read_rows(path, rules):
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
-        rows += 1
+        all_rows += 1
         fingerprint.update(_canonical(row.columns))
-        seen.add(_short_hash(_base_id(row.columns)))
-        if rows == max_samples:
+        short_hash = _short_hash(_base_id(row.columns))
+        if shard is None or shard.holds(short_hash):
+            rows += 1
+            seen.add(short_hash)
+        if all_rows == max_samples:
             break
-    if not rows:
+    if not all_rows:
         msg = f"{path}: no usable row"
         if bad_rows:
             first = bad_rows[0]
@@ -93,31 +112,39 @@ def scan(path: Path, *, max_samples: int | None, rules: RowRules | None = None) 
     return Scan(
         path=path,
         sha256=fingerprint.hexdigest(),
+        all_rows=all_rows,
         rows=rows,
-        bad_rows=tuple(bad_rows),
+        bad_rows=tuple(row for row in bad_rows if shard is None or shard.holds(row.line)),
+        bad_lines=frozenset(row.line for row in bad_rows),
         repeated=seen.repeated(),
         rules=rules,
         signature=signature,
+        shard=shard,
     )
 
 
 def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
     """Stream the tasks of a scanned file in its order, the samples of a prompt side by side."""
     occurrences: Counter[str] = Counter()
-    for number, row in enumerate(_good_rows(scan), start=1):
-        prompt_id = _prompt_id(row, scan.repeated, occurrences)
+    for row in islice(_good_rows(scan), scan.all_rows):
+        base_id = _base_id(row.columns)
+        short_hash = _short_hash(base_id)
+        if scan.shard is not None and not scan.shard.holds(short_hash):
+            continue
+        prompt_id = base_id
+        if short_hash in scan.repeated:
+            occurrences[base_id] += 1
+            prompt_id = _numbered(base_id, occurrences[base_id])
         digest = input_digest(row.columns, scan.rules)
         for sample in range(num_samples):
             task_id = f"{prompt_id}#s{sample}" if sample else prompt_id
             yield Task(task_id, prompt_id, sample, digest, row.columns)
-        if number == scan.rows:
-            return
 
 
 def _good_rows(scan: Scan) -> Iterator[Row]:
     """The usable rows; checked again only where the file has changed since its scan."""
     if scan.signature is not None and scan.signature == _signature(scan.path):
-        yield from reread_rows(scan.path, bad={row.line for row in scan.bad_rows})
+        yield from reread_rows(scan.path, bad=scan.bad_lines)
         return
     for row in read_rows(scan.path, scan.rules):
         if isinstance(row, Row):
@@ -166,12 +193,8 @@ class _Repeats:
         return frozenset(found)
 
 
-def _prompt_id(row: Row, repeated: frozenset[int], occurrences: Counter[str]) -> str:
-    base = _base_id(row.columns)
-    if _short_hash(base) not in repeated:
-        return base
-    occurrences[base] += 1
-    return base if occurrences[base] == 1 else f"{base}#{occurrences[base]}"
+def _numbered(base_id: str, occurrence: int) -> str:
+    return base_id if occurrence == 1 else f"{base_id}#{occurrence}"
 
 
 def _base_id(columns: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from batch.errors import DatasetError, RunDirError
 from batch.prompts import Scan, scan
 from batch.repair import owed_in_words, repair_run
 from batch.run_dir import locked, read_run_json, refuse_held
+from batch.shards import parse_shard
 from batch.verify import Problem, Report, verify
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
@@ -118,6 +119,7 @@ def scan_of(identity: dict[str, Any], config: RunConfig) -> Scan:
         Path(identity["dataset"]["path"]),
         max_samples=config.max_samples,
         rules=config.row_rules(identity["api"]),
+        shard=None if config.shard is None else parse_shard(config.shard),
     )
 
 
