@@ -139,6 +139,11 @@ class RunConfig(AgentOptions):
         "Set each workspace up by its row's columns `files` and `setup`, and judge its end by the "
         "row's `check` command; see docs/tools.md.",
     )
+    forks: bool = meaning(
+        False,
+        "Rows hold the beginning of their conversation in the column `fork`, as the command fork "
+        "writes them; see docs/forks.md.",
+    )
     command_memory_mb: PositiveInt = meaning(2048, "Memory of each process of a command, in MB.")
     max_processes: PositiveInt = meaning(
         512, "Processes that the commands of a conversation may have at a time."
@@ -347,6 +352,7 @@ class RunConfig(AgentOptions):
             None if self.models is None else frozenset(self.models),
             self.row_setup,
             self._image_use(),
+            self.forks,
         )
 
     @property
