@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 
 from agent.messages import Event
-from agent.prefix import NotForkable, events_until
+from agent.prefix import NotForkable, events_until, paid_for
 from agent.rules import next_move
 from agent.trajectory import Trajectory
 from batch.catalog import catalog_of
@@ -33,7 +33,7 @@ from batch.run_dir import read_run_json
 from commands.forking import chosen_records
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir
-from tests.playing import OPENING
+from tests.playing import OPENING, call, calls, play, say
 from tests.running import SCRIPTED, command, lines, run, session_of, wait_until, write_rows
 from tests.test_properties import CALM, Scene, Stage, record_of, scenes, stage, terms_of
 
@@ -315,7 +315,7 @@ def test_a_row_that_holds_no_beginning_is_no_branch() -> None:
 
 
 WHAT_RULES_SEE = (
-    *("messages", "opening", "call_ids", "replies_used", "reasks", "noted", "is_reopened"),
+    *("messages", "opening", "call_ids", "replies_used", "reasks", "noted"),
     *("_notes_of", "_text_before", "discarded", "results"),
 )
 
@@ -327,10 +327,12 @@ def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) 
     played = stage.play(scene)
     record = orjson.loads(record_of(played, scene))
     opening = scene.options.get("opening", OPENING)
+    reasons: set[str] = set()
     for turn in range(1, len(record["turns"])):
         try:
             events = events_until(record, turn, opening=opening)
-        except NotForkable:
+        except NotForkable as error:
+            reasons.add(str(error))
             continue
         branch = Trajectory(opening, events)
         parent = Trajectory(opening, until(played.events, turn))
@@ -341,6 +343,18 @@ def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) 
         if not {"max_cost_usd", "max_total_tokens"} & scene.options.keys():
             terms = terms_of(scene.options)
             assert next_move(branch, terms) == next_move(parent, terms)
+    assert "its events cannot be told from its record" not in reasons
+
+
+def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> None:
+    scene = Scene([calls(call("echo", text=f"{n}")) for n in range(3)] + [say("done")], {})
+    played = play(tmp_path, scene.script, cost_usd=0.25, reply_tokens=7)
+    events = events_until(orjson.loads(record_of(played, scene)), 2, opening=OPENING)
+    branch = Trajectory(OPENING, events)
+    assert branch.turns == 2
+    assert (branch.spent_usd, branch.spent_tokens, branch.cost_usd()) == (0, 0, None)
+    paid = paid_for(events)
+    assert (paid["api_calls"], paid["cost_usd"], paid["usage"]["input_tokens"]) == (2, 0.5, 14)
 
 
 def until(events: list[Event], turn: int) -> list[Event]:
