@@ -17,6 +17,7 @@ import click
 from batch.console import open_missing_streams
 from commands.command_line import EXAMPLES, Commands
 from commands.ending import SIGNALLED, fail
+from commands.forking import fork
 from commands.lists import distributions, errors, tools
 from commands.looking import compare, report, show_one
 from commands.reading import export, merge, status, verify
@@ -45,7 +46,7 @@ def main() -> None:
 
 for command in (
     *(run, estimate, status, stats, report, show_one, compare),
-    *(export, verify, merge, import_hermes),
+    *(export, verify, merge, import_hermes, fork),
     *(distributions, tools, errors),
 ):
     main.add_command(command)

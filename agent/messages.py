@@ -85,7 +85,8 @@ class ReplyEvent(TypedDict):
 
     `discarded` says why a reply is no part of the conversation although it was paid for: it was
     unusable and the model was asked again. It then has the number of the turn that it would
-    have been.
+    have been. `inherited` marks a reply of the conversation that this one is a branch of: it was
+    paid for there.
     """
 
     kind: Literal["reply"]
@@ -99,6 +100,7 @@ class ReplyEvent(TypedDict):
     started_at: float
     duration_s: float
     discarded: NotRequired[str]
+    inherited: NotRequired[bool]
 
 
 class ResultEvent(TypedDict):
@@ -153,6 +155,25 @@ class ResumedEvent(TypedDict):
     workspace_kept: NotRequired[bool]
 
 
+class ForkedEvent(TypedDict):
+    """The conversation goes on from here as a branch of another one, after its turn `turn`.
+
+    `run` and `record` name the other one, `branch` is the number of this branch (from 0), and
+    `inherited` says what the other had cost until then ({"api_calls", "usage", "cost_usd"}).
+    `replay` says how its tool calls were repeated to restore the workspace: {"replayed": calls,
+    "different": [{"turn", "call", "name", "result", "is_error"}], "skipped": [{"turn", "call",
+    "name", "why"}]}. What the model sees are the results of the other, whatever came of these.
+    """
+
+    kind: Literal["forked"]
+    run: str
+    record: str
+    turn: int
+    branch: int
+    inherited: dict[str, Any]
+    replay: dict[str, Any]
+
+
 class SubEvent(TypedDict):
     """An event of a conversation inside this one.
 
@@ -166,4 +187,4 @@ class SubEvent(TypedDict):
     event: Event
 
 
-Event = ReplyEvent | ResultEvent | NoteEvent | OpeningEvent | ResumedEvent | SubEvent
+Event = ReplyEvent | ResultEvent | NoteEvent | OpeningEvent | ResumedEvent | ForkedEvent | SubEvent

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from agent.completion import Finish, finish_in
 from agent.messages import (
     Event,
+    ForkedEvent,
     Message,
     NoteEvent,
     ReplyEvent,
@@ -61,6 +62,8 @@ class Trajectory:
         self.results: list[ResultEvent] = []
         self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
+        self.forked: ForkedEvent | None = None
+        """Where it began as a branch of another conversation."""
         self.replies_used = 0
         """How many replies of the user were given to tools that asked."""
         self.inner: dict[str, InnerConversation] = {}
@@ -107,6 +110,8 @@ class Trajectory:
                 self.is_reopened = True
             case "resumed":
                 self.resumes.append(event)
+            case "forked":
+                self.forked = event
             case "sub":
                 self.begin_inner(event["key"], event["name"]).apply(event["event"])
 
@@ -198,9 +203,10 @@ class Trajectory:
         call, name, is_error, started_at, duration_s), `notes` (turn, reason, text, at),
         `discarded` (replies that were asked for again, whole, with the reason), `inner` (one per
         subagent or stage: key, name, and the keys of a record), `resumes`, `api_calls`, `usage`
-        and `cost_usd` (both with all that was paid for), `model_returned`.
+        and `cost_usd` (both with all that was paid for), `model_returned`, and of a branch `fork`
+        (see `ForkedEvent`), with `inherited` in the turns that are those of its parent.
         """
-        return {
+        record = {
             "messages": self.messages,
             "turns": [
                 {k: v for k, v in reply.items() if k not in ("kind", "message")}
@@ -229,6 +235,7 @@ class Trajectory:
             "cost_usd": self.cost_usd(),
             "model_returned": self.replies[-1]["model"] if self.replies else None,
         }
+        return record if self.forked is None else record | {"fork": _without_kind(self.forked)}
 
     def _open(self, opening: Sequence[Message]) -> None:
         self.messages: list[Message] = list(opening)
@@ -260,6 +267,8 @@ class Trajectory:
             self.tally.count_text(unusable="unusable" in message)
 
     def _pay(self, event: ReplyEvent) -> None:
+        if "inherited" in event:
+            return
         self.spent_usd += event["cost_usd"] or 0.0
         self.unpriced += event["cost_usd"] is None
         usage = event["usage"]
@@ -305,8 +314,9 @@ class Trajectory:
             self.messages.append(note)
 
     def _paid_replies(self) -> Iterator[ReplyEvent]:
-        yield from self.replies
-        yield from self.discarded
+        for reply in (*self.replies, *self.discarded):
+            if "inherited" not in reply:
+                yield reply
         for inner in self.inner.values():
             yield from inner.trajectory._paid_replies()
 

@@ -57,6 +57,8 @@ class Accounts:
     """Records whose cost is unknown; they count in no sum."""
     gone: int
     """Records of tasks that the dataset no longer holds; they count in no sum."""
+    shard: str | None = None
+    """The part of the dataset that the run is about, as i/n; None for all of it."""
 
     @property
     def total(self) -> int:
@@ -126,6 +128,7 @@ def account(
         cost_usd=cost,
         cost_unknown=counts["cost_unknown"],
         gone=gone,
+        shard=None if scan.shard is None else str(scan.shard),
     )
 
 
@@ -142,7 +145,8 @@ def _count_work(counts: Counter[str], entry: Entry) -> None:
 def as_table(accounts: Accounts) -> str:
     """The accounts for a person: the sums first, then what they are made of."""
     lines = [
-        f"{accounts.prompts} prompts x {accounts.samples} = {accounts.total} tasks",
+        f"{accounts.prompts} prompts x {accounts.samples} = {accounts.total} tasks"
+        + (f"  (shard {accounts.shard} of the dataset)" if accounts.shard else ""),
         f"  done       {accounts.done:>9,}{_listed(accounts.statuses, leave_out='failed')}",
         f"  failed     {accounts.failed:>9,}{_listed(accounts.failures)}",
         f"  discarded  {accounts.discarded:>9,}{'  bad rows' if accounts.discarded else ''}",

@@ -32,6 +32,7 @@ from agent.options import (
 )
 from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig
 from batch.row_rules import ColumnUse, RowRules, script_use
+from batch.shards import plain_shard
 from batch.worker_resources import parse_resources
 from toolsets.mcp_settings import McpServer, ServerName
 from toolsets.web_settings import WebSettings
@@ -138,6 +139,11 @@ class RunConfig(AgentOptions):
         "Set each workspace up by its row's columns `files` and `setup`, and judge its end by the "
         "row's `check` command; see docs/tools.md.",
     )
+    forks: bool = meaning(
+        False,
+        "Rows hold the beginning of their conversation in the column `fork`, as the command fork "
+        "writes them; see docs/forks.md.",
+    )
     command_memory_mb: PositiveInt = meaning(2048, "Memory of each process of a command, in MB.")
     max_processes: PositiveInt = meaning(
         512, "Processes that the commands of a conversation may have at a time."
@@ -192,6 +198,12 @@ class RunConfig(AgentOptions):
     seed: int = meaning(0, "Seed of everything that is drawn at random.", ge=-(2**63), lt=2**63)
     num_samples: PositiveInt = _running(1, "Independent conversations per prompt.")
     max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
+    shard: Annotated[str | None, AfterValidator(plain_shard)] = _running(
+        None,
+        "Only part i of n of the dataset, as i/n with i from 0 to n-1, by a hash of prompt ids: "
+        "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT (--array=0-7) or $JOB_COMPLETION_INDEX/8. "
+        "Each shard needs its own --run_name; `merge` makes one run of all.",
+    )
     on_bad_row: Literal["skip", "fail"] = _running(
         "skip", "What a bad row does: skip it (named and counted), or fail before any model call."
     )
@@ -340,6 +352,7 @@ class RunConfig(AgentOptions):
             None if self.models is None else frozenset(self.models),
             self.row_setup,
             self._image_use(),
+            self.forks,
         )
 
     @property

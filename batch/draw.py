@@ -20,7 +20,8 @@ def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
         return setup
     # What is disabled is not in `setup`, and cannot be drawn.
     left = {name: distribution[name] for name in setup.names()}
-    return setup.only(draw_toolsets(left, f"{config.seed}/{task.id}") if left else ())
+    drawn_as = f"{config.seed}/{_drawn_as(config, task)}"
+    return setup.only(draw_toolsets(left, drawn_as) if left else ())
 
 
 def _model_of(config: RunConfig, task: Task) -> str:
@@ -31,6 +32,11 @@ def _model_of(config: RunConfig, task: Task) -> str:
     own = task.columns.get(MODEL_COLUMN)
     if isinstance(own, str):
         return own
-    draw = random.Random(f"{config.seed}/{task.id}/model")
+    draw = random.Random(f"{config.seed}/{_drawn_as(config, task)}/model")
     names = sorted(weights)
     return draw.choices(names, [weights[name] for name in names])[0]
+
+
+def _drawn_as(config: RunConfig, task: Task) -> str:
+    """The id by which a task draws: a branch draws what its parent drew."""
+    return str(task.columns["fork"]["drawn_as"]) if config.forks else task.id

@@ -58,18 +58,25 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
     """What the index holds of a record beside its place: id, input digest, then numbers."""
     usage = record["usage"] or {}
     error = record["error"] or {}
+    first = inherited_turns(record)
+    calls = record["tool_calls"]
     return [
         record["id"],
         record["input_digest"],
         record["status"],
         record["attempt"],
-        len(record["turns"]),
-        len(record["tool_calls"]),
+        len(record["turns"]) - first,
+        sum(call["turn"] > first for call in calls) if first else len(calls),
         usage.get("input_tokens"),
         usage.get("output_tokens"),
         record["cost_usd"],
         error.get("class"),
     ]
+
+
+def inherited_turns(record: Mapping[str, Any]) -> int:
+    """How many of its turns a branch has from the conversation that it was forked from."""
+    return sum("inherited" in turn for turn in record["turns"])
 
 
 class RowMaker:

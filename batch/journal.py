@@ -152,7 +152,9 @@ def usable_prefix(events: list[Event]) -> list[Event]:
     results: set[int] = set()
     calls = 0
     for event in events:
-        if event["kind"] == "reply":
+        if event["kind"] == "forked":
+            turn = event["turn"]  # what came before it is in the row
+        elif event["kind"] == "reply":
             if event["turn"] != turn + 1 or len(results) < calls:
                 break
             if "discarded" in event:  # the turn was asked for again

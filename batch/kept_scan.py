@@ -15,7 +15,7 @@ from dataclasses import fields
 from hashlib import blake2b, file_digest
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import orjson
 from pydantic import BaseModel
@@ -24,6 +24,7 @@ from batch.files import replace_file
 from batch.prompts import Scan, scan
 from batch.row_rules import RowRules
 from batch.rows import BadRow, is_as_read
+from batch.shards import Shard
 
 NAME = "dataset.idx"
 
@@ -31,26 +32,37 @@ _FORMAT = 1
 """Raised when rows are read or identified in another way, or the file is laid out in another."""
 
 _DIGEST_BYTES = 32
-_IN_THE_FILE = ("sha256", "rows", "size", "content_digest", "may_go_on")
+_IN_THE_FILE = ("sha256", "all_rows", "all_bad", "rows", "size", "content_digest", "may_go_on")
 """What the line of JSON says of a scan, beside its bad rows."""
 
 
-def scan_with(
-    kept: Path, path: Path, *, max_samples: int | None, rules: RowRules, num_samples: int
-) -> Scan:
+class Asked(TypedDict):
+    """What decides, beside the dataset, what a scan finds; the arguments of `scan`."""
+
+    max_samples: int | None
+    rules: RowRules
+    num_samples: int
+    shard: Shard | None
+
+
+def scan_with(kept: Path, path: Path, **asked: Unpack[Asked]) -> Scan:
     """Scan a dataset, or take what `kept` holds of its scan. Writes nothing.
 
     Raises `DatasetError` where nothing in it is usable.
     """
-    found = load_scan(kept, path, max_samples=max_samples, rules=rules, num_samples=num_samples)
-    return found or scan(path, max_samples=max_samples, rules=rules, num_samples=num_samples)
+    return load_scan(kept, path, **asked) or scan(path, **asked)
 
 
 def keep_scan(kept: Path, found: Scan) -> None:
     """Write `found` to the file `kept`, unless it holds just that. Raises `StorageError`."""
     told = orjson.dumps(
         {
-            "for": _valid_for(found.max_samples, found.rules, found.num_samples),
+            "for": _valid_for(
+                max_samples=found.max_samples,
+                rules=found.rules,
+                num_samples=found.num_samples,
+                shard=found.shard,
+            ),
             "bad_rows": [list(row) for row in found.bad_rows],
             **{name: getattr(found, name) for name in _IN_THE_FILE},
         }
@@ -62,9 +74,7 @@ def keep_scan(kept: Path, found: Scan) -> None:
     replace_file(kept, b"".join((digest, b"\n", *parts)))
 
 
-def load_scan(
-    kept: Path, path: Path, *, max_samples: int | None, rules: RowRules, num_samples: int
-) -> Scan | None:
+def load_scan(kept: Path, path: Path, **asked: Unpack[Asked]) -> Scan | None:
     """What `kept` holds of the scan of a dataset, None where that is not what it holds."""
     try:
         content = memoryview(kept.read_bytes())
@@ -75,7 +85,7 @@ def load_scan(
         return None
     told, body = bytes(rest).split(b"\n", 1)
     said = orjson.loads(told)
-    if said["for"] != _valid_for(max_samples, rules, num_samples):
+    if said["for"] != _valid_for(**asked):
         return None
     if not is_as_read(path, said["size"], said["content_digest"], may_go_on=said["may_go_on"]):
         return None
@@ -86,9 +96,7 @@ def load_scan(
     return Scan(
         path=path,
         bad_rows=tuple(BadRow(*row) for row in said["bad_rows"]),
-        rules=rules,
-        max_samples=max_samples,
-        num_samples=num_samples,
+        **asked,
         offsets=offsets,
         occurrences=occurrences,
         keys=body[12 * rows :],
@@ -118,13 +126,13 @@ def _hash() -> blake2b:
     return blake2b(digest_size=_DIGEST_BYTES)
 
 
-def _valid_for(max_samples: int | None, rules: RowRules, num_samples: int) -> str:
+def _valid_for(**asked: Unpack[Asked]) -> str:
     """A digest of all but the dataset that decides what a scan finds."""
     decides = {
         "format": [_FORMAT, sys.byteorder, _version()],
-        "max_samples": max_samples,
-        "num_samples": num_samples,
-        "rules": {field.name: getattr(rules, field.name) for field in fields(rules)},
+        **asked,
+        "rules": {field.name: getattr(asked["rules"], field.name) for field in fields(RowRules)},
+        "shard": str(asked["shard"]),
     }
     told = orjson.dumps(decides, default=_plain, option=orjson.OPT_SORT_KEYS)
     return blake2b(told, digest_size=16).hexdigest()

@@ -26,11 +26,12 @@ from batch.journal import turns_under_way
 from batch.prompts import Scan
 from batch.records import RecordFile, index_fields, lines_from, load_index, parse_record
 from batch.run_dir import dataset_of, locked
+from batch.shards import check_shards
 from toolsets.removal import remove_tree
 
 _SHOWN = 10
 
-_OF_THE_NEW = ("run_name", "output_dir", "dataset_file")
+_OF_THE_NEW = ("run_name", "output_dir", "dataset_file", "shard")
 """What the config of the new run does not share with that of the first."""
 
 
@@ -58,11 +59,13 @@ def common_config(
     run_name: str,
     output_dir: Path,
     dataset_file: Path | None,
+    allow_gaps: bool = False,
 ) -> RunConfig:
     """The config of a new run that holds what `runs` hold.
 
     `runs` are directories with their run.json. Raises `ConfigError` where they differ in what
-    their data means, or in their dataset and no `dataset_file` says which holds all rows.
+    their data means, or in their dataset and no `dataset_file` says which holds all rows; and
+    where they are shards that do not make a whole (`allow_gaps` lets some be missing).
     """
     first_path, first = runs[0]
     for path, identity in runs[1:]:
@@ -74,13 +77,15 @@ def common_config(
                 "merging them would mix two kinds of data"
             )
             raise ConfigError(msg)
+    check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
     if dataset_file is None:
-        if len({identity["dataset"]["path"] for _, identity in runs}) > 1:
+        are_shards = first["config"].get("shard") is not None
+        if not are_shards and len({identity["dataset"]["path"] for _, identity in runs}) > 1:
             msg = "the runs have different datasets: name one that has all rows by --dataset_file"
             raise ConfigError(msg)
         dataset_file = Path(first["dataset"]["path"])
     changed = {"run_name": run_name, "output_dir": output_dir, "dataset_file": dataset_file}
-    return load_config(None, {**first["config"], **changed})
+    return load_config(None, {**first["config"], **changed, "shard": None})
 
 
 def merge(

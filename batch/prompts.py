@@ -26,6 +26,7 @@ import orjson
 from batch.errors import DatasetChanged, DatasetError
 from batch.row_rules import RowRules
 from batch.rows import BadRow, Reading, read_again, read_rows
+from batch.shards import Shard
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
@@ -58,10 +59,17 @@ class Scan:
 
     path: Path
     sha256: str
-    """Of the usable rows."""
-    rows: int
+    """Of all usable rows, whatever the shard."""
+    all_rows: int
     """Usable rows, after `max_samples`."""
+    rows: int
+    """Those of them that belong to the shard."""
     bad_rows: tuple[BadRow, ...]
+    """Those that count in the shard: each bad row counts in one."""
+    all_bad: int
+    """How many there are, whatever the shard."""
+    shard: Shard | None
+    """The part of the rows that counts; None for all."""
     rules: RowRules
     max_samples: int | None
     num_samples: int
@@ -89,13 +97,19 @@ class Scan:
 
 
 def scan(
-    path: Path, *, max_samples: int | None, rules: RowRules | None = None, num_samples: int = 1
+    path: Path,
+    *,
+    max_samples: int | None,
+    rules: RowRules | None = None,
+    num_samples: int = 1,
+    shard: Shard | None = None,
 ) -> Scan:
     """Read the whole file once. Raises `DatasetError` where nothing in it is usable."""
     rules = rules or RowRules()
     bad_rows = []
     offsets, hashes = array("Q"), array("Q")
     keys = bytearray()
+    all_rows = 0
     fingerprint = hashlib.sha256()
     reading = Reading()
     is_bounded = False
@@ -103,17 +117,20 @@ def scan(
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
+        all_rows += 1
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)
-        offsets.append(row.offset)
-        hashes.append(_short_hash(base))
-        digest = input_digest(row.columns, rules)
-        for sample in range(num_samples):
-            keys += task_key(_task_id(base, sample), digest)
-        if len(offsets) == max_samples:
+        short_hash = _short_hash(base)
+        if shard is None or shard.holds(short_hash):
+            offsets.append(row.offset)
+            hashes.append(short_hash)
+            digest = input_digest(row.columns, rules)
+            for sample in range(num_samples):
+                keys += task_key(_task_id(base, sample), digest)
+        if all_rows == max_samples:
             is_bounded = True
             break
-    if not offsets:
+    if not all_rows:
         msg = f"{path}: no usable row"
         if bad_rows:
             first = bad_rows[0]
@@ -131,8 +148,11 @@ def scan(
     return Scan(
         path=path,
         sha256=fingerprint.hexdigest(),
+        all_rows=all_rows,
         rows=len(offsets),
-        bad_rows=tuple(bad_rows),
+        bad_rows=tuple(row for row in bad_rows if shard is None or shard.holds(row.line)),
+        all_bad=len(bad_rows),
+        shard=shard,
         rules=rules,
         max_samples=max_samples,
         num_samples=num_samples,

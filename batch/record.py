@@ -2,9 +2,9 @@
 
 Keys, in this order: `id`, `status`, `status_reason` (null or words), `error` (null or {"class",
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
-the conversation (see `Trajectory.to_record`), `check` (null, or how the row's check judged the
-workspace; see `run_check`), `tools` (schemas as offered), `options` (those of
-the conversation that are not the defaults), `view_compacted` (the model saw parts of it in short
+the conversation (see `Trajectory.to_record`; of a branch `fork` too), `check` (null, or how the
+row's check judged the workspace; see `run_check`), `tools` (schemas as offered), `options` (those
+of the conversation that are not the defaults), `view_compacted` (the model saw parts of it in short
 or as a summary), and where it came from: `model` (as
 asked), `api`, `endpoint`, `toolsets`, `sandbox`, `seed`, `config_digest`, `versions`,
 `finished_at` (epoch seconds), `schema_version`.
@@ -25,6 +25,7 @@ from agent.setup import Setup, schemas_for
 from agent.trajectory import Trajectory
 from batch.failures import Failure
 from batch.prompts import Task
+from batch.row_fork import without_events
 from batch.run_dir import SCHEMA_VERSION
 
 
@@ -60,7 +61,7 @@ def make_record(
         "sample": task.sample,
         "input_digest": task.input_digest,
         "attempt": attempt,
-        "row": task.columns,
+        "row": without_events(task.columns),
         **trajectory.to_record(),
         "check": check,
         "tools": schemas_for(setup, terms.options),

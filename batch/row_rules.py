@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from agent.messages import Message
+from agent.messages import Event, Message
 from agent.models.names import SCRIPTED
 from agent.models.scripted import parse_script
 from agent.opening import with_bound_stated
 from agent.options import ROW_COLUMN, AgentOptions, of_row
 from agent.rules import Terms
+from agent.trajectory import Trajectory
+from batch.row_fork import FORK_COLUMN, Fork, read_fork
 from batch.row_setup import COLUMNS as SETUP_COLUMNS
 from batch.row_setup import RowSetup, read_row_setup
 from toolsets.text import clip
@@ -40,6 +42,13 @@ class RowTask(NamedTuple):
     """What the row has its commands run in, where the run asks for that."""
     setup: RowSetup | None
     """None where the run does not let rows set their workspaces up."""
+    fork: Fork | None = None
+    """What the conversation is a branch of; None where it begins with its prompt."""
+
+    def trajectory(self, events: Sequence[Event]) -> Trajectory:
+        """The conversation after its own `events`."""
+        before = () if self.fork is None else self.fork.events
+        return Trajectory(self.opening, (*before, *events))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,8 @@ class RowRules:
     """Rows set their workspaces up, and check them."""
     image: ColumnUse = "ignored"
     """What the columns are by which rows name the image that their commands run in."""
+    with_forks: bool = False
+    """Rows hold the beginning of their conversation."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason where it cannot be used."""
@@ -92,7 +103,9 @@ class RowRules:
         if image is None and self.image == "needed":
             msg = "no `docker_image` or `image` field (or give --docker_image)"
             raise ValueError(msg)
-        return RowTask(with_bound_stated(opening, options), terms, image, setup)
+        opening = with_bound_stated(opening, options)
+        fork = read_fork(columns, opening) if self.with_forks else None
+        return RowTask(opening, terms, image, setup, fork)
 
     def deciding(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that decide what the conversation is."""
@@ -110,6 +123,8 @@ class RowRules:
             names += SETUP_COLUMNS
         if self.image != "ignored":
             names += _IMAGE_COLUMNS
+        if self.with_forks:
+            names.append(FORK_COLUMN)
         return {name: columns[name] for name in names if name in columns}
 
 

@@ -38,6 +38,7 @@ from batch.purse import Amount
 from batch.record import Provenance
 from batch.records import RecordFile, load_index
 from batch.run_dir import RunDir
+from batch.shards import parse_shard
 from batch.standing import Settled, is_settled
 from batch.supervisor import Supervisor
 from batch.worker_setup import WorkerSetup
@@ -121,6 +122,7 @@ def make_plan(config: RunConfig) -> Plan:
                 first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
             ),
             num_samples=config.num_samples,
+            shard=None if config.shard is None else parse_shard(config.shard),
         ),
     )
 
@@ -158,7 +160,8 @@ def describe(plan: Plan) -> str:
     return "\n".join(
         [
             f"run        {config.run_dir}",
-            f"dataset    {scan.path}: {scan.rows} usable rows, {len(scan.bad_rows)} bad",
+            f"dataset    {scan.path}: {scan.all_rows} usable rows, {scan.all_bad} bad",
+            *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
             f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
             f"{scan.rows * config.num_samples}",
             *(f"model      {model}" for model in models),
@@ -233,9 +236,9 @@ def _is_near(host: str) -> bool:
 def refuse_bad_rows(plan: Plan) -> None:
     """Name the bad rows; raise `DatasetError` if the config says that there may be none."""
     show_bad_rows(plan.scan)
-    if plan.config.on_bad_row == "fail" and plan.scan.bad_rows:
+    if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
         msg = (
-            f"{plan.scan.path}: {len(plan.scan.bad_rows)} bad rows and --on_bad_row fail; "
+            f"{plan.scan.path}: {plan.scan.all_bad} bad rows and --on_bad_row fail; "
             "no model call was made"
         )
         raise DatasetError(msg)

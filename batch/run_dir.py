@@ -312,6 +312,13 @@ def _run_json(
             raise RunDirError(msg)
     else:
         created, history = before["created"], before["history"]
+        if (shard := before["config"].get("shard")) != config.shard and _holds_work(path):
+            msg = (
+                f"{path}: this run is {f'shard {shard}' if shard else 'of the whole dataset'}, now "
+                f"asked: {f'shard {config.shard}' if config.shard else 'the whole dataset'}; each "
+                "shard needs its own --run_name (and `merge` makes one run of all shards)"
+            )
+            raise ConfigError(msg)
         # An option that the program did not have then was as if it had its default.
         then = RunConfig.default_meaning() | before["meaning"]
         changes = {

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 from agent.moves import End
-from agent.trajectory import Trajectory
 from batch.budget import Ledger, RunBudget
 from batch.config import RunConfig
 from batch.crew import KILL_AFTER_GRACE_S, Crew
@@ -281,7 +280,7 @@ class Supervisor:
         row = self._config.row_rules(self._setup.api).read(task.columns)
         record = make_record(
             task,
-            Trajectory(row.opening, self._inflight.events(key)),
+            row.trajectory(self._inflight.events(key)),
             end=End("failed"),
             terms=row.terms,
             setup=setup_of_task(self._setups, self._config, task),

@@ -17,7 +17,7 @@ from agent.models.names import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.moves import End
 from agent.rules import Terms
-from agent.setup import replies_played
+from agent.setup import Setup, replies_played
 from agent.trajectory import Trajectory
 from batch.calls import Calls
 from batch.draw import setup_of_task
@@ -28,6 +28,8 @@ from batch.models import Setups
 from batch.prompts import Task
 from batch.record import dump_record, make_record
 from batch.records import index_fields
+from batch.replay import replay, replayable
+from batch.row_fork import Fork
 from batch.row_rules import RowTask
 from batch.row_space import RowSpaces
 from batch.row_workspace import SetupFailed
@@ -107,7 +109,7 @@ class TaskRunner:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         row = self._rules.read(task.columns)
         # What it had received by then was paid for and belongs into its record.
-        trajectory = self._trajectories.get(task.key) or Trajectory(row.opening, deal["events"])
+        trajectory = self._trajectories.get(task.key) or row.trajectory(deal["events"])
         close_calls(trajectory, "failed", lambda event: None)
         return self._finished(task, deal, trajectory, row.terms, End("failed"), failure)
 
@@ -118,7 +120,7 @@ class TaskRunner:
         """
         row = self._rules.read(task.columns)
         space = self._spaces.open(task.key, row, resumed=bool(deal["events"]))
-        trajectory = Trajectory(row.opening, deal["events"])
+        trajectory = row.trajectory(deal["events"])
         self._trajectories[task.key] = trajectory
         end = End("failed")
         failure = check = None
@@ -208,6 +210,13 @@ class TaskRunner:
             )
             self._count(event)
 
+        if row.fork is not None and trajectory.forked is None:
+            forked = row.fork.event(
+                branch=task.sample,
+                replay=await self._replay(setup, home, trajectory, row.fork),
+            )
+            journal(forked)
+            trajectory.apply(forked)
         conversation = Conversation(
             trajectory=trajectory,
             terms=row.terms,
@@ -220,6 +229,18 @@ class TaskRunner:
             kept=kept,
         )
         return await conversation.run(taken_up=bool(deal["events"]))
+
+    async def _replay(
+        self, setup: Setup, home: TaskHome, trajectory: Trajectory, fork: Fork
+    ) -> dict[str, Any]:
+        def go_on() -> None:
+            if self._stops.is_stopping:
+                raise Stopped
+
+        servers = frozenset(self._config.mcp or ())
+        return await replay(
+            fork.events, home.toolbox(), trajectory, replayable(setup, servers), go_on=go_on
+        )
 
     def _count(self, event: Event) -> None:
         if event["kind"] == "sub":

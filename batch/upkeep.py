@@ -19,6 +19,7 @@ from batch.kept_scan import NAME, scan_with
 from batch.prompts import Scan, scan
 from batch.repair import owed_in_words, repair_run
 from batch.run_dir import locked, read_run_json, refuse_held
+from batch.shards import parse_shard
 from batch.verify import Problem, Report, verify
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
@@ -132,6 +133,7 @@ def _scanned(identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
             toolsets=dataset.get("toolsets"),
         ),
         "num_samples": config.num_samples,
+        "shard": None if config.shard is None else parse_shard(config.shard),
     }
 
 

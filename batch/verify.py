@@ -243,6 +243,7 @@ def _check_kept_scan(kept: Path, scan: Scan) -> Iterator[Problem]:
         max_samples=scan.max_samples,
         rules=scan.rules,
         num_samples=scan.num_samples,
+        shard=scan.shard,
     )
     if found not in (None, scan):
         yield Problem("derived", kept, None, "not what the dataset gives; it will be made anew")

@@ -5,7 +5,7 @@ from __future__ import annotations
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
         *("dataset_file", "run_name", "output_dir", "num_samples", "max_samples"),
-        *("on_bad_row", "require_reasoning", "seed"),
+        *("on_bad_row", "require_reasoning", "seed", "shard", "forks"),
     ),
     "Model": (
         *("model", "models", "endpoints", "base_url", "api", "key_env", "system_prompt"),
@@ -37,7 +37,7 @@ OF_CONVERSATIONS = "Each conversation (a row can set most of these in its column
 OF_STARTS = "This start"
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
-    "Commands to run": ("run", "estimate", "import_hermes", "merge"),
+    "Commands to run": ("run", "estimate", "fork", "import_hermes", "merge"),
     "Commands to look": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
     "Commands to list what there is": ("tools", "distributions", "errors"),

@@ -86,14 +86,16 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
 )
 @click.option("--dataset_file", type=click.Path(path_type=Path), help="Dataset with all rows.")
 @click.option("--drop_unfinished", is_flag=True, help="Leave behind what is under way.")
+@click.option("--allow_gaps", is_flag=True, help="Leave the tasks of missing shards pending.")
 def merge(
     runs: tuple[str, ...],
     into: str,
     output_dir: Path,
     dataset_file: Path | None,
     drop_unfinished: bool,
+    allow_gaps: bool,
 ) -> None:
-    """Make one run of several RUNs (names or directories) of the same config."""
+    """Make one run of several RUNs (names or directories) of the same config: of all shards."""
     from batch.merge import common_config
     from batch.merge import merge as merge_runs
     from batch.upkeep import find_run, scan_of
@@ -101,7 +103,11 @@ def merge(
     with errors_as_exit_codes():
         found = [find_run(run, output_dir)[:2] for run in runs]
         config = common_config(
-            found, run_name=into, output_dir=output_dir, dataset_file=dataset_file
+            found,
+            run_name=into,
+            output_dir=output_dir,
+            dataset_file=dataset_file,
+            allow_gaps=allow_gaps,
         )
         dataset = {**found[0][1]["dataset"], "path": config.dataset_file}
         scan = scan_of(config.run_dir, {**found[0][1], "dataset": dataset}, config)

@@ -92,7 +92,8 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     A record that ended early is read too, with `completed` false: the caller decides which file
     it belongs to.
     """
-    turns = record["turns"]
+    # Those that a branch has from its parent are part of its prompt.
+    turns = [turn for turn in record["turns"] if "inherited" not in turn]
     if not turns:
         raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
     completed = record["status"] == "completed"
@@ -266,6 +267,7 @@ def _metadata(
         "api": record["api"],
         "status": record["status"],
         **_if_any("status_reason", record.get("status_reason")),
+        **_if_any("fork", lineage_of(record)),
         **_if_any("completion", completion),
         "finish_reason": record["turns"][-1]["finish_reason"],
         "prompt_id": record["prompt_id"],
@@ -285,6 +287,12 @@ def _metadata(
         "seed": record["seed"],
         "config_digest": record["config_digest"],
     }
+
+
+def lineage_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a branch: the run and the record that it goes on from, after which turn, its number."""
+    fork = record.get("fork") or {}
+    return {key: fork[key] for key in ("run", "record", "turn", "branch") if key in fork}
 
 
 def _if_any(key: str, value: Any) -> dict[str, Any]:

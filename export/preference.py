@@ -1,6 +1,7 @@
 """Preference data out of the samples of one prompt, for trainers that learn from comparisons.
 
-Messages are those of `export/chat.py`. A prompt is what stands before the model's first own turn.
+Messages are those of `export/chat.py`. A prompt is what stands before the model's first own turn:
+of the branches of a conversation all that they share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.chat import messages_of, tools_json
-from export.conversation import Conversation, Turn
+from export.conversation import Conversation, Turn, lineage_of
 from export.rewards import passed, reward_of
 from export.row_json import write_json
 from export.row_rules import Reason, Rejected
@@ -70,9 +71,12 @@ def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sa
 
 def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
     """One row of prompt, chosen and rejected messages."""
-    metadata = {
+    lineage = lineage_of(chosen.conversation.record)
+    lineage.pop("branch", None)
+    metadata: dict[str, Any] = {
         "chosen": {"id": chosen.id, "reward": chosen.reward},
         "rejected": {"id": rejected.id, "reward": rejected.reward},
+        **({"fork": lineage} if lineage else {}),
     }
     return {
         "id": chosen.conversation.record["prompt_id"],

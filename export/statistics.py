@@ -45,8 +45,9 @@ class Statistics:
         self._last_ended_at: float | None = None
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count one record; what its prompt brought along of a conversation is not counted."""
-        turns = record["turns"]
+        """Count one record; what its prompt brought along of a conversation is not counted, nor
+        what a branch has from its parent."""
+        turns = [turn for turn in record["turns"] if "inherited" not in turn]
         messages = record["messages"]
         replies = messages[first_reply(messages, turns=len(turns)) :]
         self._statuses[record["status"]] += 1

@@ -58,7 +58,10 @@ def blocks(kind: str) -> list[tuple[str, str]]:
     return found
 
 
-FOR_OTHERS = re.compile(r"(?:#SBATCH|\bsrun|\bray (?:start|job))[^`\n]*|-m benchmarks\.\w+[^`]*")
+FOR_OTHERS = re.compile(
+    r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*|-m benchmarks\.\w+[^`]*"
+    r"|--(?:signal|array)="
+)
 """What pages tell to other programs than ours."""
 
 
@@ -116,7 +119,7 @@ def test_every_page_is_named_in_the_readme() -> None:
         assert f"(docs/{page.name})" in README, page.name
 
 
-FOREIGN = ("# llamafactory", "# axolotl")
+FOREIGN = ("# llamafactory", "# axolotl", "apiVersion:")
 
 
 def test_every_key_of_a_yaml_block_exists() -> None:

@@ -17,10 +17,11 @@ from agent.options import AgentOptions
 from batch.kept_scan import keep_scan, load_scan, scan_with
 from batch.prompts import scan, tasks, tasks_at
 from batch.row_rules import RowRules
+from batch.shards import Shard
 from benchmarks.fake_endpoint import FakeEndpoint
 from tests.running import SCRIPTED, ids, lines, run, started, wait_until, write_rows
 
-ASKED: dict[str, Any] = {"max_samples": None, "rules": RowRules(), "num_samples": 2}
+ASKED: dict[str, Any] = {"shard": None, "max_samples": None, "rules": RowRules(), "num_samples": 2}
 
 
 def some_lines(draw: random.Random, count: int) -> list[bytes]:
@@ -132,6 +133,7 @@ OTHER_RULES = [
     "asked",
     [
         {"num_samples": 1},
+        {"shard": Shard(0, 2)},
         {"num_samples": 3},
         {"max_samples": 5},
         {"max_samples": 1000},
