@@ -99,6 +99,8 @@ class ReplyEvent(TypedDict):
     started_at: float
     duration_s: float
     discarded: NotRequired[str]
+    batch_item: NotRequired[str]
+    """The item of a batch that brought the reply, or should have: then a live call did."""
 
 
 class ResultEvent(TypedDict):

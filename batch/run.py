@@ -37,6 +37,7 @@ from batch.records import Entry, RecordFile, iter_index, load_index
 from batch.run_dir import RunDir
 from batch.standing import is_settled
 from batch.supervisor import Supervisor
+from batch.waves import Waves
 from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
@@ -253,7 +254,10 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
             spent = spent_before(every, inflight, ledger)
         records.found.clear()
         _remove_workspaces(run_dir, settled)
-        with closing(open_executor(config, run_dir)) as executor:
+        with (
+            closing(open_executor(config, run_dir)) as executor,
+            closing(Waves(config, plan.setups, run_dir, settled)) as waves,
+        ):
             supervisor = Supervisor(
                 run_dir=run_dir,
                 config=config,
@@ -267,6 +271,7 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
                 failures=failures,
                 inflight=inflight,
                 progress=progress,
+                waves=waves,
             )
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()

@@ -16,6 +16,7 @@ from batch.console import show
 from batch.prompts import Scan
 from batch.records import load_index
 from batch.run_dir import holder_of
+from batch.wave_sums import sum_up
 from report.errors_seen import errors_seen
 from report.rows import seconds_at_work
 from report.stored import last_records
@@ -39,14 +40,18 @@ def show_status(
         holder = holder_of(run_dir)
         accounts = account(run_dir, scan, config)
         found = run_status(run_dir)
+        batches = sum_up(run_dir)
         if as_json:
+            if batches is not None:
+                found["batches"] = batches.to_json()
             content = {"run_dir": str(run_dir), "holder": holder, **accounts.to_json(), **found}
             text = orjson.dumps(content, option=None if every_s else orjson.OPT_INDENT_2).decode()
         else:
             state = (
                 f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
             )
-            parts = (f"{run_dir}: {state}", as_table(accounts), as_text(found))
+            waves = "" if batches is None else batches.in_words()
+            parts = (f"{run_dir}: {state}", as_table(accounts), waves, as_text(found))
             text = "\n".join(filter(None, parts))
             if every_s and sys.stdout.isatty():
                 click.clear()
