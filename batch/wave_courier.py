@@ -21,7 +21,7 @@ from batch.wave_ledger import Wave, WaveLedger
 
 log = logging.getLogger(__name__)
 
-_POLL_S = (0.5, 60.0)
+_POLL_S = (0.2, 60.0)
 _POLL_PART = 0.1
 """A batch is looked at again after this part of its age, within these bounds."""
 

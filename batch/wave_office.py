@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Reply = Callable[[str, str, bytes], None]
 """Answers a call: its id, how (see `Answer`), and the reply."""
 
-_QUIET_S = 0.5
+_QUIET_S = 0.3
 """All wait, and for so long nobody has joined: the wave is complete."""
 
 _ANSWERS, _ANSWERS_S = 500, 0.05

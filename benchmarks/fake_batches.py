@@ -67,8 +67,9 @@ class FakeBatches:
 
     def __post_init__(self) -> None:
         self.paid: Counter[Key] = Counter()
-        """Replies by conversation and turn, live and in batches."""
+        """Replies in batches, by conversation and turn."""
         self.live: Counter[Key] = Counter()
+        """Replies to live calls, likewise."""
         self.batches: dict[str, _Batch] = {}
         self.bodies: list[JSON] = []
         """The requests in batches."""
@@ -79,7 +80,8 @@ class FakeBatches:
         ready = threading.Event()
         self._thread = threading.Thread(target=asyncio.run, args=(self._serve(ready),))
         self._thread.start()
-        ready.wait()
+        if not ready.wait(10):
+            raise RuntimeError("the batch APIs did not start")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,8 +100,9 @@ class FakeBatches:
 
     @property
     def paid_twice(self) -> dict[Key, int]:
-        """What was paid more than once."""
-        return {key: times for key, times in list(self.paid.items()) if times > 1}
+        """What was in a batch that brought its reply, and was asked once more anywhere."""
+        times = {key: n + (key in self.live) for key, n in self.paid.copy().items()}
+        return {key: n for key, n in times.items() if n > 1}
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
@@ -118,9 +121,11 @@ class FakeBatches:
         for path in DIALECTS:
             app.router.add_post(path, self._answer)
         # What a client that was killed has sent is carried out all the same.
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=False)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=False, shutdown_timeout=0.1
+        )
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         self.port = runner.addresses[0][1]
         ready.set()
@@ -135,7 +140,6 @@ class FakeBatches:
         except Refused as refused:
             error = DIALECTS[request.path].error(refused.status, str(refused))
             return web.json_response(error, status=refused.status)
-        self.paid[ask.key] += 1
         self.live[ask.key] += 1
         return web.json_response(self._reply(ask))
 
