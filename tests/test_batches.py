@@ -35,6 +35,10 @@ MODELS = {
 BY_BATCH = "--batch_api"
 
 
+def only_long(value: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.long)
+
+
 def asking(api: FakeBatches, dialect: str = "chat", **more: object) -> dict[str, Any]:
     """Options of a run of two workers that asks `api`."""
     return {
@@ -55,7 +59,7 @@ def summary_of(cwd: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("dialect", MODELS)
+@pytest.mark.parametrize("dialect", ["messages", *map(only_long, ["chat", "responses"])])
 def test_a_run_by_batches_makes_the_same_data_for_half_the_price(
     tmp_path: Path, dialect: str
 ) -> None:
@@ -84,6 +88,7 @@ def test_a_run_by_batches_makes_the_same_data_for_half_the_price(
     assert not left.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 def test_what_fails_or_expires_in_a_batch_is_asked_live(tmp_path: Path, dialect: str) -> None:
     write_prompts(tmp_path / "p.jsonl", 8)
@@ -107,15 +112,7 @@ def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
     assert "9 calls live" in done.stdout
 
 
-def test_a_wave_is_as_large_as_allowed(tmp_path: Path) -> None:
-    write_prompts(tmp_path / "p.jsonl", 5)
-    with FakeBatches(options=Options(turns=1)) as api:
-        given = asking(api, batch_max_requests=2, batch_live_share=1)
-        assert run(tmp_path, BY_BATCH, **given).returncode == 0
-        assert sorted(len(batch.items) for batch in api.batches.values()) == [1, 2, 2]
-
-
-@pytest.mark.parametrize("dialect", ["chat", "messages"])
+@pytest.mark.parametrize("dialect", ["chat", only_long("messages")])
 def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
     """It is carried out and nobody is told its id: the next start finds it."""
     write_prompts(tmp_path / "p.jsonl", 4)
@@ -134,6 +131,7 @@ def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
         assert not api.live
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stop_while_a_batch_is_waited_for(tmp_path: Path, number: int) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
@@ -154,6 +152,7 @@ def test_a_stop_while_a_batch_is_waited_for(tmp_path: Path, number: int) -> None
         assert api.paid.total() == 4 * TURNS
 
 
+@pytest.mark.long
 def test_a_worker_dies_while_a_batch_is_waited_for(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeBatches(options=OPTIONS, delay_s=1000) as api:
@@ -168,17 +167,7 @@ def test_a_worker_dies_while_a_batch_is_waited_for(tmp_path: Path) -> None:
         assert not api.live
 
 
-@pytest.mark.parametrize("dialect", ["chat", "messages"])
-def test_a_creation_whose_answer_is_lost(tmp_path: Path, dialect: str) -> None:
-    write_prompts(tmp_path / "p.jsonl", 4)
-    with FakeBatches(options=OPTIONS, deaf_creations=1) as api:
-        done = run(tmp_path, BY_BATCH, **asking(api, dialect))
-        assert done.returncode == 0, done.stderr
-        assert not api.deaf_creations
-        assert len(api.batches) == TURNS
-        assert api.paid.total() == 4 * TURNS
-
-
+@pytest.mark.long
 def test_an_endpoint_without_batches_stops_the_run(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 2)
     with FakeBatches(options=OPTIONS, refuse=404) as api:
@@ -200,19 +189,18 @@ def test_models_without_batches_are_refused(tmp_path: Path, model: str) -> None:
     assert "batch_api" in done.stderr
 
 
-def test_a_budget_counts_batches_at_their_price(tmp_path: Path) -> None:
-    """The worst case of one call is about $0.0012 live and half of that by batch."""
-    write_prompts(tmp_path / "p.jsonl", 2)
-    with FakeBatches(options=Options(turns=1)) as api:
-        given = asking(api, max_run_cost_usd=0.0026, batch_live_share=1)
-        done = run(tmp_path, BY_BATCH, **given)
-        assert done.returncode == 0, done.stderr
-        assert len(api.batches) == 1
-    with FakeBatches(options=Options(turns=1)) as api:
-        given = asking(api, max_run_cost_usd=0.0001, run_name="poor")
+@pytest.mark.long
+def test_a_budget_holds(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 4)
+    with FakeBatches(options=OPTIONS) as api:
+        given = asking(api, max_run_cost_usd=0.0001, batch_wait_s=1)
         done = run(tmp_path, BY_BATCH, **given)
         assert done.returncode == 3, done.stderr
         assert not api.paid
+        given["max_run_cost_usd"] = 0.004
+        done = run(tmp_path, BY_BATCH, **given)
+        assert done.returncode == 0, done.stderr
+        assert api.paid.total() == 4 * TURNS
 
 
 def noted(cwd: Path) -> list[str]:

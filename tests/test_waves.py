@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent.messages import Message
-from agent.models.batches import body_of, open_batches, read_reply
+from agent.models.batches import LostBatch, Undecided, body_of, open_batches, read_reply
 from agent.models.model import ModelSettings, Request
 from agent.models.names import open_model, resolve_model
 from agent.models.prices import claim
@@ -61,9 +62,9 @@ class Desks:
     asking: set[bytes] = field(default_factory=set)
     is_tail: bool = False
 
-    async def ask(self, prompt: str, time: int = 0) -> Answer:
+    async def ask(self, prompt: str, nth: int = 0) -> Answer:
         """Have one call made for the task that is called like its prompt."""
-        id, body = self.call(prompt, time)
+        id, body = self.call(prompt, nth)
         self.asking.add(task_of(id))
         while True:
             answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -79,9 +80,9 @@ class Desks:
                 self.asking.discard(task_of(id))
                 return found
 
-    def call(self, prompt: str, time: int = 0) -> tuple[str, bytes]:
+    def call(self, prompt: str, nth: int = 0) -> tuple[str, bytes]:
         request = Request([Message(role="user", content=prompt)])
-        id = item_id(task_key(prompt, ""), prompt.encode(), time)
+        id = item_id(task_key(prompt, ""), prompt.encode(), nth)
         return id, body_of(request, self.settings)
 
     async def tick_on(self) -> None:
@@ -166,12 +167,13 @@ async def all_of(desks: Desks, prompts: Sequence[str]) -> list[Answer]:
 STATES: Sequence[State] = ("gathered", "sending", "created", "collected")
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_crash_at_every_step(tmp_path: Path, dialect: str) -> None:
+def test_a_crash_at_every_step(tmp_path: Path) -> None:
     """Side by side, so that lost batches of the same size are told apart."""
 
-    async def crash_and_go_on(api: FakeBatches, state: State, *, is_after: bool) -> None:
-        run_dir = tmp_path / f"{state}-{is_after}"
+    async def crash_and_go_on(
+        api: FakeBatches, dialect: str, state: State, *, is_after: bool
+    ) -> None:
+        run_dir = tmp_path / f"{dialect}-{state}-{is_after}"
         run_dir.mkdir()
         prompts = [f"{state} {is_after} {n}" for n in range(3)]
         ledger = CrashingLedger(run_dir, state, is_after=is_after)
@@ -183,11 +185,11 @@ def test_a_crash_at_every_step(tmp_path: Path, dialect: str) -> None:
             assert not desks.problems
         assert [answer.how for answer in answers] == ["reply"] * 3
 
-    async def crash_everywhere() -> None:
+    async def crash_everywhere(dialect: str) -> None:
         with FakeBatches() as api:
             await asyncio.gather(
                 *(
-                    crash_and_go_on(api, state, is_after=is_after)
+                    crash_and_go_on(api, dialect, state, is_after=is_after)
                     for state in STATES
                     for is_after in (False, True)
                 )
@@ -195,7 +197,35 @@ def test_a_crash_at_every_step(tmp_path: Path, dialect: str) -> None:
             assert not api.paid_twice
             assert api.paid.total() == 3 * 2 * len(STATES)
 
-    asyncio.run(crash_everywhere())
+    async def both() -> None:
+        await asyncio.gather(*map(crash_everywhere, DIALECTS))
+
+    asyncio.run(both())
+
+
+def test_a_lost_batch_of_anthropic_is_known_when_it_is_over(tmp_path: Path) -> None:
+    """Until then nobody can tell whose it is, and nothing is asked again."""
+    items = tmp_path / "items"
+
+    async def find() -> None:
+        with FakeBatches(delay_s=1000) as api:
+            batches = open_batches(settings_for(api, "messages"), api_key="none")
+            body = b'{"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}'
+            created = []
+            for id in ("ours", "theirs", "other"):
+                items.write_bytes(batches.line(id, body))
+                created.append(await batches.create("w", items, ""))
+            lost = LostBatch("w", "", frozenset({"ours"}), time.time())
+            with pytest.raises(Undecided):
+                await batches.find(lost, ())
+            for batch in api.batches.values():
+                batch.over_at = 0.0
+            assert await batches.find(lost, ()) == created[0]
+            assert await batches.find(lost, created[:1]) is None
+            assert await batches.find(replace(lost, sent_at=time.time() + 7200), ()) is None
+            await batches.close()
+
+    asyncio.run(find())
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -298,6 +328,7 @@ def test_near_the_end_calls_go_live_but_for_those_in_batches(tmp_path: Path) -> 
                     await asyncio.sleep(0.02)
                 desks.is_tail = True
                 assert (await desks.ask("b")).how == "live"
+                assert (await desks.ask("c")).how == "live"
                 assert (await first).how == "reply"
 
     asyncio.run(ask())
