@@ -56,6 +56,8 @@ class WaveCourier:
         self.api = api
         self.not_before = 0.0
         """By the monotonic clock: until then no wave should be sent."""
+        self.most = api.max_items
+        """Calls that a wave should have at most."""
         self._ledger = ledger
         self._settings = settings
         self._known = set(known)
@@ -137,7 +139,7 @@ class WaveCourier:
                 self._ledger.note(wave, "failed", why="the provider keeps it no longer")
                 return
             if state.is_for_want_of_room:
-                self._no_room(state.failure)
+                self._no_room(wave, state.failure)
                 self._ledger.note(wave, "void")
                 return
             if state.failure:
@@ -204,7 +206,8 @@ class WaveCourier:
                 return await call()
             except ModelError as error:
                 failed_s = time.monotonic() - failing_since
-                if error.action != "retry" or failed_s >= self._patience_s:
+                is_enough = failed_s >= self._patience_s and error.kind != "rate_limited"
+                if error.action != "retry" or is_enough:
                     raise
                 await self._pause(error, pause_s)
                 pause_s = min(_PAUSE_S[1], 2 * pause_s)
@@ -218,9 +221,15 @@ class WaveCourier:
     async def _wait_part_of(self, age_s: float) -> None:
         await asyncio.sleep(min(_POLL_S[1], max(_POLL_S[0], _POLL_PART * age_s)))
 
-    def _no_room(self, why: str) -> None:
-        """Hold all waves back for a while."""
-        self._say(f"no room for a batch now, the next in {self._no_room_s:.0f} s: {why}")
+    def _no_room(self, wave: Wave, why: str) -> None:
+        """Hold all waves back for a while, and make them smaller: alone it may be too large."""
+        self.most = max(1, min(self.most, len(wave.ids) // 2))
+        if time.monotonic() < self.not_before:
+            return
+        self._say(
+            f"no room for a batch of {len(wave.ids):,} calls; the next, of {self.most:,} at most, "
+            f"in {self._no_room_s:.0f} s: {why}"
+        )
         self.not_before = time.monotonic() + self._no_room_s
         self._no_room_s = min(_NO_ROOM_S[1], 2 * self._no_room_s)
 

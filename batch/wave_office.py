@@ -173,9 +173,10 @@ class WaveOffice:
     # Gathering.
 
     def _gather(self, id: str, model: str, body: bytes) -> None:
-        api = self._couriers[model].api
+        courier = self._couriers[model]
+        api = courier.api
         gathering = self._gathering.get(model)
-        most = min(self._bounds.max_requests, api.max_items)
+        most = min(self._bounds.max_requests, courier.most)
         line = api.line(gathering.wave.sent_id(id) if gathering else id, body)
         if gathering is not None and (
             len(gathering.wave.ids) >= most or gathering.file.size + len(line) > api.max_bytes

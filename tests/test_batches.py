@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -209,17 +210,17 @@ def noted(cwd: Path) -> list[str]:
     return [line["kind"] for line in lines(path)] if path.exists() else []
 
 
-def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) -> int:
+def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) -> Counter[str]:
     """Kill a run at random points, until it is done or that often; finish it, and judge.
 
-    Returns how often it was killed.
+    Returns how often it was killed, by the last step that it had noted.
     """
     draw = random.Random(seed)
     write_prompts(cwd / "p.jsonl", 12)
-    killed = 0
+    killed: Counter[str] = Counter()
     with FakeBatches(options=OPTIONS, create_s=0.1, **fake) as api:
         given = asking(api, dialect, batch_live_share=1, grace_s=1)
-        while killed < kills:
+        while killed.total() < kills:
             with started(cwd, BY_BATCH, **given) as process:
                 # Most of a short run is its start, where nothing is at stake.
                 steps, batches = len(noted(cwd)), len(api.batches)
@@ -246,10 +247,10 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
                     time.sleep(draw.uniform(0, 1))
                 os.kill(process.pid, number)
                 process.wait()
-                killed += 1
+                killed[(noted(cwd) or ["nothing"])[-1]] += 1
         done = run(cwd, BY_BATCH, **given)
         assert done.returncode == 0, done.stderr + (cwd / "output.txt").read_text()
-        assert not api.paid_twice, f"seed {seed}, {killed} kills"
+        assert not api.paid_twice, f"seed {seed}, {killed}"
         if not fake:
             assert not api.live
             assert api.paid.total() == 12 * TURNS
@@ -268,12 +269,13 @@ def test_many_kills_at_random_points(
     tmp_path: Path, dialect: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing that was paid is asked for twice. Prints how often runs were killed."""
-    killed = runs = 0
-    while killed < 50:
+    runs = 0
+    killed: Counter[str] = Counter()
+    while killed.total() < 50:
         cwd = tmp_path / str(runs)
         cwd.mkdir()
         more = {"errored": 0.1, "expired": 0.1} if runs % 2 else {}
-        killed += kill_on_and_on(cwd, dialect, min(10, 50 - killed), seed=runs, **more)
+        killed += kill_on_and_on(cwd, dialect, min(10, 50 - killed.total()), seed=runs, **more)
         runs += 1
     with capsys.disabled():
-        print(f"\n{dialect}: {killed} kills in {runs} runs, nothing paid twice")
+        print(f"\n{dialect}: {killed.total()} kills in {runs} runs, by last step {dict(killed)}")

@@ -294,13 +294,15 @@ def test_no_room_is_waited_for(tmp_path: Path) -> None:
     async def ask() -> None:
         with FakeBatches(full_creations=1) as api:
             async with office(tmp_path, api) as desks:
-                asking = asyncio.create_task(desks.ask("a"))
+                asking = asyncio.create_task(all_of(desks, [str(n) for n in range(5)]))
                 while not desks.said:
                     await asyncio.sleep(0.02)
-                assert "no room" in desks.said[0]
+                assert "no room for a batch of 5 calls" in desks.said[0]
                 assert desks.courier.not_before
                 desks.courier.not_before = 0.0
-                assert (await asking).how == "reply"
+                assert [answer.how for answer in await asking] == ["reply"] * 5
+            sizes = sorted(len(batch.items) for batch in api.batches.values())
+            assert sizes == [0, 1, 2, 2], "alone it may have been too large"
 
     asyncio.run(ask())
 
