@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,7 +37,7 @@ from batch.records import Entry, RecordFile, iter_index, load_index
 from batch.run_dir import RunDir
 from batch.standing import is_settled
 from batch.supervisor import Supervisor
-from batch.waves import Waves
+from batch.waves import Waves, with_open_batches
 from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
@@ -248,6 +248,9 @@ def _work(plan: Plan, run_dir: RunDir, only: Collection[bytes] | None) -> Outcom
         settled = _settled(records.found, config.max_attempts)
         has_answers = any(entry.turns for entry in records.found.values())
         inflight.read(settled=settled)
+        if (config := with_open_batches(config, run_dir, settled)) is not plan.config:
+            plan = replace(plan, config=config)
+            progress.say("calls in batches of earlier starts are waited for; all others go live")
         spent = Amount()
         if budget_of(config) is not None:
             every = (entry for _, entry in iter_index(run_dir.path))

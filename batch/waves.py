@@ -143,5 +143,18 @@ class Waves:
         self.problem = self.problem or words
 
 
+def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[bytes]) -> RunConfig:
+    """The config of a start that is to ask live although earlier ones have left batches.
+
+    What is in these is paid for, so it is waited for; all else is asked live.
+    """
+    if config.batch_api:
+        return config
+    ledger = WaveLedger(run_dir.path, run_dir.quarantine)
+    if not ledger.load(lambda id: task_of(id) in settled):
+        return config
+    return config.model_copy(update={"batch_api": True, "batch_live_share": 0.0})
+
+
 def _answer(worker: WorkerLink, id: str, how: str, reply: bytes) -> None:
     worker.send(pack("answer", reply, id=id, how=how))

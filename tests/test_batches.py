@@ -154,6 +154,23 @@ def test_a_stop_while_a_batch_is_waited_for(tmp_path: Path, number: int) -> None
 
 
 @pytest.mark.long
+def test_a_start_without_batches_waits_for_those_under_way(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 4)
+    with FakeBatches(options=OPTIONS, delay_s=1000) as api:
+        with started(tmp_path, BY_BATCH, **asking(api)) as process:
+            wait_until(lambda: "created" in noted(tmp_path))
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        for batch in api.batches.values():
+            batch.over_at = 0.0
+        done = run(tmp_path, **asking(api))
+        assert done.returncode == 0, done.stderr
+        assert (api.paid.total(), api.live.total()) == (4, 4 * (TURNS - 1))
+        assert not api.paid_twice
+    assert "earlier starts" in done.stderr
+
+
+@pytest.mark.long
 def test_a_worker_dies_while_a_batch_is_waited_for(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeBatches(options=OPTIONS, delay_s=1000) as api:
