@@ -100,7 +100,8 @@ class BatchedModel:
         """See `Model.complete`. Raises `Stopped`."""
         # What is asked, rather than its body: options of the transport may change between starts.
         asked = orjson.dumps(
-            [name_of(self._settings), request.messages, request.tools, request.tool_choice]
+            [name_of(self._settings), request.messages, request.tools, request.tool_choice],
+            option=orjson.OPT_SORT_KEYS,
         )
         time = 0
         while (id := item_id(self._task, asked, time)) in self._used:

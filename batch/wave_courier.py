@@ -61,6 +61,7 @@ class WaveCourier:
         self._ledger = ledger
         self._settings = settings
         self._known = set(known)
+        self._under_way: set[Wave] = set()
         self._patience_s = patience_s
         self._say = say
         self._no_room_s = _NO_ROOM_S[0]
@@ -71,11 +72,17 @@ class WaveCourier:
         Raises `ModelError` and `StorageError`; the wave then stays as it is noted.
         """
         if wave.state == "gathered":
+            while (wait_s := self.not_before - time.monotonic()) > 0:
+                await asyncio.sleep(min(wait_s, _POLL_S[1]))
             await self._create(wave)
         elif wave.state == "sending":
             await self._look_for(wave)
         if wave.state == "created":
-            await self._wait_for(wave)
+            self._under_way.add(wave)
+            try:
+                await self._wait_for(wave)
+            finally:
+                self._under_way.discard(wave)
         if wave.state == "created":
             await self._collect(wave)
 
@@ -222,13 +229,14 @@ class WaveCourier:
         await asyncio.sleep(min(_POLL_S[1], max(_POLL_S[0], _POLL_PART * age_s)))
 
     def _no_room(self, wave: Wave, why: str) -> None:
-        """Hold all waves back for a while, and make them smaller: alone it may be too large."""
-        self.most = max(1, min(self.most, len(wave.ids) // 2))
+        """Hold all waves back for a while; where this one was alone, it was too large."""
+        if self._under_way == {wave}:
+            self.most = max(1, min(self.most, len(wave.ids) // 2))
         if time.monotonic() < self.not_before:
             return
         self._say(
-            f"no room for a batch of {len(wave.ids):,} calls; the next, of {self.most:,} at most, "
-            f"in {self._no_room_s:.0f} s: {why}"
+            f"no room for a batch of {len(wave.ids):,} calls now; the next, of {self.most:,} at "
+            f"most, in {self._no_room_s:.0f} s: {why}"
         )
         self.not_before = time.monotonic() + self._no_room_s
         self._no_room_s = min(_NO_ROOM_S[1], 2 * self._no_room_s)

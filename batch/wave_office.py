@@ -148,6 +148,9 @@ class WaveOffice:
         self._is_stopping = True
         for gathering in list(self._gathering.values()):
             self._drop(gathering)
+        for task, wave in self._working.items():
+            if wave.state == "gathered":
+                task.cancel()
 
     async def close(self, wait_s: float) -> None:
         """Wait `wait_s` at most for creations under way, so that their ids get known; then end."""
@@ -278,6 +281,8 @@ class WaveOffice:
                 self._answer(wave, id)
                 if n % _ANSWERS == 0:  # else the pipes would hold all replies of a large wave
                     await asyncio.sleep(_ANSWERS_S)
+            if not wave.needed:
+                self._ledger.remove(wave)
         except ModelError as error:
             self._on_problem(f"batches of {wave.model}: {RULES[error.kind].meaning}: {error}")
         except (EnvironmentStop, HostError) as error:

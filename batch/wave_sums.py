@@ -22,7 +22,8 @@ class WaveSums:
     failed: int
     """Calls that had none: they failed, or expired."""
     live: int
-    """Calls that were made live instead, for this or any other reason."""
+    """Calls that were made live instead, for this or any other reason; not those of starts that
+    were killed."""
     cost_usd: float
     """Of the replies whose price is known."""
     saved_usd: float
