@@ -32,6 +32,9 @@ _SETTLE_BYTES_PER_S = 10**6
 _KEPT_S = 29 * 86400
 """For how long providers keep results."""
 
+_LOOK_S = 0.5
+"""How often a wave that is held back looks whether it still is."""
+
 _PAUSE_S = (1.0, 60.0)
 _NO_ROOM_S = (30.0, 600.0)
 
@@ -55,7 +58,7 @@ class WaveCourier:
         `patience_s` stops the run."""
         self.api = api
         self.not_before = 0.0
-        """By the monotonic clock: until then no wave should be sent."""
+        """By the monotonic clock: until then waves are held back."""
         self.most = api.max_items
         """Calls that a wave should have at most."""
         self._ledger = ledger
@@ -73,7 +76,7 @@ class WaveCourier:
         """
         if wave.state == "gathered":
             while (wait_s := self.not_before - time.monotonic()) > 0:
-                await asyncio.sleep(min(wait_s, _POLL_S[1]))
+                await asyncio.sleep(min(wait_s, _LOOK_S))
             await self._create(wave)
         elif wave.state == "sending":
             await self._look_for(wave)

@@ -137,9 +137,7 @@ class WaveOffice:
                 self._let_go(gathering.wave, "live")
         waiting = sum(map(bool, self._waiting_of.values()))
         is_complete = waiting == held and now - self._joined_at >= _QUIET_S
-        for model, gathering in list(self._gathering.items()):
-            if now < self._couriers[model].not_before:
-                continue
+        for gathering in list(self._gathering.values()):
             if is_complete or now - gathering.began >= self._bounds.wait_s:
                 self._close(gathering)
 
