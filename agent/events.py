@@ -41,6 +41,8 @@ def reply_event(
     )
     if discarded is not None:
         event["discarded"] = discarded
+    if completion.batch_item is not None:
+        event["batch_item"] = completion.batch_item
     return event
 
 

@@ -101,6 +101,8 @@ class ReplyEvent(TypedDict):
     duration_s: float
     discarded: NotRequired[str]
     inherited: NotRequired[bool]
+    batch_item: NotRequired[str]
+    """The item of a batch that brought the reply, or should have: then a live call did."""
 
 
 class ResultEvent(TypedDict):

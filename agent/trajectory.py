@@ -199,8 +199,9 @@ class Trajectory:
         """The conversation's part of a record: JSON-ready, lossless.
 
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
-        response_id, started_at, duration_s), `tool_calls` (one per result, in call order: turn,
-        call, name, is_error, started_at, duration_s), `notes` (turn, reason, text, at),
+        response_id, started_at, duration_s; in runs by batches batch_item), `tool_calls` (one per
+        result, in call order: turn, call, name, is_error, started_at, duration_s), `notes` (turn,
+        reason, text, at),
         `discarded` (replies that were asked for again, whole, with the reason), `inner` (one per
         subagent or stage: key, name, and the keys of a record), `resumes`, `api_calls`, `usage`
         and `cost_usd` (both with all that was paid for), `model_returned`, and of a branch `fork`

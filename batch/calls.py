@@ -8,9 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
-from agent.models.model import ModelSettings, url_of
+from agent.models.model import Model, ModelSettings, url_of
 from agent.models.names import read_key
+from agent.models.patience import PatientModel
 from agent.models.pool import ModelPool
+from batch.batched_model import BatchedModel, Desk
 from batch.call_gate import CallGate, Load
 from batch.limiter import Bounds
 from batch.purse import Amount, Purse
@@ -29,12 +31,14 @@ class Calls:
         number: int,
         workers: int,
         proven: Collection[str],
+        by_batch: bool,
         clock_offset_s: float,
         send: Callable[..., None],
         on_retry: Callable[[ModelSettings, str], None],
     ) -> None:
         """`bounds` are those of the run, by endpoint; this is worker `number` of some `workers`.
-        `proven` are the base URLs that have answered before. See `WorkerSetup.clock_offset_s`.
+        `proven` are the base URLs that have answered before. With `by_batch` calls go by batches
+        first. See `WorkerSetup.clock_offset_s`.
 
         `send(type, **fields)` reaches the parent. `on_retry` is told, in words, about every
         failure that is waited out.
@@ -47,6 +51,7 @@ class Calls:
             endpoint: self._gate(endpoint, of_one) for endpoint, of_one in bounds.items()
         }
         self._proven_before = frozenset(proven)
+        self._desk = Desk(send) if by_batch else None
         self._loads = dict.fromkeys(bounds, Load())
         self.pool = ModelPool(
             key_of=read_key,
@@ -90,6 +95,24 @@ class Calls:
         gate = self._gates[endpoint]
         gate.allow(permits, cool_down_s=cool_down_s, number=number, rpm=rpm, tpm=tpm)
 
+    def on_answer(self, id: str, how: str, reply: bytes) -> None:
+        """The parent answers a call that was to be made by a batch."""
+        assert self._desk is not None
+        self._desk.on_answer(id, how, reply)
+
+    def by_batch(self, model: Model, task: bytes, used: set[str]) -> Model:
+        """The model by which a task asks; see `BatchedModel`. Scripts need no batches."""
+        if self._desk is None or not isinstance(model, PatientModel):
+            return model
+        return BatchedModel(
+            model,
+            desk=self._desk,
+            gate=self._gates[model.asked.endpoint],
+            purse=self._purse,
+            task=task,
+            used=used,
+        )
+
     def on_loan(self, amount: list[Any]) -> None:
         """The parent lends money."""
         self._purse.take_loan(Amount(*amount))
@@ -100,6 +123,8 @@ class Calls:
 
     def stop(self) -> None:
         """Let no new attempt through: who waits or comes gets `Stopped`."""
+        if self._desk is not None:
+            self._desk.stop()
         for gate in self._gates.values():
             gate.stop()
         self._purse.stop()

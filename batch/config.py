@@ -250,6 +250,23 @@ class RunConfig(AgentOptions):
         "Calls in flight to begin with; more follow while the endpoint keeps up, fewer when it "
         "refuses some (429).",
     )
+    batch_api: bool = _running(
+        False,
+        "Ask by the provider's batches (OpenAI, Anthropic): about half the price, replies within "
+        "a day; see docs/batches.md.",
+    )
+    batch_wait_s: PositiveFloat = _running(
+        60.0, "Longest time that calls are gathered for one batch, in seconds."
+    )
+    batch_max_requests: PositiveInt = _running(
+        50_000, "Most calls in one batch; the provider's own bounds hold besides."
+    )
+    batch_live_share: float = _running(
+        0.95,
+        "Once this share of the tasks has ended, further calls are made live; 1 for never.",
+        ge=0,
+        le=1,
+    )
     max_attempts: PositiveInt = _running(
         3, "Attempts per conversation, over all starts, before it counts as failed for good."
     )

@@ -37,6 +37,11 @@ class Crew:
         """How many tasks they hold."""
         return sum(len(worker.held) for worker in self.workers)
 
+    @property
+    def is_ready(self) -> bool:
+        """All can be dealt tasks."""
+        return all(worker.ready for worker in self.workers)
+
     def start(self, setup: WorkerSetup) -> None:
         """Start one more."""
         setup = replace(setup, number=next(self._numbers), parent_pid=os.getpid())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from agent.models.batches import has_batches
 from agent.models.model import ModelSettings
 from agent.models.names import SCRIPTED, read_key, resolve_model
 from agent.setup import Setup, set_up
@@ -25,6 +26,7 @@ def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) ->
     try:
         setups = {name: _set_up(config, name, known) for name in config.model_weights()}
         _check_budget(config, setups)
+        _check_batches(config, setups)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return setups
@@ -121,6 +123,22 @@ def _check_budget(config: RunConfig, setups: Setups) -> None:
             f"max_tokens is missing: without a bound on the replies of {unbounded[0]!r} nobody "
             "knows what its next call may cost, and a budget of the run cannot be kept"
         )
+        raise ValueError(msg)
+
+
+def _check_batches(config: RunConfig, setups: Setups) -> None:
+    if not config.batch_api:
+        return
+    models = asked(setups)
+    if none := [one.reference for one in models if not has_batches(one)]:
+        msg = f"batch_api: the endpoint of {none[0]!r} has no batches; leave --batch_api out"
+        raise ValueError(msg)
+    if not models:
+        msg = "batch_api: no model is asked at an endpoint; leave --batch_api out"
+        raise ValueError(msg)
+    streamed = [one.name for one in models if (one.extra_body or {}).get("stream")]
+    if streamed:
+        msg = f"extra_body: the replies of {streamed[0]!r} cannot be streamed with --batch_api"
         raise ValueError(msg)
 
 

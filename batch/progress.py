@@ -145,6 +145,11 @@ class Progress:
         """Tasks that have not ended, as far as is known."""
         return self._total - self._ended
 
+    @property
+    def ended_share(self) -> float:
+        """Which part of the tasks has ended, as far as is known."""
+        return 1 - self.left / max(1, self._total)
+
     def close(self) -> None:
         """Draw the last state and leave it."""
         if self._is_terminal:

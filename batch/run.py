@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from batch.run_dir import RunDir
 from batch.shards import parse_shard
 from batch.standing import Settled, is_settled
 from batch.supervisor import Supervisor
+from batch.waves import Waves, with_open_batches
 from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
 from toolsets.sandbox import sandbox_problem
@@ -270,7 +271,13 @@ def _work(
             failures.append_bad_row(plan.scan.path, row)
         stock = _take_stock(plan, run_dir, only, records, inflight, ledger)
         progress.found_ended(done=stock.done, failed=stock.failed, cost_usd=stock.cost_usd)
-        with closing(open_executor(config, run_dir)) as executor:
+        if (config := with_open_batches(config, run_dir, stock.settled)) is not plan.config:
+            plan = replace(plan, config=config)
+            progress.say("calls in batches of earlier starts are waited for; all others go live")
+        with (
+            closing(open_executor(config, run_dir)) as executor,
+            closing(Waves(config, plan.setups, run_dir, stock.settled)) as waves,
+        ):
             supervisor = Supervisor(
                 run_dir=run_dir,
                 config=config,
@@ -284,6 +291,7 @@ def _work(
                 failures=failures,
                 inflight=inflight,
                 progress=progress,
+                waves=waves,
             )
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()
@@ -308,6 +316,8 @@ def _work(
 class _Stock(NamedTuple):
     """What a run has and still owes when a start begins."""
 
+    settled: Settled
+    """The tasks that need no more work."""
     owed: array[int]
     """The numbers of the tasks that need work, in dataset order."""
     done: int
@@ -352,7 +362,7 @@ def _take_stock(
         else:
             counts[is_failed] += 1
     return _Stock(
-        owed, counts[False], counts[True], found.has_turns(), spent, found.known_cost_usd()
+        settled, owed, counts[False], counts[True], found.has_turns(), spent, found.known_cost_usd()
     )
 
 

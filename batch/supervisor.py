@@ -34,6 +34,7 @@ from batch.records import RecordFile, index_fields
 from batch.run_dir import RunDir
 from batch.standing import WORKER_DIED
 from batch.task_queue import TaskQueue
+from batch.waves import Waves
 from batch.wire import Deal, pack, unpack
 from batch.worker_link import Executor, WorkerLink
 from batch.worker_setup import WorkerSetup
@@ -63,6 +64,7 @@ class Supervisor:
         progress: Progress,
         spent: Amount,
         ledger: Ledger,
+        waves: Waves,
     ) -> None:
         """`spent` is what the run has used up of its budget before this start."""
         self._run_dir = run_dir
@@ -74,6 +76,7 @@ class Supervisor:
         self._failures = failures
         self._inflight = inflight
         self._progress = progress
+        self._waves = waves
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
         self.limits = RunLimits(bounds_of(config, setups))
@@ -106,11 +109,13 @@ class Supervisor:
                 self.limits.share(self._crew.workers)
                 self._keep_budget()
                 self._deal()
-                words = (self.limits.in_words(), self.budget.in_words())
+                self._keep_waves()
+                words = (self._waves.in_words(), self.limits.in_words(), self.budget.in_words())
                 self._progress.show(self._crew.held, ", ".join(filter(None, words)))
             self._dismiss_workers()
         finally:
             self._crew.kill()
+            self._waves.close()
         return self._stop_reason
 
     def _is_over(self) -> bool:
@@ -137,6 +142,7 @@ class Supervisor:
         durable: dict[WorkerLink, list[bytes]] = {}
         for worker, key in finished:
             self._inflight.finish(key)
+            self._waves.forget(key)
             durable.setdefault(worker, []).append(key)
         for worker, keys in durable.items():
             worker.durable(keys)
@@ -190,6 +196,8 @@ class Supervisor:
                 self._say_failed(failure)
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
+            case "ask":
+                self._waves.ask(worker, header["id"], header["model"], payload)
             case "load":
                 self.limits.on_load(worker, header["endpoint"], header["load"])
             case "refused":
@@ -225,12 +233,21 @@ class Supervisor:
     def _release(self, worker: WorkerLink, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.alone = False
+        self._waves.leave(key)
 
     def _keep_budget(self) -> None:
         self.budget.lend(self._crew.workers)
         if self._stop_reason is None and (words := self.budget.used_up(self._crew.workers)):
             self.is_out_of_budget = True
             self._stop(words)
+
+    def _keep_waves(self) -> None:
+        while not self._waves.news.empty():
+            self._progress.say(self._waves.news.get())
+        if self._waves.problem is not None:
+            self._stop(self._waves.problem)
+        held = self._crew.held if self._crew.is_ready else None
+        self._waves.tick(held, self._progress.ended_share)
 
     # Workers: starting, watching, replacing.
 
@@ -239,6 +256,8 @@ class Supervisor:
             return
         why = f": {worker.last_words}" if worker.last_words else ""
         log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
+        for key in worker.held:
+            self._waves.leave(key)
         if self._stop_reason is not None:
             return
         if not worker.ready:
@@ -291,6 +310,7 @@ class Supervisor:
         self._records.append(dump_record(record), index_fields(record))
         self._records.sync()
         self._inflight.finish(key)
+        self._waves.forget(key)
         self._progress.task_ended(failure=failure.error_class)
 
     def _look_after_workers(self) -> None:
@@ -351,6 +371,7 @@ class Supervisor:
             return
         self._stop_reason = reason
         self._kill_at = time.monotonic() + self._config.grace_s + KILL_AFTER_GRACE_S
+        self._waves.stop()
         self._crew.tell(pack("stop", grace_s=self._config.grace_s))
 
     def _dismiss_workers(self) -> None:

@@ -13,12 +13,14 @@ from agent.conversation import Conversation
 from agent.loop import close_calls
 from agent.messages import Event
 from agent.models.errors import ModelError
+from agent.models.model import Model
 from agent.models.names import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.moves import End
 from agent.rules import Terms
 from agent.setup import Setup, replies_played
 from agent.trajectory import Trajectory
+from batch.batched_model import items_in
 from batch.calls import Calls
 from batch.draw import setup_of_task
 from batch.failures import Failure
@@ -190,12 +192,17 @@ class TaskRunner:
         async def until_kept() -> None:
             await self._journal.kept(task.key)
 
+        used = items_in(deal["events"])
+
+        def gated(model: Model) -> Gate:
+            return Gate(self._stops, self._calls.by_batch(model, task.key, used), until_kept)
+
         home = TaskHome(
             setup,
             space,
             self._calls.pool,
             self._config.tool_timeout_s,
-            gate=lambda model: Gate(self._stops, model, until_kept),
+            gate=gated,
             kept=until_kept,
         )
         positions = itertools.count(len(deal["events"]))

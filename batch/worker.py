@@ -119,6 +119,7 @@ class Worker:
             number=self._setup.number,
             workers=self._config.num_workers,
             proven=self._setup.proven,
+            by_batch=self._config.batch_api,
             clock_offset_s=self._setup.clock_offset_s,
             send=self.send,
             on_retry=self._on_retry,
@@ -177,7 +178,7 @@ class Worker:
 
     def _receive(self) -> None:
         try:
-            header, _ = unpack(self._connection.recv_bytes())
+            header, payload = unpack(self._connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)  # the parent is gone: whoever resumes the run owns its files now
         match header["type"]:
@@ -187,6 +188,8 @@ class Worker:
             case "durable":
                 for key in header["keys"]:
                     self._release(bytes.fromhex(key))
+            case "answer":
+                self._calls.on_answer(header["id"], header["how"], payload)
             case "limits":
                 self._calls.on_limits(**header["limits"])
             case "loan":

@@ -23,6 +23,9 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("num_workers", "batch_size", "concurrency", "max_run_cost_usd", "max_run_tokens"),
         *("max_in_flight", "start_in_flight", "rpm", "tpm"),
     ),
+    "Calls by the provider's batches": (
+        *("batch_api", "batch_wait_s", "batch_max_requests", "batch_live_share"),
+    ),
     "Workers on a Ray cluster": (
         *("executor", "ray_address", "worker_resources", "ray_storage", "ray_scratch_dir"),
     ),

@@ -172,6 +172,7 @@ def export_and_account(
 
     from batch.accounts import account
     from batch.files import replace_file
+    from batch.wave_sums import sum_up
     from export.training_files import export_run
 
     export_run(
@@ -185,6 +186,8 @@ def export_and_account(
             last_start = orjson.loads(summary.read_bytes()).get("last_start")
     toolsets = _toolsets(path)
     content = {**accounts.to_json(), "toolsets": toolsets, "last_start": last_start}
+    if (batches := sum_up(path)) is not None:
+        content["batches"] = batches.to_json()
     replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
     return accounts
 
@@ -208,9 +211,12 @@ def show_run(path: Path, accounts: Accounts) -> None:
     import orjson
 
     from batch.accounts import as_table
+    from batch.wave_sums import sum_up
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
     lines = [as_table(accounts)]
+    if (batches := sum_up(path)) is not None:
+        lines.append(batches.in_words())
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])

@@ -17,6 +17,7 @@ from batch.progress import PROGRESS_FILE, in_words
 from batch.prompts import Scan
 from batch.records import load_index
 from batch.run_dir import holder_of
+from batch.wave_sums import WaveSums, sum_up
 from report.errors_seen import errors_seen
 from report.rows import seconds_at_work
 from report.stored import last_records
@@ -62,6 +63,8 @@ class Status(NamedTuple):
     """What that process said last, see `batch/progress.py`."""
     details: dict[str, Any]
     """See `run_status`."""
+    batches: WaveSums | None
+    """What its batches brought; None where it has none."""
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -71,6 +74,7 @@ class Status(NamedTuple):
             "progress": self.progress,
             **self.accounts.to_json(),
             **self.details,
+            **({} if self.batches is None else {"batches": self.batches.to_json()}),
         }
 
 
@@ -83,6 +87,7 @@ def look(run_dir: Path, scan: Scan, config: RunConfig) -> Status:
         account(run_dir, scan, config),
         None if holder is None else _progress(run_dir, pid=holder["pid"]),
         run_status(run_dir),
+        sum_up(run_dir),
     )
 
 
@@ -136,6 +141,7 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
     parts = [
         head,
         as_table(found.accounts).splitlines(),
+        [] if found.batches is None else [found.batches.in_words()],
         _in_flight(found.details["in_flight"], in_flight_shown),
         _slowest(found.details),
         _errors(found.details["errors"]),

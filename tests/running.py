@@ -61,11 +61,11 @@ def run(
 
 
 @contextmanager
-def started(cwd: Path, **options: object) -> Iterator[subprocess.Popen[bytes]]:
+def started(cwd: Path, *args: object, **options: object) -> Iterator[subprocess.Popen[bytes]]:
     """A run in a process group of its own; whatever is left of it is killed at the end."""
     with (cwd / "output.txt").open("ab") as output:
         process = subprocess.Popen(
-            command(**options), cwd=cwd, stdout=output, stderr=output, start_new_session=True
+            command(*args, **options), cwd=cwd, stdout=output, stderr=output, start_new_session=True
         )
     try:
         yield process

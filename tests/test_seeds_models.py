@@ -79,6 +79,8 @@ def test_content_that_is_no_text_is_flattened(content: Any, text: str) -> None:
 class Failing:
     """An endpoint that fails as told, then answers."""
 
+    settings = SETTINGS
+
     def __init__(self, *errors: ModelError) -> None:
         self._errors = list(errors)
         self.asked = 0

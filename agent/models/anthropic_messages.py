@@ -46,13 +46,15 @@ class AnthropicMessages:
     """Asks one model of one Anthropic-compatible endpoint."""
 
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
-        samples = settings.temperature is not None or settings.top_p is not None
-        headers = {
-            "x-api-key": api_key,
-            "anthropic-version": _SAMPLING_VERSION if samples else _VERSION,
-        }
         self._refusals = Refusals(settings)
-        self._transport = Transport(settings.base_url, headers, secret=api_key)
+        self._transport = Transport(
+            settings.base_url, headers_of(settings, api_key), secret=api_key
+        )
+
+    @property
+    def settings(self) -> ModelSettings:
+        """See `Adapter`."""
+        return self._refusals.settings
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
@@ -66,6 +68,15 @@ class AnthropicMessages:
     async def close(self) -> None:
         """See `Model.close`."""
         await self._transport.close()
+
+
+def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The key, and the version of the API that is meant."""
+    samples = settings.temperature is not None or settings.top_p is not None
+    return {
+        "x-api-key": api_key,
+        "anthropic-version": _SAMPLING_VERSION if samples else _VERSION,
+    }
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:

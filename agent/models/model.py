@@ -22,6 +22,8 @@ class Completion:
     response_id: str | None
     cost_usd: float | None = None
     """What this call cost, where the endpoint said so or its price is known."""
+    batch_item: str | None = None
+    """Which item of a batch was to bring it, in runs that ask by batches; see `batch.waves`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,15 @@ class Model(Protocol):
 
     async def close(self) -> None:
         """Release connections; the model cannot be used afterwards."""
+        ...
+
+
+class Adapter(Model, Protocol):
+    """A model in the words of one API."""
+
+    @property
+    def settings(self) -> ModelSettings:
+        """What it is asked with: as the user said, less the options that it refused so far."""
         ...
 
 

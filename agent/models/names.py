@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from agent.models.gate import Gate
-from agent.models.model import Model, ModelSettings
+from agent.models.model import Adapter, ModelSettings
 from agent.models.patience import PatientModel
 
 Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
@@ -177,9 +177,9 @@ def open_model(
     api_key: str,
     on_retry: Callable[[str], None],
     gate: Gate | None = None,
-) -> Model:
+) -> PatientModel:
     """A model ready to be asked, in the running event loop; see `PatientModel`."""
-    adapter: Model
+    adapter: Adapter
     if settings.api == "anthropic_messages":
         from agent.models.anthropic_messages import AnthropicMessages
 

@@ -54,9 +54,14 @@ class OpenAIChat:
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
         headers = {"Authorization": f"Bearer {api_key}"}
         if is_openai(settings):
-            headers |= _account_headers()
+            headers |= account_headers()
         self._refusals = Refusals(settings)
         self._transport = Transport(settings.base_url, headers, secret=api_key)
+
+    @property
+    def settings(self) -> ModelSettings:
+        """See `Adapter`."""
+        return self._refusals.settings
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
@@ -104,7 +109,7 @@ def is_openai(settings: ModelSettings) -> bool:
     return host == "api.openai.com" or host.endswith(".api.openai.com")
 
 
-def _account_headers() -> dict[str, str]:
+def account_headers() -> dict[str, str]:
     """Who pays, where a key belongs to several organizations or projects; OpenAI's own names."""
     named = {"OpenAI-Organization": "OPENAI_ORG_ID", "OpenAI-Project": "OPENAI_PROJECT_ID"}
     return {header: os.environ[name] for header, name in named.items() if os.environ.get(name)}

@@ -11,7 +11,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exp
 
 from agent.models.errors import ModelError, redact
 from agent.models.gate import Gate
-from agent.models.model import Completion, Model, ModelSettings, Request
+from agent.models.model import Adapter, Completion, ModelSettings, Request
 from agent.models.prices import claim, price
 from agent.stream import StreamEvent
 
@@ -26,7 +26,7 @@ class PatientModel:
 
     def __init__(
         self,
-        adapter: Model,
+        adapter: Adapter,
         settings: ModelSettings,
         *,
         api_key: str,
@@ -49,6 +49,16 @@ class PatientModel:
             before_sleep=self._tell,
             reraise=True,
         )
+
+    @property
+    def asked(self) -> ModelSettings:
+        """What the user said that it is to be asked with."""
+        return self._settings
+
+    @property
+    def settings(self) -> ModelSettings:
+        """See `Adapter`."""
+        return self._adapter.settings
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""

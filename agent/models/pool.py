@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agent.models.gate import Gate
-from agent.models.model import Model, ModelSettings
+from agent.models.model import ModelSettings
 from agent.models.names import open_model
+from agent.models.patience import PatientModel
 
 KeyOf = Callable[[ModelSettings], str]
 OnRetry = Callable[[ModelSettings, str], None]
@@ -29,9 +30,9 @@ class ModelPool:
         self._key_of = key_of
         self._on_retry = on_retry
         self._gate_of = gate_of
-        self._open: dict[ModelSettings, Model] = {}
+        self._open: dict[ModelSettings, PatientModel] = {}
 
-    def get(self, settings: ModelSettings) -> Model:
+    def get(self, settings: ModelSettings) -> PatientModel:
         """The model of some settings, ready to be asked."""
         if (model := self._open.get(settings)) is None:
             model = self._open[settings] = open_model(

@@ -29,7 +29,16 @@ _DATE = re.compile(r"-(?:\d{8}|\d{4}-\d\d-\d\d)$")
 """The day of a snapshot, which the table need not know to know the model."""
 
 
-def price(completion: Completion, settings: ModelSettings) -> float | None:
+_BATCH = {"processing": "batch"}
+"""What the table calls calls that come by a batch."""
+
+_BATCH_SHARE = 0.5
+"""Of the price, where the table does not know: both providers' documented discount."""
+
+
+def price(
+    completion: Completion, settings: ModelSettings, *, by_batch: bool = False
+) -> float | None:
     """Dollars of one call, or None where its usage or the model's price is unknown."""
     usage = completion.usage
     if usage is None or usage["input_tokens"] is None or usage["output_tokens"] is None:
@@ -49,12 +58,12 @@ def price(completion: Completion, settings: ModelSettings) -> float | None:
         cache_write_tokens=usage["cache_write_tokens"],
     )
     try:
-        return _cost(found, tokens)
+        return _batch_cost(found, tokens) if by_batch else _cost(found, tokens)
     except ValueError:  # counts that contradict each other: more tokens cached than read
         return None
 
 
-def claim(request: Request, settings: ModelSettings) -> Claim:
+def claim(request: Request, settings: ModelSettings, *, by_batch: bool = False) -> Claim:
     """What one attempt of a request can use up at most.
 
     No tokenizer makes more tokens than there are bytes, and the JSON around a message is longer
@@ -66,7 +75,7 @@ def claim(request: Request, settings: ModelSettings) -> Claim:
     likely_in = len(asked) // _BYTES_PER_TOKEN
     if most_out is None:
         return Claim(None, None, likely_in)
-    rates = _most_per_token(settings.name, settings.provider, most_in.bit_length())
+    rates = _most_per_token(settings.name, settings.provider, most_in.bit_length(), by_batch)
     if rates is None:
         return Claim(None, most_in + most_out, likely_in)
     usd = most_in * rates.read + most_out * rates.written
@@ -81,7 +90,7 @@ class _Rates(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _most_per_token(name: str, provider: str | None, bits: int) -> _Rates | None:
+def _most_per_token(name: str, provider: str | None, bits: int, by_batch: bool) -> _Rates | None:
     """The most that a token costs in a request of fewer than 2 ** `bits` tokens.
 
     Longer requests may cost more per token, never less. Kept, because working out a price takes
@@ -92,14 +101,22 @@ def _most_per_token(name: str, provider: str | None, bits: int) -> _Rates | None
     from genai_prices import Usage
 
     most, many = 2**bits, 1_000_000
-    plain = _cost(found, Usage(input_tokens=most))
-    cached = _cost(found, Usage(input_tokens=most, cache_write_tokens=most))
-    both = _cost(found, Usage(input_tokens=most, output_tokens=many))
+    cost = _batch_cost if by_batch else _cost
+    plain = cost(found, Usage(input_tokens=most))
+    cached = cost(found, Usage(input_tokens=most, cache_write_tokens=most))
+    both = cost(found, Usage(input_tokens=most, output_tokens=many))
     return _Rates(max(plain, cached) / most, (both - plain) / many)
 
 
 def _cost(found: PriceCalculation, tokens: Tokens) -> float:
     return float(found.model.calc_price(tokens, found.provider).total_price)
+
+
+def _batch_cost(found: PriceCalculation, tokens: Tokens) -> float:
+    full = _cost(found, tokens)
+    price = found.model.calc_price(tokens, found.provider, price_context=_BATCH)
+    cost = float(price.total_price)
+    return cost if cost < full else full * _BATCH_SHARE
 
 
 def is_known(settings: ModelSettings) -> bool:

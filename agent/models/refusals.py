@@ -63,6 +63,11 @@ class Refusals:
         self._settings = settings
         self._refused: frozenset[str] = frozenset()
 
+    @property
+    def settings(self) -> ModelSettings:
+        """What the model is asked with now."""
+        return without(self._settings, self._refused)
+
     async def ask(self, attempt: Callable[[ModelSettings], Awaitable[Completion]]) -> Completion:
         """Make an attempt with the settings, and again without what it is refused for.
 

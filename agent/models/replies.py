@@ -27,6 +27,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises `ModelError("malformed")` for anything else.
     """
+    reply = load_object(body)
+    if is_nested_deeper(body, MAX_NESTING):
+        raise ModelError("malformed", f"nested deeper than {MAX_NESTING} levels")
+    if reply.get("error"):
+        raise error_behind_200(reply["error"], "a 200 reply")
+    return reply
+
+
+def load_object(body: bytes) -> dict[str, Any]:
+    """Read a JSON object with no look at what it says; as `parse_object` otherwise."""
     try:
         reply = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -38,10 +48,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
             raise ModelError("malformed", f"not JSON: {_excerpt(body)}") from error
     if not isinstance(reply, dict):
         raise ModelError("malformed", f"not a JSON object: {_excerpt(body)}")
-    if is_nested_deeper(body, MAX_NESTING):
-        raise ModelError("malformed", f"nested deeper than {MAX_NESTING} levels")
-    if reply.get("error"):
-        raise error_behind_200(reply["error"], "a 200 reply")
     return reply
 
 

@@ -94,6 +94,37 @@ class Transport:
                 raise ModelError("timeout", words) from error
             raise _of_the_connection(error) from error
 
+    @contextlib.asynccontextmanager
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        silence_s: float,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """Any other request, with what aiohttp takes as a body; its response, to be read inside.
+
+        It may take any time, but for a silence of more than `silence_s`. Raises as `post` does.
+        """
+        sending = self._session.request(
+            method,
+            URL(self._base_url + path),
+            data=body,
+            headers=headers,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s),
+        )
+        try:
+            async with sending as response:
+                if not 200 <= response.status < 300:
+                    told = b"".join([part async for part in _parts(response, is_error=True)])
+                    raise refusal_of(response.status, response.headers, told, secret=self._secret)
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise _of_the_connection(error) from error
+
     async def close(self) -> None:
         """Release all connections."""
         await self._session.close()

@@ -1,0 +1,238 @@
+"""What a run directory holds of its batches: `batches.jsonl` and the directory `batches`.
+
+A wave is the calls of one batch. Each step is a line of `batches.jsonl`, on disk before the next
+is taken:
+
+gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent
+sending {"wave", "at", "upload", "bytes"}   the provider is about to be asked to create the batch
+created {"wave", "at", "batch"}             it has done so, and the calls cost from here on
+collected {"wave", "at", "replies", …}      the results are in batches/WAVE.results
+failed {"wave", "at", "why"}                none of the calls was made: they are made live
+void {"wave", "at"}                         no batch was made of it: its calls are gathered anew
+live {"calls"}                              so many calls of a start were made live
+
+`batches/WAVE.items` holds the calls as they are sent, until the batch is there. The results are
+removed when the conversations that they belong to have their records.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from agent.models.batches import ItemResult
+from batch.files import AppendFile, StorageError, repair_tail, sync_directory
+
+log = logging.getLogger(__name__)
+
+State = Literal["gathered", "sending", "created", "collected", "failed", "void"]
+
+
+@dataclass(eq=False)
+class Wave:
+    """The calls of one batch."""
+
+    name: str
+    model: str
+    """See `name_of`."""
+    ids: list[str]
+    """Of its calls, as workers know them."""
+    state: State = "gathered"
+    sent_at: float = 0.0
+    """Epoch seconds before it can have been created."""
+    size: int = 0
+    """Bytes of its items."""
+    upload: str = ""
+    batch: str = ""
+    created_at: float = 0.0
+    why: str = ""
+    index: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Where the result of each call is in the file of results: offset and length."""
+    needed: int = 0
+    """How many of its calls belong to conversations that have no record yet."""
+
+    def sent_id(self, id: str) -> str:
+        """What the provider knows a call as: no two batches share one."""
+        return f"{id}-{self.name}"
+
+    def own_id(self, sent_id: str) -> str | None:
+        """The call behind what the provider knows; None where it is of another batch."""
+        id, _, name = sent_id.rpartition("-")
+        return id if name == self.name else None
+
+
+class WaveLedger:
+    """Reads and writes what is on disk. For use by one thread. Methods raise `StorageError`."""
+
+    def __init__(self, run_dir: Path, quarantine: Path) -> None:
+        self._path = run_dir / "batches.jsonl"
+        self._place = run_dir / "batches"
+        repair_tail(self._path, quarantine)
+        self._file: AppendFile | None = None
+
+    def load(self, is_settled: Callable[[str], bool]) -> list[Wave]:
+        """The waves that some call still needs, as the starts before have left them.
+
+        `is_settled` tells of a call's id whether its conversation has its record.
+        """
+        waves: dict[str, Wave] = {}
+        for line in read_lines(self._path):
+            try:
+                _apply(waves, line)
+            except (KeyError, TypeError) as error:
+                log.warning("%s: passed over: no line of this file: %r", self._path, error)
+        found = []
+        for wave in waves.values():
+            wave.needed = sum(not is_settled(id) for id in wave.ids)
+            if wave.state == "collected" and wave.needed:
+                self._index(wave)
+            if wave.needed and wave.state != "void":
+                found.append(wave)
+        kept = {self._results_file(wave) for wave in found}
+        for path in self._place.iterdir() if self._place.is_dir() else ():
+            if path not in kept:  # of waves that are done with, or half written
+                path.unlink()
+        return found
+
+    def note(self, wave: Wave, state: State, **more: Any) -> None:
+        """Write one line, durably, and change the wave by it."""
+        line = {"kind": state, "wave": wave.name, "at": time.time(), **more}
+        self._append(line)
+        _apply({wave.name: wave}, line)
+
+    def note_live(self, calls: int) -> None:
+        """Write how many calls of this start were made live."""
+        self._append({"kind": "live", "calls": calls})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            self._file = AppendFile(self._path)
+        self._file.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        self._file.sync()
+
+    def items_file(self, wave: Wave) -> Path:
+        """Where the calls of a wave are, as lines for the provider."""
+        self._place.mkdir(mode=0o700, exist_ok=True)
+        return self._place / f"{wave.name}.items"
+
+    def begin_results(self, wave: Wave) -> Results:
+        """A new file for the results of a wave, which counts once it is kept."""
+        self._place.mkdir(mode=0o700, exist_ok=True)
+        return Results(wave, self._results_file(wave))
+
+    def result(self, wave: Wave, id: str) -> ItemResult:
+        """The result of a call of a collected wave."""
+        place = wave.index.get(id)
+        if place is None:
+            return ItemResult(id, None, "the batch is over and has no result for it")
+        try:
+            with self._results_file(wave).open("rb") as file:
+                file.seek(place[0])
+                line = orjson.loads(file.read(place[1]))
+        except OSError as error:
+            msg = f"{self._results_file(wave)}: cannot read: {error.strerror or error}"
+            raise StorageError(msg) from error
+        if "reply" in line:
+            return ItemResult(id, orjson.dumps(line["reply"]))
+        return ItemResult(id, None, line["why"])
+
+    def remove(self, wave: Wave) -> None:
+        """Remove the files of a wave that nobody needs any more."""
+        for path in (self._place / f"{wave.name}.items", self._results_file(wave)):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file, and remove the directory where nothing is left in it."""
+        if self._file is not None:
+            self._file.close()
+        if self._place.is_dir() and not any(self._place.iterdir()):
+            self._place.rmdir()
+
+    def _results_file(self, wave: Wave) -> Path:
+        return self._place / f"{wave.name}.results"
+
+    def _index(self, wave: Wave) -> None:
+        """Find the results again; without their file they are fetched once more, which is free."""
+        offset = 0
+        try:
+            with self._results_file(wave).open("rb") as file:
+                for line in file:
+                    wave.index[orjson.loads(line)["id"]] = (offset, len(line))
+                    offset += len(line)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s: fetched again: %s", self._results_file(wave), error)
+            wave.index.clear()
+            wave.state = "created"
+
+
+class Results:
+    """The results of a wave, written as they come."""
+
+    def __init__(self, wave: Wave, path: Path) -> None:
+        self._wave = wave
+        self._path = path
+        self._temporary = path.with_suffix(".half")
+        self._temporary.unlink(missing_ok=True)
+        self._file = AppendFile(self._temporary)
+        self._index: dict[str, tuple[int, int]] = {}
+
+    def add(self, result: ItemResult) -> bool:
+        """Write one; of two for one call the first counts, and False is told of the second."""
+        if result.id in self._index:
+            return False
+        line = orjson.dumps({"id": result.id, "why": result.why})
+        if result.reply is not None:
+            line = orjson.dumps({"id": result.id})[:-1] + b',"reply":' + result.reply + b"}"
+        self._index[result.id] = (self._file.size, len(line) + 1)
+        self._file.append(line + b"\n")
+        return True
+
+    def keep(self) -> None:
+        """Make what was written durable, and count."""
+        self._file.sync()
+        self._temporary.replace(self._path)
+        sync_directory(self._path.parent)
+        self._wave.index = self._index
+
+    def close(self) -> None:
+        """Close the file; what was not kept does not count."""
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a `batches.jsonl`; unreadable ones are passed over, a missing file has none."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for number, text in enumerate(content.splitlines(), 1):
+        try:
+            line = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            log.warning("%s:%d: passed over: not JSON", path, number)
+            continue
+        if isinstance(line, dict):
+            yield line
+
+
+def _apply(waves: dict[str, Wave], line: dict[str, Any]) -> None:
+    if line["kind"] == "gathered" and line["wave"] not in waves:
+        waves[line["wave"]] = Wave(line["wave"], line["model"], line["items"])
+        return
+    if line["kind"] == "live":
+        return
+    wave = waves[line["wave"]]
+    wave.state = line["kind"]
+    match line["kind"]:
+        case "sending":
+            wave.sent_at, wave.upload, wave.size = line["at"], line["upload"], line["bytes"]
+        case "created":
+            wave.batch, wave.created_at = line["batch"], line["at"]
+        case "failed":
+            wave.why = line["why"]
