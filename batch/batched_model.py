@@ -16,7 +16,7 @@ from typing import NamedTuple
 import orjson
 
 from agent.messages import Event
-from agent.models.batches import body_of, read_reply
+from agent.models.batch_calls import body_of, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.patience import PatientModel

@@ -23,6 +23,7 @@ _PLAIN_FILES = (
         "run.json",
         "records.jsonl",
         "records.idx",
+        "batches.jsonl",
         "dataset.idx",
         "failures.jsonl",
         "run.log",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from agent.models.batches import has_batches
+from agent.models.batch_calls import has_batches
 from agent.models.model import ModelSettings
 from agent.models.names import SCRIPTED, read_key, resolve_model
 from agent.setup import Setup, set_up

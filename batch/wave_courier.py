@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from agent.models.batches import Batches, LostBatch, Undecided, read_reply
+from agent.models.batch_calls import read_reply
+from agent.models.batches import Batches, LostBatch, Undecided
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.prices import price

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
-from agent.models.batches import open_batches
+from agent.models.batch_calls import open_batches
 from agent.models.names import read_key
 from batch.batched_model import name_of, task_of
 from batch.config import RunConfig

@@ -50,7 +50,7 @@ def fork(
     docs/forks.md.
     """
     from batch.fork import forked_config, write_forks
-    from batch.run import make_plan
+    from batch.plan import make_plan
     from batch.run_dir import refuse_held
     from batch.upkeep import find_run
 

@@ -16,8 +16,9 @@ from commands.live import check_live, live_view
 if TYPE_CHECKING:
     from batch.accounts import Accounts
     from batch.config import RunConfig
+    from batch.plan import Plan
     from batch.prompts import Scan
-    from batch.run import Outcome, Plan
+    from batch.run import Outcome
     from batch.run_dir import RunDir
 
 
@@ -103,7 +104,7 @@ def path_of(run: str, output_dir: Path) -> Path:
 
 def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:
     from batch.config_file import load_config
-    from batch.run import make_plan
+    from batch.plan import make_plan
 
     given = {name: value for name, value in flags.items() if value is not None}
     return make_plan(load_config(config_file, given))
@@ -121,7 +122,8 @@ def start(
 
     `live` is for the view on the whole screen.
     """
-    from batch.run import refuse_bad_rows, run_batch, warn
+    from batch.plan import refuse_bad_rows, warn
+    from batch.run import run_batch
 
     if live:
         check_live()

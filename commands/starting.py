@@ -38,7 +38,7 @@ def run(
     **flags: Any,
 ) -> None:
     """Run all prompts of a dataset, or resume doing so (the default command)."""
-    from batch.run import describe, show_bad_rows, warn
+    from batch.plan import describe, show_bad_rows, warn
 
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags)

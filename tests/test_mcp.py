@@ -18,7 +18,7 @@ import yaml
 
 from batch.config_file import load_config
 from batch.errors import ConfigError
-from batch.run import make_plan
+from batch.plan import make_plan
 from batch.tool_list import as_text
 from run_agent import AIAgent
 from tests.playing import call, calls, say

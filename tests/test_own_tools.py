@@ -12,7 +12,7 @@ from pydantic import Field
 
 from batch.config_file import load_config
 from batch.errors import ConfigError
-from batch.run import make_plan
+from batch.plan import make_plan
 from run_agent import AIAgent
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from agent.messages import Message
-from agent.models.batches import LostBatch, Undecided, body_of, open_batches, read_reply
+from agent.models.batch_calls import body_of, open_batches, read_reply
+from agent.models.batches import LostBatch, Undecided
 from agent.models.model import ModelSettings, Request
 from agent.models.names import open_model, resolve_model
 from agent.models.prices import claim

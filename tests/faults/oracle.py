@@ -24,6 +24,7 @@ KNOWN = {
         "run.json",
         "records.jsonl",
         "records.idx",
+        "batches.jsonl",
         "dataset.idx",
         "failures.jsonl",
         "summary.json",

@@ -1,0 +1,59 @@
+"""Calls by batches in the dialect of their model: what is sent, and how a reply is read."""
+
+from __future__ import annotations
+
+import orjson
+
+from agent.models.batches import Batches
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.names import SCRIPTED
+
+
+def has_batches(settings: ModelSettings) -> bool:
+    """Whether a model is asked by an API that has batches; its endpoint may still have none."""
+    return settings.api != SCRIPTED and settings.provider != "openrouter"
+
+
+def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
+    """The batches of a model, in the running event loop."""
+    if settings.api == "anthropic_messages":
+        from agent.models.anthropic_batches import AnthropicBatches
+
+        return AnthropicBatches(settings, api_key)
+    from agent.models.openai_batches import OpenAIBatches
+
+    return OpenAIBatches(settings, api_key)
+
+
+def body_of(request: Request, settings: ModelSettings) -> bytes:
+    """The body that a live call would send, in one piece."""
+    match settings.api:
+        case "anthropic_messages":
+            from agent.models import anthropic_messages
+
+            return orjson.dumps(anthropic_messages.request_body(settings, request))
+        case "openai_responses":
+            from agent.models import openai_responses
+
+            return orjson.dumps(openai_responses.request_body(settings, request))
+        case _:
+            from agent.models import openai_chat
+
+            return orjson.dumps(openai_chat.request_body(settings, request))
+
+
+def read_reply(body: bytes, settings: ModelSettings) -> Completion:
+    """The reply in the body of an item's result, without its price. Raises `ModelError`."""
+    match settings.api:
+        case "anthropic_messages":
+            from agent.models import anthropic_messages
+
+            return anthropic_messages.read_reply(body)
+        case "openai_responses":
+            from agent.models import openai_responses
+
+            return openai_responses.read_reply(body)
+        case _:
+            from agent.models import openai_chat
+
+            return openai_chat.read_reply(body)
