@@ -46,6 +46,8 @@ class Constants:
     """CPU of a worker for a model call and its tool call, at the first turn."""
     turn_s: float = 0.000001
     """What each earlier turn of the conversation adds to it."""
+    delay_s: float = 0.004
+    """What a call takes beside its CPU and the endpoint: wake-ups, and what others compute."""
     record_s: float = 0.00022
     """CPU of the driver for a record."""
     sync_s: float = 0.0009
@@ -230,6 +232,7 @@ class _Run:
             "asks": self._ask,
             "replied": self._reply,
             "read": self._read,
+            "goes on": self._go_on,
             "ended": self._end,
             "synced": self._sync,
         }
@@ -287,7 +290,7 @@ class _Run:
             median = math.log(latency_s) - self._fleet.spread**2 / 2
             latency_s = self._draw.lognormvariate(median, self._fleet.spread)
         self.waited_s += latency_s
-        self._at(sent_at + latency_s, "replied", agent)
+        self._at(sent_at + latency_s + self._constants.delay_s, "replied", agent)
 
     def _reply(self, now: float, agent: int) -> None:
         self._at_endpoint -= 1
@@ -304,7 +307,11 @@ class _Run:
             return
         self._turn[agent] += 1
         if self._fleet.tool_s:
-            now += self._fleet.tool_s
+            self._at(now + self._fleet.tool_s, "goes on", agent)
+        else:
+            self._go_on(now, agent)
+
+    def _go_on(self, now: float, agent: int) -> None:
         self._compute(now, agent, "asks")
 
     def _end(self, now: float, agent: int) -> None:
@@ -401,8 +408,9 @@ def measure_constants(prompts: int) -> Constants:
     turn_s = max(0.0, (at_20 - at_5) / 7.5)  # the mean call stands behind 2 turns, and behind 9.5
     own = [one.driver_cpu_s - one.driver_late_cpu_s for one in (few, many)]
     turn_bytes = (longer.record_bytes - few.record_bytes) / 15
-    return replace(
+    found = replace(
         Constants(),
+        delay_s=0.0,
         call_s=at_5 - 2 * turn_s,
         turn_s=turn_s,
         record_s=(own[1] - own[0]) / more,
@@ -413,6 +421,9 @@ def measure_constants(prompts: int) -> Constants:
         turn_bytes=turn_bytes,
         neighbour_s=(many.endpoint_cpu_s - few.endpoint_cpu_s) / (more * 5),
     )
+    without = predict(Fleet(prompts=prompts, latency_s=0.05, cores=os.cpu_count() or 1), found)
+    waves = prompts / 64 * 5
+    return replace(found, delay_s=max(0.0, (many.working_s - without.working_s) / waves))
 
 
 def measure_sync() -> float:

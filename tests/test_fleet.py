@@ -9,7 +9,9 @@ import pytest
 from benchmarks.fleet import Constants, Fleet, measure, predict
 from benchmarks.throughput import Work
 
-FREE = Constants(call_s=1e-9, turn_s=0, record_s=1e-9, sync_s=1e-9, row_s=0, start_s=0, export_s=0)
+FREE = Constants(
+    call_s=1e-9, delay_s=0, turn_s=0, record_s=1e-9, sync_s=1e-9, row_s=0, start_s=0, export_s=0
+)
 """Nothing but the endpoint takes time."""
 
 
@@ -21,8 +23,15 @@ def test_latency_alone_works_in_waves() -> None:
     assert "latency" in found.limited_by
 
 
+def test_tools_take_their_time_and_no_cpu() -> None:
+    constants = replace(FREE, call_s=0.001)
+    fleet = Fleet(prompts=640, turns=5, latency_s=2.0, tool_s=1.0, agents=64)
+    found = predict(fleet, constants)
+    assert found.working_s == pytest.approx(640 / 64 * (5 * 2.0 + 4 * 1.0), rel=0.01)
+
+
 def test_a_busy_worker_is_the_bound_and_a_second_one_halves_it() -> None:
-    constants = Constants(record_s=0, sync_s=0, turn_s=0, row_s=0)
+    constants = Constants(delay_s=0, record_s=0, sync_s=0, turn_s=0, row_s=0)
     fleet = Fleet(prompts=2000, turns=5, latency_s=0.0, agents=32)
     one = predict(fleet, constants)
     two = predict(replace(fleet, workers=2), constants)
