@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fleet import Constants, Fleet, measure, predict
+from benchmarks.fleet import Constants, Fleet, predict
+from benchmarks.fleet_check import measure
 from benchmarks.throughput import Work
 
 FREE = Constants(
