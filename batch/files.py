@@ -19,17 +19,8 @@ from batch.errors import EnvironmentStop, RunDirError
 _BLOCK = 1 << 16
 
 _PLAIN_FILES = (
-    *(
-        "run.json",
-        "records.jsonl",
-        "records.idx",
-        "batches.jsonl",
-        "dataset.idx",
-        "failures.jsonl",
-        "run.log",
-        "lock",
-    ),
-    *("summary.json", "statistics.json", "exports/manifest.json"),
+    *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
+    *("run.log", "lock", "summary.json", "statistics.json", "exports/manifest.json"),
 )
 
 

@@ -20,17 +20,9 @@ from commands.shared import export_and_account
 from tests.running import run, session_of, wait_until
 
 KNOWN = {
-    *(
-        "run.json",
-        "records.jsonl",
-        "records.idx",
-        "batches.jsonl",
-        "dataset.idx",
-        "failures.jsonl",
-        "summary.json",
-        "run.log",
-    ),
-    *("lock", "statistics.json", "exports", "quarantine", "inflight", "workspaces"),
+    *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "summary.json"),
+    *("run.log", "lock", "statistics.json", "exports", "quarantine", "batches.jsonl", "batches"),
+    *("inflight", "workspaces"),
 }
 """All that a finished run may hold; the last two must be empty."""
 
