@@ -28,7 +28,7 @@ _PLAIN_FILES = (
         "run.log",
         "lock",
     ),
-    *("summary.json", "statistics.json", "exports/manifest.json"),
+    *("summary.json", "statistics.json", "exports/manifest.json", "verdicts.jsonl"),
 )
 
 

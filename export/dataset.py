@@ -8,7 +8,7 @@ give the same bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +31,7 @@ from export.row_files import Hashing, Place, Written
 from export.row_rules import Rejected
 from export.splits import Splits
 from export.statistics import Statistics
+from export.verdicts import Verdicts
 
 SCHEMA_VERSION = 1
 
@@ -57,7 +58,9 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
         def read(number: int) -> Stored:
             return read_record(records, *order.place(number), scan.key(number))
 
-        making = _Making(recipe, place, Seen(len(order)), read)
+        judge = recipe.filters.judge
+        verdicts = None if judge is None else Verdicts(source.run_dir, judge)
+        making = _Making(recipe, place, Seen(len(order)), read, verdicts)
         for numbers in order.prompts() if recipe.compares else ((n,) for n in order.numbers()):
             making.add(numbers)
     failed_attempts = load_failed_attempts(source.run_dir)
@@ -86,17 +89,52 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
     }
 
 
+def judge_answers(source: Source, recipe: Recipe) -> None:
+    """Have the judge of a recipe asked about all that no other filter leaves out.
+
+    Raises `ConfigError`, `EnvironmentStop`, and `RunLocked` while another export asks.
+    """
+    if (judge := recipe.filters.judge) is not None:
+        from export.judge import ask_judge
+
+        ask_judge(source.run_dir, judge, _to_be_judged(source, recipe))
+
+
+def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    filters = RecordFilters(recipe.filters, threshold=recipe.preference.threshold)
+    order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
+    with open_records(source.run_dir) as records:
+        for number in order.numbers():
+            record = read_record(records, *order.place(number), source.scan.key(number)).record
+            if filters.rejection(record) is None and _is_told(record, recipe):
+                yield record
+
+
+def _is_told(record: Mapping[str, Any], recipe: Recipe) -> bool:
+    try:
+        return not recipe.needs_conversations or bool(read_conversation(record))
+    except Rejected:
+        return False
+
+
 class _Making:
     """A dataset in the making."""
 
     def __init__(
-        self, recipe: Recipe, place: Place, seen: Seen, read: Callable[[int], Stored]
+        self,
+        recipe: Recipe,
+        place: Place,
+        seen: Seen,
+        read: Callable[[int], Stored],
+        verdicts: Verdicts | None,
     ) -> None:
         self._recipe = recipe
         self._seen = seen
         self._read = read
         filters = recipe.filters
-        self._filters = RecordFilters(filters, threshold=recipe.preference.threshold)
+        self._filters = RecordFilters(
+            filters, threshold=recipe.preference.threshold, verdicts=verdicts
+        )
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )

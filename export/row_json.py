@@ -92,15 +92,14 @@ def holds_structure(text: str) -> bool:
 
 def _holds_in_angles(text: str, pattern: re.Pattern[str]) -> bool:
     """Whether a text holds a match of a pattern that begins with an angle bracket."""
-    count = text.count("<")
-    if count > _FEW:
-        return pattern.search(text) is not None
-    at = -1
-    for _ in range(count):
-        at = text.index("<", at + 1)
+    at = text.find("<")
+    for _ in range(_FEW):
+        if at < 0:
+            return False
         if pattern.match(text, at):
             return True
-    return False
+        at = text.find("<", at + 1)
+    return at >= 0 and pattern.search(text, at) is not None
 
 
 def _holds_brackets(text: str) -> bool:

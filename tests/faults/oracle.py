@@ -29,7 +29,15 @@ KNOWN = {
         "summary.json",
         "run.log",
     ),
-    *("lock", "statistics.json", "exports", "quarantine", "inflight", "workspaces"),
+    *(
+        "lock",
+        "statistics.json",
+        "verdicts.jsonl",
+        "exports",
+        "quarantine",
+        "inflight",
+        "workspaces",
+    ),
 }
 """All that a finished run may hold; the last two must be empty."""
 
