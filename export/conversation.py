@@ -27,6 +27,7 @@ _MARKER_IN_TEXT = re.compile(
 """A tag that in a model's own words would be read as structure, or as a thought."""
 
 _MAX_COLUMN_CHARS = 1000
+_PLAIN = (bool, int, float, str)
 
 
 class Call(NamedTuple):
@@ -302,11 +303,13 @@ def _reward(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _notes_by_name(messages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How often each rule of the runtime spoke to the model, in a message or in a result."""
-    names: Counter[str] = Counter()
-    for message in messages:
-        if (notes := message.get("notes")) and message["role"] in ("user", "tool"):
-            names.update(notes)
-    return dict(sorted(names.items()))
+    names = [
+        name
+        for message in messages
+        if "notes" in message and message["role"] in ("user", "tool")
+        for name in message["notes"] or ()
+    ]
+    return dict(sorted(Counter(names).items())) if names else {}
 
 
 def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,6 +322,6 @@ def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
         name: value
         for name, value in record["row"].items()
         if name not in ("prompt", "script", *judged)
-        and (value is None or isinstance(value, bool | int | float | str))
+        and (value is None or isinstance(value, _PLAIN))
         and (not isinstance(value, str) or len(value) <= _MAX_COLUMN_CHARS)
     }

@@ -50,7 +50,8 @@ class Statistics:
         messages = record["messages"]
         replies = messages[first_reply(messages, turns=len(turns)) :]
         self._statuses[record["status"]] += 1
-        self._toolsets.update(record["toolsets"])
+        for toolset in record["toolsets"]:
+            self._toolsets[toolset] += 1
         self._turns += len(turns)
         self._most_turns = max(self._most_turns, len(turns))
         self._add_replies(record["tools"] or [], replies)
