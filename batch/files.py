@@ -20,7 +20,8 @@ _BLOCK = 1 << 16
 
 _PLAIN_FILES = (
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
-    *("run.log", "lock", "summary.json", "statistics.json", "exports/manifest.json"),
+    *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl"),
+    "exports/manifest.json",
 )
 
 

@@ -3,6 +3,11 @@
 One document per line. A step is a message of the system or a user, or a turn of the model with its
 calls, their results and what it cost. Turns that the prompt brought along are copied context,
 which the format keeps out of training.
+
+Conversations of subagents and stages are documents inside the document of the one that had them,
+at any depth; the result of the call that started one refers to it. One that no rule can be made
+to fit (arguments that are no JSON, say) is named in `extra` and left out: its caller saw nothing of
+it but the result.
 """
 
 from __future__ import annotations
@@ -11,16 +16,67 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from export.conversation import Conversation, Turn
+from export.conversation import Conversation, Turn, read_entries
 from export.rewards import reward_of
-from export.style import Style
+from export.row_rules import Reason, Rejected
+from export.style import Style, styled
 
 SCHEMA_VERSION = "ATIF-v1.8"
+
+_TOTALS = "The totals of tokens and cost include those of all inner conversations."
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The document of a conversation; calls of a turn stay together whatever the style says."""
     record = conversation.record
+    agent = {
+        "name": "batch-trajectories",
+        "version": (record.get("versions") or {}).get("batch-trajectories") or "unknown",
+        "model_name": record["model_returned"] or record["model"],
+        "tool_definitions": list(conversation.tools),
+    }
+    reward = reward_of(record)
+    extra = {
+        "completed": conversation.completed,
+        **({} if reward is None else {"reward": reward}),
+        **conversation.metadata,
+    }
+    return _document(
+        conversation, style, record["id"], session=record["id"], agent=agent, extra=extra
+    )
+
+
+def _document(
+    conversation: Conversation,
+    style: Style,
+    name: str,
+    *,
+    session: str,
+    agent: dict[str, Any],
+    extra: dict[str, Any],
+) -> dict[str, Any]:
+    """A document named `name`, with those of inner conversations in it."""
+    record = conversation.record
+    inside: dict[str, dict[str, Any]] = {}
+    left_out = []
+    for inner in record.get("inner") or ():
+        try:
+            told = styled(_read_inner(inner), style)
+            inside[inner["key"]] = _document(
+                told,
+                style,
+                f"{name}/{inner['key']}",
+                session=session,
+                agent={
+                    "name": inner["name"],
+                    "version": agent["version"],
+                    "model_name": inner["model_returned"] or agent["model_name"],
+                },
+                extra={"key": inner["key"]},
+            )
+        except Rejected as rejected:
+            left_out.append({"key": inner["key"], "name": inner["name"], "reason": str(rejected)})
+    references = {key: f"{name}/{key}" for key in inside}
     replies = _replies_by_turn(conversation)
     steps: list[dict[str, Any]] = []
     if conversation.system and style.has_system(by_default=True):
@@ -29,7 +85,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
         if isinstance(entry, str):
             steps.append({"source": "user", "message": entry})
         else:
-            steps.append(_agent_step(entry, replies.get(entry.number, [])))
+            steps.append(_agent_step(entry, replies.get(entry.number, []), references))
     usage = record["usage"] or {}
     metrics = {
         "total_prompt_tokens": usage.get("input_tokens"),
@@ -38,28 +94,45 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
         "total_cost_usd": record.get("cost_usd"),
         "total_steps": len(steps),
     }
-    reward = reward_of(record)
     return {
         "schema_version": SCHEMA_VERSION,
-        "session_id": record["id"],
-        "trajectory_id": record["id"],
-        "agent": {
-            "name": "batch-trajectories",
-            "version": (record.get("versions") or {}).get("batch-trajectories") or "unknown",
-            "model_name": record["model_returned"] or record["model"],
-            "tool_definitions": list(conversation.tools),
-        },
+        "session_id": session,
+        "trajectory_id": name,
+        "agent": agent,
         "steps": [{"step_id": n, **step} for n, step in enumerate(steps, start=1)],
+        **({"notes": _TOTALS} if record.get("inner") else {}),
         "final_metrics": _known(metrics),
-        "extra": {
-            "completed": conversation.completed,
-            **({} if reward is None else {"reward": reward}),
-            **conversation.metadata,
-        },
+        "extra": {**extra, **({"subagents_left_out": left_out} if left_out else {})},
+        **({"subagent_trajectories": list(inside.values())} if inside else {}),
     }
 
 
-def _agent_step(turn: Turn, replies: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _read_inner(inner: Mapping[str, Any]) -> Conversation:
+    """The conversation of a subagent or a stage; raises Rejected.
+
+    Its record does not repeat which tools were on offer, so those that it called count as such.
+    """
+    if not inner["turns"]:
+        raise Rejected(Reason.NO_REPLY, "the model never replied")
+    messages = inner["messages"]
+    called = {
+        call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
+    }
+    system = [m["content"] for m in messages if m["role"] == "system" and m["content"].strip()]
+    return Conversation(
+        system="\n\n".join(system),
+        entries=read_entries(messages, [{"function": {"name": name}} for name in sorted(called)]),
+        tools=(),
+        completed=True,
+        record=inner,
+        metadata={},
+        num_tool_calls=0,
+    )
+
+
+def _agent_step(
+    turn: Turn, replies: list[Mapping[str, Any]], references: Mapping[str, str]
+) -> dict[str, Any]:
     step: dict[str, Any] = {"source": "agent", "message": turn.text.rstrip()}
     if replies:
         step["timestamp"] = datetime.fromtimestamp(replies[0]["started_at"], UTC).isoformat()
@@ -80,6 +153,11 @@ def _agent_step(turn: Turn, replies: list[Mapping[str, Any]]) -> dict[str, Any]:
                 {
                     "source_call_id": result.id,
                     "content": result.content,
+                    **(
+                        {"subagent_trajectory_ref": [{"trajectory_id": references[result.id]}]}
+                        if result.id in references
+                        else {}
+                    ),
                     **({"extra": {"is_error": True}} if result.is_error else {}),
                 }
                 for result in turn.results

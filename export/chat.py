@@ -11,7 +11,7 @@ from typing import Any
 
 from export import hermes
 from export.conversation import Conversation, Entry, Turn, refuse_control_tokens
-from export.row_json import TOOL_CALL, TOOL_RESPONSE, control_token, write_json
+from export.row_json import TOOL_CALL, TOOL_RESPONSE, control_token, holds_structure, write_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
 
@@ -54,20 +54,22 @@ def _tools_and_token(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str | Non
 
 def refuse_structure_in_results(turn: Turn) -> None:
     """Raise Rejected where the result of a call would close its own block, or open another."""
-    where = f"result of turn {turn.number}"
     for result in turn.results:
-        refuse_control_tokens(result.content, where=where)
-        if "<" in result.content and (tag := TOOL_RESPONSE.search(result.content)):
-            raise Rejected(Reason.MARKER_IN_RESULT, f"{where}: {tag[0]}")
+        if holds_structure(result.content):
+            where = f"result of turn {turn.number}"
+            refuse_control_tokens(result.content, where=where)
+            if tag := TOOL_RESPONSE.search(result.content):
+                raise Rejected(Reason.MARKER_IN_RESULT, f"{where}: {tag[0]}")
 
 
 def refuse_structure_in_arguments(turn: Turn) -> None:
     """Raise Rejected where arguments, once a template has spelt them out, would end their call."""
-    where = f"arguments of turn {turn.number}"
     for call in turn.calls:
-        refuse_control_tokens(call.arguments, where=where)
-        if "<" in call.arguments and (tag := TOOL_CALL.search(call.arguments)):
-            raise Rejected(Reason.MARKER_IN_ARGUMENTS, f"{where}: {tag[0]}")
+        if holds_structure(call.arguments):
+            where = f"arguments of turn {turn.number}"
+            refuse_control_tokens(call.arguments, where=where)
+            if tag := TOOL_CALL.search(call.arguments):
+                raise Rejected(Reason.MARKER_IN_ARGUMENTS, f"{where}: {tag[0]}")
 
 
 def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -39,14 +39,19 @@ def plain_ending(
     if call is not None:
         check_conversation(messages, {tool["function"]["name"] for tool in tools})
         messages = _with_answer_as_text(messages, call)
-    called = {
-        made["function"]["name"] for message in messages for made in message.get("tool_calls") or ()
-    }
-    if called.isdisjoint(RESERVED):
+    if not _call_reserved(messages):
         tools = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
     if not completed:
         return Told(messages, tools, None)
     return Told(messages, tools, "text" if call is None else "final_answer")
+
+
+def _call_reserved(messages: Sequence[Mapping[str, Any]]) -> bool:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if call["function"]["name"] in RESERVED:
+                return True
+    return False
 
 
 def answer_of(record: Mapping[str, Any]) -> str | None:

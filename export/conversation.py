@@ -27,6 +27,7 @@ _MARKER_IN_TEXT = re.compile(
 """A tag that in a model's own words would be read as structure, or as a thought."""
 
 _MAX_COLUMN_CHARS = 1000
+_PLAIN = (bool, int, float, str)
 
 
 class Call(NamedTuple):
@@ -106,9 +107,9 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     start = first_reply(record["messages"], turns=len(turns))
     # A reply may go on in the turn that the messages before it end with, so that one counts.
     given = 0
-    if any(message["role"] == "assistant" for message in messages[:start]):
-        roles = groupby(messages[: start + 1], key=_role)
-        given = sum(role == "assistant" for role, _ in roles) - 1
+    opening = [message["role"] for message in messages[: start + 1]]
+    if "assistant" in opening[:-1]:
+        given = sum(role == "assistant" for role, _ in groupby(opening)) - 1
     if given > 0:
         entries = [
             entry._replace(is_given=True)
@@ -156,7 +157,8 @@ def read_entries(
         else:
             turn = entries[-1]
             assert isinstance(turn, Turn)  # check_conversation: results follow their calls
-            entries[-1] = turn._replace(results=_read_results(list(group), turn))
+            said = (turn.number, turn.reasoning, turn.text, turn.calls)
+            entries[-1] = Turn(*said, _read_results(list(group), turn), turn.replies)
     return entries
 
 
@@ -198,24 +200,17 @@ def _read_turn(
     messages: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]], number: int
 ) -> Turn:
     """One turn out of its messages: one, or several where the provider paused; `calls` end it."""
-    thoughts, texts = [], []
-    for message in messages:
-        inline, rest = None, text_of(message, where=f"turn {number}")
-        if "<" in rest:
-            inline, rest = split_inline_reasoning(rest)
-            if opens_reasoning(rest):
-                reason = Reason.UNCLOSED_THINK
-                raise Rejected(reason, f"turn {number}: begins {rest.lstrip()[:40]!r}")
-        thoughts.append(_joined_reasoning(message.get("reasoning") or "", inline or ""))
-        texts.append(rest)
-    reasoning, text = _joined(thoughts), _joined(texts)
+    parts = [_split_reasoning(message, number) for message in messages]
+    if len(parts) == 1:
+        reasoning, text = parts[0]
+    else:
+        reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
     for place, words in (("reasoning", reasoning), ("text", text)):
-        if not words:
-            continue
         if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
             raise Rejected(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}")
-        refuse_control_tokens(words, where=f"turn {number}, {place}")
-    if not text.strip():
+        if token := control_token(words):
+            raise Rejected(Reason.CONTROL_TOKEN, f"turn {number}, {place}: {token!r}")
+    if not text or text.isspace():
         text = ""
         if not calls:
             reason = Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE
@@ -228,33 +223,42 @@ def _read_turn(
         )
         for position, call in enumerate(calls, start=1)
     ]
-    return Turn(number, reasoning, text, read, replies=len(messages))
+    return Turn(number, reasoning, text, read, (), len(messages))
+
+
+def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
+    """Reasoning and text of a message, each blank or not; the same reasoning counts once."""
+    apart, text = message.get("reasoning") or "", message.get("content")
+    if not isinstance(text, str):
+        text = text_of(message, where=f"turn {number}")
+    if apart and not apart.strip():
+        apart = ""
+    if "<" not in text:
+        return apart, text
+    inline, text = split_inline_reasoning(text)
+    if opens_reasoning(text):
+        raise Rejected(Reason.UNCLOSED_THINK, f"turn {number}: begins {text.lstrip()[:40]!r}")
+    if not inline or apart.strip() == inline:
+        return apart and (inline or apart), text
+    return f"{apart}\n\n{inline}" if apart else inline, text
 
 
 def _joined(parts: Sequence[str]) -> str:
     """What is not blank of `parts`, with a blank line between one and the next."""
-    if len(parts) == 1:
-        return parts[0] if parts[0].strip() else ""
     *earlier, last = [part for part in parts if part.strip()] or [""]
     return "\n\n".join([*(part.rstrip() for part in earlier), last])
 
 
-def _joined_reasoning(apart: str, inline: str) -> str:
-    """The reasoning that came apart from the text and that which stood in it, each once."""
-    if not apart.strip() or apart.strip() == inline:
-        return inline
-    return f"{apart}\n\n{inline}" if inline else apart
-
-
 def _read_results(messages: Sequence[Mapping[str, Any]], turn: Turn) -> list[Result]:
-    by_id = {
-        message["tool_call_id"]: (
-            text_of(message, where=f"result of turn {turn.number}"),
-            bool(message.get("is_error")),
-        )
-        for message in messages
-    }
-    return [Result(call.id, call.name, *by_id[call.id]) for call in turn.calls if call.id in by_id]
+    answered = {message["tool_call_id"]: message for message in messages}
+    results = []
+    for call in turn.calls:
+        if (message := answered.get(call.id)) is not None:
+            content = message.get("content")
+            if not isinstance(content, str):
+                content = text_of(message, where=f"result of turn {turn.number}")
+            results.append(Result(call.id, call.name, content, bool(message.get("is_error"))))
+    return results
 
 
 def _metadata(
@@ -307,11 +311,13 @@ def _reward(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _notes_by_name(messages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How often each rule of the runtime spoke to the model, in a message or in a result."""
-    names: Counter[str] = Counter()
-    for message in messages:
-        if (notes := message.get("notes")) and message["role"] in ("user", "tool"):
-            names.update(notes)
-    return dict(sorted(names.items()))
+    names = [
+        name
+        for message in messages
+        if "notes" in message and message["role"] in ("user", "tool")
+        for name in message["notes"] or ()
+    ]
+    return dict(sorted(Counter(names).items())) if names else {}
 
 
 def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,6 +330,6 @@ def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
         name: value
         for name, value in record["row"].items()
         if name not in ("prompt", "script", *judged)
-        and (value is None or isinstance(value, bool | int | float | str))
+        and (value is None or isinstance(value, _PLAIN))
         and (not isinstance(value, str) or len(value) <= _MAX_COLUMN_CHARS)
     }

@@ -8,23 +8,22 @@ give the same bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from batch.failures import load_failed_attempts
-from batch.prompts import Scan, Task, tasks
+from batch.prompts import Scan
 from batch.run_dir import read_run_json
 from export.conversation import Conversation, read_conversation
-from export.duplicates import NearDuplicates, fingerprint
+from export.duplicates import NearDuplicates, said_in
 from export.filters import RecordFilters
 from export.format_files import Candidate, open_formats
-from export.order import RecordOrder, record_order
+from export.order import RecordOrder, Seen
 from export.reading import Stored, open_records, read_record
 from export.recipe import Recipe
 from export.rewards import reward_of
@@ -32,6 +31,7 @@ from export.row_files import Hashing, Place, Written
 from export.row_rules import Rejected
 from export.splits import Splits
 from export.statistics import Statistics
+from export.verdicts import Verdicts
 
 SCHEMA_VERSION = 1
 
@@ -51,20 +51,21 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
     Raises `ConfigError` for a recipe that cannot be followed here, `EnvironmentStop` where a
     record has become unreadable.
     """
-    counts: Counter[str] = Counter()
-    with record_order(source.run_dir) as order, open_records(source.run_dir) as records:
-        making = _Making(recipe, place, order)
-        failed_attempts = load_failed_attempts(source.run_dir)
-        for group in _groups(source, order, together=recipe.compares):
-            found = []
-            for task, where in group:
-                counts["tasks"] += 1
-                if where is not None:
-                    found.append(read_record(records, *where, task.id))
-                else:
-                    counts["failed" if task.key in failed_attempts else "pending"] += 1
-            making.add(found)
-        gone = order.unasked()
+    scan = source.scan
+    order = RecordOrder(source.run_dir, scan, num_samples=source.num_samples)
+    with open_records(source.run_dir) as records:
+
+        def read(number: int) -> Stored:
+            return read_record(records, *order.place(number), scan.key(number))
+
+        judge = recipe.filters.judge
+        verdicts = None if judge is None else Verdicts(source.run_dir, judge)
+        making = _Making(recipe, place, Seen(len(order)), read, verdicts)
+        for numbers in order.prompts() if recipe.compares else ((n,) for n in order.numbers()):
+            making.add(numbers)
+    failed_attempts = load_failed_attempts(source.run_dir)
+    failed = sum(scan.key(number) in failed_attempts for number in order.without_record())
+    pending = sum(1 for _ in order.without_record()) - failed
     discarded = len(source.scan.bad_rows) * source.num_samples
     run = read_run_json(source.run_dir)
     return {
@@ -77,25 +78,63 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
             "prompts": source.scan.rows + len(source.scan.bad_rows),
             "samples": source.num_samples,
         },
-        "tasks": counts["tasks"] + discarded,
+        "tasks": len(order) + discarded,
         "discarded": discarded,
-        "failed": counts["failed"],
-        "pending": counts["pending"],
+        "failed": failed,
+        "pending": pending,
         **making.finish(),
-        "gone": gone,
+        "gone": order.gone,
         "recipe": recipe.model_dump(mode="json"),
         "versions": _versions(recipe),
     }
 
 
+def judge_answers(source: Source, recipe: Recipe) -> None:
+    """Have the judge of a recipe asked about all that no other filter leaves out.
+
+    Raises `ConfigError`, `EnvironmentStop`, and `RunLocked` while another export asks.
+    """
+    if (judge := recipe.filters.judge) is not None:
+        from export.judge import ask_judge
+
+        ask_judge(source.run_dir, judge, _to_be_judged(source, recipe))
+
+
+def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    filters = RecordFilters(recipe.filters, threshold=recipe.preference.threshold)
+    order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
+    with open_records(source.run_dir) as records:
+        for number in order.numbers():
+            record = read_record(records, *order.place(number), source.scan.key(number)).record
+            if filters.rejection(record) is None and _is_told(record, recipe):
+                yield record
+
+
+def _is_told(record: Mapping[str, Any], recipe: Recipe) -> bool:
+    try:
+        return not recipe.needs_conversations or bool(read_conversation(record))
+    except Rejected:
+        return False
+
+
 class _Making:
     """A dataset in the making."""
 
-    def __init__(self, recipe: Recipe, place: Place, order: RecordOrder) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: Place,
+        seen: Seen,
+        read: Callable[[int], Stored],
+        verdicts: Verdicts | None,
+    ) -> None:
         self._recipe = recipe
-        self._order = order
+        self._seen = seen
+        self._read = read
         filters = recipe.filters
-        self._filters = RecordFilters(filters, threshold=recipe.preference.threshold)
+        self._filters = RecordFilters(
+            filters, threshold=recipe.preference.threshold, verdicts=verdicts
+        )
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
@@ -109,12 +148,13 @@ class _Making:
         self._models: Counter[str] = Counter()
         self._statistics = Statistics()
 
-    def add(self, records: Sequence[Stored]) -> None:
-        """Take the records of one prompt, or a single one where none are compared."""
+    def add(self, numbers: Iterable[int]) -> None:
+        """Take the tasks of one prompt, or a single one where none are compared."""
         candidates = []
-        for stored in records:
+        for number in numbers:
+            stored = self._read(number)
             try:
-                candidates.append(self._candidate(stored))
+                candidates.append(self._candidate(number, stored))
             except _LeftOut as left_out:
                 self._rejected[left_out.reason] += 1
                 self._reject(stored.record, left_out.reason, left_out.detail, None)
@@ -150,7 +190,7 @@ class _Making:
             "statistics": statistics,
         }
 
-    def _candidate(self, stored: Stored) -> Candidate:
+    def _candidate(self, number: int, stored: Stored) -> Candidate:
         """Raises _LeftOut."""
         record = stored.record
         if (rejection := self._filters.rejection(record)) is not None:
@@ -161,11 +201,17 @@ class _Making:
                 conversation = read_conversation(record)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        if self._recipe.filters.exact_duplicates and not self._order.is_new(fingerprint(record)):
+        if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is not None and (earlier := self._near.earlier(record)):
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
         return Candidate(record, stored.line, conversation)
+
+    def _is_new(self, number: int, record: Mapping[str, Any]) -> bool:
+        said = said_in(record)
+        return self._seen.is_new(
+            number, hash(said), lambda earlier: said_in(self._read(earlier).record) == said
+        )
 
     def _chosen(self, candidates: list[Candidate]) -> dict[str, tuple[str, str]]:
         """Why which candidates are not among those that make rows, by id."""
@@ -217,15 +263,6 @@ def _by_reward(candidate: Candidate) -> float:
     """Sorts the best first, and those without a reward last."""
     reward = reward_of(candidate.record)
     return float("inf") if reward is None else -reward
-
-
-def _groups(
-    source: Source, order: RecordOrder, *, together: bool
-) -> Iterator[Iterator[tuple[Task, tuple[int, int] | None]]]:
-    """The tasks and where their records lie, those of one prompt together if asked for."""
-    found = order.find(tasks(source.scan, num_samples=source.num_samples))
-    for _, group in groupby(found, key=lambda at: at[0].prompt_id if together else at[0].id):
-        yield group
 
 
 def _versions(recipe: Recipe) -> dict[str, str]:

@@ -25,7 +25,7 @@ import orjson
 from batch.errors import ConfigError, RunLocked
 from batch.files import StorageError, replace_file
 from export.card import card
-from export.dataset import SCHEMA_VERSION, Source, write_rows
+from export.dataset import SCHEMA_VERSION, Source, judge_answers, write_rows
 from export.llamafactory import dataset_info
 from export.recipe import Recipe
 from export.row_files import Nowhere, Place, Staging, Written
@@ -44,6 +44,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory):
             old = _old_paths(directory)
+            judge_answers(source, recipe)
             with Staging(directory) as staging:
                 manifest = _make(source, recipe, staging)
                 under_way = {

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from export.extras import missing
 
@@ -16,10 +13,9 @@ _SEED = 1
 _WORD = re.compile(r"\w+")
 
 
-def fingerprint(record: Mapping[str, Any]) -> bytes:
-    """16 bytes over all that is said in a conversation; ids and times are no part of it."""
-    said = orjson.dumps(list(_said(record, with_results=True)))
-    return hashlib.sha256(said).digest()[:16]
+def said_in(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """All that is said in a conversation; ids and times are no part of it."""
+    return tuple(_said(record, with_results=True))
 
 
 class NearDuplicates:
@@ -61,15 +57,15 @@ class NearDuplicates:
         return None
 
 
-def _said(record: Mapping[str, Any], *, with_results: bool) -> Iterator[str]:
+def _said(record: Mapping[str, Any], *, with_results: bool) -> list[str]:
+    said: list[str] = []
     for message in record["messages"]:
         role = message["role"]
         if role == "system" or (role == "tool" and not with_results):
             continue
-        yield role
         content = message.get("content")
-        yield content if isinstance(content, str) else ""
-        yield message.get("reasoning") or ""
+        said += (role, content if isinstance(content, str) else "", message.get("reasoning") or "")
         for call in message.get("tool_calls") or ():
-            yield call["function"]["name"]
-            yield call["function"]["arguments"]
+            function = call["function"]
+            said += (function["name"], function["arguments"])
+    return said

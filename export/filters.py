@@ -20,6 +20,7 @@ from export.replies import first_reply, has_reasoning
 from export.rewards import passed, reward_of
 from export.secrets import Scanner, make_scanner
 from export.texts import texts_of
+from export.verdicts import Verdicts
 
 Record = Mapping[str, Any]
 
@@ -44,8 +45,14 @@ class Rejection(NamedTuple):
 class RecordFilters:
     """The filters of a recipe that look at one record at a time."""
 
-    def __init__(self, filters: Filters, *, threshold: float) -> None:
-        """Load what they need. Raises `ConfigError`."""
+    def __init__(
+        self, filters: Filters, *, threshold: float, verdicts: Verdicts | None = None
+    ) -> None:
+        """Load what they need. Raises `ConfigError`.
+
+        `verdicts` are those of the judge, asked last; without them nothing is judged.
+        """
+        self._verdicts = verdicts
         self._filters = filters
         self._threshold = threshold
         self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
@@ -80,6 +87,8 @@ class RecordFilters:
             for place, text in texts_of(record):
                 if kind := self._scanner(text):
                     yield Rejection("secrets", f"{place}: {kind}")
+        if self._verdicts is not None and (objection := self._verdicts.objection(record)):
+            yield Rejection(*objection)
 
     def _judged(self, record: Record) -> Iterator[Rejection]:
         filters = self._filters

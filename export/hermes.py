@@ -50,10 +50,11 @@ def row_of(conversation: Conversation, *, with_system_prompt: bool = False) -> d
     columns = common_columns(conversation)
     system = conversation.system if with_system_prompt else ""
     refuse_control_tokens(system, where="system message")
+    tools, preamble = once(conversation.tools, _tools_and_preamble)
     return {
         "id": record["id"],
-        "conversations": _conversations(conversation.entries, conversation.tools, system=system),
-        "tools": tools_json(conversation.tools),
+        "conversations": _conversations(conversation.entries, preamble, system=system),
+        "tools": tools,
         "completed": conversation.completed,
         "partial": not conversation.completed,
         "api_calls": record["api_calls"],
@@ -86,13 +87,12 @@ def to_conversations(
     All results of a turn share one tool entry, in the order of the calls they answer, and a turn
     that the provider paused is one gpt entry with its continuation.
     """
-    return _conversations(read_entries(messages, tools), tools, system="")
+    _, preamble = once(tools, _tools_and_preamble)
+    return _conversations(read_entries(messages, tools), preamble, system="")
 
 
-def _conversations(
-    entries: Sequence[Entry], tools: Sequence[Mapping[str, Any]], *, system: str
-) -> list[dict[str, str]]:
-    value = _system_value(tools) + (f"\n\n{system}" if system else "")
+def _conversations(entries: Sequence[Entry], preamble: str, *, system: str) -> list[dict[str, str]]:
+    value = preamble + (f"\n\n{system}" if system else "")
     conversations = [{"from": "system", "value": value}]
     for entry in entries:
         if isinstance(entry, str):
@@ -102,15 +102,6 @@ def _conversations(
         if entry.results:
             conversations.append({"from": "tool", "value": _tool_value(entry)})
     return conversations
-
-
-def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The tools on offer as a JSON list."""
-    return once(tools, write_json)
-
-
-def _system_value(tools: Sequence[Mapping[str, Any]]) -> str:
-    return once(tools, _preamble)
 
 
 def once(tools: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Mapping[str, Any]]], T]) -> T:
@@ -127,7 +118,8 @@ def _cached(tools: bytes, make: Callable[[Sequence[Mapping[str, Any]]], Any]) ->
     return make(orjson.loads(tools))
 
 
-def _preamble(tools: Sequence[Mapping[str, Any]]) -> str:
+def _tools_and_preamble(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The tools on offer as a JSON list, and the system message that offers them."""
     signatures = [
         {
             "name": tool["function"]["name"],
@@ -138,7 +130,8 @@ def _preamble(tools: Sequence[Mapping[str, Any]]) -> str:
         for tool in tools
     ]
     # One replacement in the template alone: what a tool's description says is never a marker.
-    return _template().replace("{tools}", escape_markers(write_json(signatures)))
+    preamble = _template().replace("{tools}", escape_markers(write_json(signatures)))
+    return write_json(tools), preamble
 
 
 @cache

@@ -1,78 +1,82 @@
-"""What an export must remember of all records, kept in a file so that memory does not grow.
+"""What an export must know of all records, in columns of numbers: a few bytes for each.
 
-Records lie in the order in which they were finished, and rows come in the order of the dataset;
-and of two conversations that say the same only one is kept.
+Records lie in the order in which they were finished, and rows come in the order of the dataset.
+Nothing of the dataset is read for that: its scan holds the keys of its tasks, and each record its
+row.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
-from itertools import islice
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 
-from batch.prompts import Task
-from batch.records import iter_index
-
-_ASKED_AT_ONCE = 64
-"""Tasks that are looked up together: their rows of the dataset are held meanwhile."""
+from batch.prompts import Scan
+from batch.records import load_index
 
 
 class RecordOrder:
-    """Where the records of a run lie, by task key, and what was seen so far."""
+    """Where the records of a run lie, task by task, the samples of a prompt side by side."""
 
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
-        self._found = 0
+    def __init__(self, run_dir: Path, scan: Scan, *, num_samples: int) -> None:
+        """`num_samples` of each prompt are told; the scan must have been made for them."""
+        if num_samples != scan.num_samples:
+            msg = f"a scan for {scan.num_samples} samples says nothing of {num_samples}"
+            raise ValueError(msg)
+        index = load_index(run_dir)
+        rows, self.gone = index.match(scan.keys)
+        """How many tasks have a record and are not asked for any more."""
+        self._samples = num_samples
+        self._offsets, self._lengths = array("Q"), array("I")
+        for row in rows:
+            offset, length = index.entry(row)[:2] if row else (0, 0)
+            self._offsets.append(offset)
+            self._lengths.append(length)
 
-    def find(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, tuple[int, int] | None]]:
-        """Each task with offset and length of its record, if there is one; ask for each once."""
-        left = iter(tasks)
-        while some := list(islice(left, _ASKED_AT_ONCE)):
-            keys = [task.key for task in some]
-            marks = ",".join("?" * len(keys))
-            found = {
-                key: (offset, length)
-                for key, offset, length in self._database.execute(
-                    f"SELECT key, offset, length FROM records WHERE key IN ({marks})",
-                    keys,
-                )
-            }
-            self._found += len(found)
-            for task, key in zip(some, keys, strict=True):
-                yield task, found.get(key)
+    def __len__(self) -> int:
+        """How many tasks there are."""
+        return len(self._lengths)
 
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Offset and length of every record that counts, in the order of the file."""
-        yield from self._database.execute("SELECT offset, length FROM records ORDER BY offset")
+    def without_record(self) -> Iterator[int]:
+        """The tasks that have no record."""
+        return (number for number, length in enumerate(self._lengths) if not length)
 
-    def unasked(self) -> int:
-        """Records that were never asked for."""
-        (total,) = self._database.execute("SELECT count(*) FROM records").fetchone()
-        return int(total) - self._found
+    def place(self, number: int) -> tuple[int, int]:
+        """Offset and length of the record of a task that has one."""
+        return self._offsets[number], self._lengths[number]
 
-    def is_new(self, digest: bytes) -> bool:
-        """Whether `digest` was not asked about before."""
-        cursor = self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,))
-        return cursor.rowcount == 1
+    def numbers(self) -> Iterator[int]:
+        """The tasks that have a record."""
+        return (number for number, length in enumerate(self._lengths) if length)
+
+    def prompts(self) -> Iterator[Iterator[int]]:
+        """The same, those of one prompt together."""
+        for _, numbers in groupby(self.numbers(), key=lambda number: number // self._samples):
+            yield numbers
 
 
-@contextmanager
-def record_order(run_dir: Path) -> Iterator[RecordOrder]:
-    """The order of a run's records, gone when it is closed."""
-    # A database without a name lies in a temporary file, which has no name either.
-    with closing(sqlite3.connect("", isolation_level=None)) as database:
-        database.execute("PRAGMA synchronous = OFF")
-        database.execute("PRAGMA cache_size = -8192")
-        database.execute(
-            "CREATE TABLE records (key BLOB PRIMARY KEY, offset INTEGER, length INTEGER)"
-            " WITHOUT ROWID"
-        )
-        database.execute("CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID")
-        database.execute("BEGIN")  # one transaction, never committed: nothing is to be kept
-        database.executemany(
-            "INSERT OR REPLACE INTO records VALUES (?, ?, ?)",
-            ((key, entry.offset, entry.length) for key, entry in iter_index(run_dir)),
-        )
-        yield RecordOrder(database)
+class Seen:
+    """Finds tasks that are equal to an earlier one, by hashes, in 24 bytes for each.
+
+    Only those whose hashes are equal are compared.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most` is how many tasks there can be."""
+        size = 1 << (2 * most + 1).bit_length()
+        self._mask = size - 1
+        self._hashes = array("q", bytes(8 * size))
+        self._numbers = array("I", bytes(4 * size))
+        """One more than the number of the task; 0 where there is none."""
+
+    def is_new(self, number: int, hashed: int, is_same: Callable[[int], bool]) -> bool:
+        """Whether no earlier task is the same; `is_same` compares the one in question with it."""
+        slot = hashed & self._mask
+        while earlier := self._numbers[slot]:
+            if self._hashes[slot] == hashed and is_same(earlier - 1):
+                return False
+            slot = (slot + 1) & self._mask
+        self._hashes[slot] = hashed
+        self._numbers[slot] = number + 1
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from batch.errors import EnvironmentStop
+from batch.prompts import task_key
 
 
 class Stored(NamedTuple):
@@ -32,26 +33,18 @@ def open_records(run_dir: Path) -> Iterator[BinaryIO | None]:
         yield file
 
 
-def read_record(records: BinaryIO | None, offset: int, length: int, task_id: str) -> Stored:
-    """The record of a task. Raises `EnvironmentStop` where it has become unreadable."""
-    return _read(records, offset, length, lambda record: record["id"] == task_id)
+def read_record(records: BinaryIO | None, offset: int, length: int, key: bytes) -> Stored:
+    """The record of the task with this key, which lies at this place.
 
-
-def read_any_record(records: BinaryIO | None, offset: int, length: int) -> Stored:
-    """The record that lies at a place. Raises `EnvironmentStop` too."""
-    return _read(records, offset, length, lambda record: "id" in record)
-
-
-def _read(
-    records: BinaryIO | None, offset: int, length: int, is_it: Callable[[Any], bool]
-) -> Stored:
+    Raises `EnvironmentStop` where it has become unreadable.
+    """
     if records is None:
         msg = "records.jsonl vanished while it was read"
         raise OSError(msg)
     line = os.pread(records.fileno(), length, offset)
     try:
         record: dict[str, Any] = orjson.loads(line)
-        if not is_it(record):
+        if task_key(record["id"], record["input_digest"]) != key:
             raise ValueError(offset)
     except (ValueError, TypeError, KeyError) as error:
         # Without its index the file is read whole at the next start, and what is unreadable in

@@ -41,7 +41,7 @@ def tool_stats(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def has_reasoning(message: Mapping[str, Any]) -> bool:
     """Whether an assistant message holds reasoning, apart from its text or inline."""
-    if (message.get("reasoning") or "").strip():
+    if (reasoning := message.get("reasoning")) and not reasoning.isspace():
         return True
     content = message.get("content")
     return (

@@ -15,7 +15,7 @@ def reward_of(record: Mapping[str, Any]) -> float | None:
     and ended at a bound before it was has no reward: it was not judged.
     """
     check = record.get("check")
-    if isinstance(check, Mapping):
+    if isinstance(check, dict):
         reward = check.get("reward")
         if isinstance(reward, int | float) and math.isfinite(reward):
             return float(reward)
@@ -27,7 +27,7 @@ def reward_of(record: Mapping[str, Any]) -> float | None:
 def passed(record: Mapping[str, Any], *, threshold: float) -> bool | None:
     """Whether a record passed: what its check says, else whether its reward reaches `threshold`."""
     check = record.get("check")
-    if isinstance(check, Mapping) and isinstance(check.get("passed"), bool):
+    if isinstance(check, dict) and isinstance(check.get("passed"), bool):
         return bool(check["passed"])
     reward = reward_of(record)
     return None if reward is None else reward >= threshold

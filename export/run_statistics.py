@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batch.records import load_index
 from export.conversation import read_conversation
-from export.order import record_order
-from export.reading import open_records, read_any_record
+from export.reading import open_records, read_record
 from export.row_rules import Rejected
 from export.statistics import Statistics
 
@@ -91,9 +91,12 @@ class RunStatistics:
 def statistics_of(run_dir: Path) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`."""
     statistics = RunStatistics()
-    with record_order(run_dir) as order, open_records(run_dir) as records:
-        for offset, length in order.places():
-            statistics.add(read_any_record(records, offset, length).record)
+    index = load_index(run_dir)
+    redone = {index.entry(row).offset for row, _ in index.repeated()}
+    with open_records(run_dir) as records:
+        for key, entry in index.records():
+            if entry.offset not in redone:
+                statistics.add(read_record(records, entry.offset, entry.length, key).record)
     return statistics.to_json()
 
 

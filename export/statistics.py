@@ -51,11 +51,11 @@ class Statistics:
         messages = record["messages"]
         replies = messages[first_reply(messages, turns=len(turns)) :]
         self._statuses[record["status"]] += 1
-        self._toolsets.update(record["toolsets"])
+        for toolset in record["toolsets"]:
+            self._toolsets[toolset] += 1
         self._turns += len(turns)
         self._most_turns = max(self._most_turns, len(turns))
-        self._add_tools(record["tools"] or [], replies)
-        self._add_reasoning(replies)
+        self._add_replies(record["tools"] or [], replies)
         self._add_times(turns)
         usage = record["usage"] or {}
         for key, count in usage.items():
@@ -102,7 +102,7 @@ class Statistics:
             },
         }
 
-    def _add_tools(
+    def _add_replies(
         self, tools: Iterable[Mapping[str, Any]], replies: Sequence[Mapping[str, Any]]
     ) -> None:
         offered = {tool["function"]["name"] for tool in tools}
@@ -113,25 +113,27 @@ class Statistics:
                 self._calls[name] += stats["count"]
                 self._successes[name] += stats["success"]
                 self._failures[name] += stats["failure"]
+        said = with_reasoning = 0
         for message in replies:
-            if message["role"] == "tool" and message.get("is_error"):
+            role = message["role"]
+            if role == "assistant":
+                said += 1
+                with_reasoning += has_reasoning(message)
+            elif role == "tool" and message.get("is_error"):
                 self._tool_errors[_kind_of_failure(message)] += 1
-
-    def _add_reasoning(self, replies: Iterable[Mapping[str, Any]]) -> None:
-        said = [message for message in replies if message["role"] == "assistant"]
-        with_reasoning = sum(map(has_reasoning, said))
-        self._replies += len(said)
+        self._replies += said
         self._with_reasoning += with_reasoning
         self._rows_with_reasoning += with_reasoning > 0
 
-    def _add_times(self, turns: Iterable[Mapping[str, Any]]) -> None:
-        for turn in turns:
-            started_at = turn["started_at"]
-            ended_at = started_at + turn["duration_s"]
-            if self._first_started_at is None or started_at < self._first_started_at:
-                self._first_started_at = started_at
-            if self._last_ended_at is None or ended_at > self._last_ended_at:
-                self._last_ended_at = ended_at
+    def _add_times(self, turns: Sequence[Mapping[str, Any]]) -> None:
+        if not turns:
+            return
+        first = min([turn["started_at"] for turn in turns])
+        last = max([turn["started_at"] + turn["duration_s"] for turn in turns])
+        if self._first_started_at is None or first < self._first_started_at:
+            self._first_started_at = first
+        if self._last_ended_at is None or last > self._last_ended_at:
+            self._last_ended_at = last
 
     def _tool(self, name: str) -> dict[str, Any]:
         success, failure = self._successes[name], self._failures[name]

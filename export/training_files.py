@@ -24,9 +24,9 @@ import orjson
 
 from batch.failures import load_failed_attempts
 from batch.files import StorageError, open_temporary, replace_file, sync_directory, temporary_for
-from batch.prompts import Scan, tasks
+from batch.prompts import Scan
 from export.hermes import to_row
-from export.order import record_order
+from export.order import RecordOrder
 from export.reading import open_records, read_record
 from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
@@ -99,50 +99,45 @@ def export_run(
         "partial": exports / "partial.jsonl",
         "rejects": exports / "rejects.jsonl",
     }
-    failed_attempts = load_failed_attempts(run_dir)
-    to_retry = 0
     reasons: Counter[str] = Counter()
     statistics = Statistics()
-    total = 0
     try:
         exports.mkdir(exist_ok=True)
         with ExitStack() as stack:
             outputs = {
                 place: stack.enter_context(_replacing(path)) for place, path in paths.items()
             }
-            order = stack.enter_context(record_order(run_dir))
+            order = RecordOrder(run_dir, scan, num_samples=num_samples)
             records = stack.enter_context(open_records(run_dir))
-            for task, where in order.find(tasks(scan, num_samples=num_samples)):
-                total += 1
-                if where is None:
-                    to_retry += task.key in failed_attempts
-                    continue
-                record = read_record(records, *where, task.id).record
+            for number in order.numbers():
+                record = read_record(records, *order.place(number), scan.key(number)).record
                 statistics.add(record)
                 place, line, reason = route(record, require_reasoning=require_reasoning)
                 outputs[place].write(line)
                 if reason is not None:
                     reasons[reason] += 1
-            gone = order.unasked()
     except OSError as error:
         msg = (
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
             "are safe; make room and run the same command again."
         )
         raise StorageError(msg) from error
+    failed_attempts = load_failed_attempts(run_dir)
+    to_retry = sum(scan.key(number) in failed_attempts for number in order.without_record())
     written = sum(output.rows for output in outputs.values())
+    discarded = len(scan.bad_rows) * num_samples
     manifest = {
         "schema_version": 1,
         "format": "hermes",
-        "tasks": total + len(scan.bad_rows) * num_samples,
+        "tasks": len(order) + discarded,
         "exported": outputs["training"].rows,
         "partial": outputs["partial"].rows,
         "rejected": outputs["rejects"].rows,
         "rejected_by_reason": dict(sorted(reasons.items())),
-        "discarded": len(scan.bad_rows) * num_samples,
+        "discarded": discarded,
         "failed": to_retry,
-        "pending": total - written - to_retry,
-        "gone": gone,
+        "pending": len(order) - written - to_retry,
+        "gone": order.gone,
         "files": [
             {
                 "path": os.path.relpath(output.path, run_dir),

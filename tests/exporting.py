@@ -58,7 +58,7 @@ def make_run(
     dataset = write_rows(folder / "p.jsonl", *rows)
     with dataset.open("a") as file:
         file.write(more)
-    found = scan(dataset, max_samples=None)
+    found = scan(dataset, max_samples=None, num_samples=samples)
     run_dir = folder / "r"
     run_dir.mkdir(exist_ok=True)
     config = RunConfig(dataset_file=dataset, run_name="r", output_dir=folder, num_samples=samples)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ import yaml
 
 from batch.errors import ConfigError, EnvironmentStop, RunLocked
 from batch.files import StorageError
-from batch.prompts import tasks
+from batch.prompts import scan
 from export.checking import findings
 from export.dataset import Source
 from export.dataset_directory import derive, export_dataset, listed_files
-from export.order import record_order
+from export.order import RecordOrder, Seen
 from export.recipe import Recipe, load_recipe
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
-from tests.running import command, ids, lines, run, wait_until
+from tests.running import command, ids, lines, run, wait_until, write_rows
 from tests.test_hermes import assistant, call, record_of, result, user
 
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
@@ -338,11 +339,40 @@ class TestManifest:
         with stored.open("a") as file:
             file.write(json.dumps(again) + "\n")
         assert [row["messages"][-1]["content"] for row in rows(source, "openai")] == ["Second."]
-        with record_order(source.run_dir) as order:
-            (task,) = tasks(source.scan, num_samples=1)
-            other = task._replace(id="other")
-            assert [at is None for _, at in order.find([other, task])] == [True, False]
-            assert order.unasked() == 0
+
+    def test_prompts_that_are_gone_are_counted_and_their_records_left(self, tmp_path: Path) -> None:
+        source = make_run(tmp_path, worked(), worked(), worked(), samples=1, pending=1)
+        kept = write_rows(tmp_path / "p.jsonl", *lines(tmp_path / "p.jsonl")[1:])
+        shorter = replace(source, scan=scan(kept, max_samples=None))
+        manifest = derive(shorter, Recipe.model_validate({"formats": "openai"}))
+        assert (manifest["tasks"], manifest["gone"], manifest["pending"]) == (3, 1, 1)
+
+    def test_samples_of_a_prompt_stay_together_although_one_is_missing(
+        self, tmp_path: Path
+    ) -> None:
+        source = make_run(tmp_path, *[worked()] * 6, samples=2)
+        path = source.run_dir / "records.jsonl"
+        content = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([content[5], *content[:2], content[3]]))
+        (source.run_dir / "records.idx").unlink(missing_ok=True)
+        order = RecordOrder(source.run_dir, source.scan, num_samples=2)
+        assert [list(prompt) for prompt in order.prompts()] == [[0, 1], [3], [5]]
+        assert list(order.without_record()) == [2, 4]
+        assert order.place(5)[0] == 0
+        with pytest.raises(ValueError, match="scan for 2 samples"):
+            RecordOrder(source.run_dir, source.scan, num_samples=1)
+
+    def test_equal_hashes_are_compared(self) -> None:
+        seen = Seen(3)
+        compared: list[int] = []
+
+        def differs(earlier: int) -> bool:
+            compared.append(earlier)
+            return False
+
+        assert all(seen.is_new(number, 7, differs) for number in range(3))
+        assert compared == [0, 0, 1]
+        assert not seen.is_new(3, 7, lambda earlier: earlier == 1)
 
     def test_the_card_names_one_kind_of_file_per_config(self, tmp_path: Path) -> None:
         """Its loader opens all configs of a repository as one kind."""

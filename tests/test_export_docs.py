@@ -10,7 +10,7 @@ import pytest
 
 from export.command import dataset_options
 from export.formats import KNOWN
-from export.recipe import AnswerCheck, Card, Filters, Preference, Recipe, load_recipe
+from export.recipe import AnswerCheck, Card, Filters, Judge, Preference, Recipe, load_recipe
 from tests.running import ROOT
 
 DOCS = (ROOT / "docs" / "export.md").read_text()
@@ -32,7 +32,8 @@ def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "recipe.yaml", {})
     assert recipe.filters.answer is not None
-    for model in (Recipe, Filters, Preference, Card, AnswerCheck):
+    assert recipe.filters.judge is not None
+    for model in (Recipe, Filters, Preference, Card, AnswerCheck, Judge):
         for key in model.model_fields.keys() - {"first_n", "function"}:
             assert re.search(rf"^ *{key}:", text, re.MULTILINE), key
 

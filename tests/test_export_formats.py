@@ -286,6 +286,55 @@ class TestAtif:
         assert steps[2]["timestamp"].endswith("00:00:20+00:00")
         assert steps[-1]["message"] == "14"
 
+    def test_subagents_are_documents_that_their_calls_refer_to(self) -> None:
+        record = record_of(
+            user(), assistant("", call(id="a"), call(id="b"), call(id="c")), result("4", id="a"),
+            result("no", id="b"), result("5", id="c"), assistant("Done."),
+        )  # fmt: skip
+        deep = _inner("c9", "deepest", user("Deep."), assistant("Deeper."))
+        good = _inner(
+            "a", "helper", {"role": "system", "content": "Help."}, user("Do."),
+            assistant("", call(id="c9"), reasoning="Hm."), result("6", id="c9"), assistant("4"),
+            inner=[deep],
+        )  # fmt: skip
+        broken = _inner("b", "helper", user("Do."), assistant("", call("{not", id="x")))
+        silent = _inner("c", "helper", user("Do."))
+        stage = _inner("preparation#1", "preparation", user("Look."), assistant("x := 1"))
+        record["inner"] = [stage, good, broken, silent]
+        document = row(record, "atif")
+        results = document["steps"][1]["observation"]["results"]
+        assert [one.get("subagent_trajectory_ref") for one in results] == [
+            [{"trajectory_id": "row-1-0/a"}], None, None,
+        ]  # fmt: skip
+        first, second = document["subagent_trajectories"]
+        assert first["trajectory_id"] == "row-1-0/preparation#1"
+        assert second["trajectory_id"] == "row-1-0/a"
+        assert second["session_id"] == document["session_id"] == "row-1-0"
+        assert second["agent"]["name"] == "helper"
+        assert [step["source"] for step in second["steps"]] == ["system", "user", "agent", "agent"]
+        assert second["steps"][2]["reasoning_content"] == "Hm."
+        (deepest,) = second["subagent_trajectories"]
+        (answered,) = second["steps"][2]["observation"]["results"]
+        assert answered["subagent_trajectory_ref"] == [{"trajectory_id": deepest["trajectory_id"]}]
+        assert deepest["trajectory_id"] == "row-1-0/a/c9"
+        assert "include" in document["notes"]
+        left_out = {one["key"]: one["reason"] for one in document["extra"]["subagents_left_out"]}
+        assert left_out.keys() == {"b", "c"}
+        assert left_out["b"].startswith("arguments_not_json: ")
+        assert left_out["c"].startswith("no_reply: ")
+        told = row(record, "atif", reasoning="none")["subagent_trajectories"][1]
+        assert "reasoning_content" not in told["steps"][2]
+
+
+def _inner(
+    key: str, name: str, *messages: dict[str, Any], inner: list[Any] | None = None
+) -> dict[str, Any]:
+    """The conversation of a subagent, as a record holds it."""
+    told = record_of(*messages)
+    kept = ("messages", "turns", "usage", "model_returned", "api_calls", "resumes")
+    members = {name: told[name] for name in kept}
+    return {"key": key, "name": name, **members, "inner": inner or [], "cost_usd": None}
+
 
 class TestRewards:
     @pytest.mark.parametrize(

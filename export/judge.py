@@ -1,0 +1,161 @@
+"""Asks a judge model about the answers of a run that it was not asked about before.
+
+Many at the same time, within a bound. A reply counts once its line in `verdicts.jsonl` is synced; a
+kill loses the questions in flight alone. A failure is a line too: its record is left out as
+`judge_failed`, and the next export asks again. Rejected credentials, no credit, and an endpoint
+that fails before it ever answered stop the export.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError, redact
+from agent.models.model import Model, Request
+from agent.models.names import open_model, read_key
+from batch.console import say
+from batch.errors import ConfigError, EnvironmentStop, RunLocked
+from batch.files import AppendFile, repair_tail
+from export.recipe import Judge
+from export.verdicts import NAME, Questions, read_verdicts
+
+Record = Mapping[str, Any]
+
+
+class _Asked(NamedTuple):
+    """One question with its outcome."""
+
+    line: dict[str, Any]
+    failure: ModelError | None
+
+
+def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
+    """Ask about each of `records` whose question has no reply on disk.
+
+    Raises `ConfigError` without a key, `EnvironmentStop`, and `RunLocked`.
+    """
+    questions = Questions(judge)
+    try:
+        api_key = read_key(questions.settings)
+    except ValueError as error:
+        msg = f"filters.judge: {error}"
+        raise ConfigError(msg) from error
+    path = run_dir / NAME
+    with _alone(path):
+        repair_tail(path, run_dir / "quarantine")
+        answered = {line["key"] for _, line in read_verdicts(path) if line["has_reply"]}
+        file = AppendFile(path)
+        try:
+            asking = _Asking(judge, questions, file, answered, api_key)
+            asyncio.run(asking.ask_all(records))
+        finally:
+            file.close()
+    if asking.asked:
+        cost = f", ${asking.cost_usd:.4f}" if asking.cost_usd else ""
+        say(f"judge {judge.model}: {asking.asked:,} asked, {asking.failed:,} failed{cost}")
+
+
+class _Asking:
+    """The questions of one export."""
+
+    def __init__(
+        self, judge: Judge, questions: Questions, file: AppendFile, done: set[str], api_key: str
+    ) -> None:
+        self._judge = judge
+        self._questions = questions
+        self._file = file
+        self._done = done
+        self._api_key = api_key
+        self._has_answered = bool(done)
+        self.asked = self.failed = 0
+        self.cost_usd = 0.0
+
+    async def ask_all(self, records: Iterable[Record]) -> None:
+        """Hold `max_in_flight` questions at the endpoint until none is left."""
+        model = open_model(self._questions.settings, api_key=self._api_key, on_retry=say)
+        in_flight: set[asyncio.Task[_Asked]] = set()
+        try:
+            for record in records:
+                question = self._questions.about(record)
+                if question is None or question.key in self._done:
+                    continue
+                self._done.add(question.key)
+                asked = self._ask(model, record["id"], *question)
+                in_flight.add(asyncio.create_task(asked))
+                if len(in_flight) >= self._judge.max_in_flight:
+                    in_flight = await self._keep_finished(in_flight)
+            while in_flight:
+                in_flight = await self._keep_finished(in_flight)
+        finally:
+            for task in in_flight:
+                task.cancel()
+            await asyncio.gather(*in_flight, return_exceptions=True)
+            await model.close()
+
+    async def _ask(self, model: Model, record_id: str, key: str, text: str) -> _Asked:
+        line = {"key": key, "id": record_id, "judge": self._judge.model}
+        try:
+            reply = await model.complete(Request([{"role": "user", "content": text}]))
+        except ModelError as error:
+            return _Asked({**line, "reply": None, "error": f"{error.kind}: {error}"}, error)
+        said = reply.message.get("content") or ""
+        told = {
+            "reply": redact(said, self._api_key),
+            "error": None,
+            "model": reply.model,
+            "usage": reply.usage,
+            "cost_usd": reply.cost_usd,
+        }
+        return _Asked({**line, **told}, None)
+
+    async def _keep_finished(
+        self, in_flight: set[asyncio.Task[_Asked]]
+    ) -> set[asyncio.Task[_Asked]]:
+        done, rest = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+        found = [task.result() for task in done]
+        at = time.time()
+        lines = (orjson.dumps({**asked.line, "at": at}) + b"\n" for asked in found)
+        self._file.append(b"".join(lines))
+        self._file.sync()
+        self.asked += len(found)
+        self.cost_usd += sum(asked.line.get("cost_usd") or 0.0 for asked in found)
+        failures = [asked.failure for asked in found if asked.failure is not None]
+        self.failed += len(failures)
+        self._has_answered = self._has_answered or len(failures) < len(found)
+        for failure in failures:
+            silent = not self._has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
+            if failure.action == "stop_run" or silent:
+                for task in rest:
+                    task.cancel()
+                await asyncio.gather(*rest, return_exceptions=True)
+                msg = (
+                    f"filters.judge: {failure.kind}: {failure}. What was judged is kept; mend "
+                    "that and export again to go on."
+                )
+                raise EnvironmentStop(msg)
+        return rest
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Raises `RunLocked` while another export asks about the same run."""
+    # The directory is locked, not the file: a file may be replaced, and a run locks neither.
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            msg = f"{path}: another export asks the judge now; wait until it has ended"
+            raise RunLocked(msg) from None
+        yield
+    finally:
+        os.close(fd)
