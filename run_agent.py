@@ -28,6 +28,7 @@ from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
 from agent.stream import StreamHandler
 from agent.tools import Approve
+from batch.endpoint import check_url
 from batch.files import AppendFile, StorageError
 from export.completion import plain_ending
 from export.hermes import to_conversations
@@ -101,6 +102,7 @@ class AIAgent:
 
         Raises `ValueError` (unknown model, toolset or option, missing key) and `SandboxError`.
         """
+        _check_access(base_url, api_key)
         settings = resolve_model(
             model, base_url=base_url, api=api, key_env=key_env, **(model_options or {})
         )
@@ -262,6 +264,19 @@ def _one_line(text: str) -> str:
     """A text for the log: one line, at most 120 characters."""
     text = " ".join(text[:240].split())
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _check_access(base_url: str | None, api_key: str | None) -> None:
+    """Refuse what could not be sent; raises `ValueError`."""
+    try:
+        if base_url is not None:
+            check_url(base_url)
+    except ValueError as error:
+        msg = f"base_url: {error}"
+        raise ValueError(msg) from error
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        msg = "api_key: it holds characters that no key can have, such as an end of line"
+        raise ValueError(msg)
 
 
 def _check_options(options: Mapping[str, Any]) -> AgentOptions:

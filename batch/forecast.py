@@ -16,6 +16,7 @@ import orjson
 
 from batch.accounts import Accounts
 from batch.failures import load_failed_attempts
+from batch.index import own_work
 from batch.limiter import Bounds
 from batch.prompts import Scan, tasks
 from batch.records import Entry, load_index
@@ -168,9 +169,10 @@ def _durations(run_dir: Path, entries: Sequence[Entry]) -> list[_Duration]:
             records.seek(entry.offset)
             record = orjson.loads(records.read(entry.length))
             slowest: dict[int, float] = {}
-            for call in record["tool_calls"]:
+            turns, calls = own_work(record)
+            for call in calls:
                 slowest[call["turn"]] = max(slowest.get(call["turn"], 0.0), call["duration_s"])
-            in_replies = sum(turn["duration_s"] for turn in record["turns"])
+            in_replies = sum(turn["duration_s"] for turn in turns)
             durations.append(_Duration(in_replies + sum(slowest.values()), record["api_calls"]))
     return durations
 

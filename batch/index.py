@@ -58,15 +58,14 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
     """What the index holds of a record beside its place: id, input digest, then numbers."""
     usage = record["usage"] or {}
     error = record["error"] or {}
-    first = inherited_turns(record)
-    calls = record["tool_calls"]
+    turns, calls = own_work(record)
     return [
         record["id"],
         record["input_digest"],
         record["status"],
         record["attempt"],
-        len(record["turns"]) - first,
-        sum(call["turn"] > first for call in calls) if first else len(calls),
+        len(turns),
+        len(calls),
         usage.get("input_tokens"),
         usage.get("output_tokens"),
         record["cost_usd"],
@@ -74,9 +73,12 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
     ]
 
 
-def inherited_turns(record: Mapping[str, Any]) -> int:
-    """How many of its turns a branch has from the conversation that it was forked from."""
-    return sum("inherited" in turn for turn in record["turns"])
+def own_work(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The turns and the tool calls of a record, without what a branch has from its parent."""
+    turns, calls = record["turns"], record["tool_calls"]
+    if first := sum("inherited" in turn for turn in turns):
+        return turns[first:], [call for call in calls if call["turn"] > first]
+    return turns, calls
 
 
 class RowMaker:

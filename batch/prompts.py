@@ -34,8 +34,6 @@ _LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}|^\d{4}-\d\d-\d\d([T ]|
 """Own ids that the content hash stands in for: they could be taken for generated ones, or, being
 dates, the Hugging Face loader would turn the whole column into timestamps."""
 
-_BUCKETS = 256
-
 
 class Task(NamedTuple):
     """One sample of one prompt: the unit of scheduling, resuming and accounting."""
@@ -251,9 +249,10 @@ def _repeated(hashes: array[int]) -> set[int]:
     They are sorted into buckets, so that only one bucket at a time becomes a set of objects. A
     false find between two short hashes does no harm: the id is then counted, and found once.
     """
-    buckets = [array("Q") for _ in range(_BUCKETS)]
+    buckets = [array("Q") for _ in range(256)]
     for value in hashes:
-        buckets[value % _BUCKETS].append(value)
+        # Not by the last bits: those of one shard may have them in common.
+        buckets[value >> 56].append(value)
     found: set[int] = set()
     for bucket in buckets:
         seen: set[int] = set()

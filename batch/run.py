@@ -132,6 +132,7 @@ def _work(
                 progress=progress,
                 waves=waves,
             )
+            del stock  # the index of all records is in it, and nobody asks it any more
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()
         _remove_what_is_settled(run_dir, config.max_attempts)

@@ -163,12 +163,12 @@ def open_run(
 
 
 def litter_of(path: Path) -> list[Path]:
-    """The temporary files of a run that a crash has left behind, its training file's too."""
+    """The temporary files of a run that a crash has left behind, those beside it too."""
     inside = (path, path / "exports", path / "quarantine")
     found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
     left = [file for file in found if not file.is_dir()]
-    training = re.compile(rf"\.{re.escape(path.name)}\.jsonl\.\d+\.tmp")
-    return left + [file for file in path.parent.glob(".*.tmp") if training.fullmatch(file.name)]
+    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork)?\.jsonl\.\d+\.tmp")
+    return left + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """Who works on the run right now: {"pid", "host", "started"}, or None.
+    """Who works on the run right now: {"pid", "host", "started"}, or None; {} in its first moment.
 
     Asks the kernel's list of locks: trying the lock would make a start at that moment fail.
     """
@@ -220,7 +220,7 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 def refuse_held(path: Path) -> None:
     """Raise `RunLocked` if another process works on the run right now."""
-    if holder := holder_of(path):
+    if (holder := holder_of(path)) is not None:  # empty where it is just being written
         raise _is_locked(path, holder)
 
 

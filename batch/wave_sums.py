@@ -55,7 +55,7 @@ def sum_up(run_dir: Path) -> WaveSums | None:
     calls: dict[str, int] = {}
     under_way: dict[str, float] = {}
     times: list[tuple[float, float]] = []
-    collected: list[dict[str, Any]] = []
+    collected: dict[str, dict[str, Any]] = {}
     live = 0
     is_empty = True
     for line in read_lines(run_dir / "batches.jsonl"):
@@ -70,18 +70,19 @@ def sum_up(run_dir: Path) -> WaveSums | None:
             case "collected" | "failed" | "void" as kind:
                 since = under_way.pop(line["wave"], line["at"])
                 if kind == "collected":
-                    collected.append(line)
+                    collected[line["wave"]] = line  # results that were lost are fetched again
                     times.append((since, line["at"]))
     if is_empty:
         return None
+    brought = collected.values()
     return WaveSums(
         batches=len(collected),
-        calls=sum(line["replies"] for line in collected),
-        failed=sum(line["failed"] for line in collected),
+        calls=sum(line["replies"] for line in brought),
+        failed=sum(line["failed"] for line in brought),
         live=live,
-        cost_usd=sum(line["cost_usd"] for line in collected),
-        saved_usd=sum(line["saved_usd"] for line in collected),
-        unpriced=sum(line["unpriced"] for line in collected),
+        cost_usd=sum(line["cost_usd"] for line in brought),
+        saved_usd=sum(line["saved_usd"] for line in brought),
+        unpriced=sum(line["unpriced"] for line in brought),
         waited_s=_covered(times),
         waiting=sum(calls.get(wave, 0) for wave in under_way),
     )

@@ -60,6 +60,7 @@ def fork(
         path, identity, of_parent = find_run(parent, Path(given.get("output_dir", "trajectories")))
         refuse_held(path)
         config = forked_config(identity, config_file, given, branches=branches)
+        refuse_held(config.run_dir)  # which reads what is about to be written
         forked = write_forks(
             config.dataset_file,
             chosen_records(path, recipe=recipe, ids=ids, limit=limit, **filters),

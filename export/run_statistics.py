@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batch.index import own_work
 from batch.records import load_index
 from export.conversation import read_conversation
 from export.reading import open_records, read_record
@@ -40,10 +41,10 @@ class RunStatistics:
         self._statistics.add(record)
         self._records += 1
         usage = record["usage"] or {}
-        turns = record["turns"]
+        turns, calls = own_work(record)
         found = {
             "turns": len(turns),
-            "tool_calls": len(record["tool_calls"]),
+            "tool_calls": len(calls),
             "input_tokens": usage.get("input_tokens"),
             "output_tokens": usage.get("output_tokens"),
             "cost_usd": record["cost_usd"],
@@ -53,7 +54,7 @@ class RunStatistics:
             if number is not None:
                 self._spreads[name].append(number)
         offered = {tool["function"]["name"] for tool in record["tools"] or ()}
-        for call in record["tool_calls"]:
+        for call in calls:
             # Names that a model invents have no end.
             if call["name"] in offered and call.get("duration_s") is not None:
                 self._tool_seconds[call["name"]].append(call["duration_s"])

@@ -9,6 +9,7 @@ from typing import Any
 from agent.messages import Message
 from agent.reasoning import split_inline_reasoning
 from agent.tally import failure_of
+from batch.index import own_work
 from export.replies import first_reply, tool_stats
 
 _SNIPPET_CHARS = 140
@@ -25,7 +26,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     `flags` name what is unusual about the conversation.
     """
     messages: Sequence[Message] = record["messages"]
-    turns = record["turns"]
+    turns, _ = own_work(record)
     first = first_reply(messages, turns=len(turns))
     replies = messages[first:]
     usage = record["usage"] or {}
@@ -59,15 +60,18 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
 def seconds_at_work(record: Mapping[str, Any]) -> float:
     """Seconds of model calls and tool calls, those of one turn that ran side by side once.
 
+    Of a branch without those of its parent.
+
     Not from the first to the last moment, for a conversation may lie still between two starts.
     """
     spans: dict[int, tuple[float, float]] = {}
-    for call in record["tool_calls"]:
+    turns, calls = own_work(record)
+    for call in calls:
         began, ended = call["started_at"], call["started_at"] + call["duration_s"]
         before = spans.get(call["turn"], (began, ended))
         spans[call["turn"]] = (min(began, before[0]), max(ended, before[1]))
     return float(
-        sum(turn["duration_s"] for turn in record["turns"])
+        sum(turn["duration_s"] for turn in turns)
         + sum(ended - began for began, ended in spans.values())
     )
 

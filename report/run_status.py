@@ -13,6 +13,7 @@ import orjson
 from batch.accounts import Accounts, account, as_table
 from batch.config import RunConfig
 from batch.console import show
+from batch.index import own_work
 from batch.progress import PROGRESS_FILE, in_words
 from batch.prompts import Scan
 from batch.records import load_index
@@ -85,13 +86,13 @@ def look(run_dir: Path, scan: Scan, config: RunConfig) -> Status:
         run_dir,
         holder,
         account(run_dir, scan, config),
-        None if holder is None else _progress(run_dir, pid=holder["pid"]),
+        None if holder is None else _progress(run_dir, pid=holder.get("pid")),
         run_status(run_dir),
         sum_up(run_dir),
     )
 
 
-def _progress(run_dir: Path, *, pid: int) -> dict[str, Any] | None:
+def _progress(run_dir: Path, *, pid: int | None) -> dict[str, Any] | None:
     """The state that process `pid` wrote; None in its first second, and where it could not."""
     try:
         state: dict[str, Any] = orjson.loads((run_dir / PROGRESS_FILE).read_bytes())
@@ -114,7 +115,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         {
             "id": record["id"],
             "status": record["status"],
-            "turns": len(record["turns"]),
+            "turns": len(own_work(record)[0]),
             "duration_s": round(seconds_at_work(record), 3),
         }
         for record in last_records(run_dir)
@@ -131,8 +132,10 @@ def run_status(run_dir: Path) -> dict[str, Any]:
 def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
     """The same for a person: a paragraph for each part that there is, its first line its title."""
     holder, state = found.holder, found.progress
-    running = f"running (pid {holder['pid']} on {holder['host']})" if holder else "not running"
-    if not holder and found.accounts.pending:
+    running = "not running"
+    if holder is not None:
+        running = f"running (pid {holder.get('pid')} on {holder.get('host')})"
+    if holder is None and found.accounts.pending:
         running += "; the command of the run goes on with what is pending"
     head = [f"{found.run_dir}: {running}"]
     if state is not None:

@@ -32,6 +32,20 @@ def test_chat_gives_the_final_text(tmp_path: Path) -> None:
     assert scripted(tmp_path, ANSWER).chat("What is it?") == "42"
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"api_key": "sk-of-a-file\n"}, "api_key: it holds characters"),
+        ({"base_url": "127.0.0.1:8000/v1"}, "base_url: must start with http"),
+        ({"base_url": "http://127.0.0.1/v1?version=1"}, "base_url: must hold no password"),
+    ],
+)
+def test_what_could_not_be_sent_is_refused_at_once(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        AIAgent("m", **{"base_url": "http://127.0.0.1/v1", **given})  # type: ignore[arg-type]
+    assert "sk-of-a-file" not in str(caught.value)
+
+
 def test_a_conversation_tells_all_about_itself(tmp_path: Path) -> None:
     history: list[Message] = [
         {"role": "user", "content": "Hi"},

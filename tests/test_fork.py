@@ -29,8 +29,9 @@ from batch.fork import forked_config
 from batch.models import set_up_models
 from batch.prompts import Task
 from batch.row_fork import read_fork
-from batch.run_dir import read_run_json
+from batch.run_dir import locked, read_run_json
 from commands.forking import chosen_records
+from report.rows import row_of
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir
 from tests.playing import OPENING, call, calls, play, say
@@ -147,7 +148,34 @@ def test_branches_go_on_where_their_parents_stood_and_cost_what_they_add(tmp_pat
     assert (sums["turns"], sums["tool_calls"]) == (PROMPTS * BRANCHES * 2, PROMPTS * BRANCHES)
     assert sums["input_tokens"] == PROMPTS * BRANCHES * 20
     judge_run_dir(tmp_path / "trajectories" / "b", tasks=PROMPTS * BRANCHES)
-    assert run(tmp_path, "status", "b").returncode == 0
+    spreads = json.loads(run(tmp_path, "stats", "b", "--json").stdout)["per_record"]
+    assert (spreads["turns"]["max"], spreads["tool_calls"]["max"]) == (2, 1)
+    status = json.loads(run(tmp_path, "status", "b", "--json").stdout)
+    assert {one["turns"] for one in status["slowest"]} == {2}
+    for record in found:
+        row = row_of(record)
+        own = [turn for turn in record["turns"] if "inherited" not in turn]
+        assert (row["turns"], row["calls"], row["reasoned"]) == (2, 1, 2)
+        assert row["started_at"] == own[0]["started_at"] > parents["p0"]["finished_at"]
+        assert row["duration_s"] < record["finished_at"] - row["started_at"] + 0.01
+
+
+def test_what_a_killed_fork_left_beside_its_run_goes(tmp_path: Path) -> None:
+    half = tmp_path / "trajectories" / ".b.fork.jsonl.1.tmp"
+    with finished_parent(tmp_path):
+        half.write_bytes(b"{")
+        assert run(tmp_path, *FORK).returncode == 0
+    assert not half.exists()
+
+
+def test_the_dataset_of_a_run_that_goes_on_is_not_replaced(tmp_path: Path) -> None:
+    with finished_parent(tmp_path):
+        assert run(tmp_path, *FORK).returncode == 0
+        rows = (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes()
+        with locked(tmp_path / "trajectories" / "b"):
+            refused = run(tmp_path, "fork", "r", "--at_turn=1", "--n=1", "--run_name=b", "--fresh")
+    assert "another process is working on this run" in refused.stderr
+    assert (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes() == rows
 
 
 def test_branches_become_pairs_of_one_step(tmp_path: Path) -> None:

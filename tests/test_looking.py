@@ -17,6 +17,7 @@ from batch.errors import ConfigError, EnvironmentStop, RunDirError
 from batch.failures import Failure, FailureFile
 from batch.journal_writer import JournalWriter
 from batch.prompts import task_key
+from batch.run_dir import locked
 from batch.standing import WORKER_DIED
 from report.compared import as_text, compare
 from report.conversation_text import Conversation, turn_as_json
@@ -108,6 +109,18 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
     assert head == (
         "trajectories/r: not running; the command of the run goes on with what is pending"
     )
+
+
+def test_status_in_the_moment_in_which_a_start_locks_the_run(cwd: Path, tmp_path: Path) -> None:
+    shutil.copytree(cwd, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "trajectories" / "r"
+    with locked(path):
+        os.truncate(path / "lock", 0)
+        status = run(tmp_path, "status", "r")
+        verify = run(tmp_path, "verify", "r")
+    assert status.returncode == 0, status.stderr
+    assert ": running (pid None on None)" in status.stdout
+    assert "another process is working on this run" in verify.stderr
 
 
 def test_one_turn_alone(cwd: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from agent.messages import Message
 from agent.models.anthropic_messages import AnthropicMessages
+from agent.models.batch_calls import open_batches
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_chat import OpenAIChat
@@ -323,6 +324,56 @@ def test_the_proxy_that_the_environment_names_is_asked(monkeypatch: pytest.Monke
         async with sending(head, body) as proxy:
             monkeypatch.setenv("http_proxy", proxy)
             adapter = adapter_of("openai_chat", "http://a-name-that-is-none.invalid")
+            try:
+                return await adapter.complete(request_of("Go.", is_streamed=False))
+            finally:
+                await adapter.close()
+
+    assert asyncio.run(ask()).message["content"] == "hi"
+
+
+@pytest.mark.parametrize("dialect", ADAPTERS)
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_proxy_is_not_told_the_key(
+    dialect: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        told.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as proxy:
+            port = proxy.sockets[0].getsockname()[1]
+            monkeypatch.setenv("https_proxy", f"{scheme}127.0.0.1:{port}")
+            root = "https://a-name-that-is-none.invalid"
+            settings = ModelSettings(name="m", api=dialect, base_url=root, key_env=None)
+            adapter = ADAPTERS[dialect](settings, "sk-of-the-test")
+            batches = open_batches(settings, api_key="sk-of-the-test")
+            try:
+                with pytest.raises(ModelError):
+                    await adapter.complete(request_of("Go.", is_streamed=False))
+                with pytest.raises(ModelError):
+                    await batches.state("b1")
+            finally:
+                await adapter.close()
+                await batches.close()
+
+    asyncio.run(ask())
+    assert [head.split()[0] for head in told] == [b"CONNECT", b"CONNECT"]
+    assert b"sk-of-the-test" not in b"".join(told)
+
+
+def test_no_proxy_may_name_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}'
+
+    async def ask() -> Completion:
+        async with sending(b"HTTP/1.1 200 OK\r\nContent-Type: application/json", body) as root:
+            monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+            monkeypatch.setenv("no_proxy", root.removeprefix("http://"))
+            adapter = adapter_of("openai_chat", root)
             try:
                 return await adapter.complete(request_of("Go.", is_streamed=False))
             finally:

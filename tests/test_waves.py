@@ -366,9 +366,14 @@ def test_lost_results_are_fetched_again(tmp_path: Path) -> None:
                 first = await all_of(desks, ["a"])
             (results,) = (tmp_path / "batches").iterdir()
             results.write_bytes(b"{")
+            before = sum_up(tmp_path)
             async with office(tmp_path, api) as desks:
                 assert await all_of(desks, ["a"]) == first
             assert len(api.batches) == 1
+            after = sum_up(tmp_path)
+            assert before is not None
+            assert after is not None
+            assert (after.batches, after.calls, after.cost_usd) == (1, 1, before.cost_usd)
 
     asyncio.run(ask())
 

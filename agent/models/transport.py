@@ -49,13 +49,14 @@ class Transport:
         """`secret` is taken out of what error messages quote, before they are cut to size."""
         self._base_url = (base_url or "").rstrip("/")
         self._secret = secret
+        # Not the session's own: aiohttp tells those to a proxy too, in the clear, and so the key.
+        self._headers = {"Content-Type": "application/json", **headers}
         self._session = aiohttp.ClientSession(
             # How many calls are in flight is decided at the gate.
             connector=aiohttp.TCPConnector(
                 limit=0, ssl=truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Content-Type": "application/json", **headers},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             # Not `trust_env`, which reads the environment and a file for each call.
             proxy=_proxy_for(URL(self._base_url)),
@@ -76,7 +77,10 @@ class Transport:
         timeout_s = settings.attempt_timeout_s
         # A redirect would take the key along to wherever it points.
         sending = self._session.post(
-            URL(self._base_url + path), data=orjson.dumps(request), allow_redirects=False
+            URL(self._base_url + path),
+            data=orjson.dumps(request),
+            headers=self._headers,
+            allow_redirects=False,
         )
         try:
             async with asyncio.timeout(timeout_s), sending as response:
@@ -112,7 +116,7 @@ class Transport:
             method,
             URL(self._base_url + path),
             data=body,
-            headers=headers,
+            headers={**self._headers, **(headers or {})},
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s),
         )
@@ -234,6 +238,7 @@ def _of_the_connection(error: aiohttp.ClientError | OSError) -> ModelError | Hos
 
 def _proxy_for(url: URL) -> str | None:
     """The proxy that the environment names for an endpoint, by the usual variables."""
-    if not url.host or urllib.request.proxy_bypass(url.host):
+    if not url.host or urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
         return None
-    return urllib.request.getproxies().get(url.scheme)
+    proxy = urllib.request.getproxies().get(url.scheme)
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
