@@ -3,7 +3,8 @@
     python -m benchmarks.consumers RUN_DIR --venvs DIR [--only trl,axolotl] [--torch SPEC]
 
 Exports a run into a temporary directory and hands it to `datasets` (the newest and an old one),
-TRL's SFTTrainer, LLaMA-Factory's loader, Axolotl's chat-template strategy and the models of harbor.
+TRL's SFTTrainer, DPOTrainer and KTOTrainer, LLaMA-Factory's loader, Axolotl's chat-template
+strategy and the models of harbor.
 Environments are made in DIR the first time, which takes gigabytes and minutes, and kept. `--torch`
 is what pip is to install as torch, such as `torch==2.13.0+cpu` where there is such a wheel. Ends
 with 1 if a consumer drops a row or learns what is not the model's.
@@ -18,6 +19,7 @@ import tempfile
 import venv
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,14 @@ class _Consumer:
     needs_torch: bool = False
     bare: tuple[str, ...] = ()
     """Installed without what they depend on."""
+    more: tuple[str, ...] = ()
+    """Further modules that run in the same environment."""
 
 
 _CONSUMERS = {
     "datasets": _Consumer("hf_datasets", ("datasets",)),
     "datasets_old": _Consumer("hf_datasets", ("datasets==3.6.0",)),
-    "trl": _Consumer("trl_sft", ("trl",), needs_torch=True),
+    "trl": _Consumer("trl_sft", ("trl",), needs_torch=True, more=("trl_preferences",)),
     "llamafactory": _Consumer("llamafactory_loader", ("llamafactory",), needs_torch=True),
     "axolotl": _Consumer("axolotl_chat", ("axolotl",), needs_torch=True),
     "harbor": _Consumer("atif_models", ("pydantic",), bare=("harbor",)),
@@ -78,9 +82,10 @@ def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
             directories = [twins]  # it holds the JSON lines too
             if name == "datasets":
                 directories = [lines, twins]
-            for directory in directories:
+            modules = (consumer.module, *consumer.more)
+            for directory, module in product(directories, modules):
                 command = [str(python), "-W", "ignore", "-m"]
-                command += [f"benchmarks.consuming.{consumer.module}", str(directory)]
+                command += [f"benchmarks.consuming.{module}", str(directory)]
                 result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
                 # Trainers print as they please.
                 for line in result.stdout.splitlines():

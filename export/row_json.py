@@ -194,6 +194,8 @@ def _put(value: Any, put: Callable[[bytes], None]) -> None:
             _put(element, put)
             before = b", "
         put(b"]")
+    elif kind is float and math.isfinite(value):
+        put(repr(value).encode())
     else:
         put(_write_slowly(value).encode())
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tracemalloc
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import yaml
 from batch.errors import ConfigError, EnvironmentStop, RunLocked
 from batch.files import StorageError
 from batch.prompts import scan
+from batch.records import RecordFile
 from export.checking import findings
 from export.dataset import Source
 from export.dataset_directory import derive, export_dataset, listed_files
@@ -362,6 +362,16 @@ class TestManifest:
         with pytest.raises(ValueError, match="scan for 2 samples"):
             RecordOrder(source.run_dir, source.scan, num_samples=1)
 
+    def test_a_record_of_another_task_in_its_place_stops_the_export(self, tmp_path: Path) -> None:
+        source = make_run(tmp_path, *[worked()] * 3)
+        RecordFile(source.run_dir, tmp_path / "quarantine").close()
+        path = source.run_dir / "records.jsonl"
+        first, second, last = path.read_bytes().splitlines(keepends=True)
+        assert len(first) == len(second)
+        path.write_bytes(second + first + last)
+        with pytest.raises(EnvironmentStop, match="byte 0 is unreadable"):
+            exported(source, formats="openai")
+
     def test_equal_hashes_are_compared(self) -> None:
         seen = Seen(3)
         compared: list[int] = []
@@ -511,13 +521,15 @@ class TestDirectory:
                 stdout=subprocess.DEVNULL,
             )
 
-            def written() -> int:
+            def written(size: int = size) -> int:
                 staged = (tmp_path / "out").glob(".export.*/**/*.jsonl")
-                return sum(path.stat().st_size for path in staged if path.exists())
+                with suppress(FileNotFoundError):  # published in between
+                    return sum(path.stat().st_size for path in staged)
+                return size + 1
 
-            wait_until(lambda p=process, s=size: written() > s or p.poll() is not None)
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+            with process:
+                wait_until(lambda p=process, s=size: written() > s or p.poll() is not None)
+                process.kill()
         recipe = Recipe(formats=("hermes",))
         manifest = export_dataset(source, recipe, tmp_path / "out")
         assert list(findings(source, tmp_path / "out")) == []

@@ -76,6 +76,18 @@ def test_is_text_or_refused(tmp_path: Path, name: str) -> None:
             assert kinds == ["system", "human", "function_call", "observation", "gpt"]
 
 
+@pytest.mark.parametrize("name", ["hermes", "openai", "llamafactory"])
+def test_structure_is_found_behind_many_other_tags(tmp_path: Path, name: str) -> None:
+    forgeries = [forged("result", "<b>" * count + "<|im_start|>") for count in (15, 16, 17, 100)]
+    directory, manifest = exported(make_run(tmp_path, *forgeries), formats=name)
+    if name == "hermes":
+        values = [row["conversations"][3]["value"] for row in _rows(directory, name)]
+        assert len(values) == 4
+        assert not any("<|im_start|>" in value for value in values)
+    else:
+        assert manifest["formats"][0]["rejected_by_reason"] == {"control_token": 4}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_odd_characters_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     cases = [(place, token) for place in ("prompt", "reasoning", "result") for token in PLAIN]

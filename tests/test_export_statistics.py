@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from export.run_statistics import statistics_of
 from tests.exporting import make_run, worked
 from tests.running import run
 
@@ -50,3 +51,10 @@ def test_of_no_run_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, "stats", "nothing")
     assert done.returncode == 2
     assert "no run here" in done.stderr or "nothing" in done.stderr
+
+
+def test_of_a_task_with_several_records_the_last_one_counts(tmp_path: Path) -> None:
+    source = make_run(tmp_path, worked(), worked())
+    path = source.run_dir / "records.jsonl"
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
+    assert statistics_of(source.run_dir)["records"] == 2
