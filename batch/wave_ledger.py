@@ -33,6 +33,17 @@ log = logging.getLogger(__name__)
 
 State = Literal["gathered", "sending", "created", "collected", "failed", "void"]
 
+_FIELDS = {
+    "gathered": {"wave", "model", "at", "items"},
+    "sending": {"wave", "at", "upload", "bytes"},
+    "created": {"wave", "at", "batch"},
+    "collected": {"wave", "at", "replies", "failed", "cost_usd", "saved_usd", "unpriced"},
+    "failed": {"wave", "at", "why"},
+    "void": {"wave", "at"},
+    "live": {"calls"},
+}
+"""What each kind of line must hold."""
+
 
 @dataclass(eq=False)
 class Wave:
@@ -206,7 +217,7 @@ class Results:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a `batches.jsonl`; unreadable ones are passed over, a missing file has none."""
+    """The lines of a `batches.jsonl`; damaged ones are passed over, a missing file has none."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -217,8 +228,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         except orjson.JSONDecodeError:
             log.warning("%s:%d: passed over: not JSON", path, number)
             continue
-        if isinstance(line, dict):
+        kind = str(line.get("kind")) if isinstance(line, dict) else ""
+        if kind in _FIELDS and line.keys() >= _FIELDS[kind]:
             yield line
+        else:
+            log.warning("%s:%d: passed over: no line of this file", path, number)
 
 
 def _apply(waves: dict[str, Wave], line: dict[str, Any]) -> None:
