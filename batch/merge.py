@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from batch.batched_model import task_of
 from batch.config import RunConfig
 from batch.config_file import load_config
 from batch.errors import ConfigError, RunDirError
@@ -27,6 +28,7 @@ from batch.prompts import Scan
 from batch.records import RecordFile, index_fields, lines_from, load_index, parse_record
 from batch.run_dir import dataset_of, locked
 from batch.shards import check_shards
+from batch.wave_ledger import calls_kept
 from toolsets.removal import remove_tree
 
 _SHOWN = 10
@@ -146,7 +148,15 @@ def _make(
 
 
 def _refuse_unfinished(path: Path, *, drop: bool) -> None:
-    turns = turns_under_way(path / "inflight", settled=load_index(path))
+    settled = load_index(path)
+    turns = turns_under_way(path / "inflight", settled=settled)
+    calls = calls_kept(path, lambda id: task_of(id) in settled)
+    if calls and not turns and not drop:
+        msg = (
+            f"{path}: {calls} calls are in batches, which are paid for: run it to its end first, "
+            "or leave them behind by --drop_unfinished"
+        )
+        raise RunDirError(msg)
     if turns and not drop:
         msg = (
             f"{path}: {len(turns)} conversations with {sum(turns.values())} turns are under way: "

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,17 @@ from batch.files import AppendFile, StorageError, repair_tail, sync_directory
 log = logging.getLogger(__name__)
 
 State = Literal["gathered", "sending", "created", "collected", "failed", "void"]
+
+_FIELDS = {
+    "gathered": {"wave", "model", "at", "items"},
+    "sending": {"wave", "at", "upload", "bytes"},
+    "created": {"wave", "at", "batch"},
+    "collected": {"wave", "at", "replies", "failed", "cost_usd", "saved_usd", "unpriced"},
+    "failed": {"wave", "at", "why"},
+    "void": {"wave", "at"},
+    "live": {"calls"},
+}
+"""What each kind of line must hold."""
 
 
 @dataclass(eq=False)
@@ -81,14 +92,8 @@ class WaveLedger:
 
         `is_settled` tells of a call's id whether its conversation has its record.
         """
-        waves: dict[str, Wave] = {}
-        for line in read_lines(self._path):
-            try:
-                _apply(waves, line)
-            except (KeyError, TypeError) as error:
-                log.warning("%s: passed over: no line of this file: %r", self._path, error)
         found = []
-        for wave in waves.values():
+        for wave in _waves_in(self._path):
             wave.needed = sum(not is_settled(id) for id in wave.ids)
             if wave.state == "collected" and wave.needed:
                 self._index(wave)
@@ -206,7 +211,7 @@ class Results:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a `batches.jsonl`; unreadable ones are passed over, a missing file has none."""
+    """The lines of a `batches.jsonl`; damaged ones are passed over, a missing file has none."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -217,8 +222,32 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         except orjson.JSONDecodeError:
             log.warning("%s:%d: passed over: not JSON", path, number)
             continue
-        if isinstance(line, dict):
+        kind = str(line.get("kind")) if isinstance(line, dict) else ""
+        if kind in _FIELDS and line.keys() >= _FIELDS[kind]:
             yield line
+        else:
+            log.warning("%s:%d: passed over: no line of this file", path, number)
+
+
+def calls_kept(run_dir: Path, is_settled: Callable[[str], bool]) -> int:
+    """How many calls are in batches, or have results here, that no conversation has taken.
+
+    See `WaveLedger.load`; writes nothing.
+    """
+    waves = _waves_in(run_dir / "batches.jsonl")
+    kept = (wave for wave in waves if wave.state in ("sending", "created", "collected"))
+    return sum(not is_settled(id) for wave in kept for id in wave.ids)
+
+
+def _waves_in(path: Path) -> Iterable[Wave]:
+    """The waves that a `batches.jsonl` tells of, as they are after its last line."""
+    waves: dict[str, Wave] = {}
+    for line in read_lines(path):
+        try:
+            _apply(waves, line)
+        except (KeyError, TypeError) as error:
+            log.warning("%s: passed over: no line of this file: %r", path, error)
+    return waves.values()
 
 
 def _apply(waves: dict[str, Wave], line: dict[str, Any]) -> None:

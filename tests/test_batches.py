@@ -154,6 +154,19 @@ def test_a_stop_while_a_batch_is_waited_for(tmp_path: Path, number: int) -> None
 
 
 @pytest.mark.long
+def test_what_is_in_batches_is_not_merged_away(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 2)
+    with FakeBatches(options=OPTIONS, delay_s=60) as api:
+        with started(tmp_path, BY_BATCH, **asking(api, grace_s=1)) as process:
+            wait_until(lambda: "created" in noted(tmp_path))
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        refused = run(tmp_path, "merge", "r", "--into=m")
+        assert refused.returncode != 0
+        assert "2 calls are in batches, which are paid for" in refused.stderr
+        assert run(tmp_path, "merge", "r", "--into=m", "--drop_unfinished").returncode == 0
+
+
 def test_a_start_without_batches_waits_for_those_under_way(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeBatches(options=OPTIONS, delay_s=1000) as api:

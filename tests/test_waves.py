@@ -367,6 +367,8 @@ def test_lost_results_are_fetched_again(tmp_path: Path) -> None:
             (results,) = (tmp_path / "batches").iterdir()
             results.write_bytes(b"{")
             before = sum_up(tmp_path)
+            with (tmp_path / "batches.jsonl").open("ab") as file:
+                file.write(b'{"kind":"collected"}\n{"kind":[]}\n7\n{"kind":"live","calls\n')
             async with office(tmp_path, api) as desks:
                 assert await all_of(desks, ["a"]) == first
             assert len(api.batches) == 1
