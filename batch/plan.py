@@ -168,8 +168,9 @@ def refuse_bad_rows(plan: Plan) -> None:
     """Name the bad rows; raise `DatasetError` if the config says that there may be none."""
     show_bad_rows(plan.scan)
     if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
+        where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
         msg = (
-            f"{plan.scan.path}: {plan.scan.all_bad} bad rows and --on_bad_row fail; "
+            f"{plan.scan.path}: {plan.scan.all_bad} bad rows{where} and --on_bad_row fail; "
             "no model call was made"
         )
         raise DatasetError(msg)

@@ -145,7 +145,15 @@ class WaveCourier:
             try:
                 state = await self._patiently(lambda: self.api.state(wave.batch))
             except ModelError as error:
-                if error.kind != "not_found" or time.time() - wave.created_at < _KEPT_S:
+                if error.kind != "not_found":
+                    raise
+                if time.time() - wave.created_at < _KEPT_S:
+                    words = (
+                        f"{error}; batch {wave.batch} is not known there. Is it the key and the "
+                        "base URL that made it? To give it up and ask its calls again, remove "
+                        "batches.jsonl from the run directory"
+                    )
+                    error.args = (words,)
                     raise
                 self._ledger.note(wave, "failed", why="the provider keeps it no longer")
                 return

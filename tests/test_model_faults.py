@@ -316,13 +316,16 @@ def test_a_key_does_not_follow_a_redirect(dialect: str) -> None:
     assert caught.value.kind == "not_found"
 
 
-def test_the_proxy_that_the_environment_names_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
+def test_the_proxy_that_the_environment_names_is_asked(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}'
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json"
 
     async def ask() -> Completion:
         async with sending(head, body) as proxy:
-            monkeypatch.setenv("http_proxy", proxy)
+            monkeypatch.setenv(variable, proxy)
             adapter = adapter_of("openai_chat", "http://a-name-that-is-none.invalid")
             try:
                 return await adapter.complete(request_of("Go.", is_streamed=False))

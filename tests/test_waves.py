@@ -326,6 +326,25 @@ def test_an_endpoint_that_takes_no_batches_stops_the_run(tmp_path: Path, status:
     asyncio.run(ask())
 
 
+def test_a_batch_that_the_endpoint_does_not_know_stops_the_run_and_says_the_way_out(
+    tmp_path: Path,
+) -> None:
+    async def ask() -> None:
+        with FakeBatches(delay_s=0.5) as api:
+            async with office(tmp_path, api) as desks:
+                asking = asyncio.create_task(desks.ask("a"))
+                while not api.batches:
+                    await asyncio.sleep(0.02)
+                api.batches.clear()
+                while not desks.problems:
+                    await asyncio.sleep(0.02)
+                assert "is it the key" in desks.problems[0].lower()
+                assert "remove batches.jsonl" in desks.problems[0]
+                asking.cancel()
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
+
+
 def test_near_the_end_calls_go_live_but_for_those_in_batches(tmp_path: Path) -> None:
     async def ask() -> None:
         with FakeBatches(delay_s=0.5) as api:

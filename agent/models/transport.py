@@ -240,5 +240,6 @@ def _proxy_for(url: URL) -> str | None:
     """The proxy that the environment names for an endpoint, by the usual variables."""
     if not url.host or urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
         return None
-    proxy = urllib.request.getproxies().get(url.scheme)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(url.scheme, proxies.get("all"))
     return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
