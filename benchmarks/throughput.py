@@ -1,11 +1,12 @@
 """Runs beside the least that could make their calls, and beside the naive way, in one go.
 
-    python -m benchmarks.throughput [--parts latency cpu workers memory] [--repeat 5] [--json FILE]
+    python -m benchmarks.throughput [--parts latency,cpu,workers,memory,start] [--repeat 5] [--json FILE]
 
 latency   time from the first request to the last reply over what the model's latency alone takes
 cpu       CPU per model call, start-up taken off, over that of each engine of `benchmarks.engines`
 workers   calls per second of two workers over one, at a model without latency
 memory    memory of a run for each agent in flight that is added, and that of its parent
+start     time to the first request beside `import openai`, and CPU of --help
 
 Everything is loopback and everything takes turns: each repetition measures all of a part once.
 Printed are medians and spreads; the endpoint's CPU is never counted as a runner's. The runner is
@@ -81,6 +82,8 @@ class Work:
 class Figures:
     """What one command took. CPU is that of the command with all its processes."""
 
+    start_s: float
+    """From its start to its first request."""
     wall_s: float
     """From its first request to its last reply."""
     cpu_s: float
@@ -151,6 +154,7 @@ def measure(command: Callable[[Work, str, Path], list[str]], work: Work) -> Figu
         QuickEndpoint(replies, latency_s=work.latency_s) as endpoint,
     ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        started_at = time.monotonic()
         process = subprocess.Popen(
             command(work, endpoint.url, Path(cwd)),
             cwd=ROOT,
@@ -167,6 +171,7 @@ def measure(command: Callable[[Work, str, Path], list[str]], work: Work) -> Figu
         raise RuntimeError(msg)
     own = peaks.pop(process.pid)
     return Figures(
+        start_s=stats["first_request_at"] - started_at,
         wall_s=stats["last_reply_at"] - stats["first_request_at"],
         cpu_s=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         endpoint_cpu_s=stats["cpu_s"],
@@ -263,7 +268,30 @@ def memory(repeat: int, prompts: int) -> Table:
     return table
 
 
-PARTS = {"latency": latency, "cpu": cpu, "workers": workers, "memory": memory}
+def start(repeat: int, prompts: int) -> Table:
+    """What a start takes, beside importing the SDK that others begin with."""
+    table = Table()
+    for _ in range(repeat):
+        first = measure(runner, Work(1, 1, 0.0, 1, 1, "chat")).start_s
+        importing, _ = _command_s("-c", "import openai")
+        table.add("s to the first request of one worker", first)
+        table.add("s of `import openai`", importing)
+        table.add("the first over the second", first / importing)
+        table.add("s of CPU of --help", _command_s(str(ROOT / "batch_runner.py"), "--help")[1])
+    table.show("start")
+    return table
+
+
+def _command_s(*arguments: str) -> tuple[float, float]:
+    """Wall and CPU seconds of a Python command."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    wall_s = time.monotonic() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+PARTS = {"latency": latency, "cpu": cpu, "workers": workers, "memory": memory, "start": start}
 
 
 @click.command()
