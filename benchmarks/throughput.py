@@ -1,6 +1,6 @@
 """Runs beside the least that could make their calls, and beside the naive way, in one go.
 
-    python -m benchmarks.throughput [--parts latency,cpu,workers,memory,start] [--repeat 5] [--json FILE]
+    python -m benchmarks.throughput [--parts latency,cpu,...] [--repeat 5] [--json FILE]
 
 latency   time from the first request to the last reply over what the model's latency alone takes
 cpu       CPU per model call, start-up taken off, over that of each engine of `benchmarks.engines`
