@@ -14,7 +14,7 @@ from yarl import URL
 from toolsets.browser_process import Browsers, Chromium
 from toolsets.errors import ToolError
 from toolsets.text import clip, valid_utf8
-from toolsets.web_http import checked
+from toolsets.web_guard import checked
 
 _log = logging.getLogger(__name__)
 

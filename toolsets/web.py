@@ -74,7 +74,8 @@ async def web_fetch(
 
 async def _page(url: str, settings: WebSettings) -> Any:
     """The page at `url` as the cache holds it: url, type, title and text."""
-    from toolsets.web_http import checked, download
+    from toolsets.web_guard import checked
+    from toolsets.web_http import download
     from toolsets.web_page import read_page
 
     key = f"GET {checked(url)}"

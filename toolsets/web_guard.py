@@ -1,4 +1,4 @@
-"""Which addresses the web tools may connect to.
+"""Which URLs the web tools take, and which addresses they may connect to.
 
 A page or a model can name any URL, and a name can lead anywhere. So what is judged is the address
 that is about to be connected to, at that moment; see `toolsets.web_http`.
@@ -8,6 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+
+from yarl import URL
+
+from toolsets.errors import ToolError
+from toolsets.text import clip
+
+_MAX_URL_CHARS = 8192
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -90,3 +97,22 @@ def _plain(host: str) -> str:
         return str(ipaddress.ip_address(host))
     except ValueError:
         return host
+
+
+def checked(url: str) -> URL:
+    """`url` in one form, without its fragment. Raises `ToolError` where it may not be asked for."""
+    shown = clip(url, max_chars=200)
+    try:
+        parsed = URL(url.strip())
+        host, port = parsed.host, parsed.port
+    except ValueError as error:
+        raise ToolError(f"not a URL: {shown!r} ({error})") from None
+    if parsed.scheme not in ("http", "https"):
+        raise ToolError(f"only http and https URLs can be fetched, not {shown!r}")
+    if not host or not port:
+        raise ToolError(f"the URL has no host: {shown!r}")
+    if parsed.user is not None or parsed.password is not None:
+        raise ToolError("URLs with a user name or password are not fetched")
+    if len(url) > _MAX_URL_CHARS:
+        raise ToolError(f"the URL is longer than {_MAX_URL_CHARS} characters")
+    return parsed.with_fragment(None)

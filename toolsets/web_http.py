@@ -12,13 +12,12 @@ from yarl import URL
 
 from toolsets.errors import HOST_ERRNOS, ToolError
 from toolsets.text import clip
-from toolsets.web_guard import Guard
+from toolsets.web_guard import Guard, checked
 from toolsets.web_page import refuse_unreadable
 from toolsets.web_settings import WebSettings
 
 MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_MAX_URL_CHARS = 8192
 _HEADERS = {
     "User-Agent": "Mozilla/5.0 (compatible; batch-trajectories)",
     "Accept": "text/html,application/xhtml+xml,text/*;q=0.9,application/json;q=0.9,*/*;q=0.5",
@@ -96,25 +95,6 @@ def in_words(error: aiohttp.ClientError, url: str) -> Exception:
         case _:
             words = f"{type(error).__name__}: {clip(str(error), max_chars=200)}"
     return ToolError(f"{url}: {words}")
-
-
-def checked(url: str) -> URL:
-    """`url` in one form, without its fragment. Raises `ToolError` where it may not be asked for."""
-    shown = clip(url, max_chars=200)
-    try:
-        parsed = URL(url.strip())
-        host, port = parsed.host, parsed.port
-    except ValueError as error:
-        raise ToolError(f"not a URL: {shown!r} ({error})") from None
-    if parsed.scheme not in ("http", "https"):
-        raise ToolError(f"only http and https URLs can be fetched, not {shown!r}")
-    if not host or not port:
-        raise ToolError(f"the URL has no host: {shown!r}")
-    if parsed.user is not None or parsed.password is not None:
-        raise ToolError("URLs with a user name or password are not fetched")
-    if len(url) > _MAX_URL_CHARS:
-        raise ToolError(f"the URL is longer than {_MAX_URL_CHARS} characters")
-    return parsed.with_fragment(None)
 
 
 async def _get(
