@@ -135,9 +135,11 @@ def _work(
             del stock  # the index of all records is in it, and nobody asks it any more
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()
+        if supervisor.is_dataset_changed:
+            # Or what is kept of its scan is not what this program would find.
+            (run_dir.path / NAME).unlink(missing_ok=True)
         _remove_what_is_settled(run_dir, config.max_attempts)
     except DatasetChanged:
-        # Or what is kept of its scan is not what this program would find.
         (run_dir.path / NAME).unlink(missing_ok=True)
         raise
     finally:

@@ -21,7 +21,7 @@ from batch.budget import Ledger, RunBudget
 from batch.config import RunConfig
 from batch.crew import KILL_AFTER_GRACE_S, Crew
 from batch.draw import setup_of_task
-from batch.errors import EnvironmentStop
+from batch.errors import DatasetChanged, EnvironmentStop
 from batch.failures import Failure, FailureFile
 from batch.journal import Inflight, next_worker_number
 from batch.limits import RunLimits
@@ -88,6 +88,7 @@ class Supervisor:
         self._signals = 0
         self._stop_reason: str | None = None
         self.is_out_of_budget = False
+        self.is_dataset_changed = False
         self._kill_at: float | None = None
 
     def interrupt(self) -> None:
@@ -326,7 +327,12 @@ class Supervisor:
             return
         hands: dict[WorkerLink, list[Deal]] = {}
         while worker := self._crew.with_room(self._progress.left):
-            task = self._queue.next()
+            try:
+                task = self._queue.next()
+            except DatasetChanged as error:
+                self.is_dataset_changed = True
+                self._stop(str(error))
+                break
             if task is None:
                 break
             hands.setdefault(worker, []).append(self._hold(worker, task))
