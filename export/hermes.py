@@ -27,7 +27,7 @@ from export.conversation import (
     read_entries,
     refuse_control_tokens,
 )
-from export.row_json import content_json, escape_markers, write_json
+from export.row_json import compact_json, content_json, escape_markers, write_json
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
         "num_turns": len(conversation.record["turns"]),
         "num_tool_calls": conversation.num_tool_calls,
         "has_reasoning": with_reasoning > 0,
-        "metadata": write_json(metadata),
+        "metadata": compact_json(metadata),
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from export.chat import messages_of, tools_json
 from export.conversation import Conversation, Turn, lineage_of
 from export.rewards import passed, reward_of
-from export.row_json import write_json
+from export.row_json import compact_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
 
@@ -84,7 +84,7 @@ def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
         "chosen": chosen.completion,
         "rejected": rejected.completion,
         "tools": chosen.tools,
-        "metadata": write_json(metadata),
+        "metadata": compact_json(metadata),
     }
 
 
@@ -96,7 +96,7 @@ def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
         "completion": sample.completion,
         "label": bool(passed(sample.conversation.record, threshold=threshold)),
         "tools": sample.tools,
-        "metadata": write_json({"reward": sample.reward, **sample.conversation.metadata}),
+        "metadata": compact_json({"reward": sample.reward, **sample.conversation.metadata}),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,11 +46,10 @@ _MAX_DEPTH = 100
 _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels"
 
 _write_slowly = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
+_write_compactly = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")
+).encode
 """What is parsed JSON holds no part of itself."""
-
-
-_SCALARS = frozenset((str, int, bool, type(None)))
-"""What the two writers of JSON write alike."""
 
 
 class _Digits(str):
@@ -60,20 +59,30 @@ class _Digits(str):
 
 
 def write_json(value: Any) -> str:
-    """JSON text of a value, non-ASCII as it is; raises ValueError for numbers that JSON has not."""
+    """JSON text of a value as a model reads it: spaced, non-ASCII as it is.
+
+    Raises ValueError for numbers that JSON has not.
+    """
     return _text(value) if type(value) is str else _write_slowly(value)
 
 
-def dumps_row(row: Mapping[str, Any]) -> bytes:
-    """A row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD."""
+def compact_json(value: Any) -> str:
+    """JSON text that only programs read. No number of `value` may be infinite or none at all."""
     try:
-        pieces: list[bytes] = []
-        _put(row, pieces.append)
-        pieces.append(b"\n")
-        return b"".join(pieces)
-    except TypeError:  # halves of surrogate pairs
-        line = write_json(row) + "\n"
-        units = line.encode("utf-16-le", "surrogatepass")
+        return orjson.dumps(value).decode()
+    except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
+        return _write_compactly(value)
+
+
+def dumps_row(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD.
+
+    Its numbers are those of a record and of arguments, whose readers refuse what JSON has not.
+    """
+    try:
+        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
+        units = f"{_write_compactly(row)}\n".encode("utf-16-le", "surrogatepass")
         return units.decode("utf-16-le", "replace").encode()
 
 
@@ -104,7 +113,7 @@ def _holds_in_angles(text: str, pattern: re.Pattern[str]) -> bool:
 
 def _holds_brackets(text: str) -> bool:
     # Two searches for plain words cost a tenth of one for the pattern.
-    return "[" in text and "INST" in text and _CONTROL_IN_BRACKETS.search(text) is not None
+    return "[" in text and "INST]" in text and _CONTROL_IN_BRACKETS.search(text) is not None
 
 
 class Arguments(NamedTuple):
@@ -172,34 +181,6 @@ def _respaced(text: str) -> tuple[str, Any]:
         raise ValueError(_TOO_DEEP) from None
 
 
-def _put(value: Any, put: Callable[[bytes], None]) -> None:
-    """Hand out JSON of a value piece by piece; raises TypeError for halves of surrogate pairs."""
-    kind = type(value)
-    if kind in _SCALARS:
-        put(orjson.dumps(value))
-    elif kind is dict and value:
-        opening = True
-        for key, member in value.items():
-            put(_first_key(key) if opening else _next_key(key))
-            opening = False
-            if type(member) in _SCALARS:
-                put(orjson.dumps(member))
-            else:
-                _put(member, put)
-        put(b"}")
-    elif kind is list and value:
-        before = b"["
-        for element in value:
-            put(before)
-            _put(element, put)
-            before = b", "
-        put(b"]")
-    elif kind is float and math.isfinite(value):
-        put(repr(value).encode())
-    else:
-        put(_write_slowly(value).encode())
-
-
 def _written(value: Any, depth: int) -> str:
     """JSON of a value; `depth` is that of the value, or 0 where depth does not count."""
     kind = type(value)
@@ -225,16 +206,6 @@ def _written(value: Any, depth: int) -> str:
 @lru_cache(maxsize=4096)
 def _key(key: str) -> str:
     return _text(key)
-
-
-@lru_cache(maxsize=4096)
-def _first_key(key: str) -> bytes:
-    return b"{%b: " % orjson.dumps(key)
-
-
-@lru_cache(maxsize=4096)
-def _next_key(key: str) -> bytes:
-    return b", %b: " % orjson.dumps(key)
 
 
 def _deeper(depth: int) -> int:

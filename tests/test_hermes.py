@@ -189,19 +189,19 @@ EXAMPLE_TOOLS = (
     r" {\"type\": \"string\"}}, \"required\": [\"city\"]}, \"required\": null}]"
 )
 EXAMPLE_ENTRIES = [
-    r'{"from": "human", "value": "How much warmer is Lima than Oslo?"}',
-    r'{"from": "gpt", "value": "<think>\nTwo lookups, independent.\n</think>\nChecking both.\n'
+    r'{"from":"human","value":"How much warmer is Lima than Oslo?"}',
+    r'{"from":"gpt","value":"<think>\nTwo lookups, independent.\n</think>\nChecking both.\n'
     r"<tool_call>\n{\"name\": \"temp\", \"arguments\": {\"city\": \"Lima\"}}\n</tool_call>\n"
     r'<tool_call>\n{\"name\": \"temp\", \"arguments\": {\"city\": \"Oslo\"}}\n</tool_call>"}',
-    r'{"from": "tool", "value": "<tool_response>\n{\"tool_call_id\": \"c1\", \"name\": \"temp\",'
+    r'{"from":"tool","value":"<tool_response>\n{\"tool_call_id\": \"c1\", \"name\": \"temp\",'
     r" \"content\": {\"c\": 24}}\n</tool_response>\n<tool_response>\n{\"tool_call_id\": \"c2\","
     r" \"name\": \"temp\", \"content\": \"Error executing temp: station offline\"}\n"
     r'</tool_response>"}',
-    r'{"from": "gpt", "value": "<think>\n</think>\n<tool_call>\n{\"name\": \"temp\",'
+    r'{"from":"gpt","value":"<think>\n</think>\n<tool_call>\n{\"name\": \"temp\",'
     r" \"arguments\": {\"city\": \"Oslo\", \"source\": \"æther\"}}\n</tool_call>" + '"}',
-    r'{"from": "tool", "value": "<tool_response>\n{\"tool_call_id\": \"c3\", \"name\": \"temp\",'
+    r'{"from":"tool","value":"<tool_response>\n{\"tool_call_id\": \"c3\", \"name\": \"temp\",'
     r' \"content\": {\"c\": 9.5}}\n</tool_response>"}',
-    r'{"from": "gpt", "value": "<think>\n24 - 9.5 = 14.5\n</think>\n14.5 degrees."}',
+    r'{"from":"gpt","value":"<think>\n24 - 9.5 = 14.5\n</think>\n14.5 degrees."}',
 ]
 
 
@@ -217,22 +217,22 @@ class TestWorkedExample:
 
     def test_the_line_has_its_keys_in_order_and_only_the_run_in_its_metadata(self) -> None:
         line = dumps_row(to_row(record_of(*EXAMPLE)))
-        conversations = ", ".join(line_of(to_conversations(EXAMPLE, [TEMP])))
+        conversations = ",".join(line_of(to_conversations(EXAMPLE, [TEMP])))
         tools = json.dumps(json.dumps([TEMP]))
         metadata = json.dumps(
-            '{"model": "m", "model_returned": "m-2026", "api": "openai_chat",'
-            ' "status": "completed", "completion": "text", "finish_reason": "stop",'
-            ' "prompt_id": "row-1", "sample": 0, "toolsets": ["weather"],'
-            ' "tool_stats": [{"tool": "temp", "count": 3,'
-            ' "success": 2, "failure": 1}], "reasoning": {"assistant_turns": 3,'
-            ' "with_reasoning": 2}, "usage": {"input_tokens": 10, "output_tokens": null},'
-            ' "interrupted_calls": 1, "columns": {"source": "mine"},'
-            ' "sandbox": null, "seed": 7, "config_digest": "d1"}'
+            '{"model":"m","model_returned":"m-2026","api":"openai_chat",'
+            '"status":"completed","completion":"text","finish_reason":"stop",'
+            '"prompt_id":"row-1","sample":0,"toolsets":["weather"],'
+            '"tool_stats":[{"tool":"temp","count":3,'
+            '"success":2,"failure":1}],"reasoning":{"assistant_turns":3,'
+            '"with_reasoning":2},"usage":{"input_tokens":10,"output_tokens":null},'
+            '"interrupted_calls":1,"columns":{"source":"mine"},'
+            '"sandbox":null,"seed":7,"config_digest":"d1"}'
         )
         assert line.decode() == (
-            f'{{"id": "row-1-0", "conversations": [{conversations}], "tools": {tools},'
-            ' "completed": true, "partial": false, "api_calls": 3, "num_turns": 3,'
-            f' "num_tool_calls": 3, "has_reasoning": true, "metadata": {metadata}}}\n'
+            f'{{"id":"row-1-0","conversations":[{conversations}],"tools":{tools},'
+            '"completed":true,"partial":false,"api_calls":3,"num_turns":3,'
+            f'"num_tool_calls":3,"has_reasoning":true,"metadata":{metadata}}}\n'
         )
 
     def test_stopped_after_one_turn_it_is_a_partial_row_of_the_same_first_entries(self) -> None:
@@ -810,7 +810,7 @@ class TestNotes:
         )
         assert content_of(said(row)[2][1]) == "r\n\nNote: again."
         assert said(row)[4] == ("human", "That is wrong.")
-        assert '"notes": {"plan": 1, "repeat": 2}' in row["metadata"]
+        assert json.loads(row["metadata"])["notes"] == {"plan": 1, "repeat": 2}
 
     def test_repairs_are_counted_over_all_messages(self) -> None:
         """S2.21: the row says that names were repaired."""
@@ -919,9 +919,8 @@ class TestLine:
         assert arguments_of(row["conversations"][2]["value"]) == {"city": "\ufffd"}
         assert content_of(row["conversations"][3]["value"]) == ["\ufffd", "😀"]
 
-    def test_numbers_outside_json_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="JSON compliant"):
-            dumps_row({"x": float("nan")})
+    def test_integers_beyond_64_bits_keep_their_digits(self) -> None:
+        assert dumps_row({"x": [10**30, "é"]}) == '{"x":[%d,"é"]}\n'.encode() % 10**30
 
     @given(
         st.text(min_size=1),
