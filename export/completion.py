@@ -39,8 +39,9 @@ def plain_ending(
     if call is not None:
         check_conversation(messages, {tool["function"]["name"] for tool in tools})
         messages = _with_answer_as_text(messages, call)
-    if not _call_reserved(messages):
-        tools = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
+    others = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
+    if len(others) < len(tools) and not _call_reserved(messages):
+        tools = others
     if not completed:
         return Told(messages, tools, None)
     return Told(messages, tools, "text" if call is None else "final_answer")

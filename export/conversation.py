@@ -142,23 +142,24 @@ def read_entries(
     """
     check_conversation(messages, {tool["function"]["name"] for tool in tools})
     entries: list[Entry] = []
-    spoken = (message for message in messages if message["role"] != "system")
-    number = 0
-    asked: Sequence[Mapping[str, Any]] = ()
-    for role, group in groupby(spoken, key=_role):
-        if role == "user":
-            (message,) = group
-            entries.append(_user_text(message, turn=number + 1))
-        elif role == "assistant":
-            parts = list(group)
+    number = 1
+    parts: list[Mapping[str, Any]] = []
+    results: dict[str, Mapping[str, Any]] = {}
+    for message in messages:
+        role = message["role"]
+        if role == "tool":
+            results[message["tool_call_id"]] = message
+            continue
+        if parts and (results or role != "assistant"):
+            entries.append(_read_turn(parts, results, number))
             number += 1
-            asked = parts[-1].get("tool_calls") or ()
-            entries.append(_read_turn(parts, asked, number))
-        else:
-            turn = entries[-1]
-            assert isinstance(turn, Turn)  # check_conversation: results follow their calls
-            said = (turn.number, turn.reasoning, turn.text, turn.calls)
-            entries[-1] = Turn(*said, _read_results(list(group), turn), turn.replies)
+            parts, results = [], {}
+        if role == "assistant":
+            parts.append(message)
+        elif role == "user":
+            entries.append(_user_text(message, turn=number))
+    if parts:
+        entries.append(_read_turn(parts, results, number))
     return entries
 
 
@@ -178,10 +179,6 @@ def refuse_control_tokens(text: str, *, where: str) -> None:
         raise Rejected(Reason.CONTROL_TOKEN, f"{where}: {token!r}")
 
 
-def _role(message: Mapping[str, Any]) -> Any:
-    return message["role"]
-
-
 def _system(messages: Iterable[Mapping[str, Any]]) -> str:
     texts = (text_of(m, where="system message") for m in messages if m["role"] == "system")
     return "\n\n".join(text for text in texts if text.strip())
@@ -197,33 +194,43 @@ def _user_text(message: Mapping[str, Any], *, turn: int) -> str:
 
 
 def _read_turn(
-    messages: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]], number: int
+    messages: Sequence[Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]], number: int
 ) -> Turn:
-    """One turn out of its messages: one, or several where the provider paused; `calls` end it."""
-    parts = [_split_reasoning(message, number) for message in messages]
-    if len(parts) == 1:
-        reasoning, text = parts[0]
+    """One turn out of its messages: one, or several where the provider paused.
+
+    `results` holds what the calls of the last of them brought, by their ids.
+    """
+    if len(messages) == 1:
+        reasoning, text = _split_reasoning(messages[0], number)
     else:
+        parts = [_split_reasoning(message, number) for message in messages]
         reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
-    for place, words in (("reasoning", reasoning), ("text", text)):
-        if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
-            raise Rejected(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}")
-        if token := control_token(words):
-            raise Rejected(Reason.CONTROL_TOKEN, f"turn {number}, {place}: {token!r}")
+    _refuse_structure(reasoning, number, "reasoning")
+    _refuse_structure(text, number, "text")
+    asked = messages[-1].get("tool_calls") or ()
     if not text or text.isspace():
         text = ""
-        if not calls:
+        if not asked:
             reason = Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE
             raise Rejected(reason, f"turn {number}: neither text nor calls")
-    read = [
+    calls = [
         Call(
             call["id"],
             call["function"]["name"],
             *read_arguments(call, where=f"turn {number}, call {position}"),
         )
-        for position, call in enumerate(calls, start=1)
+        for position, call in enumerate(asked, start=1)
     ]
-    return Turn(number, reasoning, text, read, (), len(messages))
+    answers = [_read_result(results[call.id], call, number) for call in calls if call.id in results]
+    return Turn(number, reasoning, text, calls, answers, len(messages))
+
+
+def _refuse_structure(words: str, number: int, place: str) -> None:
+    """Raise Rejected for a model's own words that would be read as structure, or as a thought."""
+    if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
+        raise Rejected(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}")
+    if token := control_token(words):
+        raise Rejected(Reason.CONTROL_TOKEN, f"turn {number}, {place}: {token!r}")
 
 
 def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
@@ -249,16 +256,11 @@ def _joined(parts: Sequence[str]) -> str:
     return "\n\n".join([*(part.rstrip() for part in earlier), last])
 
 
-def _read_results(messages: Sequence[Mapping[str, Any]], turn: Turn) -> list[Result]:
-    answered = {message["tool_call_id"]: message for message in messages}
-    results = []
-    for call in turn.calls:
-        if (message := answered.get(call.id)) is not None:
-            content = message.get("content")
-            if not isinstance(content, str):
-                content = text_of(message, where=f"result of turn {turn.number}")
-            results.append(Result(call.id, call.name, content, bool(message.get("is_error"))))
-    return results
+def _read_result(message: Mapping[str, Any], call: Call, number: int) -> Result:
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = text_of(message, where=f"result of turn {number}")
+    return Result(call.id, call.name, content, bool(message.get("is_error")))
 
 
 def _metadata(

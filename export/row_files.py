@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from batch.files import open_temporary, sync_directory
 
-_HELD_BYTES = 1 << 18
+_HELD_BYTES = 1 << 16
 """Bytes that are hashed and written at once: a call for each row costs more than the work."""
 
 
