@@ -53,6 +53,9 @@ _write_compactly = json.JSONEncoder(
 ).encode
 """What is parsed JSON holds no part of itself."""
 
+_SHORTEST = frozenset((str, int, bool, type(None)))
+"""What is written in the shortest way that there is, which floats are not: `1e9`."""
+
 
 class _Digits(str):
     """A number in the digits it came in."""
@@ -178,12 +181,20 @@ def _respaced(text: str) -> tuple[str, Any]:
     except (ValueError, TypeError):
         pass
     else:
-        if spaced == text or orjson.dumps(value).decode() == text:
+        if spaced == text or _is_compact(text, value, spaced):
             return spaced, value
     try:
         return _written(_strict_decoder.decode(text), 1), None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+
+
+def _is_compact(text: str, value: Any, spaced: str) -> bool:
+    """Whether JSON `text` is what is written of its value, without the blanks of `spaced`."""
+    if type(value) is dict and _SHORTEST.issuperset(map(type, value.values())):
+        # All other spellings are longer: blanks, needless escapes, repeated keys, minus zero.
+        return len(text) == len(spaced) - 2 * len(value) + 1
+    return orjson.dumps(value).decode() == text
 
 
 def _written(value: Any, depth: int) -> str:

@@ -8,11 +8,11 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from export.hermes import to_conversations, to_row
-from export.row_json import dumps_row
+from export.row_json import content_json, dumps_row
 from export.row_rules import Reason, Rejected, check_finished
 
 TEMP: dict[str, Any] = {
@@ -402,6 +402,14 @@ class TestArguments:
         assert arguments_of(value) == json.loads(text)
 
 
+SPELLINGS = {
+    **{number: number for number in ("1", "0", "-0", "1e2", "100.0", "1.0", "1" * 23)},
+    **{plain: plain for plain in ("null", "true", '"x"', '""', '"A"', r'"\n"', "{}", "[1e2]")},
+    **{r'"\u0041"': '"A"', r'"\/"': '"/"', '["x",1]': '["x", 1]', '{"a":1}': '{"a": 1}'},
+}
+"""JSON as it can be spelled, and as it is written."""
+
+
 class TestResults:
     @pytest.mark.parametrize(
         ("text", "written"),
@@ -448,6 +456,29 @@ class TestResults:
     )
     def test_any_other_text_stays_that_string(self, text: str) -> None:
         assert content_of(answered(text)) == text
+
+    @settings(max_examples=1000)
+    @given(
+        st.lists(
+            st.tuples(
+                st.sampled_from([("a", "a"), ("b", "b"), (r"\u0061", "a")]),
+                st.sampled_from([":", ": ", " : "]),
+                st.sampled_from(list(SPELLINGS.items())),
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+        st.sampled_from([",", ", "]),
+    )
+    def test_no_spelling_of_an_object_is_taken_for_another(
+        self, members: list[tuple[tuple[str, str], str, tuple[str, str]]], comma: str
+    ) -> None:
+        """There is a short way for texts that are written back to the letter."""
+        spelled = comma.join(f'"{key}"{colon}{value}' for (key, _), colon, (value, _) in members)
+        written = ", ".join(f'"{key}": {value}' for (_, key), _, (_, value) in members)
+        text = f"{{{spelled}}}"
+        is_strict = len({key for (_, key), _, _ in members}) == len(members)
+        assert content_json(text) == (f"{{{written}}}" if is_strict else json.dumps(text))
 
     def test_nesting_of_a_hundred_levels_is_still_a_value(self) -> None:
         text = '{"a": [' * 50 + "]}" * 50
