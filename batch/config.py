@@ -1,19 +1,18 @@
 """The config of a run: every option once, with its type, default and help.
 
 The command line and YAML files are both read into `RunConfig`; a flag wins over the file. Fields
-marked as part of the meaning of the data make up the semantic digest: a run directory keeps to
-one digest, while all other fields may change between one start and the next.
+marked as part of the meaning of the data decide what it is (`batch/meaning.py`); all other fields
+may change between one start and the next.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import orjson
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -377,7 +376,7 @@ class RunConfig(AgentOptions):
         """Conversations in flight per worker."""
         return self.concurrency or self.batch_size
 
-    def _prefixes(self) -> set[str]:
+    def model_prefixes(self) -> set[str]:
         """What stands before the colon in the names of all models."""
         asked = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
         return {name.partition(":")[0] for name in asked}
@@ -396,45 +395,6 @@ class RunConfig(AgentOptions):
     def run_dir(self) -> Path:
         """The directory of this run."""
         return self.output_dir / self.run_name
-
-    def meaning(self) -> dict[str, Any]:
-        """The fields that decide what the data is, JSON-ready and in one form.
-
-        A script counts by its content, tools by what a model is told of them; the order in which
-        toolsets are named does not count.
-        """
-        fields = {name: value for name, value in self.to_json().items() if is_meaning(name)}
-        if self.script_file is not None:
-            fields["script_file"] = hashlib.sha256(self.script_file.read_bytes()).hexdigest()
-        if (distribution := self.toolset_percentages()) is not None:
-            fields["distribution"] = dict(sorted(distribution.items()))
-        if self.tools is not None:
-            fields["tools"] = _digests_of_tools(self.tools)
-        if self.mcp is not None:
-            fields["mcp"] = {
-                name: _meaning_of_server(server)
-                for name, server in self.mcp.items()
-                if server.listed
-            }
-        for name in ("enabled_toolsets", "disabled_toolsets"):
-            fields[name] = fields[name] and sorted(set(fields[name]))
-        if self.models is not None:
-            del fields["model"]
-        fields["endpoints"] = {
-            name: endpoint.meaning()
-            for name, endpoint in sorted(self.endpoints.items())
-            if name in self._prefixes()
-        }
-        return fields
-
-    @classmethod
-    def default_meaning(cls) -> dict[str, Any]:
-        """`meaning` of a config that says nothing, without what has no default."""
-        return {
-            name: field.get_default(call_default_factory=True)
-            for name, field in cls.model_fields.items()
-            if is_meaning(name) and not field.is_required()
-        } | {"endpoints": {}}
 
     def to_json(self) -> dict[str, Any]:
         """All fields, for run.json; of what is for no file (a prompt, keys) only its digest."""
@@ -460,38 +420,5 @@ def _load_distribution(
     return load_distribution(name, known=catalog(added))
 
 
-def _digests_of_tools(places: tuple[str, ...]) -> dict[str, str]:
-    """The digest of the schemas of each toolset of the user's own."""
-    from toolsets.own import load_own, schemas_digest
-
-    return {toolset.name: schemas_digest(toolset.tools) for toolset in load_own(places)}
-
-
-def _meaning_of_server(server: McpServer) -> dict[str, Any]:
-    """What of a server decides what the data is: not its environment, nor where it listens."""
-    tools = [
-        [tool.name, tool.description, tool.input_schema]
-        for tool in sorted(server.listed or (), key=lambda tool: tool.name)
-    ]
-    schemas = orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)
-    return {
-        "command": list(server.argv),
-        "per_task": server.is_per_task,
-        "tools": hashlib.sha256(schemas).hexdigest(),
-    }
-
-
 def _hidden(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def is_meaning(name: str) -> bool:
-    """Whether the field called `name` is part of the semantic digest."""
-    extra = RunConfig.model_fields[name].json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("meaning"))
-
-
-def digest_of(meaning: Mapping[str, Any]) -> str:
-    """The semantic digest: 16 hex digits over the meaning of a config."""
-    canonical = orjson.dumps(meaning, option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(canonical).hexdigest()[:16]

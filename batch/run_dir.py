@@ -33,10 +33,11 @@ from typing import Any
 
 import orjson
 
-from batch.config import RunConfig, digest_of
+from batch.config import RunConfig
 from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
 from batch.files import refuse_strange_files, replace_file, storage_error
 from batch.kept_scan import NAME, keep_scan
+from batch.meaning import default_meaning, digest_of, meaning_of
 from batch.prompts import Scan
 
 SCHEMA_VERSION = 2
@@ -294,7 +295,7 @@ def _run_json(
     before: dict[str, Any] | None,
     accept_changes: Sequence[str],
 ) -> dict[str, Any]:
-    meaning = config.meaning()
+    meaning = meaning_of(config)
     if unknown := [key for key in accept_changes if key not in meaning]:
         msg = (
             f"--accept_config_change: {', '.join(unknown)}: no such key; those that it can name "
@@ -320,7 +321,7 @@ def _run_json(
             )
             raise ConfigError(msg)
         # An option that the program did not have then was as if it had its default.
-        then = RunConfig.default_meaning() | before["meaning"]
+        then = default_meaning() | before["meaning"]
         changes = {
             key: {"from": then.get(key), "to": meaning[key]}
             for key in meaning

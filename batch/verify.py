@@ -19,11 +19,12 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from batch.accounts import Accounts, account
-from batch.config import RunConfig, digest_of
+from batch.config import RunConfig
 from batch.failures import read_failure
 from batch.index import MARK, ROW_BYTES, Entry, Index, RowMaker, index_fields
 from batch.journal import key_and_order, segments
 from batch.kept_scan import NAME, load_scan
+from batch.meaning import digest_of
 from batch.prompts import Scan
 from batch.records import lines_from, parse_record
 from batch.run_dir import SCHEMA_VERSION, litter_of

@@ -15,6 +15,7 @@ from batch.config import RunConfig
 from batch.config_file import load_config
 from batch.draw import setup_of_task
 from batch.errors import ConfigError
+from batch.meaning import meaning_of
 from batch.models import asked, bounds_of, set_up_models
 from batch.prompts import Task
 from benchmarks.fake_endpoint import FakeEndpoint
@@ -115,7 +116,7 @@ class TestDraw:
         setups = set_up_models(given)
         drawn = [setup_of_task(setups, given, task(n)).settings.reference for n in range(50)]
         assert drawn == [self.drawn(n) for n in range(50)]
-        assert given.meaning() == config(**GIVEN).meaning()
+        assert meaning_of(given) == meaning_of(config(**GIVEN))
 
 
 class TestBounds:
@@ -139,7 +140,7 @@ class TestBounds:
     def test_an_endpoint_that_nothing_asks_means_nothing(self) -> None:
         asked = config(model="a:m", endpoints={"a": LOCAL})
         more = config(model="a:m", endpoints={"a": LOCAL, "b": {**LOCAL, "temperature": 1}})
-        assert asked.meaning() == more.meaning()
+        assert meaning_of(asked) == meaning_of(more)
 
     def test_two_names_of_one_endpoint_share_the_tighter_bounds(self) -> None:
         given = config(

@@ -18,6 +18,7 @@ import yaml
 
 from batch.config_file import load_config
 from batch.errors import ConfigError
+from batch.meaning import meaning_of
 from batch.plan import make_plan
 from batch.tool_list import as_text
 from run_agent import AIAgent
@@ -408,7 +409,7 @@ def test_what_servers_offer_is_part_of_the_meaning(tmp_path: Path) -> None:
 
     def meaning(*more: str) -> Any:
         configured(tmp_path, {"raw": {"command": [*RAW, *more], "env": {"A": more[0]}}})
-        return make_plan(load_config(tmp_path / "run.yaml", {})).config.meaning()["mcp"]["raw"]
+        return meaning_of(make_plan(load_config(tmp_path / "run.yaml", {})).config)["mcp"]["raw"]
 
     first = meaning("{workspace}")
     assert first == meaning("{workspace}"), "a path that is new each time does not count"
