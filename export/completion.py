@@ -92,7 +92,8 @@ def _with_answer_as_text(
 
 
 def _answer(call: Mapping[str, Any]) -> str:
-    answer = read_arguments(call, where="last turn").value.get("answer", "")
+    _, arguments = read_arguments(call, where="last turn")
+    answer = arguments.get("answer", "")
     if not isinstance(answer, str):
         raise Rejected(Reason.NOT_TEXT, f"last turn: the answer is a {type(answer).__name__}")
     if not answer.strip():

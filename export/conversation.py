@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -68,8 +67,7 @@ Entry = str | Turn
 """What a user said, or a turn of the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(NamedTuple):
     """What a row of any format is made of."""
 
     system: str
@@ -77,8 +75,8 @@ class Conversation:
     entries: Sequence[Entry]
     tools: Sequence[Mapping[str, Any]]
     completed: bool
-    record: Mapping[str, Any] = field(repr=False)
-    metadata: Mapping[str, Any] = field(repr=False)
+    record: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     num_tool_calls: int
 
     @property
@@ -266,60 +264,62 @@ def _read_result(message: Mapping[str, Any], call: Call, number: int) -> Result:
 def _metadata(
     record: Mapping[str, Any], completion: str | None, stats: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What a row says of its run, but its reasoning, which formats may leave out."""
-    return {
+    """What a row says of its run, but its reasoning, which formats may leave out.
+
+    What most rows do not have is a member only where there is some.
+    """
+    told = {
         "model": record["model"],
         "model_returned": record["model_returned"],
         "api": record["api"],
         "status": record["status"],
-        **_if_any("status_reason", record.get("status_reason")),
-        **_if_any("fork", lineage_of(record)),
-        **_if_any("completion", completion),
-        "finish_reason": record["turns"][-1]["finish_reason"],
-        "prompt_id": record["prompt_id"],
-        "sample": record["sample"],
-        "toolsets": record["toolsets"],
-        "tool_stats": stats,
-        "reasoning": None,
-        "usage": record["usage"],
-        "interrupted_calls": sum(len(resume["interrupted"]) for resume in record["resumes"]),
-        **_if_any("notes", _notes_by_name(record["messages"])),
-        **_if_any(
-            "repairs", sum(len(m["repairs"] or ()) for m in record["messages"] if "repairs" in m)
-        ),
-        **_reward(record),
-        "columns": _small_columns(record),
-        "sandbox": record["sandbox"],
-        "seed": record["seed"],
-        "config_digest": record["config_digest"],
     }
+    if reason := record.get("status_reason"):
+        told["status_reason"] = reason
+    if lineage := lineage_of(record):
+        told["fork"] = lineage
+    if completion:
+        told["completion"] = completion
+    told["finish_reason"] = record["turns"][-1]["finish_reason"]
+    told["prompt_id"] = record["prompt_id"]
+    told["sample"] = record["sample"]
+    told["toolsets"] = record["toolsets"]
+    told["tool_stats"] = stats
+    told["reasoning"] = None
+    told["usage"] = record["usage"]
+    resumes = record["resumes"]
+    told["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
+    notes, repairs = _notes_and_repairs(record["messages"])
+    if notes:
+        told["notes"] = notes
+    if repairs:
+        told["repairs"] = repairs
+    if (reward := reward_of(record)) is not None:
+        told["reward"] = reward
+    told["columns"] = _small_columns(record)
+    told["sandbox"] = record["sandbox"]
+    told["seed"] = record["seed"]
+    told["config_digest"] = record["config_digest"]
+    return told
 
 
 def lineage_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Of a branch: the run and the record that it goes on from, after which turn, its number."""
-    fork = record.get("fork") or {}
+    if not (fork := record.get("fork")):
+        return {}
     return {key: fork[key] for key in ("run", "record", "turn", "branch") if key in fork}
 
 
-def _if_any(key: str, value: Any) -> dict[str, Any]:
-    """A member for what most rows do not have, so that it costs them nothing."""
-    return {key: value} if value else {}
-
-
-def _reward(record: Mapping[str, Any]) -> dict[str, float]:
-    reward = reward_of(record)
-    return {} if reward is None else {"reward": reward}
-
-
-def _notes_by_name(messages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How often each rule of the runtime spoke to the model, in a message or in a result."""
-    names = [
-        name
-        for message in messages
-        if "notes" in message and message["role"] in ("user", "tool")
-        for name in message["notes"] or ()
-    ]
-    return dict(sorted(Counter(names).items())) if names else {}
+def _notes_and_repairs(messages: Iterable[Mapping[str, Any]]) -> tuple[dict[str, int], int]:
+    """How often each rule of the runtime spoke to the model, and how many names it repaired."""
+    notes: list[str] = []
+    repairs = 0
+    for message in messages:
+        if "notes" in message and message["role"] in ("user", "tool"):
+            notes += message["notes"] or ()
+        if "repairs" in message:
+            repairs += len(message["repairs"] or ())
+    return dict(sorted(Counter(notes).items())) if notes else {}, repairs
 
 
 def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from export.conversation import Conversation
 from export.formats import GROUP_FORMATS, ROW_FORMATS, TWINNED, Format
@@ -22,8 +21,7 @@ Why = tuple[str, str]
 """Reason and detail."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A record that the filters have passed."""
 
     record: Mapping[str, Any]

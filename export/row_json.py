@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -93,7 +93,10 @@ def dumps_row(row: Mapping[str, Any]) -> bytes:
 
 def control_token(text: str) -> str | None:
     """The first token of structure in a text, None where it holds none."""
-    if _holds_in_angles(text, _CONTROL_IN_ANGLES) or _holds_brackets(text):
+    # The letters that tokens begin with are looked for first: most texts have neither.
+    if ("<" in text and _has_in_angles(text, _CONTROL_IN_ANGLES)) or (
+        "[" in text and _has_in_brackets(text)
+    ):
         found = _CONTROL_TOKEN.search(text)
         return found and found[0]
     return None
@@ -101,10 +104,12 @@ def control_token(text: str) -> str | None:
 
 def holds_structure(text: str) -> bool:
     """Whether a text holds a token of structure, or a tag of calls or results."""
-    return _holds_in_angles(text, _STRUCTURE_IN_ANGLES) or _holds_brackets(text)
+    return ("<" in text and _has_in_angles(text, _STRUCTURE_IN_ANGLES)) or (
+        "[" in text and _has_in_brackets(text)
+    )
 
 
-def _holds_in_angles(text: str, pattern: re.Pattern[str]) -> bool:
+def _has_in_angles(text: str, pattern: re.Pattern[str]) -> bool:
     """Whether a text holds a match of a pattern that begins with an angle bracket."""
     at = text.find("<")
     for _ in range(_FEW):
@@ -116,27 +121,20 @@ def _holds_in_angles(text: str, pattern: re.Pattern[str]) -> bool:
     return at >= 0 and pattern.search(text, at) is not None
 
 
-def _holds_brackets(text: str) -> bool:
+def _has_in_brackets(text: str) -> bool:
     return (
-        "[" in text
-        and _END_IN_BRACKETS.search(text) is not None
-        and _CONTROL_IN_BRACKETS.search(text) is not None
+        _END_IN_BRACKETS.search(text) is not None and _CONTROL_IN_BRACKETS.search(text) is not None
     )
 
 
-class Arguments(NamedTuple):
-    """The arguments of a call."""
+def read_arguments(call: Mapping[str, Any], *, where: str) -> tuple[str, Mapping[str, Any]]:
+    """The arguments of a call: JSON text of an object, and its value; raises Rejected.
 
-    json: str
-    """The text of an object, with every number in the digits it came in."""
-    value: Mapping[str, Any]
-
-
-def read_arguments(call: Mapping[str, Any], *, where: str) -> Arguments:
-    """The arguments of a call as a JSON object, blank ones as an empty one; raises Rejected."""
+    The text has every number in the digits it came in. Blank arguments are an empty object.
+    """
     sent = call["function"]["arguments"]
     if not sent.strip():
-        return Arguments("{}", {})
+        return "{}", {}
     try:
         text, value = _respaced(sent)
     except ValueError as e:
@@ -145,7 +143,7 @@ def read_arguments(call: Mapping[str, Any], *, where: str) -> Arguments:
     if not text.startswith("{"):
         place = f"{where} ({call['function']['name']})"
         raise Rejected(Reason.ARGUMENTS_NOT_OBJECT, f"{place}: {text[:40]!r}")
-    return Arguments(text, json.loads(text) if value is None else value)
+    return text, json.loads(text) if value is None else value
 
 
 def content_json(text: str) -> str:
@@ -160,9 +158,9 @@ def content_json(text: str) -> str:
 
 def escape_markers(json_text: str) -> str:
     """JSON text in which no string holds a tag of the format, and that reads the same."""
-    if _holds_in_angles(json_text, _MARKER_IN_ANGLES):
+    if "<" in json_text and _has_in_angles(json_text, _MARKER_IN_ANGLES):
         json_text = _MARKER_IN_ANGLES.sub(r"\\u003c", json_text)
-    if _holds_brackets(json_text):
+    if "[" in json_text and _has_in_brackets(json_text):
         json_text = _MARKER_IN_BRACKETS.sub(r"\\u005b", json_text)
     return json_text
 
@@ -177,14 +175,14 @@ def _respaced(text: str) -> tuple[str, Any]:
     # What a lax reader and a writer give back to the letter was strict: most of what there is.
     try:
         value = orjson.loads(text)
-        spaced = _written(value, 1)
+        spaced = _written(value)
     except (ValueError, TypeError):
         pass
     else:
         if spaced == text or _is_compact(text, value, spaced):
             return spaced, value
     try:
-        return _written(_strict_decoder.decode(text), 1), None
+        return _written(_strict_decoder.decode(text)), None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 
@@ -197,8 +195,8 @@ def _is_compact(text: str, value: Any, spaced: str) -> bool:
     return orjson.dumps(value).decode() == text
 
 
-def _written(value: Any, depth: int) -> str:
-    """JSON of a value; `depth` is that of the value, or 0 where depth does not count."""
+def _written(value: Any, depth: int = 1) -> str:
+    """JSON of a value that is `depth` levels deep; raises ValueError where that is too deep."""
     kind = type(value)
     if kind is str:
         return _text(value)
@@ -207,27 +205,23 @@ def _written(value: Any, depth: int) -> str:
     if kind is _Digits:
         return str.__str__(value)
     if kind is dict:
-        inner = _deeper(depth)
+        if depth > _MAX_DEPTH:
+            raise ValueError(_TOO_DEEP)
         members = [
-            f"{_key(key)}: {_text(member) if type(member) is str else _written(member, inner)}"
+            f"{_key(key)}: {_text(member) if type(member) is str else _written(member, depth + 1)}"
             for key, member in value.items()
         ]
         return f"{{{', '.join(members)}}}"
     if kind is list:
-        inner = _deeper(depth)
-        return f"[{', '.join([_written(element, inner) for element in value])}]"
+        if depth > _MAX_DEPTH:
+            raise ValueError(_TOO_DEEP)
+        return f"[{', '.join([_written(element, depth + 1) for element in value])}]"
     return orjson.dumps(value).decode()
 
 
 @lru_cache(maxsize=4096)
 def _key(key: str) -> str:
     return _text(key)
-
-
-def _deeper(depth: int) -> int:
-    if depth > _MAX_DEPTH:
-        raise ValueError(_TOO_DEEP)
-    return depth + 1 if depth else 0
 
 
 def _text(text: str) -> str:

@@ -145,6 +145,8 @@ def final_answer_call(messages: Sequence[Mapping[str, Any]]) -> ToolCall | None:
         results[message["tool_call_id"]] = message
     else:
         return None
+    if not results:
+        return None
     calls: Sequence[ToolCall] = message.get("tool_calls") or ()
     if results.keys() != {call["id"] for call in calls}:
         return None

@@ -126,14 +126,13 @@ class Statistics:
         self._rows_with_reasoning += with_reasoning > 0
 
     def _add_times(self, turns: Sequence[Mapping[str, Any]]) -> None:
-        if not turns:
-            return
-        first = min([turn["started_at"] for turn in turns])
-        last = max([turn["started_at"] + turn["duration_s"] for turn in turns])
-        if self._first_started_at is None or first < self._first_started_at:
-            self._first_started_at = first
-        if self._last_ended_at is None or last > self._last_ended_at:
-            self._last_ended_at = last
+        for turn in turns:
+            started_at = turn["started_at"]
+            ended_at = started_at + turn["duration_s"]
+            if self._first_started_at is None or started_at < self._first_started_at:
+                self._first_started_at = started_at
+            if self._last_ended_at is None or ended_at > self._last_ended_at:
+                self._last_ended_at = ended_at
 
     def _tool(self, name: str) -> dict[str, Any]:
         success, failure = self._successes[name], self._failures[name]

@@ -58,7 +58,7 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
         entries = [part for entry in entries for part in _split(entry)]
     if entries is conversation.entries:
         return conversation
-    return replace(conversation, entries=entries)
+    return conversation._replace(entries=entries)
 
 
 def _with_short_results(entry: Entry, max_chars: int) -> Entry:
