@@ -9,14 +9,15 @@ from batch.errors import ConfigError
 from batch.run_dir import RunDir
 from batch.worker_link import Executor
 from batch.worker_process import LocalExecutor
+from toolsets.extras import install
 
 
 def check_executor(config: RunConfig) -> None:
     """Raise `ConfigError` where what the executor needs is not installed."""
     if config.executor == "ray" and find_spec("ray") is None:
         msg = (
-            "executor: ray is not installed: pip install 'batch-trajectories[ray]' here and on "
-            "every node, or leave --executor=ray out"
+            f"executor: ray is not installed: {install('ray')}, here and on every node, or leave "
+            "--executor=ray out"
         )
         raise ConfigError(msg)
 

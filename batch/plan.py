@@ -151,8 +151,8 @@ def warn(plan: Plan) -> None:
         url = urlsplit(base_url)
         if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
             say(
-                f"warning: {base_url} is not encrypted: whoever is on the way can read the API "
-                "key, the prompts and the replies; use https"
+                f"warning: {base_url} is not encrypted: whoever is on the way can read the "
+                "prompts, the replies and the API key, if there is one; use https"
             )
 
 

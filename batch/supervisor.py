@@ -228,7 +228,7 @@ class Supervisor:
         if not self._noted:
             self._noted = True
             self._progress.say(
-                f"waiting for the endpoint, which has not answered yet (see --base_url): {message}"
+                f"waiting for the endpoint: no call has succeeded yet (see --base_url): {message}"
             )
 
     def _release(self, worker: WorkerLink, key: bytes) -> None:

@@ -43,7 +43,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory):
-            old = _old_paths(directory)
+            old = earlier_paths(directory)
             judge_answers(source, recipe)
             with Staging(directory) as staging:
                 manifest = _make(source, recipe, staging)
@@ -64,6 +64,25 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
         )
         raise StorageError(msg) from error
     return manifest
+
+
+def earlier_paths(directory: Path) -> set[str]:
+    """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
+    if not (directory / MANIFEST).exists():
+        if any(not path.name.startswith(".export.") for path in directory.iterdir()):
+            msg = f"{directory}: holds files that are no dataset of ours; name another --output"
+            raise ConfigError(msg)
+        return set()
+    manifest = read_manifest(directory)
+    if manifest.get("unfinished"):
+        paths = {str(path) for path in manifest["paths"]}
+    else:
+        paths = {str(file["path"]) for file in listed_files(manifest)}
+    root = directory.resolve()
+    if out := [path for path in paths if not (root / path).resolve().is_relative_to(root)]:
+        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which lies outside; name another --output"
+        raise ConfigError(msg)
+    return paths
 
 
 def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
@@ -126,25 +145,6 @@ def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 def _indented(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
-
-
-def _old_paths(directory: Path) -> set[str]:
-    """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
-    if not (directory / MANIFEST).exists():
-        if any(not path.name.startswith(".export.") for path in directory.iterdir()):
-            msg = f"{directory}: holds files that are no dataset of ours; name another --output"
-            raise ConfigError(msg)
-        return set()
-    manifest = read_manifest(directory)
-    if manifest.get("unfinished"):
-        paths = {str(path) for path in manifest["paths"]}
-    else:
-        paths = {str(file["path"]) for file in listed_files(manifest)}
-    root = directory.resolve()
-    if out := [path for path in paths if not (root / path).resolve().is_relative_to(root)]:
-        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which lies outside; name another --output"
-        raise ConfigError(msg)
-    return paths
 
 
 def _remove(directory: Path, paths: set[str]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from batch.errors import ConfigError
+from toolsets.extras import install
 
 
 def missing(what: str, extra: str) -> ConfigError:
     """The error for a choice whose packages are not installed."""
-    return ConfigError(f"{what} needs more packages: pip install 'batch-trajectories[{extra}]'")
+    return ConfigError(f"{what} needs more packages: {install(extra)}")

@@ -74,10 +74,7 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now(UTC).strftime(form)
     try:
-        source = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            source = json.loads(source)["chat_template"]
-        template = environment.from_string(source)
+        template = environment.from_string(_source(path))
     except (OSError, ValueError, KeyError, TypeError, TemplateError) as error:
         msg = f"{path}: cannot read this chat template: {error}"
         raise ConfigError(msg) from error
@@ -104,6 +101,28 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
         return Rendered(*_without_marks(text), dropped)
 
     return render
+
+
+def _source(path: Path) -> str:
+    """The text of a template; raises ValueError for a tokenizer's file that has none.
+
+    The file may hold it, or several by name, of which the one for tools counts; newer ones have it
+    beside them.
+    """
+    source = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        return source
+    held = json.loads(source).get("chat_template")
+    if isinstance(held, list):
+        named = {one["name"]: one["template"] for one in held}
+        held = named.get("tool_use", named.get("default"))
+    beside = path.with_name("chat_template.jinja")
+    if held is None and beside.exists():
+        held = beside.read_text(encoding="utf-8")
+    if not isinstance(held, str):
+        msg = f"it holds no chat_template, and there is no {beside.name} beside it"
+        raise ValueError(msg)
+    return held
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:

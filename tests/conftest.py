@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
+
+# What starts the tests may ignore these, as nohup does, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples on every machine, however slow it is: a failure is of the code, not of the day.
 settings.register_profile(

@@ -654,6 +654,9 @@ class TestCommand:
         assert ids(dataset / "openai" / "train.jsonl") == ["t0", "t1"]
         assert not (tmp_path / "r.jsonl").exists()
         assert run(tmp_path, "export", source.run_dir, "--check").returncode == 0
+        other = run(tmp_path, "export", source.run_dir, format="openai")
+        assert "takes the place of the one before: atif/train.jsonl;" in other.stderr
+        assert not (dataset / "atif").exists()
         (dataset / "README.md").unlink()
         checked = run(tmp_path, "export", source.run_dir, "--check")
         assert (checked.returncode, checked.stdout) == (1, "")

@@ -116,10 +116,23 @@ def test_a_tokenizer_config_holds_its_template(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "Hi."}], "tools": "[]"}
     found = load_template(path)(row)
     assert found == Rendered("1", [], ["message 1 (user), content"])
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    path.write_text(json.dumps({"chat_template": named}))
+    assert load_template(path)(row).text == "t"
     for content in ("{}", "{"):
         path.write_text(content)
         with pytest.raises(ConfigError, match="cannot read this chat template"):
             load_template(path)
+
+
+def test_newer_tokenizers_have_their_template_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"no chat_template\.jinja beside it"):
+        load_template(path)
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    row = {"messages": [{"role": "user", "content": "Hi."}], "tools": "[]"}
+    assert load_template(path)(row).text == "beside"
 
 
 def test_the_command_shows_rows_and_sums_up_what_is_dropped(tmp_path: Path) -> None:

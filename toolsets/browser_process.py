@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from toolsets.browser_proxy import Proxy
 from toolsets.bwrap import bwrap_problem, python_options, system_options
 from toolsets.errors import ToolError
+from toolsets.extras import install
 from toolsets.interpreter import python_bin
 from toolsets.web_guard import Guard
 
@@ -55,7 +56,7 @@ _UNSHARE = (
 def browser_problem() -> str | None:
     """Why the browser cannot be offered here, and what to install; None where it can."""
     if find_spec("playwright") is None:
-        return "it needs a further package: pip install 'batch-trajectories[browser]'"
+        return f"it needs a further package: {install('browser')}"
     named = os.environ.get(VARIABLE)
     if _executable() is not None:
         return None

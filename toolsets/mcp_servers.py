@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolsets.errors import HostError
+from toolsets.extras import install
 from toolsets.mcp_link import Link, StartError
 from toolsets.mcp_settings import ListedTool, McpServer
 from toolsets.registry import Toolset
@@ -36,7 +37,7 @@ async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer 
     Gives each server with what it offers, or why it cannot be used.
     """
     if servers and find_spec("mcp") is None:
-        missing = McpError("mcp: the MCP SDK is missing: pip install 'batch-trajectories[mcp]'")
+        missing = McpError(f"mcp: the MCP SDK is missing: {install('mcp')}")
         return dict.fromkeys(servers, missing)
     starts = asyncio.Semaphore(_STARTS_AT_A_TIME)
     tasks = [_list(name, server, starts) for name, server in servers.items()]

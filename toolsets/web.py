@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from toolsets.errors import ToolError
+from toolsets.extras import install
 from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult, tool
 from toolsets.web_cache import WebCache
@@ -22,7 +23,7 @@ def web_problem() -> str | None:
     """Why the web tools cannot be offered here, and what to install; None where they can."""
     if all(find_spec(package) is not None for package in _PACKAGES):
         return None
-    return "it needs further packages: pip install 'batch-trajectories[web]'"
+    return f"it needs further packages: {install('web')}"
 
 
 @tool(idempotent=True)
