@@ -109,8 +109,8 @@ def find_run(run: str, output_dir: Path) -> tuple[Path, dict[str, Any], RunConfi
     """
     path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
     refuse_strange_files(path)
-    refuse_lost_records(path)
     identity = read_run_json(path)
+    refuse_lost_records(path)
     try:
         return path, identity, RunConfig.model_validate(identity["config"])
     except ValidationError as error:
