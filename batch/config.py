@@ -17,6 +17,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    JsonValue,
     model_validator,
 )
 
@@ -170,7 +171,7 @@ class RunConfig(AgentOptions):
     max_tokens: PositiveInt | None = meaning(
         None, "Bound on tokens per reply; unset sends none (16,000 for Anthropic)."
     )
-    extra_body: Annotated[dict[str, Any] | None, BeforeValidator(parse_json)] = meaning(
+    extra_body: Annotated[dict[str, JsonValue] | None, BeforeValidator(parse_json)] = meaning(
         None, "JSON object merged into every request body, for options of one provider."
     )
     reasoning_effort: Effort | None = meaning(

@@ -13,11 +13,28 @@ from pydantic import ValidationError
 
 from agent.options import split_commas
 from batch.config import RunConfig
+from batch.endpoint import HOLDS_SECRET
 from batch.errors import ConfigError
 from toolsets.text import clip
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes no key twice in one mapping: the last would win, and nobody would be told."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here, because later on the keys of merged mappings stand among those of the file.
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                words = f"the key {key.value!r} stands twice in one mapping"
+                raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return node
 
 
 def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
@@ -26,6 +43,10 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     Input paths in the file are relative to the file; flags are relative to the current
     directory. Raises `ConfigError` naming the file, the key and what is allowed.
     """
+    for key, value in flags.items():
+        if isinstance(value, str | Path) and not _is_utf8(str(value)):
+            msg = f"--{key}: not UTF-8 (got {clip(repr(str(value)), max_chars=200)})"
+            raise ConfigError(msg)
     values = _read_config(config_file) if config_file is not None else {}
     values.update(flags)
     path = values.get("prefill_messages_file")
@@ -36,6 +57,15 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     except ValidationError as error:
         lines = [_explain(detail, config_file, flags) for detail in error.errors()]
         raise ConfigError("\n".join(lines)) from error
+
+
+def _is_utf8(text: str) -> bool:
+    """Of what a shell gave in other bytes, Python makes halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_json(path: Path) -> Any:
@@ -52,7 +82,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     Raises `ConfigError`.
     """
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         msg = f"{path}: cannot read this {kind}: {reason}"
@@ -64,6 +94,9 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
         raise ConfigError(msg) from error
     except yaml.YAMLError as error:
         msg = f"{path}: not YAML: {error}"
+        raise ConfigError(msg) from error
+    except RecursionError as error:
+        msg = f"{path}: cannot read this {kind}: nested too deeply"
         raise ConfigError(msg) from error
     if not isinstance(loaded, dict):
         msg = f"{path}: a {kind} holds `key: value` lines"
@@ -110,4 +143,6 @@ def _explain(detail: Any, config_file: Path | None, flags: Mapping[str, Any]) ->
         near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see --help for the known ones"
         return f"{place}: unknown key; {hint}"
+    if detail["type"] == HOLDS_SECRET:
+        return f"{place}: {reason}"
     return f"{place}: {reason} (got {clip(repr(detail['input']), max_chars=200)})"

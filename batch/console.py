@@ -20,7 +20,9 @@ def show(result: str) -> None:
     """Print a result on standard output."""
     try:
         print(result, flush=True)
-    except OSError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            say(f"error: cannot write the result: {error.strerror or error}")
         # The interpreter would try once more to write what is buffered, at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

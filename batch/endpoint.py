@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
 
 from agent.models.names import Endpoint
 from agent.options import PositiveFloat, PositiveInt
+
+HOLDS_SECRET: Final = "holds_secret"
+"""Type of the error for a value that may hold a secret, and so is not to be shown."""
 
 
 def check_url(value: str) -> str:
@@ -22,7 +26,8 @@ def check_url(value: str) -> str:
         raise ValueError(msg)
     if url.username is not None or url.query:
         msg = "must hold no password and no query, which would be written into files; see key_env"
-        raise ValueError(msg)
+        raise PydanticCustomError(HOLDS_SECRET, msg)
+    _ = url.port  # raises where that is no port
     return value.rstrip("/")
 
 
@@ -49,7 +54,7 @@ class EndpointConfig(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: PositiveInt | None = None
     reasoning_effort: Effort | None = None
-    extra_body: dict[str, Any] | None = None
+    extra_body: dict[str, JsonValue] | None = None
     max_in_flight: PositiveInt | None = None
     rpm: PositiveFloat | None = None
     tpm: PositiveFloat | None = None

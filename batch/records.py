@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from batch.errors import RunDirError
 from batch.files import AppendFile, repair_tail, set_aside, sync_directory, temporary_for
 from batch.index import MARK, ROW_BYTES, Index, RowMaker, right_rows
 from batch.index import Entry as Entry
@@ -69,6 +70,21 @@ class RecordFile:
     def _write_rows(self) -> None:
         rows, self._rows = bytes(self._rows), bytearray()
         self._index.append(rows)
+
+
+def refuse_lost_records(run_dir: Path) -> None:
+    """Raise `RunDirError` if all records are gone that the index tells of.
+
+    The run would ask, and pay, for all of it again, and an export would empty the training file.
+    """
+    records, index = run_dir / "records.jsonl", run_dir / "records.idx"
+    if _size(records) == 0 and _size(index) > ROW_BYTES:
+        msg = (
+            f"{records}: {'empty' if records.exists() else 'missing'}, but {index.name} tells of "
+            "records that it held; put the file of this run back in its place, or remove "
+            f"{index.name} to go on without them"
+        )
+        raise RunDirError(msg)
 
 
 def load_index(run_dir: Path) -> Index:

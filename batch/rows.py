@@ -105,6 +105,9 @@ def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, int, bytes]]:
         if path.is_dir():
             msg = f"{path} is a directory; give the JSONL file itself"
             raise DatasetError(msg)
+        if path.exists() and not path.is_file():
+            msg = f"{path} is a pipe or device, and rows are read again later; give a plain file"
+            raise DatasetError(msg)
         with path.open("rb", buffering=_BLOCK) as file:
             start = file.read(4)
             file.seek(0)

@@ -39,6 +39,7 @@ from batch.files import refuse_strange_files, replace_file, storage_error
 from batch.kept_scan import NAME, keep_scan
 from batch.meaning import default_meaning, digest_of, meaning_of
 from batch.prompts import Scan
+from batch.records import refuse_lost_records
 
 SCHEMA_VERSION = 2
 """Of records and run.json; raised when a reader of the older form would misread the newer."""
@@ -130,6 +131,7 @@ def open_run(
         path.mkdir(exist_ok=True, mode=0o700)
         if not fresh:
             refuse_strange_files(path)
+            refuse_lost_records(path)
         lock_fd = _lock(path)
         if fresh and any(entry.name != "lock" for entry in path.iterdir()):
             # Still locked while it moves, so no other process can begin to work in it.

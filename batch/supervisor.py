@@ -102,7 +102,7 @@ class Supervisor:
         `EnvironmentStop` where the records cannot be written or no worker starts.
         """
         try:
-            for _ in range(self._config.num_workers):
+            for _ in range(min(self._config.num_workers, self._progress.left)):
                 self._crew.start(self._setup)
             while not self._is_over():
                 self._take_in()

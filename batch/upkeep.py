@@ -17,6 +17,7 @@ from batch.errors import DatasetError, RunDirError
 from batch.files import refuse_strange_files
 from batch.kept_scan import NAME, scan_with
 from batch.prompts import Scan, scan
+from batch.records import refuse_lost_records
 from batch.repair import owed_in_words, repair_run
 from batch.run_dir import locked, read_run_json, refuse_held
 from batch.shards import parse_shard
@@ -109,6 +110,7 @@ def find_run(run: str, output_dir: Path) -> tuple[Path, dict[str, Any], RunConfi
     path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
     refuse_strange_files(path)
     identity = read_run_json(path)
+    refuse_lost_records(path)
     try:
         return path, identity, RunConfig.model_validate(identity["config"])
     except ValidationError as error:

@@ -20,6 +20,8 @@ from report.rows import row_of
 from report.stored import stored_records
 from report.training import training_form
 
+_BEGINNING = b"<!doctype html>"
+
 
 class Written(NamedTuple):
     """What `write_report` wrote."""
@@ -42,6 +44,9 @@ def write_report(
     path = output or run_dir / "report.html"
     if path.is_dir() or not path.parent.is_dir():
         msg = f"{path}: cannot write the report there; --output names a file in a directory"
+        raise RunDirError(msg)
+    if path.exists() and not _is_page(path):
+        msg = f"{path}: is there and is no report; --output names a new file, or an older report"
         raise RunDirError(msg)
     report_id = secrets.token_hex(8)
     directory = path.with_name(f"{path.stem}_files")
@@ -77,6 +82,14 @@ def write_report(
     }
     replace_file(path, render_page(meta, rows=rows, records=records))
     return Written(path, count, directory if row_pieces else None)
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file may be replaced by a page: records and training files may not."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)).lower() in (_BEGINNING, b"")
 
 
 def _about(run: dict[str, Any], run_dir: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ def write(path: Path, *lines: object) -> Path:
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     path.write_bytes(b"\n".join(texts) + b"\n")
     return path
+
+
+def test_a_pipe_is_named_instead_of_waited_for(tmp_path: Path) -> None:
+    """It is read more than once, and one without a writer never ends."""
+    os.mkfifo(tmp_path / "p.jsonl")
+    with pytest.raises(DatasetError, match=r"p\.jsonl is a pipe or device.*give a plain file"):
+        scan(tmp_path / "p.jsonl", max_samples=None)
 
 
 def all_tasks(path: Path, num_samples: int = 1, max_samples: int | None = None) -> list[Task]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tracemalloc
 from html.parser import HTMLParser
@@ -285,3 +286,17 @@ def test_embedded_json_is_the_same_json() -> None:
     text = json.dumps({HOSTILE: [HOSTILE, "<", "\\u003c", "\\<"]}, ensure_ascii=False)
     assert b"<" not in embedded(text.encode())
     assert json.loads(embedded(text.encode())) == json.loads(text)
+
+
+def test_a_report_replaces_nothing_but_a_report(run_dir: Path, tmp_path: Path) -> None:
+    """A slip in --output must not cost the records or the training file."""
+    os.mkfifo(tmp_path / "pipe")
+    for kept in (run_dir / "records.jsonl", run_dir.with_suffix(".jsonl"), tmp_path / "pipe"):
+        before = kept.stat()
+        with pytest.raises(RunDirError, match="is there and is no report"):
+            write_report(run_dir, kept)
+        assert kept.stat() == before
+    page = tmp_path / "page.html"
+    page.touch()
+    for _ in range(2):
+        assert write_report(run_dir, page).path.read_text().startswith("<!doctype html>")

@@ -135,6 +135,18 @@ def test_the_training_file_does_not_depend_on_workers_or_order(tmp_path: Path) -
     assert files[0] == files[1]
 
 
+def test_no_more_workers_start_than_there_are_tasks(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 1)
+    with (
+        FakeEndpoint(turns=1, latency_s=1.0) as endpoint,
+        started(tmp_path, **options(endpoint, num_workers=5)) as process,
+    ):
+        wait_until(lambda: endpoint.journal()["requests"])
+        assert len(workers_of(process.pid)) == 1
+        assert process.wait() == 0
+    assert_sums_agree(tmp_path)
+
+
 def crash_loop(cwd: Path, *, prompts: int, kills: int, seed: int) -> dict[str, int]:
     """Kill the whole process group `kills` times at random moments, then let it finish.
 
@@ -262,11 +274,11 @@ def test_commands_obey_signals(tmp_path: Path, sandbox: str) -> None:
 def test_an_interrupt_during_start_up_has_its_exit_code(tmp_path: Path) -> None:
     """Exit code 1 would read as: complete, some tasks failed."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "x" * 1000}) + "\n")
-    os.mkfifo(tmp_path / "fifo.jsonl")
-    given = {**RUN, "model": "openai:m", "key_env": "none", "dataset_file": "fifo.jsonl"}
+    os.mkfifo(tmp_path / "fifo.json")
+    given = {**RUN, "model": "openai:m", "key_env": "none", "prefill_messages_file": "fifo.json"}
     for number in (signal.SIGINT, signal.SIGTERM):
         with started(tmp_path, **given) as process:
-            # It now waits for somebody to write the dataset.
+            # It now waits for somebody to write the messages.
             wait_until(lambda: "fifo" in stack_of(process.pid))
             process.send_signal(number)
             assert process.wait(timeout=10) == 128 + number

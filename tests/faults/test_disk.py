@@ -225,3 +225,21 @@ def test_what_is_no_file_of_a_run_is_named_before_anything_is_done(tmp_path: Pat
     records.unlink()
     kept.rename(records)
     judge_run_dir(records.parent, tasks=1)
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_lost_records_are_neither_paid_again_nor_exported(tmp_path: Path, is_emptied: bool) -> None:
+    """The training file may be all that is left of them."""
+    scripted_rows(tmp_path, 2)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    run_dir = tmp_path / "trajectories" / "r"
+    kept = (run_dir / "records.jsonl").rename(tmp_path / "kept")
+    if is_emptied:
+        (run_dir / "records.jsonl").touch()
+    exported = run_dir.with_suffix(".jsonl").read_bytes()
+    for refused in (run(tmp_path, **SCRIPTED), run(tmp_path, "export", "r")):
+        assert refused.returncode == 2
+        assert "r/records.jsonl: " + ("empty" if is_emptied else "missing") in refused.stderr
+    assert run_dir.with_suffix(".jsonl").read_bytes() == exported
+    kept.rename(run_dir / "records.jsonl")
+    judge_run_dir(run_dir, tasks=2)

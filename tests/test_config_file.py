@@ -1,0 +1,86 @@
+"""Slips in a config file and in flags: each is one line that names its place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch.config_file import load_config
+from batch.errors import ConfigError
+from tests.running import command, run, write_prompts
+
+FLAGS: dict[str, Any] = {"run_name": "r", "dataset_file": "p.jsonl"}
+
+
+def refused(tmp_path: Path, text: str = "", **flags: Any) -> str:
+    """What is said of a config file with this text, and these flags on top."""
+    (tmp_path / "run.yaml").write_text(text or "num_workers: 1\n")
+    with pytest.raises(ConfigError) as told:
+        load_config(tmp_path / "run.yaml", FLAGS | flags)
+    return str(told.value).replace(f"{tmp_path}/", "")
+
+
+def test_a_key_that_stands_twice_is_named_instead_of_the_last_one_taken(tmp_path: Path) -> None:
+    text = "model: openai:cheap\nseed: 1\nmodel: openai:dear\n"
+    assert refused(tmp_path, text) == (
+        "run.yaml:3:1: not YAML: the key 'model' stands twice in one mapping"
+    )
+    assert "run.yaml:3:3: not YAML: the key 'a'" in refused(tmp_path, "extra_body:\n  a: 1\n  a: 2")
+
+
+def test_merged_mappings_may_be_overridden(tmp_path: Path) -> None:
+    text = "extra_body:\n  a: &a {x: 1, y: 1}\n  b: &b {<<: *a, x: 2}\n  c: {<<: *b, y: 3}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(tmp_path / "run.yaml", FLAGS)
+    assert config.extra_body == {
+        "a": {"x": 1, "y": 1},
+        "b": {"x": 2, "y": 1},
+        "c": {"x": 2, "y": 3},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("&b {a: *b}", "run.yaml: extra_body, in a"),
+        ("{a: !!binary aGVsbG8=}", "run.yaml: extra_body, in a"),
+        ("[" * 3000 + "]" * 3000, "run.yaml: cannot read this config file: nested too deeply"),
+    ],
+)
+def test_what_is_no_json_cannot_be_sent(tmp_path: Path, value: str, reason: str) -> None:
+    assert refused(tmp_path, f"extra_body: {value}\n").startswith(reason)
+
+
+def test_a_port_that_is_none_uses_up_no_attempts(tmp_path: Path) -> None:
+    assert "--base_url: Port out of range" in refused(
+        tmp_path, base_url="http://127.0.0.1:99999/v1"
+    )
+
+
+@pytest.mark.parametrize("url", ["http://me:canary@host/v1", "http://host/v1?key=canary"])
+def test_a_secret_in_a_url_is_not_shown(tmp_path: Path, url: str) -> None:
+    told = [refused(tmp_path, base_url=url)]
+    told += [refused(tmp_path, f"base_url: {url}\n")]
+    told += [refused(tmp_path, f"endpoints: {{mine: {{base_url: '{url}'}}}}\n")]
+    for words in told:
+        assert "must hold no password and no query" in words
+        assert "canary" not in words
+
+
+def test_a_flag_in_other_bytes_than_utf8_is_named(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 1)
+    latin = os.fsdecode("Grüße".encode("latin-1"))
+    done = run(tmp_path, system_prompt=latin, model="scripted", **FLAGS)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --system_prompt: not UTF-8 (got 'Gr")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_result_that_could_not_be_written_is_told_of(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command("errors"), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == "error: cannot write the result: No space left on device\n"
