@@ -385,6 +385,21 @@ def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> No
     assert (paid["api_calls"], paid["cost_usd"], paid["usage"]["input_tokens"]) == (2, 0.5, 14)
 
 
+def test_what_was_unusual_about_a_parent_is_not_so_of_its_branch(tmp_path: Path) -> None:
+    look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
+    write = {"tool_calls": [{"name": "write_file", "arguments": {"path": "f", "content": ""}}]}
+    script = [{"content": " "}, look, look, write, {"content": "done"}]
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": script})
+    parent = run(tmp_path, **SCRIPTED, max_reasks=1)
+    assert parent.returncode == 0, parent.stderr
+    assert row_of(records(tmp_path, "r")[0])["flags"] == ["notes", "discarded replies"]
+    for turn, flags in ((2, ["notes"]), (3, [])):  # the note is made of what follows turn 2
+        name = f"b{turn}"
+        done = run(tmp_path, "fork", "r", f"--at_turn={turn}", "--n=1", run_name=name)
+        assert done.returncode == 0, done.stderr
+        assert row_of(records(tmp_path, name)[0])["flags"] == flags
+
+
 def until(events: list[Event], turn: int) -> list[Event]:
     """The events up to the last result of a turn."""
     ends = [
