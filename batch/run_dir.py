@@ -167,7 +167,7 @@ def litter_of(path: Path) -> list[Path]:
     inside = (path, path / "exports", path / "quarantine")
     found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
     left = [file for file in found if not file.is_dir()]
-    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork)?\.jsonl\.\d+\.tmp")
+    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+\.tmp")
     return left + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
 
 
