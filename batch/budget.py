@@ -159,6 +159,7 @@ class Ledger:
         """Write one line; raises `StorageError`. The file is there from the first one on."""
         if self._file is None:
             self._file = AppendFile(self._path)
+        self._file.check_is_there()
         line = {"kind": kind, "usd": amount.usd, "tokens": amount.tokens}
         self._file.append(orjson.dumps(line) + b"\n")
         self._count(kind, amount.usd, amount.tokens)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -233,7 +234,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
 
 def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
     """Remove what workers that died left of conversations that have ended since."""
-    if any(run_dir.workspaces.iterdir()) or segments(run_dir.inflight):
+    if _listed(run_dir.workspaces) or segments(run_dir.inflight):
         settled = Settled(load_index(run_dir.path), max_attempts)
         _remove_workspaces(run_dir, settled)
         Inflight(run_dir.inflight).read(settled=settled)
@@ -244,7 +245,7 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
 
     Names that are not ours and directories that resist are left and logged.
     """
-    for path in run_dir.workspaces.iterdir():
+    for path in _listed(run_dir.workspaces):
         try:
             if path.name.startswith(TEMPORARY):
                 path.unlink()
@@ -252,6 +253,11 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
                 remove_tree(path)
         except (ValueError, OSError) as error:
             log.warning("left alone: %s: %s", path, error)
+
+
+def _listed(directory: Path) -> list[Path]:
+    """What is in a directory; nothing where somebody has removed it meanwhile."""
+    return list(directory.iterdir()) if directory.is_dir() else []
 
 
 @contextmanager

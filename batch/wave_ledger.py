@@ -118,6 +118,7 @@ class WaveLedger:
     def _append(self, line: dict[str, Any]) -> None:
         if self._file is None:
             self._file = AppendFile(self._path)
+        self._file.check_is_there()
         self._file.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         self._file.sync()
 
