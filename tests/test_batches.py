@@ -278,6 +278,9 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
                 os.kill(process.pid, number)
                 process.wait()
                 killed[(noted(cwd) or ["nothing"])[-1]] += 1
+                if noted(cwd):  # what a kill leaves is no damage
+                    found = check_run(cwd / "trajectories" / "r").found
+                    assert not [one for one in found if one.file.name == "batches.jsonl"]
         done = run(cwd, BY_BATCH, **given)
         assert done.returncode == 0, done.stderr + (cwd / "output.txt").read_text()
         assert not api.paid_twice, f"seed {seed}, {killed}"

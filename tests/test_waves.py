@@ -378,16 +378,18 @@ def test_results_are_there_for_whoever_asks_again(tmp_path: Path) -> None:
     asyncio.run(ask())
 
 
-def test_lost_results_are_fetched_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [b"{", b"", b"7\n"])
+def test_lost_results_are_fetched_again(tmp_path: Path, left: bytes) -> None:
     async def ask() -> None:
         with FakeBatches() as api:
             async with office(tmp_path, api) as desks:
                 first = await all_of(desks, ["a"])
             (results,) = (tmp_path / "batches").iterdir()
-            results.write_bytes(b"{")
+            results.write_bytes(left)
             before = sum_up(tmp_path)
             with (tmp_path / "batches.jsonl").open("ab") as file:
                 file.write(b'{"kind":"collected"}\n{"kind":[]}\n7\n{"kind":"live","calls\n')
+                file.write(b'{"kind":"gathered","wave":"w","model":"m","at":1,"items":[3]}\n')
             async with office(tmp_path, api) as desks:
                 assert await all_of(desks, ["a"]) == first
             assert len(api.batches) == 1
