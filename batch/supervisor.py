@@ -64,10 +64,12 @@ class Supervisor:
         inflight: Inflight,
         progress: Progress,
         spent: Amount,
+        held: dict[bytes, dict[str, list[Any]]],
         ledger: Ledger,
         waves: Waves,
     ) -> None:
-        """`spent` is what the run has used up of its budget before this start."""
+        """`spent` is what the run has used up of its budget before this start; of that, `held` is
+        set aside for calls in batches, by task and call."""
         self._run_dir = run_dir
         self._config = config
         self._setups = setups
@@ -78,6 +80,7 @@ class Supervisor:
         self._inflight = inflight
         self._progress = progress
         self._waves = waves
+        self._held = held
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
         self.limits = RunLimits(bounds_of(config, setups))
@@ -201,7 +204,7 @@ class Supervisor:
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
             case "ask":
-                self._waves.ask(worker, header["id"], header["model"], payload)
+                self._waves.ask(worker, header["id"], header["model"], payload, header["most"])
             case "load":
                 self.limits.on_load(worker, header["endpoint"], header["load"])
             case "refused":
@@ -357,6 +360,8 @@ class Supervisor:
             deal=self._inflight.next_deal(task.key),
             events=self._inflight.events(task.key),
             place=self._inflight.workspace_place(task.key),
+            # Once: a worker that dies with it may have had the answer, and booked it.
+            held=self._held.pop(task.key, {}),
         )
         worker.held[task.key] = (task, attempt)
         return deal

@@ -3,7 +3,8 @@
 A wave is the calls of one batch. Each step is a line of `batches.jsonl`, on disk before the next
 is taken:
 
-gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent
+gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent. Under a budget
+                                            `most` says what is set aside for each
 sending {"wave", "at", "upload", "bytes"}   the provider is about to be asked to create the batch
 created {"wave", "at", "batch"}             it has done so, and the calls cost from here on
 collected {"wave", "at", "replies", …}      the results are in batches/WAVE.results
@@ -62,6 +63,8 @@ class Wave:
     """See `name_of`."""
     ids: list[str]
     """Of its calls, as workers know them."""
+    most: list[list[Any]] = field(default_factory=list)
+    """What of the run's budget is set aside for each: dollars and tokens. Empty without one."""
     state: State = "gathered"
     sent_at: float = 0.0
     """Epoch seconds before it can have been created."""
@@ -239,8 +242,16 @@ def read_line(text: bytes) -> dict[str, Any] | None:
     if fields is None or not all(isinstance(line.get(key), fields[key]) for key in fields):
         return None
     calls = line.get("items", [])
+    most = line.get("most", [])
     are_calls = all(isinstance(id, str) and _CALL.fullmatch(id) for id in calls)
-    return line if are_calls else None
+    return line if are_calls and _are_amounts(most, len(calls)) else None
+
+
+def _are_amounts(most: Any, calls: int) -> bool:
+    if not isinstance(most, list) or len(most) not in (0, calls):
+        return False
+    pairs = all(isinstance(one, list) and len(one) == 2 for one in most)
+    return pairs and all(isinstance(number, _NUMBER) for one in most for number in one)
 
 
 def index_of(results: Path, wave: Wave) -> dict[str, tuple[int, int]]:
@@ -275,6 +286,20 @@ def calls_kept(run_dir: Path, is_settled: Callable[[str], bool]) -> int:
     return sum(not is_settled(id) for wave in kept for id in wave.ids)
 
 
+def held_in(run_dir: Path, is_settled: Callable[[str], bool]) -> dict[str, list[Any]]:
+    """What the starts before have set aside for calls that no batch has answered, by their ids.
+
+    It was lent and never given back: a worker can only book a call, and give back what is left,
+    when it has an answer, and there is none before a wave is collected.
+    """
+    found: dict[str, list[Any]] = {}
+    for wave in waves_in(run_dir / "batches.jsonl"):
+        if wave.state in ("gathered", "sending", "created"):
+            amounts = zip(wave.ids, wave.most, strict=False)
+            found |= {id: most for id, most in amounts if not is_settled(id)}
+    return found
+
+
 def waves_in(path: Path) -> Iterable[Wave]:
     """The waves that a `batches.jsonl` tells of, as they are after its last line."""
     waves: dict[str, Wave] = {}
@@ -291,7 +316,8 @@ def waves_in(path: Path) -> Iterable[Wave]:
 def apply_step(waves: dict[str, Wave], line: dict[str, Any]) -> None:
     """Change `waves`, by name, by one line. Raises `KeyError` where its wave is not known."""
     if line["kind"] == "gathered" and line["wave"] not in waves:
-        waves[line["wave"]] = Wave(line["wave"], line["model"], line["items"])
+        name, most = line["wave"], line.get("most", [])
+        waves[name] = Wave(name, line["model"], line["items"], most)
         return
     if line["kind"] == "live":
         return
