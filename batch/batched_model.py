@@ -45,13 +45,16 @@ class Desk:
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
         self._is_stopping = False
 
-    async def ask(self, id: str, settings: ModelSettings, body: bytes) -> Answer:
-        """Have a call made by a batch; raises `Stopped`."""
+    async def ask(
+        self, id: str, settings: ModelSettings, body: bytes, most: Amount | None = None
+    ) -> Answer:
+        """Have a call made by a batch, for which `most` is set aside; raises `Stopped`."""
         if self._is_stopping:
             raise Stopped
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
-        self._send("ask", body, id=id, model=name_of(settings))
+        told = None if most is None else most.to_json()
+        self._send("ask", body, id=id, model=name_of(settings), most=told)
         try:
             return await answer
         finally:
@@ -83,10 +86,12 @@ class BatchedModel:
         purse: Purse,
         task: bytes,
         used: set[str],
+        held: dict[str, Amount],
     ) -> None:
         """`gate` is that of the live calls, told when the endpoint answers.
 
-        `used` are the ids of the task's calls that have their replies; it is kept up to date.
+        `used` are the ids of the task's calls that have their replies, `held` what earlier starts
+        have set aside for others; both are kept up to date.
         """
         self._live = live
         self._settings = live.asked
@@ -95,6 +100,7 @@ class BatchedModel:
         self._purse = purse
         self._task = task
         self._used = used
+        self._held = held
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
@@ -124,10 +130,14 @@ class BatchedModel:
         most = Amount()
         if self._purse.is_kept:
             most = self._purse.amount_of(claim(request, self._settings, by_batch=True))
-            await self._purse.set_aside(most)
+            held = self._held.pop(id, None)
+            if held is not None and held.covers(most):
+                self._purse.take_over(most)
+            else:
+                await self._purse.set_aside(most)
         may_cost, completion = True, None  # who stops waiting leaves a batch behind
         try:
-            answer = await self._ask(id, request)
+            answer = await self._ask(id, request, most if self._purse.is_kept else None)
             may_cost = answer.how == "reply"
             completion = self._read(answer.reply) if may_cost else None
         finally:
@@ -138,10 +148,10 @@ class BatchedModel:
                     self._purse.give_back(most)
         return completion
 
-    async def _ask(self, id: str, request: Request) -> Answer:
+    async def _ask(self, id: str, request: Request, most: Amount | None) -> Answer:
         while True:
             body = body_of(request, self._live.settings)
-            answer = await self._desk.ask(id, self._settings, body)
+            answer = await self._desk.ask(id, self._settings, body, most)
             if answer.how != "again":
                 return answer
 

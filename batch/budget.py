@@ -159,6 +159,7 @@ class Ledger:
         """Write one line; raises `StorageError`. The file is there from the first one on."""
         if self._file is None:
             self._file = AppendFile(self._path)
+        self._file.check_is_there()
         line = {"kind": kind, "usd": amount.usd, "tokens": amount.tokens}
         self._file.append(orjson.dumps(line) + b"\n")
         self._count(kind, amount.usd, amount.tokens)
@@ -174,14 +175,16 @@ class Ledger:
         self.balance = self.balance + amount if kind == "lent" else self.balance - amount
 
 
-def spent_before(records: Iterable[Entry], inflight: Inflight, ledger: Ledger) -> Amount:
+def spent_before(
+    records: Iterable[Entry], inflight: Inflight, ledger: Ledger, *, held: Iterable[Amount] = ()
+) -> Amount:
     """What the starts before have used up.
 
     By `records`, those that later attempts have replaced included, and by the journals of the
     rest; or by the ledger, where that is more: it knows what calls may have cost whose replies
-    never arrived, or did not tell.
+    never arrived, or did not tell. `held` is set aside for calls in batches, which go on to use it.
     """
-    spent = Amount()
+    spent = sum(held, Amount())
     for entry in records:
         tokens = (entry.input_tokens or 0) + (entry.output_tokens or 0)
         spent += Amount(entry.cost_usd or 0.0, tokens)

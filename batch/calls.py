@@ -100,7 +100,7 @@ class Calls:
         assert self._desk is not None
         self._desk.on_answer(id, how, reply)
 
-    def by_batch(self, model: Model, task: bytes, used: set[str]) -> Model:
+    def by_batch(self, model: Model, task: bytes, used: set[str], held: dict[str, Amount]) -> Model:
         """The model by which a task asks; see `BatchedModel`. Scripts need no batches."""
         if self._desk is None or not isinstance(model, PatientModel):
             return model
@@ -111,6 +111,7 @@ class Calls:
             purse=self._purse,
             task=task,
             used=used,
+            held=held,
         )
 
     def on_loan(self, amount: list[Any]) -> None:

@@ -73,7 +73,8 @@ class FailureFile:
             )
 
     def sync(self) -> None:
-        """Make all lines survive a power loss."""
+        """Make all lines survive a power loss. Raises `StorageError`."""
+        self._file.check_is_there()
         self._file.sync()
 
     def close(self) -> None:

@@ -85,12 +85,30 @@ class AppendFile:
 
         A file that has no name any more takes everything and keeps nothing.
         """
-        if os.fstat(self._fd).st_nlink == 0:
+        if self.was_removed():
             msg = (
                 f"{self.path}: it was removed or replaced while the run wrote to it. What it held "
                 "is lost unless you put it back; then run the same command again to go on."
             )
             raise StorageError(msg)
+
+    def was_removed(self) -> bool:
+        """Whether the file has no name any more, as after a removal or a replacement."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    def put_back(self) -> None:
+        """Write a file that was removed anew, whole: what is open can still be read.
+
+        Raises `StorageError`.
+        """
+        try:
+            content = Path(f"/proc/self/fd/{self._fd}").read_bytes()
+            replace_file(self.path, content)
+            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            os.dup2(fd, self._fd, inheritable=False)  # a thread may be syncing it
+            os.close(fd)
+        except OSError as error:
+            raise storage_error(self.path, error) from error
 
     def close(self) -> None:
         """Close the file; appended lines stay."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import filecmp
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ import orjson
 from agent.prefix import NotForkable, events_until, paid_for
 from batch.config import RunConfig
 from batch.config_file import load_config
-from batch.errors import ConfigError
+from batch.errors import ConfigError, RunDirError
 from batch.files import open_temporary, sync_directory, temporary_for
 from batch.row_fork import FORK_COLUMN
 from batch.row_rules import RowRules
+from batch.run_dir import read_run_json
 
 _OF_THE_FORK = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
 """What of the config follows from the fork."""
@@ -74,18 +77,29 @@ def forked_config(
             "give it again, by flags or --config"
         )
         raise ConfigError(msg)
-    output_dir = Path(values["output_dir"])
+    run_dir = Path(values["output_dir"], values["run_name"])
     return load_config(
         None,
         {
             **values,
-            "dataset_file": output_dir / f"{values['run_name']}.fork.jsonl",
+            "dataset_file": _dataset_of(run_dir),
             "num_samples": branches,
             "max_samples": None,
             "shard": None,
             "forks": True,
         },
     )
+
+
+def _dataset_of(run_dir: Path) -> Path:
+    """The dataset of a run of branches: that of its last start, which `fresh` may have numbered."""
+    first = run_dir.with_name(f"{run_dir.name}.fork.jsonl")
+    try:
+        own = Path(read_run_json(run_dir)["dataset"]["path"]).name
+    except RunDirError:
+        return first
+    is_numbered = re.fullmatch(rf"{re.escape(run_dir.name)}\.fork\.\d+\.jsonl", own)
+    return first.with_name(own) if is_numbered else first
 
 
 def write_forks(
@@ -99,8 +113,10 @@ def write_forks(
 ) -> Forked:
     """Write the dataset of the branches of `records` after `turn` to `path`.
 
-    `run` names their run, `rules` say how its rows are read. Raises `ConfigError` where none can
-    be forked, or where `path` holds other branches and `fresh` is not given.
+    `run` names their run, `rules` say how its rows are read. Where `path` holds other branches and
+    `fresh` is given, it is left to the run that is moved aside, and the dataset gets a number.
+    Raises `ConfigError` where none can be forked, or where `path` holds other branches and `fresh`
+    is not given.
     """
     forked = Forked(path)
     rules = replace(rules, with_forks=False)
@@ -121,16 +137,25 @@ def write_forks(
         if not forked.rows:
             msg = f"no conversation of {run} to branch from after turn {turn}\n{forked.in_words()}"
             raise ConfigError(msg)
-        if path.exists() and filecmp.cmp(path, temporary, shallow=False):
+        for place in _places(path) if fresh else [path]:
+            if not place.exists():
+                temporary.replace(place)
+                sync_directory(place.parent)
+            elif not filecmp.cmp(place, temporary, shallow=False):
+                continue
+            forked.path = place
             return forked
-        if path.exists() and not fresh:
-            msg = f"{path}: it holds other branches; take another --run_name, or --fresh"
-            raise ConfigError(msg)
-        temporary.replace(path)
-        sync_directory(path.parent)
+        msg = f"{path}: it holds other branches; take another --run_name, or --fresh"
+        raise ConfigError(msg)
     finally:
         temporary.unlink(missing_ok=True)
-    return forked
+
+
+def _places(path: Path) -> Iterable[Path]:
+    """Where the datasets of a run that is begun anew may be, in their order, without end."""
+    stem = path.name.rpartition(".fork.")[0] + ".fork"
+    yield path.with_name(f"{stem}.jsonl")
+    yield from (path.with_name(f"{stem}.{number}.jsonl") for number in count(2))
 
 
 def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from agent.messages import Event
-from batch.files import set_aside
+from batch.files import StorageError, set_aside
 from batch.prompts import task_key
 
 _SEGMENT_NAME = re.compile(r"worker-(\d+)-(\d+)\.jsonl")
@@ -116,9 +116,17 @@ class Inflight:
 
 
 def _read(place: Place) -> dict[str, Any]:
-    with place.segment.open("rb") as file:
-        file.seek(place.offset)
-        line: dict[str, Any] = orjson.loads(file.read(place.length))
+    """One line of a segment. Raises `StorageError` where it is not there any more."""
+    try:
+        with place.segment.open("rb") as file:
+            file.seek(place.offset)
+            line: dict[str, Any] = orjson.loads(file.read(place.length))
+    except (FileNotFoundError, orjson.JSONDecodeError) as error:
+        msg = (
+            f"{place.segment}: it was removed or changed while the run needed it. Put it back if "
+            "you can; then run the same command again to go on."
+        )
+        raise StorageError(msg) from error
     return line
 
 

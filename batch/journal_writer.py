@@ -14,7 +14,7 @@ from typing import Protocol
 import orjson
 
 from agent.messages import Event
-from batch.files import AppendFile, StorageError
+from batch.files import AppendFile, StorageError, storage_error
 from batch.prompts import task_key
 
 _SYNC_EVERY_S = 0.02
@@ -68,9 +68,12 @@ class JournalWriter:
         self._on_storage_error = on_storage_error
         self._sync_every_s = sync_every_s
         self._next_segment = 0
-        self._open_tasks: dict[Path, set[bytes]] = {}
+        self._open_tasks: dict[AppendFile, set[bytes]] = {}
         self._segment = self._new_segment()
         self._full: list[AppendFile] = []
+        """Not written to any more, and not synced yet."""
+        self._done: list[AppendFile] = []
+        """Removed, and to be closed by the thread that may be syncing them."""
         self._dirty = threading.Event()
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -86,13 +89,15 @@ class JournalWriter:
 
     def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
         """Write lines made by `journal_line`, of the tasks with these keys; as `append`."""
+        if self._segment.was_removed():
+            self._put_back()
         if self._segment.size >= _SEGMENT_BYTES:
             following = self._new_segment()
             with self._lock:
                 self._full.append(self._segment)
                 self._segment = following
         self._segment.append(lines)
-        self._open_tasks[self._segment.path].update(keys)
+        self._open_tasks[self._segment].update(keys)
         self._dirty.set()
 
     async def kept(self, key: bytes) -> None:
@@ -103,11 +108,13 @@ class JournalWriter:
 
     def finish(self, key: bytes) -> None:
         """Forget a task whose record is durable; delete segments that nobody needs any more."""
-        for path, tasks in list(self._open_tasks.items()):
+        for segment, tasks in list(self._open_tasks.items()):
             tasks.discard(key)
-            if not tasks and path != self._segment.path:
-                path.unlink(missing_ok=True)
-                del self._open_tasks[path]
+            if not tasks and segment != self._segment:
+                segment.path.unlink(missing_ok=True)
+                del self._open_tasks[segment]
+                with self._lock:
+                    self._done.append(segment)
 
     def close(self) -> None:
         """Sync what is left; delete the last segment too where nothing in it is open."""
@@ -115,15 +122,36 @@ class JournalWriter:
         self._dirty.set()
         self._syncer.join()
         self._sync_once()
-        self._segment.close()
-        if not self._open_tasks[self._segment.path]:
-            self._segment.path.unlink(missing_ok=True)
+        if any(tasks and segment.was_removed() for segment, tasks in self._open_tasks.items()):
+            self._put_back()
+        for segment, tasks in self._open_tasks.items():
+            segment.close()
+            if not tasks:
+                segment.path.unlink(missing_ok=True)
+
+    def _put_back(self) -> None:
+        """Write segments that were removed anew, and have the run stopped.
+
+        Raises `StorageError` where that cannot be done, as where the whole run was removed.
+        """
+        removed = [segment for segment in self._open_tasks if segment.was_removed()]
+        try:
+            self._inflight.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise storage_error(self._inflight, error) from error
+        for segment in removed:
+            segment.put_back()
+        msg = (
+            f"{removed[0].path}: it was removed or replaced while the run wrote to it. What it "
+            "held is written anew; run the same command again to go on."
+        )
+        self._on_storage_error(StorageError(msg))
 
     def _new_segment(self) -> AppendFile:
         path = self._inflight / f"worker-{self._worker}-{self._next_segment}.jsonl"
         segment = AppendFile(path)
         self._next_segment += 1
-        self._open_tasks[path] = set()
+        self._open_tasks[segment] = set()
         return segment
 
     def _sync_forever(self) -> None:
@@ -138,12 +166,14 @@ class JournalWriter:
     def _sync_once(self) -> bool:
         with self._lock:
             full, self._full = self._full, []
+            done, self._done = self._done, []
             segment = self._segment
         try:
             for retired in full:
                 retired.sync()
-                retired.close()
             segment.sync()
+            for removed in done:
+                removed.close()
         except StorageError as error:
             self._on_storage_error(error)
             return False

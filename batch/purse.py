@@ -89,6 +89,11 @@ class Purse:
                     self.give_back(most)
                 raise
 
+    def take_over(self, most: Amount) -> None:
+        """Keep for one call what an earlier start has set aside for it and never booked."""
+        self._aside += most
+        self._calls += 1
+
     def book(self, most: Amount, outcome: Completion | ModelError | None) -> None:
         """A call for which `most` was set aside is over; see `Permit.leave`."""
         self.give_back(most, spent=self._spent(most, outcome))

@@ -17,8 +17,10 @@ from batch.kept_scan import NAME
 from batch.prompts import Scan, tasks
 from batch.records import RecordFile, lines_from, load_index, take_out
 from batch.run_dir import litter_of
-from batch.standing import Settled, is_settled
+from batch.standing import NO_BOUND, Settled, is_settled
 from batch.verify import Report
+from batch.verify_batches import repair_batches
+from batch.wave_ledger import read_line
 from toolsets.removal import remove_tree
 
 _SHOWN = 20
@@ -45,10 +47,18 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
         _keep_readable(segment, quarantine, lambda line: key_and_order(line)[0] is not None)
     if (path / "inflight").is_dir():
         Inflight(path / "inflight").read(settled=settled)
+    _keep_readable(path / "batches.jsonl", quarantine, lambda line: read_line(line) is not None)
+    left = [one.file for one in report.problems if one.kind == "leftover"]
+    repair_batches(
+        path,
+        quarantine,
+        leftovers=[file for file in left if file.parent == path / "batches"],
+        ended=Settled(load_index(path), NO_BOUND),
+    )
     workspaces = path / "workspaces"
-    for problem in report.problems:
-        if problem.kind == "leftover" and problem.file.parent == workspaces:
-            remove_tree(problem.file)
+    for file in left:
+        if file.parent == workspaces:
+            remove_tree(file)
 
 
 def _keep_readable(file: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> None:

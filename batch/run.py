@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 from agent.models.model import url_of
+from batch.batched_model import task_of
 from batch.budget import Ledger, spent_before
 from batch.errors import DatasetChanged
 from batch.executors import open_executor
@@ -31,6 +33,7 @@ from batch.records import RecordFile, load_index
 from batch.run_dir import RunDir
 from batch.standing import Settled, is_settled
 from batch.supervisor import Supervisor
+from batch.wave_ledger import held_in
 from batch.waves import Waves, with_open_batches
 from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
@@ -124,6 +127,7 @@ def _work(
                 setups=plan.setups,
                 setup=_worker_setup(plan, run_dir, has_answers=stock.has_answers),
                 spent=stock.spent,
+                held=stock.held,
                 ledger=ledger,
                 tasks=tasks_at(plan.scan, stock.owed),
                 records=records,
@@ -169,6 +173,8 @@ class _Stock(NamedTuple):
     """An endpoint has answered in an earlier start."""
     spent: Amount
     """What of the budget is used up; nothing where there is none."""
+    held: dict[bytes, dict[str, list[Any]]]
+    """What of that is set aside for calls in batches, by task and call; see `held_in`."""
     cost_usd: float
     """What the records cost, as far as that is known."""
 
@@ -188,8 +194,13 @@ def _take_stock(
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
     spent = Amount()
+    held: dict[bytes, dict[str, list[Any]]] = {}
     if budget_of(plan.config) is not None:
-        spent = spent_before((entry for _, entry in found.records()), inflight, ledger)
+        for id, most in held_in(run_dir.path, lambda id: task_of(id) in settled).items():
+            held.setdefault(task_of(id), {})[id] = most
+        amounts = [Amount(*most) for of_task in held.values() for most in of_task.values()]
+        entries = (entry for _, entry in found.records())
+        spent = spent_before(entries, inflight, ledger, held=amounts)
     rows, _ = found.match(scan.keys)
     owed = array("I")
     counts = Counter[bool]()
@@ -204,7 +215,14 @@ def _take_stock(
         else:
             counts[is_failed] += 1
     return _Stock(
-        settled, owed, counts[False], counts[True], found.has_turns(), spent, found.known_cost_usd()
+        settled,
+        owed,
+        counts[False],
+        counts[True],
+        found.has_turns(),
+        spent,
+        held,
+        found.known_cost_usd(),
     )
 
 
@@ -233,7 +251,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
 
 def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
     """Remove what workers that died left of conversations that have ended since."""
-    if any(run_dir.workspaces.iterdir()) or segments(run_dir.inflight):
+    if _listed(run_dir.workspaces) or segments(run_dir.inflight):
         settled = Settled(load_index(run_dir.path), max_attempts)
         _remove_workspaces(run_dir, settled)
         Inflight(run_dir.inflight).read(settled=settled)
@@ -244,7 +262,7 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
 
     Names that are not ours and directories that resist are left and logged.
     """
-    for path in run_dir.workspaces.iterdir():
+    for path in _listed(run_dir.workspaces):
         try:
             if path.name.startswith(TEMPORARY):
                 path.unlink()
@@ -252,6 +270,11 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
                 remove_tree(path)
         except (ValueError, OSError) as error:
             log.warning("left alone: %s: %s", path, error)
+
+
+def _listed(directory: Path) -> list[Path]:
+    """What is in a directory; nothing where somebody has removed it meanwhile."""
+    return list(directory.iterdir()) if directory.is_dir() else []
 
 
 @contextmanager

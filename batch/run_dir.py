@@ -24,7 +24,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -72,6 +72,8 @@ class RunDir:
     same_endpoints: bool
     """The last start of this run spoke to the same base URLs."""
     lock_fd: int
+    directory_fds: Mapping[Path, int]
+    """Those that a run cannot do without."""
 
     @property
     def inflight(self) -> Path:
@@ -102,9 +104,28 @@ class RunDir:
             )
             raise EnvironmentStop(msg)
 
+    def what_vanished(self) -> str | None:
+        """In words, that journals or workspaces were moved or removed; None if they were not."""
+        for path, fd in self.directory_fds.items():
+            if _is_same_file(fd, path):
+                continue
+            if os.fstat(fd).st_nlink:
+                how, then = "moved", "Put it back in its place (remove what stands there now)"
+            elif path == self.inflight:
+                how, then = "removed", "What the workers had open of it is written anew"
+            else:
+                how, then = "removed", "Conversations under way lose the files that they had there"
+            return (
+                f"{path}: it was {how} while the run worked in it. {then}; run the same command "
+                "again to go on."
+            )
+        return None
+
     def close(self) -> None:
         """Release the lock."""
         os.close(self.lock_fd)
+        for fd in self.directory_fds.values():
+            os.close(fd)
 
 
 def open_run(
@@ -162,15 +183,19 @@ def open_run(
     same_endpoints = before is not None and all(
         before["config"].get(key) == run["config"][key] for key in _WHERE
     )
-    return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd)
+    fds = {
+        path / name: os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for name in ("inflight", "workspaces")
+    }
+    return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd, fds)
 
 
 def litter_of(path: Path) -> list[Path]:
     """The temporary files of a run that a crash has left behind, those beside it too."""
-    inside = (path, path / "exports", path / "quarantine")
+    inside = (path, path / "exports", path / "inflight", path / "quarantine")
     found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
     left = [file for file in found if not file.is_dir()]
-    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork)?\.jsonl\.\d+\.tmp")
+    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+\.tmp")
     return left + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
 
 

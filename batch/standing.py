@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from batch.index import Entry
 
 WORKER_DIED = "worker_died"
 """The failure class of a task that killed its workers; it is not tried again by itself."""
+
+NO_BOUND = sys.maxsize
+"""As many attempts as anybody could allow."""
 
 
 def is_settled(entry: Entry, max_attempts: int) -> bool:

@@ -23,6 +23,7 @@ from batch.crew import KILL_AFTER_GRACE_S, Crew
 from batch.draw import setup_of_task
 from batch.errors import DatasetChanged, EnvironmentStop
 from batch.failures import Failure, FailureFile
+from batch.files import StorageError
 from batch.journal import Inflight, next_worker_number
 from batch.limits import RunLimits
 from batch.models import Setups, bounds_of
@@ -63,10 +64,12 @@ class Supervisor:
         inflight: Inflight,
         progress: Progress,
         spent: Amount,
+        held: dict[bytes, dict[str, list[Any]]],
         ledger: Ledger,
         waves: Waves,
     ) -> None:
-        """`spent` is what the run has used up of its budget before this start."""
+        """`spent` is what the run has used up of its budget before this start; of that, `held` is
+        set aside for calls in batches, by task and call."""
         self._run_dir = run_dir
         self._config = config
         self._setups = setups
@@ -77,6 +80,7 @@ class Supervisor:
         self._inflight = inflight
         self._progress = progress
         self._waves = waves
+        self._held = held
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
         self.limits = RunLimits(bounds_of(config, setups))
@@ -137,6 +141,8 @@ class Supervisor:
         except queue.Empty:
             pass
         self._run_dir.check_is_there()
+        if (words := self._run_dir.what_vanished()) is not None:
+            self._stop(words)
         if finished:
             self._records.sync()
             self._failures.sync()
@@ -198,7 +204,7 @@ class Supervisor:
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
             case "ask":
-                self._waves.ask(worker, header["id"], header["model"], payload)
+                self._waves.ask(worker, header["id"], header["model"], payload, header["most"])
             case "load":
                 self.limits.on_load(worker, header["endpoint"], header["load"])
             case "refused":
@@ -328,14 +334,14 @@ class Supervisor:
         hands: dict[WorkerLink, list[Deal]] = {}
         while worker := self._crew.with_room(self._progress.left):
             try:
-                task = self._queue.next()
-            except DatasetChanged as error:
-                self.is_dataset_changed = True
+                if (task := self._queue.next()) is None:
+                    break
+                deal = self._hold(worker, task)
+            except (DatasetChanged, StorageError) as error:
+                self.is_dataset_changed = isinstance(error, DatasetChanged)
                 self._stop(str(error))
                 break
-            if task is None:
-                break
-            hands.setdefault(worker, []).append(self._hold(worker, task))
+            hands.setdefault(worker, []).append(deal)
         for worker in self._crew.idle():
             if suspect := self._queue.next_suspect():
                 worker.alone = True
@@ -346,15 +352,19 @@ class Supervisor:
                 worker.send(pack("tasks", deals=batch))
 
     def _hold(self, worker: WorkerLink, task: Task) -> Deal:
+        """Note who has a task, and give what it is to be told. Raises `StorageError`."""
         attempt = self._failures.attempts[task.key] + 1
-        worker.held[task.key] = (task, attempt)
-        return Deal(
+        deal = Deal(
             task=task._asdict(),
             attempt=attempt,
             deal=self._inflight.next_deal(task.key),
             events=self._inflight.events(task.key),
             place=self._inflight.workspace_place(task.key),
+            # Once: a worker that dies with it may have had the answer, and booked it.
+            held=self._held.pop(task.key, {}),
         )
+        worker.held[task.key] = (task, attempt)
+        return deal
 
     # Stopping.
 

@@ -28,6 +28,7 @@ from batch.files import StorageError
 from batch.journal_writer import Journal
 from batch.models import Setups
 from batch.prompts import Task
+from batch.purse import Amount
 from batch.record import dump_record, make_record
 from batch.records import index_fields
 from batch.replay import replay, replayable
@@ -193,9 +194,10 @@ class TaskRunner:
             await self._journal.kept(task.key)
 
         used = items_in(deal["events"])
+        held = {id: Amount(*most) for id, most in deal["held"].items()}
 
         def gated(model: Model) -> Gate:
-            return Gate(self._stops, self._calls.by_batch(model, task.key, used), until_kept)
+            return Gate(self._stops, self._calls.by_batch(model, task.key, used, held), until_kept)
 
         home = TaskHome(
             setup,

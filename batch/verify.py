@@ -28,7 +28,8 @@ from batch.meaning import digest_of
 from batch.prompts import Scan
 from batch.records import lines_from, parse_record
 from batch.run_dir import SCHEMA_VERSION, litter_of
-from batch.standing import Settled
+from batch.standing import NO_BOUND, Settled
+from batch.verify_batches import check_batches
 from batch.verify_exports import check_exports
 
 Kind = Literal["unreadable", "contradiction", "derived", "leftover"]
@@ -82,6 +83,10 @@ def verify(
     settled = Settled(entries, config.max_attempts)
     report.problems += _check_journals(path, settled)
     report.problems += _check_leftovers(path, settled)
+    batches = check_batches(path, settled=settled, ended=Settled(entries, NO_BOUND))
+    report.problems += (Problem(*wrong) for wrong in batches)
+    ledger = path / "batches.jsonl"
+    report.problems += _check_tail(ledger, sum(1 for _ in lines_from(ledger, 0)))
     if isinstance(scan, str):
         message = f"its tasks cannot be told, nor sums and exports checked: {scan}"
         report.problems.append(Problem("contradiction", path / "run.json", None, message))

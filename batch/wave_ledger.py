@@ -3,7 +3,8 @@
 A wave is the calls of one batch. Each step is a line of `batches.jsonl`, on disk before the next
 is taken:
 
-gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent
+gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent. Under a budget
+                                            `most` says what is set aside for each
 sending {"wave", "at", "upload", "bytes"}   the provider is about to be asked to create the batch
 created {"wave", "at", "batch"}             it has done so, and the calls cost from here on
 collected {"wave", "at", "replies", …}      the results are in batches/WAVE.results
@@ -18,8 +19,9 @@ removed when the conversations that they belong to have their records.
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,16 +35,23 @@ log = logging.getLogger(__name__)
 
 State = Literal["gathered", "sending", "created", "collected", "failed", "void"]
 
-_FIELDS = {
-    "gathered": {"wave", "model", "at", "items"},
-    "sending": {"wave", "at", "upload", "bytes"},
-    "created": {"wave", "at", "batch"},
-    "collected": {"wave", "at", "replies", "failed", "cost_usd", "saved_usd", "unpriced"},
-    "failed": {"wave", "at", "why"},
-    "void": {"wave", "at"},
-    "live": {"calls"},
+_NUMBER = (int, float)
+_FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "gathered": {"wave": str, "model": str, "at": _NUMBER, "items": list},
+    "sending": {"wave": str, "at": _NUMBER, "upload": str, "bytes": int},
+    "created": {"wave": str, "at": _NUMBER, "batch": str},
+    "collected": {
+        **{"wave": str, "at": _NUMBER, "replies": int, "failed": int},
+        **{"cost_usd": _NUMBER, "saved_usd": _NUMBER, "unpriced": int},
+    },
+    "failed": {"wave": str, "at": _NUMBER, "why": str},
+    "void": {"wave": str, "at": _NUMBER},
+    "live": {"calls": int},
 }
 """What each kind of line must hold."""
+
+_CALL = re.compile(r"[0-9a-f]{32}-[0-9a-f]+")
+"""What a call's id looks like; see `item_id`."""
 
 
 @dataclass(eq=False)
@@ -54,6 +63,8 @@ class Wave:
     """See `name_of`."""
     ids: list[str]
     """Of its calls, as workers know them."""
+    most: list[list[Any]] = field(default_factory=list)
+    """What of the run's budget is set aside for each: dollars and tokens. Empty without one."""
     state: State = "gathered"
     sent_at: float = 0.0
     """Epoch seconds before it can have been created."""
@@ -63,6 +74,8 @@ class Wave:
     batch: str = ""
     created_at: float = 0.0
     why: str = ""
+    replies: int = 0
+    """How many of its calls have one, once it is collected."""
     index: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Where the result of each call is in the file of results: offset and length."""
     needed: int = 0
@@ -93,7 +106,7 @@ class WaveLedger:
         `is_settled` tells of a call's id whether its conversation has its record.
         """
         found = []
-        for wave in _waves_in(self._path):
+        for wave in waves_in(self._path):
             wave.needed = sum(not is_settled(id) for id in wave.ids)
             if wave.state == "collected" and wave.needed:
                 self._index(wave)
@@ -109,7 +122,7 @@ class WaveLedger:
         """Write one line, durably, and change the wave by it."""
         line = {"kind": state, "wave": wave.name, "at": time.time(), **more}
         self._append(line)
-        _apply({wave.name: wave}, line)
+        apply_step({wave.name: wave}, line)
 
     def note_live(self, calls: int) -> None:
         """Write how many calls of this start were made live."""
@@ -118,6 +131,7 @@ class WaveLedger:
     def _append(self, line: dict[str, Any]) -> None:
         if self._file is None:
             self._file = AppendFile(self._path)
+        self._file.check_is_there()
         self._file.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         self._file.sync()
 
@@ -164,15 +178,10 @@ class WaveLedger:
 
     def _index(self, wave: Wave) -> None:
         """Find the results again; without their file they are fetched once more, which is free."""
-        offset = 0
         try:
-            with self._results_file(wave).open("rb") as file:
-                for line in file:
-                    wave.index[orjson.loads(line)["id"]] = (offset, len(line))
-                    offset += len(line)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            wave.index = index_of(self._results_file(wave), wave)
+        except (OSError, ValueError) as error:
             log.warning("%s: fetched again: %s", self._results_file(wave), error)
-            wave.index.clear()
             wave.state = "created"
 
 
@@ -217,16 +226,54 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     for number, text in enumerate(content.splitlines(), 1):
-        try:
-            line = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            log.warning("%s:%d: passed over: not JSON", path, number)
-            continue
-        kind = str(line.get("kind")) if isinstance(line, dict) else ""
-        if kind in _FIELDS and line.keys() >= _FIELDS[kind]:
+        if (line := read_line(text)) is not None:
             yield line
         else:
             log.warning("%s:%d: passed over: no line of this file", path, number)
+
+
+def read_line(text: bytes) -> dict[str, Any] | None:
+    """What one line of a `batches.jsonl` says; None where it is none."""
+    try:
+        line = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    fields = _FIELDS.get(str(line.get("kind"))) if isinstance(line, dict) else None
+    if fields is None or not all(isinstance(line.get(key), fields[key]) for key in fields):
+        return None
+    calls = line.get("items", [])
+    most = line.get("most", [])
+    are_calls = all(isinstance(id, str) and _CALL.fullmatch(id) for id in calls)
+    return line if are_calls and _are_amounts(most, len(calls)) else None
+
+
+def _are_amounts(most: Any, calls: int) -> bool:
+    if not isinstance(most, list) or len(most) not in (0, calls):
+        return False
+    pairs = all(isinstance(one, list) and len(one) == 2 for one in most)
+    return pairs and all(isinstance(number, _NUMBER) for one in most for number in one)
+
+
+def index_of(results: Path, wave: Wave) -> dict[str, tuple[int, int]]:
+    """Where the result of each call of a collected wave is in a file: offset and length.
+
+    Raises `OSError`, and `ValueError` where these are not the results that were collected.
+    """
+    index = {}
+    offset = replies = 0
+    with results.open("rb") as file:
+        for line in file:
+            result = orjson.loads(line)
+            if not isinstance(result, dict) or "id" not in result:
+                msg = "a line that is no result"
+                raise ValueError(msg)
+            index[result["id"]] = (offset, len(line))
+            offset += len(line)
+            replies += "reply" in result
+    if replies != wave.replies:
+        msg = f"{replies:,} replies instead of {wave.replies:,}"
+        raise ValueError(msg)
+    return index
 
 
 def calls_kept(run_dir: Path, is_settled: Callable[[str], bool]) -> int:
@@ -234,25 +281,43 @@ def calls_kept(run_dir: Path, is_settled: Callable[[str], bool]) -> int:
 
     See `WaveLedger.load`; writes nothing.
     """
-    waves = _waves_in(run_dir / "batches.jsonl")
+    waves = waves_in(run_dir / "batches.jsonl")
     kept = (wave for wave in waves if wave.state in ("sending", "created", "collected"))
     return sum(not is_settled(id) for wave in kept for id in wave.ids)
 
 
-def _waves_in(path: Path) -> Iterable[Wave]:
+def held_in(run_dir: Path, is_settled: Callable[[str], bool]) -> dict[str, list[Any]]:
+    """What the starts before have set aside for calls that no batch has answered, by their ids.
+
+    It was lent and never given back: a worker can only book a call, and give back what is left,
+    when it has an answer, and there is none before a wave is collected.
+    """
+    found: dict[str, list[Any]] = {}
+    for wave in waves_in(run_dir / "batches.jsonl"):
+        if wave.state in ("gathered", "sending", "created"):
+            amounts = zip(wave.ids, wave.most, strict=False)
+            found |= {id: most for id, most in amounts if not is_settled(id)}
+    return found
+
+
+def waves_in(path: Path) -> Iterable[Wave]:
     """The waves that a `batches.jsonl` tells of, as they are after its last line."""
     waves: dict[str, Wave] = {}
     for line in read_lines(path):
         try:
-            _apply(waves, line)
-        except (KeyError, TypeError) as error:
-            log.warning("%s: passed over: no line of this file: %r", path, error)
+            apply_step(waves, line)
+        except KeyError as error:
+            log.warning(
+                "%s: passed over: a step of a wave that was never gathered: %s", path, error
+            )
     return waves.values()
 
 
-def _apply(waves: dict[str, Wave], line: dict[str, Any]) -> None:
+def apply_step(waves: dict[str, Wave], line: dict[str, Any]) -> None:
+    """Change `waves`, by name, by one line. Raises `KeyError` where its wave is not known."""
     if line["kind"] == "gathered" and line["wave"] not in waves:
-        waves[line["wave"]] = Wave(line["wave"], line["model"], line["items"])
+        name, most = line["wave"], line.get("most", [])
+        waves[name] = Wave(name, line["model"], line["items"], most)
         return
     if line["kind"] == "live":
         return
@@ -263,5 +328,7 @@ def _apply(waves: dict[str, Wave], line: dict[str, Any]) -> None:
             wave.sent_at, wave.upload, wave.size = line["at"], line["upload"], line["bytes"]
         case "created":
             wave.batch, wave.created_at = line["batch"], line["at"]
+        case "collected":
+            wave.replies = line["replies"]
         case "failed":
             wave.why = line["why"]

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from agent.models.batches import ItemResult
 from agent.models.errors import RULES, ModelError
@@ -88,8 +89,10 @@ class WaveOffice:
         for wave in waves:
             self._take_up(wave)
 
-    def ask(self, id: str, model: str, body: bytes, reply: Reply) -> None:
-        """A worker wants a call made."""
+    def ask(
+        self, id: str, model: str, body: bytes, reply: Reply, most: list[Any] | None = None
+    ) -> None:
+        """A worker wants a call made, and has set `most` aside for it if there is a budget."""
         if self._is_stopping:
             return
         self._waiting[id] = reply
@@ -101,7 +104,7 @@ class WaveOffice:
         elif self._is_tail:
             self._send(id, "live")
         else:
-            self._gather(id, model, body)
+            self._gather(id, model, body, most)
 
     def leave(self, task: bytes) -> None:
         """Nobody waits for the calls of a task any more."""
@@ -146,6 +149,8 @@ class WaveOffice:
         self._is_stopping = True
         for gathering in list(self._gathering.values()):
             self._drop(gathering)
+            if gathering.wave.most:
+                self._note_gathered(gathering.wave)  # the next start finds what is set aside
         for task, wave in self._working.items():
             if wave.state == "gathered":
                 task.cancel()
@@ -173,14 +178,14 @@ class WaveOffice:
 
     # Gathering.
 
-    def _gather(self, id: str, model: str, body: bytes) -> None:
+    def _gather(self, id: str, model: str, body: bytes, most: list[Any] | None) -> None:
         courier = self._couriers[model]
         api = courier.api
         gathering = self._gathering.get(model)
-        most = min(self._bounds.max_requests, courier.most)
+        room = min(self._bounds.max_requests, courier.most)
         line = api.line(gathering.wave.sent_id(id) if gathering else id, body)
         if gathering is not None and (
-            len(gathering.wave.ids) >= most or gathering.file.size + len(line) > api.max_bytes
+            len(gathering.wave.ids) >= room or gathering.file.size + len(line) > api.max_bytes
         ):
             self._close(gathering)
             gathering = None
@@ -193,6 +198,8 @@ class WaveOffice:
         gathering.file.append(line)
         gathering.wave.ids.append(id)
         gathering.wave.needed += 1
+        if most is not None:
+            gathering.wave.most.append(most)
         self._know(id, gathering.wave)
 
     def _close(self, gathering: _Gathering) -> None:
@@ -205,8 +212,12 @@ class WaveOffice:
             self._let_go(wave, "again")
             return
         wave.size = gathering.file.size
-        self._ledger.note(wave, "gathered", model=wave.model, items=wave.ids)
+        self._note_gathered(wave)
         self._work(wave)
+
+    def _note_gathered(self, wave: Wave) -> None:
+        most = {"most": wave.most} if wave.most else {}
+        self._ledger.note(wave, "gathered", model=wave.model, items=wave.ids, **most)
 
     def _drop(self, gathering: _Gathering) -> None:
         """Forget a wave of which nothing was sent."""

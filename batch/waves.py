@@ -58,9 +58,11 @@ class Waves:
         self._thread.start()
         self._ready.wait()
 
-    def ask(self, worker: WorkerLink, id: str, model: str, body: bytes) -> None:
-        """A worker wants a call made; the answer goes to it."""
-        self._do(lambda office: office.ask(id, model, body, partial(_answer, worker)))
+    def ask(
+        self, worker: WorkerLink, id: str, model: str, body: bytes, most: list[Any] | None
+    ) -> None:
+        """A worker wants a call made, and has set `most` aside for it; the answer goes to it."""
+        self._do(lambda office: office.ask(id, model, body, partial(_answer, worker), most))
 
     def leave(self, task: bytes) -> None:
         """The worker of a task has let it go, or died."""

@@ -38,6 +38,8 @@ class Deal(TypedDict):
     events: list[Event]
     place: str
     """Where the workspace is that the events were made in; see `WorkerSetup.place`."""
+    held: dict[str, list[Any]]
+    """What of the run's budget is set aside already for calls of the task, by their ids."""
 
 
 class Counters(TypedDict):

@@ -60,7 +60,7 @@ def fork(
         path, identity, of_parent = find_run(parent, Path(given.get("output_dir", "trajectories")))
         refuse_held(path)
         config = forked_config(identity, config_file, given, branches=branches)
-        refuse_held(config.run_dir)  # which reads what is about to be written
+        refuse_held(config.run_dir)  # before a dataset is left beside it that nobody asked for
         forked = write_forks(
             config.dataset_file,
             chosen_records(path, recipe=recipe, ids=ids, limit=limit, **filters),
@@ -69,6 +69,7 @@ def fork(
             rules=of_parent.row_rules(identity["api"]),
             fresh=fresh,
         )
+        config = config.model_copy(update={"dataset_file": forked.path})
         show(forked.in_words())
         started = start(
             make_plan(config), fresh=fresh, accept_config_change=accept_config_change, live=live

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batch.errors import ConfigError
+from batch.index import own_work
 from export.completion import answer_of
 from export.contamination import Questions, load_questions
 from export.recipe import AnswerCheck, Filters
@@ -108,7 +109,8 @@ class RecordFilters:
 
 
 def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
-    turns = len(record["turns"])
+    """By what this run's model did: turns that the prompt gave or the parent made are not its."""
+    turns = len(own_work(record)[0])
     replies = record["messages"][first_reply(record["messages"], turns=turns) :]
     if filters.min_reasoning is not None:
         said = [message for message in replies if message["role"] == "assistant"]

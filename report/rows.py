@@ -84,12 +84,17 @@ def has_reasoning(message: Mapping[str, Any]) -> bool:
 
 
 def flags_of(record: Mapping[str, Any]) -> list[str]:
-    """What is unusual about a conversation, in words that the report can filter by."""
+    """What is unusual about a conversation, in words that the report can filter by.
+
+    Of a branch without what it has from its parent.
+    """
     check = record["check"]
+    parents = record["fork"]["turn"] if "fork" in record else 0
     flags = {
         "inner conversations": record["inner"],
-        "notes": record["notes"],
-        "discarded replies": record["discarded"],
+        # A note on the last turn that they share is the branch's own: it came after the fork.
+        "notes": any(note["turn"] >= parents for note in record["notes"]),
+        "discarded replies": any("inherited" not in reply for reply in record["discarded"]),
         "resumed": record["resumes"],
         "compacted": record["view_compacted"],
         "check passed": check and check["passed"],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from batch.budget import Ledger
 from benchmarks.fake_batches import FakeBatches
 from benchmarks.fake_script import Options
 from tests.faults.oracle import check_run, finished_lines
@@ -36,7 +37,7 @@ MODELS = {
 BY_BATCH = "--batch_api"
 
 
-def only_long(value: str) -> Any:
+def only_long(value: object) -> Any:
     return pytest.param(value, marks=pytest.mark.long)
 
 
@@ -234,6 +235,61 @@ def test_a_budget_holds(tmp_path: Path) -> None:
         assert api.paid.total() == 4 * TURNS
 
 
+@pytest.mark.parametrize("number", [only_long(signal.SIGKILL), signal.SIGTERM])
+def test_what_is_set_aside_for_a_batch_is_so_once_over_all_starts(
+    tmp_path: Path, number: int
+) -> None:
+    """Three starts are ended in mid-batch, under a budget that has room for one worst case each."""
+    write_prompts(tmp_path / "p.jsonl", 3)
+    with FakeBatches(options=OPTIONS, delay_s=1000) as api:
+        given = asking(api, max_run_tokens=22_000, num_workers=1)
+        for _ in range(3):
+            with started(tmp_path, BY_BATCH, **given) as process:
+                wait_until(lambda pid=process.pid: running(tmp_path, pid) == 3)
+                os.kill(process.pid, number)
+                process.wait()
+        for batch in api.batches.values():
+            batch.over_at = 0.0
+        api.delay_s = 0.0
+        done = run(tmp_path, BY_BATCH, **given)
+        assert done.returncode == 0, done.stderr
+        assert api.paid.total() == 3 * TURNS
+    sums = summary_of(tmp_path)
+    ledger = Ledger(tmp_path / "trajectories" / "r", tmp_path)
+    assert ledger.balance.tokens >= sums["input_tokens"] + sums["output_tokens"]
+    if number == signal.SIGTERM:
+        assert ledger.balance.tokens == sums["input_tokens"] + sums["output_tokens"]
+
+
+@pytest.mark.long
+def test_what_is_set_aside_for_calls_that_were_never_sent_is_so_once(tmp_path: Path) -> None:
+    """They are still being gathered, for want of money of one of them, when the run is stopped."""
+    write_prompts(tmp_path / "p.jsonl", 3)
+    budget = tmp_path / "trajectories" / "r" / "budget.jsonl"
+    with FakeBatches(options=OPTIONS) as api:
+        given = asking(api, max_run_tokens=12_000, num_workers=1)
+        for _ in range(3):
+            with started(tmp_path, BY_BATCH, **given) as process:
+                wait_until(lambda pid=process.pid: running(tmp_path, pid, "budget") == 3)
+                os.kill(process.pid, signal.SIGTERM)
+                process.wait()
+        assert not api.batches
+        assert Ledger(budget.parent, tmp_path).balance.tokens <= 12_000
+        done = run(tmp_path, BY_BATCH, **given | {"max_run_tokens": 22_000})
+        assert done.returncode == 0, done.stderr
+        assert api.paid.total() == 3 * TURNS
+
+
+def running(cwd: Path, pid: int, limit: str = "calls in") -> int:
+    """How many conversations the run of process `pid` says to have dealt, while `limit` holds."""
+    try:
+        told = json.loads((cwd / "trajectories" / "r" / "progress.json").read_text())
+    except FileNotFoundError:
+        return 0
+    is_waiting = told["pid"] == pid and limit in told["limit"]
+    return int(told["running"]) if is_waiting else 0
+
+
 def noted(cwd: Path) -> list[str]:
     """The steps that the run has noted, of all waves."""
     path = cwd / "trajectories" / "r" / "batches.jsonl"
@@ -278,6 +334,9 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
                 os.kill(process.pid, number)
                 process.wait()
                 killed[(noted(cwd) or ["nothing"])[-1]] += 1
+                if noted(cwd):  # what a kill leaves is no damage
+                    found = check_run(cwd / "trajectories" / "r").found
+                    assert not [one for one in found if one.file.name == "batches.jsonl"]
         done = run(cwd, BY_BATCH, **given)
         assert done.returncode == 0, done.stderr + (cwd / "output.txt").read_text()
         assert not api.paid_twice, f"seed {seed}, {killed}"

@@ -139,6 +139,20 @@ class TestPurse:
         asyncio.run(use())
         assert told[-1]["returned"] == [2.0 - spent, 0]
 
+    def test_what_an_earlier_start_set_aside_is_for_its_call_alone(self) -> None:
+        told: list[dict[str, Any]] = []
+
+        async def use() -> None:
+            purse = Purse(bounds=Amount(usd=5.0), tell=told.append)
+            purse.take_over(Amount(usd=1.0))
+            assert not purse.try_to_set_aside(Amount(usd=0.5))
+            purse.book(Amount(usd=1.0), reply(0.25))
+            assert purse.try_to_set_aside(Amount(usd=0.5))
+            purse.close()
+
+        asyncio.run(use())
+        assert told[-1]["returned"] == [0.25, 0]
+
     def test_who_waits_is_turned_away_when_the_run_stops(self) -> None:
         async def use() -> None:
             purse = Purse(bounds=Amount(tokens=5), tell=lambda told: None)
@@ -328,8 +342,11 @@ def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     inflight = Inflight(run_dir / "inflight")
     once = spent_before(entries, inflight, ledger)
     assert spent_before([*entries, *entries], inflight, ledger).tokens == 2 * once.tokens > 0
+    held = [Amount(tokens=7), Amount(tokens=10**5)]  # beside what is known, and inside what is lent
+    found = spent_before(entries, inflight, ledger, held=held)
+    assert found.tokens == once.tokens + 7 + 10**5
     ledger.append("lent", Amount(tokens=10**6))
-    assert spent_before(entries, inflight, ledger).tokens == 10**6
+    assert spent_before(entries, inflight, ledger, held=held).tokens == 10**6
     ledger.close()
 
 

@@ -90,6 +90,22 @@ class TestFilters:
         assert left_out(source, max_tokens=15) == {"t1": "max_tokens", "t2": "max_tokens"}
         assert left_out(source, max_tokens=14).keys() == {"t0", "t1", "t2"}
 
+    def test_what_a_branch_has_from_its_parent_is_not_counted(self, tmp_path: Path) -> None:
+        failed = (assistant("", call(id="a", name="tmep")), result("no", id="a", is_error=True))
+        branch = record_of(user(), *failed, assistant("", call(), reasoning="Hm."), result("r"),
+                           assistant("Hi.", reasoning="So."))  # fmt: skip
+        branch["turns"][0]["inherited"] = True
+        unanswered = record_of(user(), *failed, status="length")
+        unanswered["turns"][0]["inherited"] = True
+        source = make_run(tmp_path, branch, unanswered)
+        assert left_out(source, max_turns=2, max_tool_calls=1, max_tool_errors=0) == {}
+        assert left_out(source, max_tool_error_share=0.1, invented_tools="reject") == {}
+        assert left_out(source, min_reasoning=1.0) == {"t1": "min_reasoning"}
+        assert left_out(source, min_turns=1) == {"t1": "min_turns"}
+        assert left_out(source, min_turns=3) == {f"t{n}": "min_turns" for n in (0, 1)}
+        assert left_out(source, min_tool_calls=1) == {"t1": "min_tool_calls"}
+        assert left_out(source, min_tool_calls=2) == {f"t{n}": "min_tool_calls" for n in (0, 1)}
+
     def test_rewards(self, tmp_path: Path) -> None:
         """One without a reward is kept by no bound: unknown is not good enough."""
         source = make_run(tmp_path, judged(1.0, "A"), judged(0.2, "B"), judged(None, "C"))

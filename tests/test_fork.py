@@ -178,6 +178,28 @@ def test_the_dataset_of_a_run_that_goes_on_is_not_replaced(tmp_path: Path) -> No
     assert (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes() == rows
 
 
+def test_a_run_that_is_moved_aside_keeps_its_dataset(tmp_path: Path) -> None:
+    runs = tmp_path / "trajectories"
+    other = ("fork", "r", "--at_turn=1", "--n=1", "--run_name=b")
+    with finished_parent(tmp_path):
+        assert run(tmp_path, *FORK).returncode == 0
+        first = (runs / "b.fork.jsonl").read_bytes()
+        for command_line in ((*other, "--fresh"), other):  # the same command again resumes
+            begun = run(tmp_path, *command_line)
+            assert begun.returncode == 0, begun.stderr
+            assert len(records(tmp_path, "b")) == PROMPTS
+        refused = run(tmp_path, *FORK)
+        assert "b.fork.2.jsonl: it holds other branches" in refused.stderr
+        (aside,) = runs.glob("b.2*/")
+        back = run(tmp_path, *FORK, "--fresh")
+        assert back.returncode == 0, back.stderr
+    assert read_run_json(runs / "b")["dataset"]["path"] == str(runs / "b.fork.jsonl")
+    assert (runs / "b.fork.jsonl").read_bytes() == first
+    for asked in ("export", "verify"):
+        done = run(tmp_path, asked, aside.name)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+
+
 def test_branches_become_pairs_of_one_step(tmp_path: Path) -> None:
     with finished_parent(tmp_path):
         assert run(tmp_path, *FORK).returncode == 0
@@ -383,6 +405,21 @@ def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> No
     assert (branch.spent_usd, branch.spent_tokens, branch.cost_usd()) == (0, 0, None)
     paid = paid_for(events)
     assert (paid["api_calls"], paid["cost_usd"], paid["usage"]["input_tokens"]) == (2, 0.5, 14)
+
+
+def test_what_was_unusual_about_a_parent_is_not_so_of_its_branch(tmp_path: Path) -> None:
+    look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
+    write = {"tool_calls": [{"name": "write_file", "arguments": {"path": "f", "content": ""}}]}
+    script = [{"content": " "}, look, look, write, {"content": "done"}]
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": script})
+    parent = run(tmp_path, **SCRIPTED, max_reasks=1)
+    assert parent.returncode == 0, parent.stderr
+    assert row_of(records(tmp_path, "r")[0])["flags"] == ["notes", "discarded replies"]
+    for turn, flags in ((2, ["notes"]), (3, [])):  # the note is made of what follows turn 2
+        name = f"b{turn}"
+        done = run(tmp_path, "fork", "r", f"--at_turn={turn}", "--n=1", run_name=name)
+        assert done.returncode == 0, done.stderr
+        assert row_of(records(tmp_path, name)[0])["flags"] == flags
 
 
 def until(events: list[Event], turn: int) -> list[Event]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ import orjson
 import pytest
 
 from agent.messages import Event
+from batch.budget import Ledger
 from batch.failures import Failure, FailureFile, load_failed_attempts
 from batch.files import AppendFile, StorageError, repair_tail, replace_file
 from batch.journal import Inflight, next_worker_number, turns_under_way, usable_prefix
 from batch.journal_writer import JournalWriter
 from batch.prompts import task_key
+from batch.purse import Amount
 from batch.records import RecordFile, index_fields, load_index
 from batch.rows import BadRow
+from batch.wave_ledger import WaveLedger
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
@@ -298,6 +302,69 @@ def test_full_segments_are_followed_by_new_ones(
     assert len(list(tmp_path.iterdir())) > 5
     assert len(read_back(tmp_path, "a")) == 20
     writer.finish(task_key("a", "d"))
+    writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_segments_that_are_removed_under_their_writer_are_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full ones too, by the next event or, where none comes, at the end; the run is stopped."""
+    monkeypatch.setattr("batch.journal_writer._SEGMENT_BYTES", 300)
+    inflight = tmp_path / "inflight"
+    inflight.mkdir()
+    errors: list[StorageError] = []
+    writer = JournalWriter(inflight, 0, on_storage_error=errors.append)
+    for turn in range(1, 10):
+        writer.append("a", "d", reply(turn), deal=1, position=turn - 1)
+    assert len(list(inflight.iterdir())) > 2
+    shutil.rmtree(inflight)
+    writer.append("a", "d", reply(10), deal=1, position=9)
+    assert ["worker-0-" in str(error) for error in errors] == [True]
+    assert turns_of(read_back(inflight, "a")) == [*range(1, 11)]
+    shutil.rmtree(inflight)
+    writer.close()
+    assert turns_of(read_back(inflight, "a")) == [*range(1, 11)]
+
+
+def test_a_journal_of_an_earlier_start_that_is_removed_is_named(tmp_path: Path) -> None:
+    journal(tmp_path, 0, ("a", reply(1)))
+    inflight = Inflight(tmp_path)
+    inflight.read(settled=())
+    (tmp_path / "worker-0-0.jsonl").unlink()
+    with pytest.raises(StorageError, match="it was removed or changed"):
+        inflight.events(task_key("a", "d"))
+
+
+def test_failures_and_ledgers_that_are_removed_are_noticed(tmp_path: Path) -> None:
+    failures = FailureFile(tmp_path, tmp_path / "quarantine")
+    failures.append_bad_row(tmp_path, BadRow(1, "empty"))
+    failures.sync()
+    budget = Ledger(tmp_path, tmp_path / "quarantine")
+    budget.append("lent", Amount(1.0, 1))
+    batches = WaveLedger(tmp_path, tmp_path / "quarantine")
+    batches.note_live(1)
+    for name in ("failures.jsonl", "budget.jsonl", "batches.jsonl"):
+        (tmp_path / name).unlink()
+    writes: list[Callable[[], None]] = [
+        failures.sync,
+        lambda: budget.append("lent", Amount(1.0, 1)),
+        lambda: batches.note_live(1),
+    ]
+    for write in writes:
+        with pytest.raises(StorageError, match="it was removed or replaced"):
+            write()
+    for file in (failures, budget, batches):
+        file.close()
+
+
+def test_a_journal_whose_run_was_removed_is_not_made_elsewhere(tmp_path: Path) -> None:
+    inflight = tmp_path / "r" / "inflight"
+    inflight.mkdir(parents=True)
+    writer = JournalWriter(inflight, 0, on_storage_error=fail)
+    shutil.rmtree(tmp_path / "r")
+    with pytest.raises(StorageError, match="inflight: cannot write: No such file or directory"):
+        writer.append("a", "d", reply(1), deal=1, position=0)
     writer.close()
     assert not list(tmp_path.iterdir())
 

@@ -103,6 +103,41 @@ def event_of(task: str) -> bytes:
     return orjson.dumps(line) + b"\n"
 
 
+UNFINISHED = task_key("z", "d").hex()
+
+
+def note_batch(path: Path, *steps: str, task: str = UNFINISHED, wave: str = "w") -> None:
+    """Note that a call of a task was in a batch, up to the last of these steps."""
+    fields: dict[str, dict[str, Any]] = {
+        "gathered": {"model": "m", "items": [f"{task}-0a"]},
+        "sending": {"upload": "", "bytes": 1},
+        "created": {"batch": "b1"},
+        "collected": {"batch": "b1", "replies": 1, "failed": 0, "unpriced": 0}
+        | {"cost_usd": 0.5, "saved_usd": 0.5},
+    }
+    with (path / "batches.jsonl").open("ab") as file:
+        for step in steps:
+            line = {"kind": step, "wave": wave, "at": 1.5, **fields[step]}
+            file.write(orjson.dumps(line) + b"\n")
+
+
+def keep_results(path: Path, content: bytes) -> None:
+    (path / "batches").mkdir()
+    (path / "batches" / "w.results").write_bytes(content)
+
+
+def all_of(*damages: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def do(path: Path) -> None:
+        for damage in damages:
+            damage(path)
+
+    return do
+
+
+RESULT = orjson.dumps({"id": f"{UNFINISHED}-0a", "reply": {}}) + b"\n"
+ALL_STEPS = ("gathered", "sending", "created", "collected")
+
+
 def edit_json(file: Path, **changes: Any) -> None:
     file.write_bytes(orjson.dumps({**orjson.loads(file.read_bytes()), **changes}))
 
@@ -178,6 +213,62 @@ DAMAGES: dict[str, Damage] = {
     "a workspace of a finished task": Damage(
         lambda p: workspace_of_first(p).mkdir(parents=True), ": the files of a finished"
     ),
+    "a step of a batch that is none": Damage(
+        lambda p: (p / "batches.jsonl").write_text('{"kind": "gathered", "wave": 1}\n'),
+        "batches.jsonl:1: not a step",
+    ),
+    "a torn step of a batch": Damage(
+        all_of(
+            lambda p: note_batch(p, "gathered"), lambda p: append(p / "batches.jsonl", b'{"kind"')
+        ),
+        "batches.jsonl:2: a line that was",
+    ),
+    "a batch that nobody takes": Damage(
+        lambda p: note_batch(p, *ALL_STEPS[:3], task=workspace_of_first(p).name),
+        "batches.jsonl:3: batch b1: its 1 calls are paid for",
+    ),
+    "a batch of unknown calls": Damage(
+        lambda p: note_batch(p, *ALL_STEPS[1:3]),
+        "batches.jsonl:2: wave w is created, and no line before tells which calls it has",
+        repaired=False,
+    ),
+    "a batch of two waves": Damage(
+        all_of(
+            lambda p: note_batch(p, *ALL_STEPS[:3], wave="v"),
+            lambda p: note_batch(p, *ALL_STEPS[:3]),
+        ),
+        "batches.jsonl:6: batch b1 of wave w is that of wave v too",
+        repaired=False,
+    ),
+    "steps of a batch out of order": Damage(
+        lambda p: note_batch(p, "gathered", "created"),
+        "batches.jsonl:2: wave w is created after it was gathered",
+        repaired=False,
+    ),
+    "a batch that brought too much": Damage(
+        all_of(
+            lambda p: note_batch(p, *ALL_STEPS),
+            on("batches.jsonl", lambda c: put(3, without(c[3], failed=2))(c)),
+            lambda p: keep_results(p, RESULT),
+        ),
+        "batches.jsonl:4: wave w has 1 calls, and 1 replies and 2 failures",
+        repaired=False,
+    ),
+    "results that are gone": Damage(
+        lambda p: note_batch(p, *ALL_STEPS), "w.results: not what batch b1 brought", repaired=False
+    ),
+    "results that are short": Damage(
+        all_of(lambda p: note_batch(p, *ALL_STEPS), lambda p: keep_results(p, b"")),
+        "w.results: not what batch b1 brought (0 replies instead of 1)",
+        repaired=False,
+    ),
+    "results that nobody needs": Damage(
+        all_of(
+            lambda p: note_batch(p, *ALL_STEPS, task=workspace_of_first(p).name),
+            lambda p: keep_results(p, RESULT),
+        ),
+        "w.results: what is left of a batch",
+    ),
     "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: a file"),
     "half a training file": Damage(
         lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: a file that"
@@ -220,6 +311,18 @@ def without_turn(line: bytes) -> bytes:
 def workspace_of_first(path: Path) -> Path:
     first = lines(path / "records.jsonl")[0]
     return path / "workspaces" / task_key(first["id"], first["input_digest"]).hex()
+
+
+def append(file: Path, content: bytes) -> None:
+    with file.open("ab") as opened:
+        opened.write(content)
+
+
+def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
+    keep_results(path, RESULT)
+    note_batch(path, *ALL_STEPS)
+    note_batch(path, "gathered", "sending", wave="v")
+    assert not checked(path).found
 
 
 def test_a_finished_run_is_whole(path: Path) -> None:

@@ -32,7 +32,7 @@ from batch.prompts import task_key
 from batch.purse import Purse
 from batch.stopped import Stopped
 from batch.wave_courier import WaveCourier
-from batch.wave_ledger import State, Wave, WaveLedger
+from batch.wave_ledger import State, Wave, WaveLedger, held_in
 from batch.wave_office import Bounds, WaveOffice
 from batch.wave_sums import sum_up
 from benchmarks.fake_batches import FakeBatches
@@ -378,16 +378,18 @@ def test_results_are_there_for_whoever_asks_again(tmp_path: Path) -> None:
     asyncio.run(ask())
 
 
-def test_lost_results_are_fetched_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [b"{", b"", b"7\n"])
+def test_lost_results_are_fetched_again(tmp_path: Path, left: bytes) -> None:
     async def ask() -> None:
         with FakeBatches() as api:
             async with office(tmp_path, api) as desks:
                 first = await all_of(desks, ["a"])
             (results,) = (tmp_path / "batches").iterdir()
-            results.write_bytes(b"{")
+            results.write_bytes(left)
             before = sum_up(tmp_path)
             with (tmp_path / "batches.jsonl").open("ab") as file:
                 file.write(b'{"kind":"collected"}\n{"kind":[]}\n7\n{"kind":"live","calls\n')
+                file.write(b'{"kind":"gathered","wave":"w","model":"m","at":1,"items":[3]}\n')
             async with office(tmp_path, api) as desks:
                 assert await all_of(desks, ["a"]) == first
             assert len(api.batches) == 1
@@ -422,6 +424,25 @@ def test_calls_in_batches_are_claimed_at_their_price() -> None:
     assert by_batch.tokens == live.tokens
 
 
+def test_what_is_set_aside_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
+    id = item_id(task_key("t", ""), b"asked", 0)
+    wave = Wave("w", "m", [id], most=[[0.5, 7]])
+    ledger = WaveLedger(tmp_path, tmp_path / "quarantine")
+    steps: list[tuple[State, dict[str, Any]]] = [
+        ("gathered", {"model": "m", "items": wave.ids, "most": wave.most}),
+        ("sending", {"upload": "", "bytes": 1}),
+        ("created", {"batch": "b"}),
+    ]
+    for step, fields in steps:
+        ledger.note(wave, step, **fields)
+        assert held_in(tmp_path, lambda _: False) == {id: [0.5, 7]}
+        assert not held_in(tmp_path, lambda _: True), "its conversation has ended"
+    counts: dict[str, Any] = {"cost_usd": 0.1, "saved_usd": 0.1, "unpriced": 0}
+    ledger.note(wave, "collected", replies=1, failed=0, **counts)
+    assert not held_in(tmp_path, lambda _: False)
+    ledger.close()
+
+
 class Parent:
     """Answers the calls of a worker's desk as a test says."""
 
@@ -429,7 +450,7 @@ class Parent:
         self.asked: list[str] = []
         self.desk = Desk(self._send)
 
-    def _send(self, type: str, body: bytes, *, id: str, model: str) -> None:
+    def _send(self, type: str, body: bytes, *, id: str, model: str, most: Any) -> None:
         self.asked.append(id)
 
 
@@ -441,7 +462,13 @@ async def model_of(parent: Parent, api: FakeBatches, used: set[str]) -> AsyncIte
     gate = CallGate(permits=0, purse=purse, on_refusal=lambda *_: None)
     try:
         yield BatchedModel(
-            live, desk=parent.desk, gate=gate, purse=purse, task=task_key("t", ""), used=used
+            live,
+            desk=parent.desk,
+            gate=gate,
+            purse=purse,
+            task=task_key("t", ""),
+            used=used,
+            held={},
         )
     finally:
         await live.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -165,6 +166,60 @@ def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
         assert "records.jsonl: it was removed or replaced while the run wrote to it" in said
         assert "Traceback" not in said
         resume_and_judge(tmp_path, given, tasks=16, endpoint=endpoint, wasted=3 * 16)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory although a run writes into it meanwhile."""
+    if path.is_file():
+        path.unlink()
+        return
+    while path.exists():
+        with suppress(OSError):
+            shutil.rmtree(path)
+            return
+
+
+@pytest.mark.parametrize(
+    "removed",
+    [
+        "inflight",
+        pytest.param("inflight/worker-0-0.jsonl", marks=pytest.mark.long),
+        "workspaces",
+    ],
+)
+def test_journals_or_workspaces_that_are_removed_under_a_run_stop_it(
+    tmp_path: Path, removed: str
+) -> None:
+    """F16: and no reply that was paid for is asked for again, those in flight included."""
+    write_prompts(tmp_path / "p.jsonl", 8)
+    gone = tmp_path / "trajectories" / "r" / removed
+    with FakeEndpoint(turns=4, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1, batch_size=8)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["replies"] >= 10)
+            remove(gone)
+            assert process.wait(timeout=60) == 4
+        said = (tmp_path / "output.txt").read_text()
+        assert removed in said, "by the worker that met it first, or by the parent"
+        assert "run the same command again" in said
+        assert "Traceback" not in said
+        resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=0)
+
+
+@pytest.mark.long
+def test_journals_that_are_moved_under_a_run_are_to_be_put_back(tmp_path: Path) -> None:
+    """F16: what is in flight is journaled where they are now."""
+    write_prompts(tmp_path / "p.jsonl", 8)
+    inflight = tmp_path / "trajectories" / "r" / "inflight"
+    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["replies"] >= 8)
+            inflight.rename(tmp_path / "away")
+            assert process.wait(timeout=60) == 4
+        assert "inflight: it was moved while" in (tmp_path / "output.txt").read_text()
+        (tmp_path / "away").rename(inflight)
+        resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=0)
 
 
 def test_a_disk_that_only_reads_is_told_before_any_call(tmp_path: Path) -> None:
