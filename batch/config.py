@@ -17,7 +17,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    JsonValue,
     model_validator,
 )
 
@@ -30,7 +29,7 @@ from agent.options import (
     parse_json,
     split_commas,
 )
-from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig
+from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig, ExtraBody
 from batch.row_rules import ColumnUse, RowRules, script_use
 from batch.shards import plain_shard
 from batch.worker_resources import parse_resources
@@ -171,7 +170,7 @@ class RunConfig(AgentOptions):
     max_tokens: PositiveInt | None = meaning(
         None, "Bound on tokens per reply; unset sends none (16,000 for Anthropic)."
     )
-    extra_body: Annotated[dict[str, JsonValue] | None, BeforeValidator(parse_json)] = meaning(
+    extra_body: Annotated[ExtraBody, BeforeValidator(parse_json)] = meaning(
         None, "JSON object merged into every request body, for options of one provider."
     )
     reasoning_effort: Effort | None = meaning(

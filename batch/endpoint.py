@@ -11,6 +11,9 @@ from pydantic_core import PydanticCustomError
 from agent.models.names import Endpoint
 from agent.options import PositiveFloat, PositiveInt
 
+_OURS = frozenset({"messages", "input", "model", "tools", "stream", "n"})
+"""Without what these say of a request, its reply could not be read, or would be that to another."""
+
 HOLDS_SECRET: Final = "holds_secret"
 """Type of the error for a value that may hold a secret, and so is not to be shown."""
 
@@ -39,6 +42,17 @@ _OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_b
 """What its models are asked with, in place of what the run says: part of what the data is."""
 
 
+def _keeps_the_request(value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+    if taken := _OURS.intersection(value or {}):
+        msg = f"{', '.join(sorted(taken))}: not in extra_body, for the program itself decides that"
+        raise ValueError(msg)
+    return value
+
+
+ExtraBody = Annotated[dict[str, JsonValue] | None, AfterValidator(_keeps_the_request)]
+"""What is merged into every request body."""
+
+
 class EndpointConfig(BaseModel):
     """One entry of `endpoints`. What it does not say is as the run says."""
 
@@ -54,7 +68,7 @@ class EndpointConfig(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: PositiveInt | None = None
     reasoning_effort: Effort | None = None
-    extra_body: dict[str, JsonValue] | None = None
+    extra_body: ExtraBody = None
     max_in_flight: PositiveInt | None = None
     rpm: PositiveFloat | None = None
     tpm: PositiveFloat | None = None

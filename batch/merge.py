@@ -97,8 +97,12 @@ def merge(
 
     `drop` leaves conversations that are not finished behind; their tasks begin anew. Raises
     `RunLocked`, `StorageError`, and `RunDirError` where two runs hold different records of one
-    task, one is damaged or has work under way, or the new run exists already.
+    task, one is damaged, has work under way or is named twice, or the new run exists already.
     """
+    places = [path.resolve() for path, _ in runs]
+    if twice := [path for path in places if places.count(path) > 1]:
+        msg = f"{twice[0]}: named twice; name each run once"
+        raise RunDirError(msg)
     into = config.run_dir
     if into.exists() or into.with_name(f"{into.name}.jsonl").exists():
         msg = f"{into}: it exists already; name a new run by --into"

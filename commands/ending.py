@@ -61,6 +61,9 @@ def errors_as_exit_codes() -> Iterator[None]:
     except OSError as error:
         words = "nothing that was finished is lost; mend that and run the same command again"
         fail(f"{error}; {words}", EnvironmentStop.exit_code)
+    except MemoryError:
+        words = "nothing that was finished is lost; give it more and run the same command again"
+        fail(f"out of memory; {words}", EnvironmentStop.exit_code)
     except KeyboardInterrupt:
         first = received[0] if received else int(signal.SIGINT)
         fail(interrupted(first), SIGNALLED + first)

@@ -126,6 +126,7 @@ def _read_inner(inner: Mapping[str, Any]) -> Conversation:
         completed=True,
         record=inner,
         metadata={},
+        num_turns=len(inner["turns"]),
         num_tool_calls=0,
     )
 

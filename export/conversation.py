@@ -77,6 +77,8 @@ class Conversation(NamedTuple):
     completed: bool
     record: Mapping[str, Any]
     metadata: Mapping[str, Any]
+    num_turns: int
+    """Replies of this run's model."""
     num_tool_calls: int
 
     @property
@@ -120,13 +122,18 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         assert isinstance(last, Turn)  # it holds the answer
         entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
     stats = tool_stats(messages[start:])
+    # What was noted of a parent's turns stands in the row of the parent.
+    noted = record["messages"]
+    if len(turns) < len(record["turns"]):
+        noted = noted[start:]
     return Conversation(
         system=_system(messages),
         entries=entries,
         tools=tools,
         completed=completed,
         record=record,
-        metadata=_metadata(record, completion, stats),
+        metadata=_metadata(record, completion, stats, noted),
+        num_turns=len(turns),
         num_tool_calls=sum(tool["count"] for tool in stats),
     )
 
@@ -262,7 +269,10 @@ def _read_result(message: Mapping[str, Any], call: Call, number: int) -> Result:
 
 
 def _metadata(
-    record: Mapping[str, Any], completion: str | None, stats: Sequence[Mapping[str, Any]]
+    record: Mapping[str, Any],
+    completion: str | None,
+    stats: Sequence[Mapping[str, Any]],
+    noted: Iterable[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """What a row says of its run, but its reasoning, which formats may leave out.
 
@@ -289,7 +299,7 @@ def _metadata(
     told["usage"] = record["usage"]
     resumes = record["resumes"]
     told["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
-    notes, repairs = _notes_and_repairs(record["messages"])
+    notes, repairs = _notes_and_repairs(noted)
     if notes:
         told["notes"] = notes
     if repairs:

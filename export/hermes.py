@@ -71,7 +71,7 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
         "reasoning": {"assistant_turns": len(said), "with_reasoning": with_reasoning},
     }
     return {
-        "num_turns": len(conversation.record["turns"]),
+        "num_turns": conversation.num_turns,
         "num_tool_calls": conversation.num_tool_calls,
         "has_reasoning": with_reasoning > 0,
         "metadata": compact_json(metadata),

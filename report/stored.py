@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch.errors import EnvironmentStop, RunDirError
+from batch.files import refuse_strange_files
 from batch.records import Entry, load_index
 
 _HEAD = b'{"id":'
@@ -92,6 +93,7 @@ def _entries(run_dir: Path) -> list[Entry]:
 
 
 def _opened(run_dir: Path) -> BinaryIO:
+    refuse_strange_files(run_dir)
     try:
         return (run_dir / "records.jsonl").open("rb")
     except FileNotFoundError:

@@ -152,6 +152,8 @@ def test_branches_go_on_where_their_parents_stood_and_cost_what_they_add(tmp_pat
     assert (spreads["turns"]["max"], spreads["tool_calls"]["max"]) == (2, 1)
     status = json.loads(run(tmp_path, "status", "b", "--json").stdout)
     assert {one["turns"] for one in status["slowest"]} == {2}
+    for line in lines(tmp_path / "trajectories" / "b.jsonl"):
+        assert (line["num_turns"], line["num_tool_calls"], line["api_calls"]) == (2, 1, 2)
     for record in found:
         row = row_of(record)
         own = [turn for turn in record["turns"] if "inherited" not in turn]

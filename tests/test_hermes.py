@@ -843,6 +843,14 @@ class TestNotes:
         assert said(row)[4] == ("human", "That is wrong.")
         assert json.loads(row["metadata"])["notes"] == {"plan": 1, "repeat": 2}
 
+    def test_those_of_a_parent_are_not_counted_again(self) -> None:
+        noted = {**result("r"), "notes": ["repeat"]}
+        record = record_of(user(), assistant("", call()), noted, assistant("A"))
+        record["turns"][0]["inherited"] = True
+        row = to_row(record)
+        assert row["num_turns"] == 1
+        assert "notes" not in json.loads(row["metadata"])
+
     def test_repairs_are_counted_over_all_messages(self) -> None:
         """S2.21: the row says that names were repaired."""
         repairs = [{"call": "c1", "name": "tmep"}, {"call": "c2", "name": "tepm"}]

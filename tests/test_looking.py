@@ -123,6 +123,17 @@ def test_status_in_the_moment_in_which_a_start_locks_the_run(cwd: Path, tmp_path
     assert "another process is working on this run" in verify.stderr
 
 
+@pytest.mark.parametrize("command", [["show", "r", "p"], ["compare", "r", "r"], ["report", "r"]])
+def test_a_pipe_in_place_of_records_is_named(cwd: Path, tmp_path: Path, command: list[str]) -> None:
+    copied = tmp_path / "trajectories" / "r"
+    shutil.copytree(cwd / "trajectories" / "r", copied)
+    (copied / "records.jsonl").unlink()
+    os.mkfifo(copied / "records.jsonl")
+    done = run(tmp_path, *command)
+    assert done.returncode == 2, done.stderr
+    assert "records.jsonl: not a plain file; put the file of this run back" in done.stderr
+
+
 def test_one_turn_alone(cwd: Path) -> None:
     text = shown(cwd, "r", "plain", "--turn=2")
     assert "Nothing there." in text
