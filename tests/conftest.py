@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 from hypothesis import HealthCheck, settings
@@ -17,4 +18,10 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+settings.register_profile("long", settings.get_profile("same"), max_examples=1000)
 settings.load_profile("same")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: tests wait for processes and endpoints for a fifth of their time."""
+    return (os.cpu_count() or 1) + 1

@@ -256,7 +256,7 @@ def test_a_run_stops_at_its_budget_and_goes_on_when_it_is_raised(tmp_path: Path)
     with FakeEndpoint(turns=3, latency_s=0.5, **WRITE_A_NOTE) as endpoint:
         asked: dict[str, Any] = {
             **dataset, "model": "openai:gpt-4o", "base_url": endpoint.openai_url,
-            "key_env": "none", "num_workers": 4, "batch_size": 64, "max_tokens": 300,
+            "key_env": "none", "num_workers": 2, "batch_size": 128, "max_tokens": 300,
             "start_in_flight": 256,
         }  # fmt: skip
         whole = run(tmp_path, **{**asked, "run_name": "whole"})
@@ -383,10 +383,6 @@ def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
         (
             {"model": "m", "max_run_tokens": 1000, "extra_body": '{"max_tokens": null}'},
             "max_tokens is missing",
-        ),
-        (
-            {"model": "m", "max_run_tokens": 9, "max_tokens": 9, "extra_body": '{"n": 5}'},
-            "break a budget of the run",
         ),
     ],
 )

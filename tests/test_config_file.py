@@ -55,7 +55,7 @@ def test_what_is_no_json_cannot_be_sent(tmp_path: Path, value: str, reason: str)
     assert refused(tmp_path, f"extra_body: {value}\n").startswith(reason)
 
 
-@pytest.mark.parametrize("key", ["messages", "stream", "tools"])
+@pytest.mark.parametrize("key", ["messages", "stream", "tools", "n"])
 def test_what_the_program_decides_is_not_overwritten(tmp_path: Path, key: str) -> None:
     told = refused(tmp_path, f"extra_body: {{top_k: 5, {key}: true}}\n")
     assert f"extra_body: {key}: not in extra_body" in told

@@ -42,6 +42,9 @@ from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, s
 from toolsets.tool import Tool
 
 CALM = settings(deadline=None, derandomize=True, database=None)
+FEW = CALM.max_examples
+MANY = 3 * FEW
+"""Ten times as many with `--hypothesis-profile=long`."""
 
 # Calls of `count` at the same time would give other numbers each time.
 IN_ORDER = tuple(replace(tool, sequential=tool.name == "count") for tool in TOOLS)
@@ -380,7 +383,7 @@ def check_pairing(played: Played) -> None:
 # 1
 
 
-@settings(CALM, max_examples=600)
+@settings(CALM, max_examples=MANY)
 @given(scene=scenes())
 @example(scene=Scene([say(""), ECHOED, say("Action: echo")], {"text_protocol": "react"}))
 @example(scene=Scene([deep(', "wrong": "$$"')], {"result_references": True}))
@@ -429,7 +432,7 @@ def check_openai(request: Request, *, may_be_open: bool) -> None:
     assert may_be_open or not called
 
 
-@settings(CALM, max_examples=600)
+@settings(CALM, max_examples=MANY)
 @given(scene=scenes())
 @example(scene=Scene([deep()], {}))
 def test_both_apis_take_what_was_recorded_and_what_was_sent(stage: Stage, scene: Scene) -> None:
@@ -455,7 +458,7 @@ def state(trajectory: Trajectory) -> dict[str, Any]:
     return {**own, "inner": inner, "tally": vars(trajectory.tally)}
 
 
-@settings(CALM, max_examples=600)
+@settings(CALM, max_examples=MANY)
 @given(scene=scenes())
 @example(scene=Scene([HELPED], {**ONE_FAILING, "max_cost_usd": 0.5, "cost_usd": 0.5}))
 @example(
@@ -494,7 +497,7 @@ def check_numbered(events: Sequence[Event]) -> None:
     assert turns == list(range(1, len(turns) + 1))
 
 
-@settings(CALM, max_examples=200)
+@settings(CALM, max_examples=FEW)
 @given(scene=scenes(), later=st.integers(1, 4))
 @example(
     scene=Scene([ECHOED, ECHOED, say(""), say("a"), say("b")], SUMMARIES),
@@ -522,7 +525,7 @@ def test_killed_anywhere_and_taken_up_it_comes_to_the_same(
             check_pairing(one)
 
 
-@settings(CALM, max_examples=200)
+@settings(CALM, max_examples=FEW)
 @given(scene=scenes(), later=st.integers(1, 4))
 def test_killed_anywhere_and_taken_up_nothing_is_lost_or_asked_twice(
     stage: Stage, scene: Scene, later: int
@@ -606,7 +609,7 @@ def check_replies(events: Sequence[Event], scene: Scene) -> None:
         (check_step if is_text else check_reply)(reply, turn)
 
 
-@settings(CALM, max_examples=600)
+@settings(CALM, max_examples=MANY)
 @given(scene=scenes())
 @example(scene=Scene([say("<think>hm</think>done")], {}))
 def test_the_model_has_said_all_that_it_is_recorded_to_have_said(
@@ -630,7 +633,7 @@ def test_the_model_has_said_all_that_it_is_recorded_to_have_said(
 # 6
 
 
-@settings(CALM, max_examples=600)
+@settings(CALM, max_examples=MANY)
 @given(scene=scenes())
 @example(
     scene=Scene([say("a", finish_reason="length"), say("b")], {"max_turns": 1, "continue_cut": 1})
