@@ -111,12 +111,6 @@ def _check_budget(config: RunConfig, setups: Setups) -> None:
             "cannot be kept; give max_run_tokens instead"
         )
         raise ValueError(msg)
-    several = [one.name for one in asked(setups) if (one.extra_body or {}).get("n", 1) != 1]
-    if budget_of(config) is not None and several:
-        msg = (
-            f"extra_body: several replies per call (n) of {several[0]!r} break a budget of the run"
-        )
-        raise ValueError(msg)
     unbounded = [settings.name for settings in asked(setups) if settings.reply_bound is None]
     if budget_of(config) is not None and unbounded:
         msg = (
