@@ -122,8 +122,11 @@ class JournalWriter:
         self._dirty.set()
         self._syncer.join()
         self._sync_once()
-        if any(tasks and segment.was_removed() for segment, tasks in self._open_tasks.items()):
-            self._put_back()
+        try:
+            if any(tasks and segment.was_removed() for segment, tasks in self._open_tasks.items()):
+                self._put_back()
+        except StorageError as error:
+            self._on_storage_error(error)
         for segment, tasks in self._open_tasks.items():
             segment.close()
             if not tasks:

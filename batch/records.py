@@ -78,7 +78,8 @@ def refuse_lost_records(run_dir: Path) -> None:
     The run would ask, and pay, for all of it again, and an export would empty the training file.
     """
     records, index = run_dir / "records.jsonl", run_dir / "records.idx"
-    if _size(records) == 0 and _size(index) > ROW_BYTES:
+    # In this order: a run that works beside us writes the record first, and then its row.
+    if _size(index) > ROW_BYTES and _size(records) == 0:
         msg = (
             f"{records}: {'empty' if records.exists() else 'missing'}, but {index.name} tells of "
             "records that it held; put the file of this run back in its place, or remove "

@@ -33,7 +33,7 @@ from batch.records import RecordFile, load_index
 from batch.run_dir import RunDir
 from batch.standing import Settled, is_settled
 from batch.supervisor import Supervisor
-from batch.wave_ledger import held_in
+from batch.wave_ledger import WaveLedger, held_in
 from batch.waves import Waves, with_open_batches
 from batch.worker_setup import WorkerSetup
 from toolsets.removal import remove_tree
@@ -193,6 +193,7 @@ def _take_stock(
     settled = Settled(found, max_attempts)
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
+    _free_unsent(run_dir, ledger)
     spent = Amount()
     held: dict[bytes, dict[str, list[Any]]] = {}
     if budget_of(plan.config) is not None:
@@ -224,6 +225,16 @@ def _take_stock(
         held,
         found.known_cost_usd(),
     )
+
+
+def _free_unsent(run_dir: RunDir, ledger: Ledger) -> None:
+    """Give back what the starts before have set aside for calls in batches that were never sent."""
+    waves = WaveLedger(run_dir.path, run_dir.quarantine)
+    # Given up first: after a crash between the two it stays booked, and is not given back twice.
+    freed = [Amount(*most) for most in waves.give_up_unsent()]
+    waves.close()
+    if freed:
+        ledger.append("returned", sum(freed, Amount()))
 
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:

@@ -100,6 +100,17 @@ class WaveLedger:
         repair_tail(self._path, quarantine)
         self._file: AppendFile | None = None
 
+    def give_up_unsent(self) -> list[list[Any]]:
+        """Void the waves of which the starts before have sent nothing: their calls gather anew.
+
+        Gives what was set aside for these calls. Nobody else will give it back: who asked for them
+        is gone.
+        """
+        unsent = [wave for wave in waves_in(self._path) if wave.state == "gathered"]
+        for wave in unsent:
+            self.note(wave, "void")
+        return [most for wave in unsent for most in wave.most]
+
     def load(self, is_settled: Callable[[str], bool]) -> list[Wave]:
         """The waves that some call still needs, as the starts before have left them.
 
@@ -110,7 +121,7 @@ class WaveLedger:
             wave.needed = sum(not is_settled(id) for id in wave.ids)
             if wave.state == "collected" and wave.needed:
                 self._index(wave)
-            if wave.needed and wave.state != "void":
+            if wave.needed and wave.state not in ("gathered", "void"):
                 found.append(wave)
         kept = {self._results_file(wave) for wave in found}
         for path in self._place.iterdir() if self._place.is_dir() else ():
@@ -290,11 +301,12 @@ def held_in(run_dir: Path, is_settled: Callable[[str], bool]) -> dict[str, list[
     """What the starts before have set aside for calls that no batch has answered, by their ids.
 
     It was lent and never given back: a worker can only book a call, and give back what is left,
-    when it has an answer, and there is none before a wave is collected.
+    when it has an answer, and there is none before a wave is collected. Waves that were not sent
+    are to be given up first.
     """
     found: dict[str, list[Any]] = {}
     for wave in waves_in(run_dir / "batches.jsonl"):
-        if wave.state in ("gathered", "sending", "created"):
+        if wave.state in ("sending", "created"):
             amounts = zip(wave.ids, wave.most, strict=False)
             found |= {id: most for id, most in amounts if not is_settled(id)}
     return found

@@ -150,7 +150,7 @@ class WaveOffice:
         for gathering in list(self._gathering.values()):
             self._drop(gathering)
             if gathering.wave.most:
-                self._note_gathered(gathering.wave)  # the next start finds what is set aside
+                self._note_gathered(gathering.wave)  # the next start gives back what is set aside
         for task, wave in self._working.items():
             if wave.state == "gathered":
                 task.cancel()
@@ -265,9 +265,6 @@ class WaveOffice:
         """Go on with a wave of an earlier start."""
         if wave.model not in self._couriers:
             log.warning("batch %s asks %s, which this run no longer does", wave.batch, wave.model)
-            return
-        if wave.state == "gathered":
-            self._ledger.note(wave, "void")
             return
         self._waves.add(wave)
         for id in wave.ids:

@@ -112,7 +112,11 @@ def _source(path: Path) -> str:
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".json":
         return source
-    held = json.loads(source).get("chat_template")
+    tokenizer = json.loads(source)
+    if not isinstance(tokenizer, dict):
+        msg = "it is no tokenizer's file, which holds a JSON object"
+        raise ValueError(msg)
+    held = tokenizer.get("chat_template")
     if isinstance(held, list):
         named = {one["name"]: one["template"] for one in held}
         held = named.get("tool_use", named.get("default"))

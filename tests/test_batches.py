@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from batch.budget import Ledger
+from batch.wave_ledger import waves_in
 from benchmarks.fake_batches import FakeBatches
 from benchmarks.fake_script import Options
 from tests.faults.oracle import check_run, finished_lines
@@ -261,9 +262,39 @@ def test_what_is_set_aside_for_a_batch_is_so_once_over_all_starts(
         assert ledger.balance.tokens == sums["input_tokens"] + sums["output_tokens"]
 
 
+def test_what_is_set_aside_for_calls_that_were_never_sent_is_free_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    """They are still being gathered, for want of money of one of them, when the run is stopped.
+
+    The next start is stopped too, before anything was dealt.
+    """
+    write_prompts(tmp_path / "p.jsonl", 3)
+    place = tmp_path / "trajectories" / "r"
+
+    def given_back() -> int:
+        return (place / "budget.jsonl").read_text().count("returned")
+
+    with FakeBatches(options=OPTIONS) as api:
+        given = asking(api, max_run_tokens=12_000, num_workers=1)
+        with started(tmp_path, BY_BATCH, **given) as process:
+            wait_until(lambda: running(tmp_path, process.pid, "budget") == 3)
+            os.kill(process.pid, signal.SIGTERM)
+            process.wait()
+        before = given_back()
+        with started(tmp_path, BY_BATCH, **given) as process:
+            wait_until(lambda: given_back() > before)
+            os.kill(process.pid, signal.SIGTERM)
+            process.wait()
+        assert not api.batches
+    waves = waves_in(place / "batches.jsonl")
+    held = [tokens for one in waves if one.state == "gathered" for _, tokens in one.most]
+    assert Ledger(place, tmp_path).balance.tokens == sum(held)
+
+
 @pytest.mark.long
 def test_what_is_set_aside_for_calls_that_were_never_sent_is_so_once(tmp_path: Path) -> None:
-    """They are still being gathered, for want of money of one of them, when the run is stopped."""
+    """As above, and the run goes on after all."""
     write_prompts(tmp_path / "p.jsonl", 3)
     budget = tmp_path / "trajectories" / "r" / "budget.jsonl"
     with FakeBatches(options=OPTIONS) as api:

@@ -32,6 +32,12 @@ def test_a_key_that_stands_twice_is_named_instead_of_the_last_one_taken(tmp_path
     assert "run.yaml:3:3: not YAML: the key 'a'" in refused(tmp_path, "extra_body:\n  a: 1\n  a: 2")
 
 
+def test_a_key_that_is_no_text_is_named(tmp_path: Path) -> None:
+    assert "run.yaml:1:17: not YAML: found unhashable key" in refused(
+        tmp_path, "system_prompt: {{ name }}\n"
+    )
+
+
 def test_merged_mappings_may_be_overridden(tmp_path: Path) -> None:
     text = "extra_body:\n  a: &a {x: 1, y: 1}\n  b: &b {<<: *a, x: 2}\n  c: {<<: *b, y: 3}\n"
     (tmp_path / "run.yaml").write_text(text)

@@ -119,7 +119,7 @@ def test_a_tokenizer_config_holds_its_template(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     path.write_text(json.dumps({"chat_template": named}))
     assert load_template(path)(row).text == "t"
-    for content in ("{}", "{"):
+    for content in ("{}", "{", "[]", "null"):
         path.write_text(content)
         with pytest.raises(ConfigError, match="cannot read this chat template"):
             load_template(path)

@@ -327,6 +327,19 @@ def test_segments_that_are_removed_under_their_writer_are_written_anew(
     assert turns_of(read_back(inflight, "a")) == [*range(1, 11)]
 
 
+def test_a_writer_whose_run_was_removed_closes_all_it_has_open_and_says_so(tmp_path: Path) -> None:
+    inflight = tmp_path / "run" / "inflight"
+    inflight.mkdir(parents=True)
+    errors: list[StorageError] = []
+    writer = JournalWriter(inflight, 0, on_storage_error=errors.append)
+    writer.append("a", "d", reply(1), deal=1, position=0)
+    shutil.rmtree(tmp_path / "run")
+    writer.close()
+    assert ["cannot write" in str(error) for error in errors] == [True]
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [link for link in links if str(inflight) in str(link.readlink())]
+
+
 def test_a_journal_of_an_earlier_start_that_is_removed_is_named(tmp_path: Path) -> None:
     journal(tmp_path, 0, ("a", reply(1)))
     inflight = Inflight(tmp_path)
