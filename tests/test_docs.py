@@ -59,7 +59,7 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 
 
 FOR_OTHERS = re.compile(
-    r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*|-m benchmarks\.\w+[^`]*"
+    r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*|-m (?:benchmarks\.\w+|pytest)[^`]*"
     r"|--(?:signal|array)="
 )
 """What pages tell to other programs than ours."""
