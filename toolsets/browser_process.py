@@ -256,6 +256,17 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
 
 
+_WITH_OWN_TEMPORARY = """
+trap : HUP INT TERM
+own=$(mktemp -d) || exit
+TMPDIR=$own "$@"
+status=$?
+rm -rf "$own"
+exit $status
+"""
+"""Runs a command and removes its temporary files: the driver leaves some where it ends in haste."""
+
+
 @contextlib.contextmanager
 def _driver_without_secrets(home: Path) -> Iterator[None]:
     """Have playwright start its driver, a Node.js process, without our environment.
@@ -270,7 +281,8 @@ def _driver_without_secrets(home: Path) -> Iterator[None]:
     if "TMPDIR" in os.environ:
         variables["TMPDIR"] = os.environ["TMPDIR"]
     settings = [f"{name}={value}" for name, value in variables.items()]
-    os.environ[_NODE_VARIABLE] = _script(home / "node", ["env", "-i", *settings, node])
+    command = ["env", "-i", *settings, "sh", "-c", _WITH_OWN_TEMPORARY, "sh", node]
+    os.environ[_NODE_VARIABLE] = _script(home / "node", command)
     try:
         yield
     finally:
