@@ -15,7 +15,7 @@ from agent.options import split_commas
 from batch.config import RunConfig
 from batch.endpoint import HOLDS_SECRET
 from batch.errors import ConfigError
-from toolsets.text import clip
+from toolsets.text import clip, valid_utf8
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
@@ -45,7 +45,8 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     directory. Raises `ConfigError` naming the file, the key and what is allowed.
     """
     for key, value in flags.items():
-        if isinstance(value, str | Path) and not _is_utf8(str(value)):
+        # Of what a shell gave in other bytes, Python makes halves of characters.
+        if isinstance(value, str | Path) and valid_utf8(str(value)) != str(value):
             msg = f"--{key}: not UTF-8 (got {clip(repr(str(value)), max_chars=200)})"
             raise ConfigError(msg)
     values = _read_config(config_file) if config_file is not None else {}
@@ -58,15 +59,6 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     except ValidationError as error:
         lines = [_explain(detail, config_file, flags) for detail in error.errors()]
         raise ConfigError("\n".join(lines)) from error
-
-
-def _is_utf8(text: str) -> bool:
-    """Of what a shell gave in other bytes, Python makes halves of characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _read_json(path: Path) -> Any:

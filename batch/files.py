@@ -9,12 +9,14 @@ write.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from batch.errors import EnvironmentStop, RunDirError
+from batch.errors import EnvironmentStop, RunDirError, RunLocked
 
 _BLOCK = 1 << 16
 
@@ -201,6 +203,28 @@ def refuse_strange_files(run_dir: Path) -> None:
                 "stands there if there was none"
             )
             raise RunDirError(msg)
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path, refusal: str) -> Iterator[None]:
+    """Raise `RunLocked`, which says `refusal`, while another process is in here for `directory`.
+
+    The directory is locked, not a file in it: files are replaced.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunLocked(refusal) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def listed(directory: Path) -> list[Path]:
+    """What is in a directory, sorted; nothing where there is none."""
+    return sorted(directory.iterdir()) if directory.is_dir() else []
 
 
 def sync_directory(path: Path) -> None:

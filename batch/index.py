@@ -73,11 +73,16 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
     ]
 
 
+def own_turns(record: Mapping[str, Any]) -> list[Any]:
+    """The turns of a record, without those that a branch has from its parent."""
+    return [turn for turn in record["turns"] if "inherited" not in turn]
+
+
 def own_work(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """The turns and the tool calls of a record, without what a branch has from its parent."""
-    turns, calls = record["turns"], record["tool_calls"]
-    if first := sum("inherited" in turn for turn in turns):
-        return turns[first:], [call for call in calls if call["turn"] > first]
+    turns, calls = own_turns(record), record["tool_calls"]
+    if first := len(record["turns"]) - len(turns):
+        calls = [call for call in calls if call["turn"] > first]
     return turns, calls
 
 

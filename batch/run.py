@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from batch.budget import Ledger, spent_before
 from batch.errors import DatasetChanged
 from batch.executors import open_executor
 from batch.failures import FailureFile
+from batch.files import listed
 from batch.journal import Inflight, segments
 from batch.kept_scan import NAME
 from batch.models import bounds_of, budget_of
@@ -262,7 +262,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
 
 def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
     """Remove what workers that died left of conversations that have ended since."""
-    if _listed(run_dir.workspaces) or segments(run_dir.inflight):
+    if listed(run_dir.workspaces) or segments(run_dir.inflight):
         settled = Settled(load_index(run_dir.path), max_attempts)
         _remove_workspaces(run_dir, settled)
         Inflight(run_dir.inflight).read(settled=settled)
@@ -273,7 +273,7 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
 
     Names that are not ours and directories that resist are left and logged.
     """
-    for path in _listed(run_dir.workspaces):
+    for path in listed(run_dir.workspaces):
         try:
             if path.name.startswith(TEMPORARY):
                 path.unlink()
@@ -281,11 +281,6 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
                 remove_tree(path)
         except (ValueError, OSError) as error:
             log.warning("left alone: %s: %s", path, error)
-
-
-def _listed(directory: Path) -> list[Path]:
-    """What is in a directory; nothing where somebody has removed it meanwhile."""
-    return list(directory.iterdir()) if directory.is_dir() else []
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import orjson
 from batch.accounts import Accounts, account
 from batch.config import RunConfig
 from batch.failures import read_failure
+from batch.files import listed
 from batch.index import MARK, ROW_BYTES, Entry, Index, RowMaker, index_fields
 from batch.journal import key_and_order, segments
 from batch.kept_scan import NAME, load_scan
@@ -231,7 +232,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
         message = "a file that a crash left half written; the next start removes it"
         yield Problem("leftover", file, None, message)
     workspaces = path / "workspaces"
-    for workspace in sorted(workspaces.iterdir()) if workspaces.is_dir() else ():
+    for workspace in listed(workspaces):
         try:
             key = bytes.fromhex(workspace.name)
         except ValueError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from batch.batched_model import task_of
+from batch.files import listed
 from batch.records import lines_from
 from batch.wave_ledger import State, Wave, WaveLedger, apply_step, index_of, read_line, waves_in
 
@@ -77,8 +78,7 @@ def check_batches(
                     "again, which is free"
                 )
                 yield Wrong("derived", results, None, message)
-    place = path / "batches"
-    for file in sorted(place.iterdir()) if place.is_dir() else ():
+    for file in listed(path / "batches"):
         if file not in kept:
             message = "what is left of a batch, and nobody needs; the next start removes it"
             yield Wrong("leftover", file, None, message)

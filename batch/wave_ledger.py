@@ -29,7 +29,7 @@ from typing import Any, Literal
 import orjson
 
 from agent.models.batches import ItemResult
-from batch.files import AppendFile, StorageError, repair_tail, sync_directory
+from batch.files import AppendFile, StorageError, listed, repair_tail, sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class WaveLedger:
             if wave.needed and wave.state not in ("gathered", "void"):
                 found.append(wave)
         kept = {self._results_file(wave) for wave in found}
-        for path in self._place.iterdir() if self._place.is_dir() else ():
+        for path in listed(self._place):
             if path not in kept:  # of waves that are done with, or half written
                 path.unlink()
         return found

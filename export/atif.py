@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from export.conversation import Conversation, Turn, read_entries
+from export.conversation import Conversation, Turn, read_entries, system_of
 from export.rewards import reward_of
 from export.row_rules import Reason, Rejected
 from export.style import Style, styled
@@ -118,9 +118,8 @@ def _read_inner(inner: Mapping[str, Any]) -> Conversation:
     called = {
         call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
     }
-    system = [m["content"] for m in messages if m["role"] == "system" and m["content"].strip()]
     return Conversation(
-        system="\n\n".join(system),
+        system=system_of(messages),
         entries=read_entries(messages, [{"function": {"name": name}} for name in sorted(called)]),
         tools=(),
         completed=True,

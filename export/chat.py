@@ -6,6 +6,7 @@ want them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,9 +58,7 @@ def refuse_structure_in_results(turn: Turn) -> None:
     for result in turn.results:
         if holds_structure(result.content):
             where = f"result of turn {turn.number}"
-            refuse_control_tokens(result.content, where=where)
-            if tag := TOOL_RESPONSE.search(result.content):
-                raise Rejected(Reason.MARKER_IN_RESULT, f"{where}: {tag[0]}")
+            _refuse(result.content, TOOL_RESPONSE, Reason.MARKER_IN_RESULT, where=where)
 
 
 def refuse_structure_in_arguments(turn: Turn) -> None:
@@ -67,9 +66,13 @@ def refuse_structure_in_arguments(turn: Turn) -> None:
     for call in turn.calls:
         if holds_structure(call.arguments):
             where = f"arguments of turn {turn.number}"
-            refuse_control_tokens(call.arguments, where=where)
-            if tag := TOOL_CALL.search(call.arguments):
-                raise Rejected(Reason.MARKER_IN_ARGUMENTS, f"{where}: {tag[0]}")
+            _refuse(call.arguments, TOOL_CALL, Reason.MARKER_IN_ARGUMENTS, where=where)
+
+
+def _refuse(text: str, tag: re.Pattern[str], reason: Reason, *, where: str) -> None:
+    refuse_control_tokens(text, where=where)
+    if found := tag.search(text):
+        raise Rejected(reason, f"{where}: {found[0]}")
 
 
 def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

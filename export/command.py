@@ -60,7 +60,7 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     """Do what the options ask for; gives the exit code. Raises `RunError`."""
     from batch.errors import ConfigError
     from export.dataset import Source
-    from export.dataset_directory import earlier_paths, export_dataset, listed_files
+    from export.dataset_directory import export_dataset
     from export.recipe import load_recipe
     from export.rendering import load_template
 
@@ -80,13 +80,7 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     if render is not None and "openai" not in recipe.formats:
         msg = "--render shows rows of the format openai; add it to --format"
         raise ConfigError(msg)
-    before = earlier_paths(directory) if directory.is_dir() else set()
     manifest = export_dataset(source, recipe, directory)
-    if gone := sorted(before - {file["path"] for file in listed_files(manifest)}):
-        say(
-            f"removed from {directory}, for this export takes the place of the one before: "
-            f"{', '.join(gone)}; --output keeps several"
-        )
     if manifest["pending"]:
         say(f"warning: {manifest['pending']:,} tasks are pending and not in this export")
     show(_table(directory, manifest))

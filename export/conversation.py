@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from agent.reasoning import opens_reasoning, split_inline_reasoning
+from batch.index import own_turns
 from export.completion import plain_ending
 from export.replies import first_reply, tool_stats
 from export.rewards import reward_of
@@ -94,7 +95,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     it belongs to.
     """
     # Those that a branch has from its parent are part of its prompt.
-    turns = [turn for turn in record["turns"] if "inherited" not in turn]
+    turns = own_turns(record)
     if not turns:
         raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
     completed = record["status"] == "completed"
@@ -127,7 +128,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     if len(turns) < len(record["turns"]):
         noted = noted[start:]
     return Conversation(
-        system=_system(messages),
+        system=system_of(messages),
         entries=entries,
         tools=tools,
         completed=completed,
@@ -184,7 +185,8 @@ def refuse_control_tokens(text: str, *, where: str) -> None:
         raise Rejected(Reason.CONTROL_TOKEN, f"{where}: {token!r}")
 
 
-def _system(messages: Iterable[Mapping[str, Any]]) -> str:
+def system_of(messages: Iterable[Mapping[str, Any]]) -> str:
+    """What the system messages say together, blank without any; raises Rejected unless text."""
     texts = (text_of(m, where="system message") for m in messages if m["role"] == "system")
     return "\n\n".join(text for text in texts if text.strip())
 

@@ -12,18 +12,16 @@ The manifest is written last, and says `unfinished` while files change.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from batch.errors import ConfigError, RunLocked
-from batch.files import StorageError, replace_file
+from batch.console import say
+from batch.errors import ConfigError
+from batch.files import StorageError, alone_in, replace_file
 from export.card import card
 from export.dataset import SCHEMA_VERSION, Source, judge_answers, write_rows
 from export.llamafactory import dataset_info
@@ -42,8 +40,9 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory):
-            old = earlier_paths(directory)
+        refusal = f"{directory}: another export writes here; wait for it or name another --output"
+        with alone_in(directory, refusal):
+            old = _old_paths(directory)
             judge_answers(source, recipe)
             with Staging(directory) as staging:
                 manifest = _make(source, recipe, staging)
@@ -55,7 +54,8 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
                 }
                 _write_manifest(directory, under_way)
                 staging.publish()
-                _remove(directory, old - set(staging.paths()))
+                gone = old - set(staging.paths())
+                _remove(directory, gone)
             _write_manifest(directory, manifest)
     except OSError as error:
         msg = (
@@ -63,26 +63,12 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
             "safe; make room and run the same command again."
         )
         raise StorageError(msg) from error
+    if gone:
+        say(
+            f"removed from {directory}, for this export takes the place of the one before: "
+            f"{', '.join(sorted(gone))}; --output keeps several"
+        )
     return manifest
-
-
-def earlier_paths(directory: Path) -> set[str]:
-    """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
-    if not (directory / MANIFEST).exists():
-        if any(not path.name.startswith(".export.") for path in directory.iterdir()):
-            msg = f"{directory}: holds files that are no dataset of ours; name another --output"
-            raise ConfigError(msg)
-        return set()
-    manifest = read_manifest(directory)
-    if manifest.get("unfinished"):
-        paths = {str(path) for path in manifest["paths"]}
-    else:
-        paths = {str(file["path"]) for file in listed_files(manifest)}
-    root = directory.resolve()
-    if out := [path for path in paths if not (root / path).resolve().is_relative_to(root)]:
-        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which lies outside; name another --output"
-        raise ConfigError(msg)
-    return paths
 
 
 def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
@@ -147,6 +133,25 @@ def _indented(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
 
 
+def _old_paths(directory: Path) -> set[str]:
+    """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
+    if not (directory / MANIFEST).exists():
+        if any(not path.name.startswith(".export.") for path in directory.iterdir()):
+            msg = f"{directory}: holds files that are no dataset of ours; name another --output"
+            raise ConfigError(msg)
+        return set()
+    manifest = read_manifest(directory)
+    if manifest.get("unfinished"):
+        paths = {str(path) for path in manifest["paths"]}
+    else:
+        paths = {str(file["path"]) for file in listed_files(manifest)}
+    root = directory.resolve()
+    if out := [path for path in paths if not (root / path).resolve().is_relative_to(root)]:
+        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which lies outside; name another --output"
+        raise ConfigError(msg)
+    return paths
+
+
 def _remove(directory: Path, paths: set[str]) -> None:
     for name in paths:
         (directory / name).unlink(missing_ok=True)
@@ -155,16 +160,3 @@ def _remove(directory: Path, paths: set[str]) -> None:
         path = directory / folder
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        msg = f"{directory}: another export writes here; wait for it or name another --output"
-        raise RunLocked(msg) from None
-    finally:
-        os.close(fd)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batch.errors import ConfigError
-from batch.index import own_work
+from batch.index import own_turns
 from export.completion import answer_of
 from export.contamination import Questions, load_questions
 from export.recipe import AnswerCheck, Filters
@@ -110,7 +110,7 @@ class RecordFilters:
 
 def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
     """By what this run's model did: turns that the prompt gave or the parent made are not its."""
-    turns = len(own_work(record)[0])
+    turns = len(own_turns(record))
     replies = record["messages"][first_reply(record["messages"], turns=turns) :]
     if filters.min_reasoning is not None:
         said = [message for message in replies if message["role"] == "assistant"]

@@ -9,11 +9,8 @@ that fails before it ever answered stop the export.
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +20,8 @@ from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError, redact
 from agent.models.model import Model, Request
 from agent.models.names import open_model, read_key
 from batch.console import say
-from batch.errors import ConfigError, EnvironmentStop, RunLocked
-from batch.files import AppendFile, repair_tail
+from batch.errors import ConfigError, EnvironmentStop
+from batch.files import AppendFile, alone_in, repair_tail
 from export.recipe import Judge
 from export.verdicts import NAME, Questions, read_verdicts
 
@@ -50,7 +47,8 @@ def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
         msg = f"filters.judge: {error}"
         raise ConfigError(msg) from error
     path = run_dir / NAME
-    with _alone(path):
+    refusal = f"{path}: another export asks the judge now; wait until it has ended"
+    with alone_in(run_dir, refusal):
         repair_tail(path, run_dir / "quarantine")
         answered = {line["key"] for _, line in read_verdicts(path) if line["has_reply"]}
         file = AppendFile(path)
@@ -143,19 +141,3 @@ class _Asking:
                 )
                 raise EnvironmentStop(msg)
         return rest
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Raises `RunLocked` while another export asks about the same run."""
-    # The directory is locked, not the file: a file may be replaced, and a run locks neither.
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            msg = f"{path}: another export asks the judge now; wait until it has ended"
-            raise RunLocked(msg) from None
-        yield
-    finally:
-        os.close(fd)

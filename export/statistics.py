@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from batch.index import own_turns
 from export.replies import first_reply, has_reasoning, tool_stats
 
 _UNNAMED_FAILURE = "reported"
@@ -47,7 +48,7 @@ class Statistics:
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one record; what its prompt brought along of a conversation is not counted, nor
         what a branch has from its parent."""
-        turns = [turn for turn in record["turns"] if "inherited" not in turn]
+        turns = own_turns(record)
         messages = record["messages"]
         replies = messages[first_reply(messages, turns=len(turns)) :]
         self._statuses[record["status"]] += 1

@@ -9,7 +9,7 @@ from typing import Any
 from agent.messages import Message
 from agent.reasoning import split_inline_reasoning
 from agent.tally import failure_of
-from batch.index import own_work
+from batch.index import own_turns, own_work
 from export.replies import first_reply, tool_stats
 
 _SNIPPET_CHARS = 140
@@ -26,7 +26,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     `flags` name what is unusual about the conversation.
     """
     messages: Sequence[Message] = record["messages"]
-    turns, _ = own_work(record)
+    turns = own_turns(record)
     first = first_reply(messages, turns=len(turns))
     replies = messages[first:]
     usage = record["usage"] or {}

@@ -13,7 +13,7 @@ import orjson
 from batch.accounts import Accounts, account, as_table
 from batch.config import RunConfig
 from batch.console import show
-from batch.index import own_work
+from batch.index import own_turns
 from batch.progress import PROGRESS_FILE, in_words
 from batch.prompts import Scan
 from batch.records import load_index
@@ -115,7 +115,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         {
             "id": record["id"],
             "status": record["status"],
-            "turns": len(own_work(record)[0]),
+            "turns": len(own_turns(record)),
             "duration_s": round(seconds_at_work(record), 3),
         }
         for record in last_records(run_dir)
