@@ -1,4 +1,4 @@
-"""A tokenizer made of the texts at hand, for checks that download nothing."""
+"""A tokenizer made of the texts at hand and a random model, for checks that download nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.consuming.rows import rows
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+FEW_STEPS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
+"""Arguments of a trainer that is watched for a few steps, and leaves nothing behind."""
 
 
 def tokenizer_for(directory: Path, template: str | None = None) -> PreTrainedTokenizerFast:
@@ -33,6 +43,21 @@ def tokenizer_for(directory: Path, template: str | None = None) -> PreTrainedTok
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def model_for(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A random model of one small layer."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1 << 17,
+    )
+    return Qwen3ForCausalLM(config)
 
 
 def said_by_the_model(row: dict[str, Any]) -> Iterator[str]:

@@ -34,16 +34,6 @@ def main(directory: Path) -> None:
 
 def _train(name: str, rows: Any, tokenizer: Any, folder: str) -> str:
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1 << 17,
-    )
     kind, arguments = {
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
         "kto": (trl.KTOTrainer, trl.KTOConfig),
@@ -53,16 +43,11 @@ def _train(name: str, rows: Any, tokenizer: Any, folder: str) -> str:
         max_steps=2,
         per_device_train_batch_size=2,
         max_length=None,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
+        **tiny.FEW_STEPS,
     )
     trainer = kind(
-        model=transformers.Qwen3ForCausalLM(config),
-        ref_model=transformers.Qwen3ForCausalLM(config),
+        model=tiny.model_for(tokenizer),
+        ref_model=tiny.model_for(tokenizer),
         args=given,
         train_dataset=rows,
         processing_class=tokenizer,

@@ -55,31 +55,16 @@ def _train(
     what: str, rows: Any, ours: Sequence[dict[str, Any]], tokenizer: Any, folder: str
 ) -> str:
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1 << 17,
-    )
     arguments = trl.SFTConfig(
         output_dir=folder,
         max_steps=3,
         per_device_train_batch_size=1,
         max_length=None,
         assistant_only_loss=True,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
+        **tiny.FEW_STEPS,
     )
     trainer = trl.SFTTrainer(
-        model=transformers.Qwen3ForCausalLM(config),
+        model=tiny.model_for(tokenizer),
         args=arguments,
         train_dataset=rows,
         processing_class=tokenizer,
