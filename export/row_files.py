@@ -18,9 +18,6 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from batch.files import open_temporary, sync_directory
 
-_HELD_BYTES = 1 << 16
-"""Bytes that are hashed and written at once: a call for each row costs more than the work."""
-
 
 class Written(NamedTuple):
     """One finished file."""
@@ -128,8 +125,6 @@ class Hashing(io.RawIOBase):
         super().__init__()
         self._file = file
         self._sha256 = hashlib.sha256()
-        self._held: list[bytes] = []
-        self._held_bytes = 0
         self.size = 0
 
     def writable(self) -> bool:
@@ -138,12 +133,9 @@ class Hashing(io.RawIOBase):
 
     def write(self, content: Any) -> int:
         """Append bytes."""
-        self._held.append(content if type(content) is bytes else bytes(content))
-        size = len(self._held[-1])
+        self._sha256.update(content)
+        size = self._file.write(content)
         self.size += size
-        self._held_bytes += size
-        if self._held_bytes >= _HELD_BYTES:
-            self._write_held()
         return size
 
     def tell(self) -> int:
@@ -152,16 +144,8 @@ class Hashing(io.RawIOBase):
 
     def finish(self) -> str:
         """Close it; gives the hash."""
-        self._write_held()
         self._file.close()
         return self._sha256.hexdigest()
-
-    def _write_held(self) -> None:
-        content = b"".join(self._held)
-        self._held.clear()
-        self._held_bytes = 0
-        self._file.write(content)
-        self._sha256.update(content)
 
 
 class RowWriter(Protocol):
