@@ -195,7 +195,7 @@ class RunConfig(AgentOptions):
         False, "Leave completed conversations without any reasoning out of the training file."
     )
     seed: int = meaning(0, "Seed of everything that is drawn at random.", ge=-(2**63), lt=2**63)
-    num_samples: PositiveInt = _running(1, "Independent conversations per prompt.")
+    num_samples: int = _running(1, "Independent conversations per prompt.", ge=1, le=1_000_000)
     max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
     shard: Annotated[str | None, AfterValidator(plain_shard)] = _running(
         None,
@@ -286,7 +286,9 @@ class RunConfig(AgentOptions):
         8, "Attempts of one model call; rate limits do not count."
     )
     call_timeout_s: PositiveFloat = _running(
-        3600.0, "Deadline of a model call with all its attempts and waits, in seconds."
+        3600.0,
+        "How long after its beginning a model call is tried once more, in seconds; a running "
+        "attempt has its own deadline.",
     )
     grace_s: float = _running(
         30.0,

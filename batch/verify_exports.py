@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,15 @@ class Wrong(NamedTuple):
     message: str
 
 
+class _Said(NamedTuple):
+    """What the manifest says of a file."""
+
+    path: str
+    holds: str
+    bytes: int
+    sha256: str
+
+
 def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator[Wrong]:
     """Check the manifest against the accounts, and each file against the manifest.
 
@@ -33,7 +43,10 @@ def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator
     manifest_path = path / "exports" / "manifest.json"
     try:
         manifest = orjson.loads(manifest_path.read_bytes())
-        files = {Path(os.path.normpath(path / file["path"])): file for file in manifest["files"]}
+        files = {
+            _place(path, said["path"]): _Said(*itemgetter(*_Said._fields)(said))
+            for said in manifest["files"]
+        }
     except FileNotFoundError:
         if accounts.done or accounts.failed:
             yield Wrong(manifest_path, None, f"missing; {_AGAIN}")
@@ -44,8 +57,22 @@ def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator
     yield from _check_counts(manifest_path, manifest, accounts)
     for file, said in files.items():
         yield from _check_file(file, said, contents=made is not None)
-        if made is not None:
-            yield from _compare(file, made / said["path"])
+    if made is not None:
+        twins = orjson.loads((made / "exports" / "manifest.json").read_bytes())["files"]
+        places = {twin["holds"]: _place(made, twin["path"]) for twin in twins}
+        for file, said in files.items():
+            if said.holds in places:
+                yield from _compare(file, places[said.holds])
+            else:
+                message = f"{said.path}: no run has a file of {said.holds!r}; {_AGAIN}"
+                yield Wrong(manifest_path, None, message)
+
+
+def _place(path: Path, relative: str) -> Path:
+    """Where a file of the run in `path` lies: in it, if the run was moved aside, with its files."""
+    named = Path(os.path.normpath(path / relative))
+    inside = path / named.name
+    return inside if inside.exists() else named
 
 
 def _check_counts(path: Path, manifest: dict[str, Any], accounts: Accounts) -> Iterator[Wrong]:
@@ -67,14 +94,14 @@ def _check_counts(path: Path, manifest: dict[str, Any], accounts: Accounts) -> I
         yield Wrong(path, None, message)
 
 
-def _check_file(file: Path, said: dict[str, Any], *, contents: bool) -> Iterator[Wrong]:
+def _check_file(file: Path, said: _Said, *, contents: bool) -> Iterator[Wrong]:
     try:
         size = file.stat().st_size
-        if size != said["bytes"]:
-            yield Wrong(file, None, f"{size} bytes, the manifest says {said['bytes']}; {_AGAIN}")
+        if size != said.bytes:
+            yield Wrong(file, None, f"{size} bytes, the manifest says {said.bytes}; {_AGAIN}")
         elif contents:
             with file.open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != said["sha256"]:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != said.sha256:
                     yield Wrong(file, None, f"not the bytes that the manifest names; {_AGAIN}")
     except FileNotFoundError:
         yield Wrong(file, None, f"missing; {_AGAIN}")

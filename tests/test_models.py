@@ -18,7 +18,7 @@ from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat, openai_responses
 from agent.models.errors import RULES, ModelError, kind_of_status, redact
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model
+from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.prices import is_known, price
 from agent.models.replies import parse_object, retry_after_s
 from agent.models.scripted import parse_script
@@ -190,7 +190,7 @@ def test_openai_usage_keeps_unknown_unknown() -> None:
         usage={
             "prompt_tokens": 10,
             "completion_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 4},
+            "prompt_tokens_details": {"cached_tokens": 4.0, "cache_write_tokens": 0.5},
             "cost": 0.25,
         },
     )
@@ -757,10 +757,19 @@ def test_what_a_model_name_means(name: str, given: Any, means: Any) -> None:
     assert (found.name, found.api, found.base_url, found.key_env) == means
 
 
-@pytest.mark.parametrize("name", ["foo:bar", "openai:", ":x"])
+@pytest.mark.parametrize("name", ["foo:bar", ":x"])
 def test_an_unknown_prefix_names_the_known_ones(name: str) -> None:
     with pytest.raises(UnknownModel, match="anthropic, openai, openrouter"):
         resolve(name)
+
+
+@pytest.mark.parametrize("name", ["openai:", "mine: ", " "])
+def test_a_prefix_alone_is_no_model(name: str) -> None:
+    for ask in (resolve, lambda name: resolve_sibling(name, resolve("openai:m"))):
+        with pytest.raises(UnknownModel, match="the name of a model is missing"):
+            ask(name)
+    with pytest.raises(UnknownModel, match="the name of a model is missing"):
+        resolve(name, base_url="http://127.0.0.1:1/v1")
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

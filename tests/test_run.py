@@ -678,6 +678,7 @@ BAD_INPUT: list[tuple[dict[str, object], str]] = [
     ({"run_name": "../up"}, "must be one plain name"),
     ({"run_name": ""}, "must be one plain name"),
     ({"max_turns": 0}, "--max_turns"),
+    ({"num_samples": 1_000_000_000}, "--num_samples"),
     ({"num_workers": "many"}, "--num_workers"),
     ({"base_url": "localhost:8000"}, "must start with http"),
     ({"sandbox": "none"}, "--sandbox"),

@@ -138,6 +138,10 @@ RESULT = orjson.dumps({"id": f"{UNFINISHED}-0a", "reply": {}}) + b"\n"
 ALL_STEPS = ("gathered", "sending", "created", "collected")
 
 
+def replace_in(file: Path, old: bytes, new: bytes) -> None:
+    file.write_bytes(file.read_bytes().replace(old, new))
+
+
 def edit_json(file: Path, **changes: Any) -> None:
     file.write_bytes(orjson.dumps({**orjson.loads(file.read_bytes()), **changes}))
 
@@ -286,6 +290,14 @@ DAMAGES: dict[str, Damage] = {
     "no manifest": Damage(
         lambda p: (p / "exports" / "manifest.json").unlink(), "manifest.json: missing"
     ),
+    "a manifest of other files": Damage(
+        lambda p: replace_in(p / "exports" / "manifest.json", b"ended early", b"ended late"),
+        "manifest.json: exports/partial.jsonl: no run has a file of 'conversations that ended l",
+    ),
+    "a manifest without hashes": Damage(
+        lambda p: replace_in(p / "exports" / "manifest.json", b"sha256", b"sha512"),
+        "manifest.json: unreadable",
+    ),
     "a manifest that miscounts": Damage(
         lambda p: edit_json(p / "exports" / "manifest.json", pending=2), "manifest.json: pending 2"
     ),
@@ -388,6 +400,18 @@ def test_without_read_data_the_contents_of_exports_are_taken_on_trust(path: Path
     edit(path.parent / "r.jsonl", same_length_other_text)
     assert not checked(path, read_data=False).found
     assert len(checked(path).found) == 2
+
+
+def test_a_run_that_was_moved_aside_is_judged_by_the_files_that_it_took_along(path: Path) -> None:
+    assert (
+        run(path.parent.parent, "--fresh", **SCRIPTED, max_turns=3, max_samples=1).returncode == 0
+    )
+    (aside,) = path.parent.glob("r.2*")
+    assert not checked(aside).found
+    edit(aside / "r.jsonl", same_length_other_text)
+    assert {problem.file for problem in checked(aside).found} == {aside / "r.jsonl"}
+    assert not checked(aside, repair=True).left
+    assert not checked(aside).found
 
 
 def test_a_failed_record_that_a_later_attempt_replaced_is_no_duplicate(path: Path) -> None:

@@ -117,7 +117,7 @@ class ModelSettings:
     call_attempts: int = 8
     """Attempts of one call before the task's attempt fails; rate limits do not count."""
     call_timeout_s: float = 3600.0
-    """Deadline of one call with all its attempts and waits."""
+    """How long after its beginning a call is tried once more; waits for a turn do not count."""
 
     needs_bound: bool = False
     """No request may go out without a bound on the reply's tokens: a budget rests on it."""

@@ -78,12 +78,12 @@ def resolve_model(
 
     Raises `UnknownModel`.
     """
-    prefix, colon, rest = name.partition(":")
+    prefix, colon, rest = _parts(name)
     if name == SCRIPTED:
         return ModelSettings(
             name=name, api=SCRIPTED, base_url=None, key_env=None, reference=name, **options
         )
-    if colon and rest and (own := endpoints.get(prefix)):
+    if colon and (own := endpoints.get(prefix)):
         return ModelSettings(
             name=rest,
             api=own.api,
@@ -93,7 +93,7 @@ def resolve_model(
             reference=name,
             **{**options, **own.options},
         )
-    if colon and "/" not in prefix and not (prefix in ENDPOINTS and rest):
+    if colon and "/" not in prefix and prefix not in ENDPOINTS:
         if base_url is None:
             known_prefixes = ", ".join(sorted({*ENDPOINTS, *endpoints}))
             msg = (
@@ -123,9 +123,9 @@ def resolve_sibling(
 
     It is asked at the same endpoint, unless its prefix names another one. Raises `UnknownModel`.
     """
-    prefix, colon, rest = name.partition(":")
-    is_own = colon and rest and prefix in endpoints
-    known = ENDPOINTS.get(prefix) if colon and rest and not is_own else None
+    prefix, colon, rest = _parts(name)
+    is_own = colon and prefix in endpoints
+    known = ENDPOINTS.get(prefix) if colon and not is_own else None
     if name != SCRIPTED and known is None and settings.api != SCRIPTED and not is_own:
         return replace(settings, name=name, reference=name)
     if known and known.provider == settings.provider and known.api == settings.api:
@@ -144,6 +144,15 @@ def resolve_sibling(
     return resolve_model(
         name, base_url=None, api=None, key_env=None, endpoints=endpoints, **options
     )
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """What stands before the first colon, the colon, and what stands after it."""
+    parts = name.partition(":")
+    if not name.strip() or (parts[1] and not parts[2].strip()):
+        msg = f"model {name!r}: the name of a model is missing"
+        raise UnknownModel(msg)
+    return parts
 
 
 def read_key(settings: ModelSettings) -> str:

@@ -120,7 +120,9 @@ def make_call(id: Any, name: Any, arguments: Any) -> ToolCall:
 
 
 def count_or_none(value: Any) -> int | None:
-    """`value` if it can be a count of tokens, else None."""
+    """`value` if it can be a count of tokens, else None; some servers write 12 as 12.0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
     return None
