@@ -13,22 +13,16 @@ from typing import Any
 import pytest
 
 from agent.messages import Message
-from agent.models.anthropic_messages import AnthropicMessages
 from agent.models.batch_calls import open_batches
+from agent.models.dialects import DIALECTS
+from agent.models.endpoint_model import EndpointModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.openai_chat import OpenAIChat
-from agent.models.openai_responses import OpenAIResponses
 from agent.models.transport import MAX_REPLY_BYTES
 from agent.stream import StreamEvent
 from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.fake_faults import BROKEN, FAULTS, REPLY_FAULTS, RETRY_AFTER
 
-ADAPTERS: dict[str, type[OpenAIChat | AnthropicMessages]] = {
-    "openai_chat": OpenAIChat,
-    "openai_responses": OpenAIResponses,
-    "anthropic_messages": AnthropicMessages,
-}
 TOOLS = [
     {
         "type": "function",
@@ -60,11 +54,11 @@ def nobody(event: StreamEvent) -> None:
     """A handler for those who want the stream and not its parts."""
 
 
-def adapter_of(dialect: str, root: str, **given: Any) -> OpenAIChat | AnthropicMessages:
+def adapter_of(dialect: str, root: str, **given: Any) -> EndpointModel:
     base_url = root if dialect == "anthropic_messages" else root + "/v1"
     given = {"attempt_timeout_s": 5.0, **given}
     settings = ModelSettings(name="m", api=dialect, base_url=base_url, key_env=None, **given)
-    return ADAPTERS[dialect](settings, "no-key")
+    return EndpointModel(settings, "no-key")
 
 
 def request_of(prompt: str, *, is_streamed: bool, is_last: bool = False) -> Request:
@@ -82,7 +76,7 @@ class Asker:
     def __init__(self, endpoint: FakeEndpoint, runner: asyncio.Runner) -> None:
         self._root = endpoint.anthropic_url
         self._runner = runner
-        self._adapters: dict[Any, OpenAIChat | AnthropicMessages] = {}
+        self._adapters: dict[Any, EndpointModel] = {}
 
     def __call__(self, dialect: str, fault: str, *, given: Any = None, **how: Any) -> Completion:
         return self._runner.run(self._ask(dialect, fault, given or {}, how))
@@ -112,7 +106,7 @@ def ask() -> Iterator[Asker]:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("dialect", ADAPTERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("fault", [fault for fault in KINDS if fault not in SLOW])
 def test_a_fault_has_its_kind_and_is_never_a_reply(
     ask: Asker, fault: str, dialect: str, is_streamed: bool
@@ -133,7 +127,7 @@ def test_every_fault_is_known_here() -> None:
     assert {*KINDS, *REPLY_FAULTS} == set(FAULTS)
 
 
-@pytest.mark.parametrize("dialect", ADAPTERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("fault", REPLY_FAULTS)
 def test_a_strange_reply_is_read_the_same_streamed_or_not(
     ask: Asker, fault: str, dialect: str
@@ -251,7 +245,7 @@ def test_a_stream_that_falls_silent_is_given_up_before_the_attempt_is(
     ask: Asker,
 ) -> None:
     given = {"attempt_timeout_s": 60.0, "idle_timeout_s": 0.2}
-    for dialect in ADAPTERS:
+    for dialect in DIALECTS:
         with pytest.raises(ModelError, match=r"silent for 0\.2 s") as caught:
             ask(dialect, "stall", is_streamed=True, given=given)
         assert caught.value.kind == "timeout"
@@ -290,7 +284,7 @@ STRANGE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("dialect", ADAPTERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("head", STRANGE.values(), ids=STRANGE)
 def test_what_is_no_http_is_a_failed_connection(
     dialect: str, head: bytes, is_streamed: bool
@@ -300,7 +294,7 @@ def test_what_is_no_http_is_a_failed_connection(
     assert caught.value.kind == "connection"
 
 
-@pytest.mark.parametrize("dialect", ADAPTERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_number_beyond_measure_in_a_stream_is_malformed(dialect: str) -> None:
     event = b'event: x\ndata: {"a": ' + b"9" * 5_000 + b"}\n\n"
     with pytest.raises(ModelError) as caught:
@@ -308,7 +302,7 @@ def test_a_number_beyond_measure_in_a_stream_is_malformed(dialect: str) -> None:
     assert caught.value.kind == "malformed"
 
 
-@pytest.mark.parametrize("dialect", ADAPTERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_key_does_not_follow_a_redirect(dialect: str) -> None:
     head = b"HTTP/1.1 308 Permanent Redirect\r\nLocation: https://elsewhere.test/v1"
     with pytest.raises(ModelError, match=r"moved to https://elsewhere\.test/v1") as caught:
@@ -335,7 +329,7 @@ def test_the_proxy_that_the_environment_names_is_asked(
     assert asyncio.run(ask()).message["content"] == "hi"
 
 
-@pytest.mark.parametrize("dialect", ADAPTERS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("scheme", ["http://", ""])
 def test_a_proxy_is_not_told_the_key(
     dialect: str, scheme: str, monkeypatch: pytest.MonkeyPatch
@@ -353,7 +347,7 @@ def test_a_proxy_is_not_told_the_key(
             monkeypatch.setenv("https_proxy", f"{scheme}127.0.0.1:{port}")
             root = "https://a-name-that-is-none.invalid"
             settings = ModelSettings(name="m", api=dialect, base_url=root, key_env=None)
-            adapter = ADAPTERS[dialect](settings, "sk-of-the-test")
+            adapter = EndpointModel(settings, "sk-of-the-test")
             batches = open_batches(settings, api_key="sk-of-the-test")
             try:
                 with pytest.raises(ModelError):

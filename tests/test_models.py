@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat, openai_responses
+from agent.models.endpoint_model import EndpointModel
 from agent.models.errors import RULES, ModelError, kind_of_status, redact
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
@@ -268,7 +269,7 @@ def test_what_litellm_says_of_another_api_goes_back_verbatim(listens: bool) -> N
         return 200, {"choices": [{"message": said, "finish_reason": "tool_calls"}]}
 
     async def converse(root: str) -> Message:
-        model = openai_chat.OpenAIChat(dataclasses.replace(SETTINGS, base_url=root), "k")
+        model = EndpointModel(dataclasses.replace(SETTINGS, base_url=root), "k")
         opening = [Message(role="user", content="a")]
         handler = (lambda event: None) if listens else None
         reply = await model.complete(Request(opening, TOOLS, on_delta=handler))

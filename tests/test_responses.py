@@ -17,10 +17,11 @@ import pytest
 
 from agent.acceptance import make_ids_unique
 from agent.messages import Message
+from agent.models.endpoint_model import EndpointModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import open_model, resolve_model, resolve_sibling
-from agent.models.openai_responses import API, OpenAIResponses, read_reply, request_body
+from agent.models.openai_responses import API, read_reply, request_body
 from agent.models.responses_stream import ResponsesAssembly
 from agent.stream import StreamEvent, StreamHandler
 from run_agent import AIAgent
@@ -237,7 +238,7 @@ async def converse(
     url: str, listen: Callable[[], StreamHandler] | None = None
 ) -> tuple[list[Completion], list[Message]]:
     """Play the conversation to its end; what was received is also written to disk and read back."""
-    model = OpenAIResponses(replace(SETTINGS, base_url=url), KEY)
+    model = EndpointModel(replace(SETTINGS, base_url=url), KEY)
     messages = [Message(role="system", content="Be kind."), Message(role="user", content="Go.")]
     completions: list[Completion] = []
     used: set[str] = set()

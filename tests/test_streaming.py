@@ -14,11 +14,10 @@ import pytest
 
 from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat
-from agent.models.anthropic_messages import AnthropicMessages
 from agent.models.anthropic_stream import MessagesAssembly
+from agent.models.endpoint_model import EndpointModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.openai_chat import OpenAIChat
 from agent.models.openai_stream import ChatAssembly
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.stream import StreamEvent, StreamHandler, guarded
@@ -38,7 +37,7 @@ def nobody(event: StreamEvent) -> None:
     """A handler for those who want the stream and not its parts."""
 
 
-def adapter(dialect: str, root: str, *, timeout_s: float = 5.0) -> OpenAIChat | AnthropicMessages:
+def adapter(dialect: str, root: str, *, timeout_s: float = 5.0) -> EndpointModel:
     is_openai = dialect == "openai_chat"
     settings = ModelSettings(
         name="fake",
@@ -47,7 +46,7 @@ def adapter(dialect: str, root: str, *, timeout_s: float = 5.0) -> OpenAIChat | 
         key_env=None,
         attempt_timeout_s=timeout_s,
     )
-    return OpenAIChat(settings, KEY) if is_openai else AnthropicMessages(settings, KEY)
+    return EndpointModel(settings, KEY)
 
 
 async def converse(

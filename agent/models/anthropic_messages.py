@@ -8,10 +8,8 @@ from typing import Any
 import orjson
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
-from agent.models.anthropic_stream import MessagesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.refusals import Refusals
 from agent.models.replies import (
     count_or_none,
     make_call,
@@ -19,11 +17,8 @@ from agent.models.replies import (
     parse_object,
     text_or_none,
 )
-from agent.models.transport import Transport
 
 API = "anthropic_messages"
-
-_PATH = "/v1/messages"
 
 _VERSION = "2026-10-21"
 """Of the API; version 2 of Anthropic's own client sends it."""
@@ -40,34 +35,6 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
     "pause_turn": "pause",
     "model_context_window_exceeded": "context_exceeded",
 }
-
-
-class AnthropicMessages:
-    """Asks one model of one Anthropic-compatible endpoint."""
-
-    def __init__(self, settings: ModelSettings, api_key: str) -> None:
-        self._refusals = Refusals(settings)
-        self._transport = Transport(
-            settings.base_url, headers_of(settings, api_key), secret=api_key
-        )
-
-    @property
-    def settings(self) -> ModelSettings:
-        """See `Adapter`."""
-        return self._refusals.settings
-
-    async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`."""
-        return await self._refusals.ask(lambda settings: self._ask(settings, request))
-
-    async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
-        assembly = None if request.on_delta is None else MessagesAssembly(request.on_delta)
-        body = request_body(settings, request)
-        return read_reply(await self._transport.post(_PATH, body, settings, assembly))
-
-    async def close(self) -> None:
-        """See `Model.close`."""
-        await self._transport.close()
 
 
 def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import orjson
 
 from agent.models.batches import Batches
+from agent.models.dialects import DIALECTS
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import SCRIPTED
 
@@ -27,33 +28,9 @@ def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
 
 def body_of(request: Request, settings: ModelSettings) -> bytes:
     """The body that a live call would send, in one piece."""
-    match settings.api:
-        case "anthropic_messages":
-            from agent.models import anthropic_messages
-
-            return orjson.dumps(anthropic_messages.request_body(settings, request))
-        case "openai_responses":
-            from agent.models import openai_responses
-
-            return orjson.dumps(openai_responses.request_body(settings, request))
-        case _:
-            from agent.models import openai_chat
-
-            return orjson.dumps(openai_chat.request_body(settings, request))
+    return orjson.dumps(DIALECTS[settings.api].body(settings, request))
 
 
 def read_reply(body: bytes, settings: ModelSettings) -> Completion:
     """The reply in the body of an item's result, without its price. Raises `ModelError`."""
-    match settings.api:
-        case "anthropic_messages":
-            from agent.models import anthropic_messages
-
-            return anthropic_messages.read_reply(body)
-        case "openai_responses":
-            from agent.models import openai_responses
-
-            return openai_responses.read_reply(body)
-        case _:
-            from agent.models import openai_chat
-
-            return openai_chat.read_reply(body)
+    return DIALECTS[settings.api].read(body)

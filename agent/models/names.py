@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from agent.models.gate import Gate
-from agent.models.model import Adapter, ModelSettings
+from agent.models.model import ModelSettings
 from agent.models.patience import PatientModel
 
 Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
@@ -188,17 +188,7 @@ def open_model(
     gate: Gate | None = None,
 ) -> PatientModel:
     """A model ready to be asked, in the running event loop; see `PatientModel`."""
-    adapter: Adapter
-    if settings.api == "anthropic_messages":
-        from agent.models.anthropic_messages import AnthropicMessages
+    from agent.models.endpoint_model import EndpointModel
 
-        adapter = AnthropicMessages(settings, api_key)
-    elif settings.api == "openai_responses":
-        from agent.models.openai_responses import OpenAIResponses
-
-        adapter = OpenAIResponses(settings, api_key)
-    else:
-        from agent.models.openai_chat import OpenAIChat
-
-        adapter = OpenAIChat(settings, api_key)
+    adapter = EndpointModel(settings, api_key)
     return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)

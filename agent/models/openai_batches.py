@@ -16,13 +16,12 @@ import orjson
 
 from agent.models.batch_transfer import get_lines, get_object, id_of
 from agent.models.batches import BatchState, ItemResult, LostBatch
+from agent.models.dialects import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
-from agent.models.openai_chat import account_headers, is_openai
+from agent.models.openai_chat import headers_of
 from agent.models.replies import load_object, object_of
 from agent.models.transport import Transport
-
-_PATHS = {"openai_chat": "/v1/chat/completions", "openai_responses": "/v1/responses"}
 
 _OVER = frozenset({"completed", "failed", "expired", "cancelled"})
 
@@ -43,12 +42,11 @@ class OpenAIBatches:
     max_bytes = 200 * 10**6
 
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"}
-        if is_openai(settings):
-            headers |= account_headers()
-        self._path = _PATHS[settings.api]
+        self._path = "/v1" + DIALECTS[settings.api].path
         self._silence_s = settings.attempt_timeout_s
-        self._transport = Transport(settings.base_url, headers, secret=api_key)
+        self._transport = Transport(
+            settings.base_url, headers_of(settings, api_key), secret=api_key
+        )
 
     def line(self, id: str, body: bytes) -> bytes:
         """See `Batches`."""

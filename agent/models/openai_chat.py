@@ -18,8 +18,6 @@ import orjson
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.openai_stream import ChatAssembly
-from agent.models.refusals import Refusals
 from agent.models.replies import (
     count_or_none,
     make_call,
@@ -27,11 +25,9 @@ from agent.models.replies import (
     parse_object,
     text_or_none,
 )
-from agent.models.transport import Transport
 from agent.reasoning import split_inline_reasoning
 
 API = "openai_chat"
-_PATH = "/chat/completions"
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
@@ -47,34 +43,16 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details")
 _VERBATIM_FIELDS = (*_REASONING_FIELDS, "thinking_blocks")
 """What goes back as it came. LiteLLM puts signed thoughts of other APIs beside their text."""
 
+_PAYS = (("OpenAI-Organization", "OPENAI_ORG_ID"), ("OpenAI-Project", "OPENAI_PROJECT_ID"))
+"""Headers, and the variables that OpenAI's own clients read them from."""
 
-class OpenAIChat:
-    """Asks one model of one OpenAI-compatible endpoint."""
 
-    def __init__(self, settings: ModelSettings, api_key: str) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"}
-        if is_openai(settings):
-            headers |= account_headers()
-        self._refusals = Refusals(settings)
-        self._transport = Transport(settings.base_url, headers, secret=api_key)
-
-    @property
-    def settings(self) -> ModelSettings:
-        """See `Adapter`."""
-        return self._refusals.settings
-
-    async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`."""
-        return await self._refusals.ask(lambda settings: self._ask(settings, request))
-
-    async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
-        assembly = None if request.on_delta is None else ChatAssembly(request.on_delta)
-        body = request_body(settings, request)
-        return read_reply(await self._transport.post(_PATH, body, settings, assembly))
-
-    async def close(self) -> None:
-        """See `Model.close`."""
-        await self._transport.close()
+def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The key, and at OpenAI who pays, where a key belongs to several organizations or projects."""
+    headers = {"Authorization": f"Bearer {api_key}"}
+    if is_openai(settings):
+        headers |= {header: os.environ[name] for header, name in _PAYS if os.environ.get(name)}
+    return headers
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
@@ -107,12 +85,6 @@ def is_openai(settings: ModelSettings) -> bool:
     """Whether it is OpenAI itself that is asked, in whatever region."""
     host = urlsplit(settings.base_url or "").hostname or ""
     return host == "api.openai.com" or host.endswith(".api.openai.com")
-
-
-def account_headers() -> dict[str, str]:
-    """Who pays, where a key belongs to several organizations or projects; OpenAI's own names."""
-    named = {"OpenAI-Organization": "OPENAI_ORG_ID", "OpenAI-Project": "OPENAI_PROJECT_ID"}
-    return {header: os.environ[name] for header, name in named.items() if os.environ.get(name)}
 
 
 def cache_key(messages: Sequence[Message]) -> str:

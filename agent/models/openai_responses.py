@@ -16,7 +16,7 @@ import orjson
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of_status
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.openai_chat import OpenAIChat, cache_key, is_openai
+from agent.models.openai_chat import cache_key, is_openai
 from agent.models.replies import (
     count_or_none,
     make_call,
@@ -24,11 +24,9 @@ from agent.models.replies import (
     parse_object,
     text_or_none,
 )
-from agent.models.responses_stream import ResponsesAssembly
 from agent.reasoning import split_inline_reasoning
 
 API = "openai_responses"
-_PATH = "/responses"
 
 _DOES_NOT_REASON = re.compile(r"(?:^|/)(?:gpt-3|gpt-4|chatgpt)|-chat")
 """Names of models that refuse to be asked for encrypted thoughts, since they have none."""
@@ -55,15 +53,6 @@ _PLAIN_FIELDS: Mapping[str, frozenset[str]] = {
     "output_text": frozenset({"type", "text"}),
 }
 """What an item or a part may hold that the record holds too, or that nobody needs again."""
-
-
-class OpenAIResponses(OpenAIChat):
-    """Asks one model of one endpoint, over the same transport as in the other dialect."""
-
-    async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
-        assembly = None if request.on_delta is None else ResponsesAssembly(request.on_delta)
-        body = request_body(settings, request)
-        return read_reply(await self._transport.post(_PATH, body, settings, assembly))
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
