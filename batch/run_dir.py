@@ -24,7 +24,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -58,7 +58,7 @@ _WHERE = ("model", "models", "base_url", "endpoints")
 
 _DISK_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
-_VERSIONS_OF = ("batch-trajectories", "openai", "anthropic", "orjson", "pydantic")
+_VERSIONS_OF = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,7 @@ def _run_json(
         "meaning": meaning,
         "config": config.to_json(),
         "dataset": dataset_of(scan),
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **versions_of(_VERSIONS_OF)},
         "history": history,
     }
 
@@ -405,9 +405,10 @@ def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _VERSIONS_OF:
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of packages by their names; "not installed" of those that are not."""
+    versions = {}
+    for name in packages:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

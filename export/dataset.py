@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import orjson
 
 from batch.failures import load_failed_attempts
 from batch.prompts import Scan
-from batch.run_dir import read_run_json
+from batch.run_dir import read_run_json, versions_of
 from export.conversation import Conversation, read_conversation
 from export.duplicates import NearDuplicates, said_in
 from export.filters import RecordFilters
@@ -273,10 +272,4 @@ def _versions(recipe: Recipe) -> dict[str, str]:
         names.append("rensa")
     if recipe.filters.secrets == "all":
         names.append("detect-secrets")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "unknown"
-    return versions
+    return versions_of(names)

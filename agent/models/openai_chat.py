@@ -15,14 +15,13 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.messages import FinishReason, Message, ToolCall
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.replies import (
-    count_or_none,
     make_call,
-    object_of,
     parse_object,
+    read_usage,
     text_or_none,
 )
 from agent.reasoning import split_inline_reasoning
@@ -193,7 +192,7 @@ def read_reply(body: bytes) -> Completion:
     return Completion(
         message=message,
         finish_reason=finish_reason,
-        usage=_read_usage(reply.get("usage")),
+        usage=read_usage(reply.get("usage"), given="prompt", made="completion"),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
         cost_usd=_reported_cost(reply.get("usage")),
@@ -248,20 +247,6 @@ def _flat_text(content: Any) -> str:
     if isinstance(content, dict) and isinstance(content.get("text"), str):
         return str(content["text"])
     return ""
-
-
-def _read_usage(raw: Any) -> Usage | None:
-    if not isinstance(raw, dict):
-        return None
-    prompt = object_of(raw, "prompt_tokens_details")
-    output = object_of(raw, "completion_tokens_details")
-    return Usage(
-        input_tokens=count_or_none(raw.get("prompt_tokens")),
-        output_tokens=count_or_none(raw.get("completion_tokens")),
-        cache_read_tokens=count_or_none(prompt.get("cached_tokens")),
-        cache_write_tokens=count_or_none(prompt.get("cache_write_tokens")),
-        reasoning_tokens=count_or_none(output.get("reasoning_tokens")),
-    )
 
 
 def _reported_cost(raw: Any) -> float | None:

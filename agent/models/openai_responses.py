@@ -13,15 +13,14 @@ from typing import Any
 
 import orjson
 
-from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.messages import FinishReason, Message, ToolCall
 from agent.models.errors import ModelError, kind_of_status
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_chat import cache_key, is_openai
 from agent.models.replies import (
-    count_or_none,
     make_call,
-    object_of,
     parse_object,
+    read_usage,
     text_or_none,
 )
 from agent.reasoning import split_inline_reasoning
@@ -165,7 +164,7 @@ def read_reply(body: bytes) -> Completion:
     return Completion(
         message=message,
         finish_reason=finish_reason,
-        usage=_read_usage(reply.get("usage")),
+        usage=read_usage(reply.get("usage"), given="input", made="output"),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
     )
@@ -252,18 +251,4 @@ def _is_plain(item: Mapping[str, Any]) -> bool:
         {key for key, value in one.items() if value}
         <= _PLAIN_FIELDS.get(str(one.get("type")), frozenset())
         for one in (item, *parts)
-    )
-
-
-def _read_usage(raw: Any) -> Usage | None:
-    if not isinstance(raw, dict):
-        return None
-    given = object_of(raw, "input_tokens_details")
-    written = object_of(raw, "output_tokens_details")
-    return Usage(
-        input_tokens=count_or_none(raw.get("input_tokens")),
-        output_tokens=count_or_none(raw.get("output_tokens")),
-        cache_read_tokens=count_or_none(given.get("cached_tokens")),
-        cache_write_tokens=count_or_none(given.get("cache_write_tokens")),
-        reasoning_tokens=count_or_none(written.get("reasoning_tokens")),
     )

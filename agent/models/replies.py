@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from agent.messages import FunctionCall, ToolCall
+from agent.messages import FunctionCall, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of_status, redact
 from agent.nesting import MAX_NESTING, is_nested_deeper
 
@@ -126,6 +126,21 @@ def count_or_none(value: Any) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
     return None
+
+
+def read_usage(raw: Any, *, given: str, made: str) -> Usage | None:
+    """Usage as OpenAI's APIs tell it; `given` and `made` are what they call input and output."""
+    if not isinstance(raw, dict):
+        return None
+    of_input = object_of(raw, f"{given}_tokens_details")
+    of_output = object_of(raw, f"{made}_tokens_details")
+    return Usage(
+        input_tokens=count_or_none(raw.get(f"{given}_tokens")),
+        output_tokens=count_or_none(raw.get(f"{made}_tokens")),
+        cache_read_tokens=count_or_none(of_input.get("cached_tokens")),
+        cache_write_tokens=count_or_none(of_input.get("cache_write_tokens")),
+        reasoning_tokens=count_or_none(of_output.get("reasoning_tokens")),
+    )
 
 
 def text_or_none(value: Any) -> str | None:
