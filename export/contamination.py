@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from batch.errors import ConfigError
-from export.texts import texts_of
+from export.texts import strings_in, texts_of
 
 _WORD = re.compile(r"\w+")
 
@@ -59,7 +59,9 @@ def _read(path: Path) -> Iterator[tuple[str, str]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 place = f"{path.name}:{number}"
-                texts = _texts(orjson.loads(line)) if path.suffix == ".jsonl" else [line.decode()]
+                texts = (
+                    strings_in(orjson.loads(line)) if path.suffix == ".jsonl" else [line.decode()]
+                )
                 for text in texts:
                     found += len(_words(text)) >= _FEWEST_WORDS
                     yield place, text
@@ -69,14 +71,6 @@ def _read(path: Path) -> Iterator[tuple[str, str]]:
     if not found:
         msg = f"{path}: no question of {_FEWEST_WORDS} words or more; nothing could overlap with it"
         raise ConfigError(msg)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
 
 
 def _words(text: str) -> list[str]:

@@ -31,6 +31,7 @@ from tests.test_hermes import assistant, call, record_of, result, user
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
 EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns",
                   status_reason="3 turns")  # fmt: skip
+KEY = "sk-ant-api03-" + "a1B2" * 8
 
 
 def said(text: str, **changes: Any) -> dict[str, Any]:
@@ -197,6 +198,43 @@ class TestFilters:
         (line,) = lines(tmp_path / "out" / "rejects.jsonl")
         assert line["detail"] == f"message 3 (tool): {kind}"
         assert secret not in (tmp_path / "out" / "rejects.jsonl").read_text()
+
+    def test_secrets_at_the_beginning_of_a_line_of_json(self, tmp_path: Path) -> None:
+        """There an escape stands before them, the last letter of which is no part of a word."""
+        text = f"keys:\n{KEY}\tend"
+        records = [
+            record_of(user(), assistant("", call(json.dumps({"city": text}))), result("r"),
+                      assistant("Hi.")),
+            record_of(user(), assistant("", call()), result(json.dumps([text.replace("\n", "\t")])),
+                      assistant("Hi.")),
+            record_of(user(), assistant("", call()), result(f'"\\u003c{KEY}"'), assistant("Hi.")),
+        ]  # fmt: skip
+        found = left_out(make_run(tmp_path, *records), secrets="patterns")
+        assert found == {f"t{n}": "secrets" for n in range(3)}
+
+    def test_secrets_are_found_in_all_that_atif_and_raw_hold(self, tmp_path: Path) -> None:
+        """Conversations of subagents, replies set aside, columns that are lists or objects."""
+        inner = said(f"It is {KEY}.") | {"key": "c1", "name": "helper"}
+        aside = {"turn": 1, "discarded": "length", "message": assistant("", reasoning=KEY)}
+        source = make_run(
+            tmp_path,
+            said("A", inner=[said("x") | {"key": "c0", "name": "planner", "inner": [inner]}]),
+            said("B", discarded=[aside]),
+            said("C"),
+            said("D", check={"passed": True, "reward": 1.0, "stdout": KEY}),
+            said("E"),
+            prompts=[{}, {}, {"origin": {"seen": [KEY]}}, {}, {}],
+        )
+        assert left_out(source, secrets="patterns") == {f"t{n}": "secrets" for n in range(4)}
+        assert [line["detail"] for line in lines(tmp_path / "out" / "rejects.jsonl")] == [
+            f"{place}: anthropic key"
+            for place in (
+                "conversation of planner, conversation of helper, message 2 (assistant)",
+                "message 1 set aside (assistant), reasoning",
+                "column origin",
+                "check",
+            )
+        ]
 
     def test_detect_secrets_finds_more(self, tmp_path: Path) -> None:
         pytest.importorskip("detect_secrets")
