@@ -136,6 +136,15 @@ class TestFilters:
         found = left_out(source, answer={"match": match})
         assert found == ({} if is_right else {"t0": "answer"}) | {"t1": "answer"}
 
+    def test_an_expected_answer_that_is_no_pattern_is_named_with_its_row(
+        self, tmp_path: Path
+    ) -> None:
+        source = make_run(
+            tmp_path, said("A"), said("B"), prompts=[{"expected": "A"}, {"expected": "("}]
+        )
+        with pytest.raises(ConfigError, match=r"t1: 'expected' is '\(', no regular expression"):
+            left_out(source, answer={"match": "regex"})
+
     def test_a_function_of_the_user_may_judge_answers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -146,6 +155,8 @@ class TestFilters:
         source = make_run(tmp_path, said("A"), said("B"), prompts=[{"want": "A"}, {"want": "A"}])
         answer = {"match": "python", "function": "judge_of_mine:is_right"}
         assert left_out(source, answer=answer) == {"t1": "answer"}
+        with pytest.raises(ConfigError, match=r"judge_of_mine:is_right.* t0: KeyError: 'want'"):
+            left_out(make_run(tmp_path, said("A")), answer=answer)
         for function in ("judge_of_mine:nothing", "no_such_module:f"):
             with pytest.raises(ConfigError, match="cannot import"):
                 left_out(source, answer={**answer, "function": function})
@@ -168,10 +179,17 @@ class TestFilters:
             "t2": "evaluation_files",
         }
         assert left_out(source, evaluation_files=files, evaluation_words=8).keys() == {"t0", "t2"}
-        for name, content in (("empty.txt", "too short\n"), ("bad.jsonl", "{")):
+        right = (tmp_path / "bench.jsonl").read_text()
+        for name, content, place in (
+            ("empty.txt", "too short\n", "empty.txt:"),
+            ("bad.jsonl", f"{right}\n\n{{", "bad.jsonl:3: not JSON"),
+        ):
             (tmp_path / name).write_text(content)
-            with pytest.raises(ConfigError, match=name):
+            with pytest.raises(ConfigError, match=place):
                 left_out(source, evaluation_files=[str(tmp_path / name)])
+        (tmp_path / "blank.jsonl").write_text(f"{right}\n\n")
+        blank = [str(tmp_path / "blank.jsonl")]
+        assert left_out(source, evaluation_files=blank).keys() == {"t0", "t2"}
 
     @pytest.mark.parametrize(
         ("secret", "kind"),
@@ -455,6 +473,10 @@ class TestManifest:
             assert [feature["name"] for feature in info["features"]] == list(row)
         assert "&id" not in front
         assert "# Mine: a set" in body
+
+    def test_of_a_format_without_rows_the_card_knows_no_lengths(self, tmp_path: Path) -> None:
+        directory, _ = exported(make_run(tmp_path, EARLY), formats="openai")
+        assert "| openai | 0 | 0 | - | - | - |" in (directory / "README.md").read_text()
 
     def test_with_twins_the_card_names_these(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
