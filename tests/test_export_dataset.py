@@ -281,6 +281,7 @@ class TestDuplicates:
         )
         assert left_out(source, near_duplicates=0.9) == {"t1": "near_duplicates"}
         assert left_out(source, near_duplicates=0.3).keys() == {"t1", "t2"}
+        assert left_out(source, near_duplicates=0.6) == {"t1": "near_duplicates"}
 
 
 class TestSelection:
@@ -343,6 +344,14 @@ class TestSplits:
         assert set(sides.values()) == {"train", "test"}
         assert all(sides[f"t{n}"] == sides[f"t{n % 5}"] for n in range(40))
 
+    def test_system_prompts_before_the_same_words_change_no_side(self, tmp_path: Path) -> None:
+        prompts = [
+            [{"role": "system", "content": str(n)}, user(f"Same {n % 5}")] for n in range(40)
+        ]
+        source = make_run(tmp_path, *[said(str(n)) for n in range(40)], prompts=prompts)
+        sides = self.split_of(source)
+        assert all(sides[f"t{n}"] == sides[f"t{n % 5}"] for n in range(40))
+
     def test_samples_with_other_openings_are_on_one_side(self, tmp_path: Path) -> None:
         records = [record_of(user(f"Prepared {n}"), assistant(str(n))) for n in range(40)]
         sides = self.split_of(make_run(tmp_path, *records, samples=2))
@@ -375,6 +384,8 @@ class TestManifest:
         }
         for part in manifest["formats"]:
             assert part["used"] + part["rejected"] == manifest["selected"]
+            lengths = part["row_bytes"]
+            assert lengths["p50"] <= lengths["p99"] <= lengths["max"]
         assert manifest["formats"][2]["rejected_by_reason"] == {"unfinished": 1}
         assert manifest["recipe"]["filters"]["status"] == ["any"]
         assert set(manifest["versions"]) == {"batch-trajectories"}
@@ -661,6 +672,12 @@ class TestCheck:
         found = self.check(source)
         assert "pending: 1, but the records now give 0; export again" in found
         assert "openai/train.jsonl: the records give other bytes" in found
+
+    def test_finds_that_rows_of_parquet_are_others_now(self, tmp_path: Path) -> None:
+        pytest.importorskip("pyarrow")
+        exported(make_run(tmp_path, worked("A")), formats="parquet")
+        found = self.check(make_run(tmp_path, worked("B")))
+        assert "openai_parquet/train.parquet: the records give other bytes" in found
 
     def test_an_interrupted_export_is_none(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
