@@ -719,6 +719,7 @@ class TestRecipe:
             ("{formats: [hermes], reasoning: field}", "hermes has no field for it"),
             ("{formats: [atif], reasoning: inline}", "atif has a field for it"),
             ("filters: {first_n: 1, best_n: 1}", "give one"),
+            ("filters: {status: [complete]}", "'complete' is no ending; known are any, completed,"),
             ("- openai", "a recipe holds `key: value` lines"),
             ("a: b: c", "not YAML"),
         ],
