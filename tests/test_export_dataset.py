@@ -679,6 +679,15 @@ class TestCheck:
         found = self.check(make_run(tmp_path, worked("B")))
         assert "openai_parquet/train.parquet: the records give other bytes" in found
 
+    def test_a_manifest_that_lacks_its_parts_is_named(self, tmp_path: Path) -> None:
+        source = make_run(tmp_path, worked())
+        directory, manifest = exported(source, formats="openai")
+        del manifest["formats"]
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+        for look in (self.check, lambda source: exported(source, formats="openai")):
+            with pytest.raises(ConfigError, match=r"manifest\.json: lacks 'formats'"):
+                look(source)
+
     def test_an_interrupted_export_is_none(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
         directory, manifest = exported(source, formats="openai")
