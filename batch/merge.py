@@ -112,6 +112,7 @@ def merge(
         for path, _ in runs:
             stack.enter_context(locked(path))
             _refuse_unfinished(path, drop=drop)
+        into.parent.mkdir(parents=True, exist_ok=True)
         try:
             taken, equal = _make(making, runs, config, scan)
             making.rename(into)

@@ -54,6 +54,7 @@ def make_plan(config: RunConfig) -> Plan:
 
     Raises `ConfigError` or `DatasetError`.
     """
+    _keep_dataset(config)
     try:
         config = with_listed_servers(config)
         known = catalog_of(config)
@@ -83,6 +84,21 @@ def make_plan(config: RunConfig) -> Plan:
             shard=None if config.shard is None else parse_shard(config.shard),
         ),
     )
+
+
+def _keep_dataset(config: RunConfig) -> None:
+    """Raise `ConfigError` where the exports of the run would take the place of its dataset."""
+    training = config.run_dir.with_name(f"{config.run_name}.jsonl")
+    if (
+        training.exists()
+        and config.dataset_file.exists()
+        and training.samefile(config.dataset_file)
+    ):
+        msg = (
+            f"{config.dataset_file}: the training file of this run goes there, in the place of the "
+            "prompts; take another --run_name or --output_dir"
+        )
+        raise ConfigError(msg)
 
 
 def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:

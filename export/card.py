@@ -160,7 +160,7 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
                 part["format"],
                 f"{part['rows']:,}",
                 f"{part['rejected']:,}",
-                *(str(part["row_bytes"][key]) for key in ("p50", "p99", "max")),
+                *(str(part["row_bytes"][key] or "-") for key in ("p50", "p99", "max")),
             )
             for part in manifest["formats"]
         ],

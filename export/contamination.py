@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from batch.errors import ConfigError
-from export.texts import texts_of
+from export.texts import strings_in, texts_of
 
 _WORD = re.compile(r"\w+")
 
@@ -59,24 +59,26 @@ def _read(path: Path) -> Iterator[tuple[str, str]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 place = f"{path.name}:{number}"
-                texts = _texts(orjson.loads(line)) if path.suffix == ".jsonl" else [line.decode()]
-                for text in texts:
+                for text in _texts(path, number, line):
                     found += len(_words(text)) >= _FEWEST_WORDS
                     yield place, text
-    except (OSError, ValueError) as error:
-        msg = f"{path}: cannot read these evaluation questions: {error}"
+    except OSError as error:
+        msg = f"{path}: cannot read these evaluation questions: {error.strerror or error}"
         raise ConfigError(msg) from error
     if not found:
         msg = f"{path}: no question of {_FEWEST_WORDS} words or more; nothing could overlap with it"
         raise ConfigError(msg)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+def _texts(path: Path, number: int, line: bytes) -> Iterable[str]:
+    try:
+        if path.suffix != ".jsonl":
+            return [line.decode()]
+        return strings_in(orjson.loads(line)) if line.strip() else ()
+    except ValueError as error:
+        kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+        msg = f"{path}:{number}: not {kind}, so no evaluation question; mend or remove that line"
+        raise ConfigError(msg) from error
 
 
 def _words(text: str) -> list[str]:

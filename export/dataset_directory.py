@@ -30,6 +30,13 @@ from export.row_files import Nowhere, Place, Staging, Written
 
 MANIFEST = "manifest.json"
 
+_UNDER_WAY = ("paths",)
+_WHOLE = (
+    *("tasks", "discarded", "failed", "pending", "rejected", "selected"),
+    *("formats", "rejects", "other_files", "recipe", "versions"),
+)
+"""What is read of a manifest, of one that is unfinished and of any other."""
+
 
 def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
     """Write a dataset; gives its manifest.
@@ -88,6 +95,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ConfigError(msg)
     if manifest.get("schema_version") != SCHEMA_VERSION:
         msg = f"{directory / MANIFEST}: of another version of this program; export again"
+        raise ConfigError(msg)
+    needed = _UNDER_WAY if manifest.get("unfinished") else _WHOLE
+    if lacking := [key for key in needed if key not in manifest]:
+        msg = (
+            f"{directory / MANIFEST}: lacks {lacking[0]!r}, so what is here cannot be told; name "
+            "another --output, or remove this directory and export again"
+        )
         raise ConfigError(msg)
     return manifest
 

@@ -163,11 +163,27 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
         if answer is None:
             return "there is no answer"
         if hook:
-            return None if hook(answer, record) else f"{check.function} says no"
+            return None if _asked(hook, answer, record) else f"{check.function} says no"
         if (expected := record["row"].get(check.column)) is None:
             return f"the row has no {check.column!r}"
         assert is_right is not None
-        return None if is_right(answer, str(expected)) else f"not the {check.column!r} of the row"
+        try:
+            right = is_right(answer, str(expected))
+        except re.error as error:
+            msg = (
+                f"filters.answer: {record['id']}: {check.column!r} is {expected!r}, no regular "
+                f"expression: {error}; mend that row"
+            )
+            raise ConfigError(msg) from error
+        return None if right else f"not the {check.column!r} of the row"
+
+    def _asked(hook: Callable[..., Any], answer: str, record: Record) -> bool:
+        try:
+            return bool(hook(answer, record))
+        except Exception as error:  # a user's function may do anything
+            told = f"{type(error).__name__}: {error}"
+            msg = f"filters.answer.function: {check.function} failed for {record['id']}: {told}"
+            raise ConfigError(msg) from error
 
     return wrong
 
@@ -204,8 +220,4 @@ def _is_close(answer: str, expected: str, tolerance: float) -> bool:
 
 
 def _matches(answer: str, pattern: str) -> bool:
-    try:
-        return re.search(pattern, answer) is not None
-    except re.error as error:
-        msg = f"filters.answer: {pattern!r} is no regular expression: {error}; mend that row"
-        raise ConfigError(msg) from error
+    return re.search(pattern, answer) is not None

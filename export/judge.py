@@ -50,7 +50,7 @@ def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
     refusal = f"{path}: another export asks the judge now; wait until it has ended"
     with alone_in(run_dir, refusal):
         repair_tail(path, run_dir / "quarantine")
-        answered = {line["key"] for _, line in read_verdicts(path) if line["has_reply"]}
+        answered = {kept.key for kept in read_verdicts(path) if kept.has_reply}
         file = AppendFile(path)
         try:
             asking = _Asking(judge, questions, file, answered, api_key)

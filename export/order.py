@@ -57,7 +57,7 @@ class RecordOrder:
 
 
 class Seen:
-    """Finds tasks that are equal to an earlier one, by hashes, in 24 bytes for each.
+    """Finds tasks that are equal to an earlier one, by hashes, in 24 to 48 bytes for each.
 
     Only those whose hashes are equal are compared.
     """

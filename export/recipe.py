@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from agent.options import NonNegativeInt, PositiveFloat, PositiveInt, split_commas
+from agent.trajectory import Status
 from batch.config_file import read_mapping
 from batch.errors import ConfigError
 from export.formats import GROUP_FORMATS, KNOWN, ROW_FORMATS
@@ -47,6 +48,15 @@ def _is_pattern(value: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_is_pattern)]
+
+_ENDINGS = ("any", *get_args(Status))
+
+
+def _are_endings(values: tuple[str, ...]) -> tuple[str, ...]:
+    if unknown := [value for value in values if value not in _ENDINGS]:
+        msg = f"{unknown[0]!r} is no ending; known are {', '.join(_ENDINGS)}"
+        raise ValueError(msg)
+    return values
 
 
 def parse_splits(value: object) -> object:
@@ -132,7 +142,9 @@ class Judge(_Part):
 class Filters(_Part):
     """What leaves records out; those that are not given leave out nothing."""
 
-    status: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ("completed",)
+    status: Annotated[
+        tuple[str, ...], BeforeValidator(split_commas), AfterValidator(_are_endings)
+    ] = ("completed",)
     """Endings to keep; `any` keeps all but `failed`."""
     min_reasoning: Share | None = None
     """Least share of the model's turns that hold reasoning."""

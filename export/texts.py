@@ -7,15 +7,44 @@ from typing import Any
 
 
 def texts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Place and text of all that a row can hold: messages, reasoning, arguments, columns."""
-    for number, message in enumerate(record["messages"], start=1):
-        where = f"message {number} ({message['role']})"
-        if isinstance(content := message.get("content"), str):
-            yield where, content
-        if reasoning := message.get("reasoning"):
-            yield f"{where}, reasoning", reasoning
-        for call in message.get("tool_calls") or ():
-            yield f"{where}, arguments", call["function"]["arguments"]
+    """Place and text of all that was said, shown or given in a conversation.
+
+    Rows of some formats hold less of it. Documents hold the conversations inside it too, and
+    records the replies that were set aside and what their check printed.
+    """
+    yield from _said(record, "")
     for name, value in record["row"].items():
-        if isinstance(value, str):
-            yield f"column {name}", value
+        for text in strings_in(value):
+            yield f"column {name}", text
+    for text in strings_in(record.get("check")):
+        yield "check", text
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, at any depth; keys are none."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)
+
+
+def _said(part: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
+    for number, message in enumerate(part["messages"], start=1):
+        yield from _in_message(message, f"{place}message {number}")
+    for number, reply in enumerate(part.get("discarded") or (), start=1):
+        yield from _in_message(reply["message"], f"{place}message {number} set aside")
+    for inner in part.get("inner") or ():
+        yield from _said(inner, f"{place}conversation of {inner['name']}, ")
+
+
+def _in_message(message: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
+    where = f"{place} ({message['role']})"
+    if isinstance(content := message.get("content"), str):
+        yield where, content
+    if reasoning := message.get("reasoning"):
+        yield f"{where}, reasoning", reasoning
+    for call in message.get("tool_calls") or ():
+        yield f"{where}, arguments", call["function"]["arguments"]
+    for text in strings_in(message.get("details")):
+        yield f"{where}, details", text

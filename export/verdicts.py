@@ -10,7 +10,7 @@ key the last line counts. An export looks at nothing but these lines.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,14 @@ class Question(NamedTuple):
 
     key: str
     text: str
+
+
+class Kept(NamedTuple):
+    """Where a verdict lies, and on which question."""
+
+    key: str
+    offset: int
+    has_reply: bool
 
 
 class Questions:
@@ -72,7 +80,7 @@ class Verdicts:
         self._judge = judge
         self._questions = Questions(judge)
         self._right, self._wrong = re.compile(judge.right), re.compile(judge.wrong)
-        self._offsets = {line["key"]: offset for offset, line in read_verdicts(self._path)}
+        self._offsets = {kept.key: kept.offset for kept in read_verdicts(self._path)}
 
     def objection(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
         """Why a record is left out, as reason and detail; None where the answer was found right."""
@@ -93,19 +101,20 @@ class Verdicts:
         return None if is_right else ("judge", f"{self._judge.model} found it wrong")
 
 
-def read_verdicts(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Offset and key of each line; raises `ConfigError` for a line that is none of ours."""
-    found = []
+def read_verdicts(path: Path) -> Iterator[Kept]:
+    """All lines, without what they say; raises `ConfigError` for one that is none of ours."""
     for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
         try:
             line = orjson.loads(content)
-            found.append((offset, {"key": line["key"], "has_reply": line["reply"] is not None}))
+            key, said = line["key"], line["error"] if line["reply"] is None else line["reply"]
+            if not (isinstance(key, str) and isinstance(said, str)):
+                raise TypeError(key)
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             msg = (
                 f"{path}:{number}: not a verdict; remove that line, and its question is asked again"
             )
             raise ConfigError(msg) from error
-    return found
+        yield Kept(key, offset, line["reply"] is not None)
 
 
 def _settings(judge: Judge) -> ModelSettings:

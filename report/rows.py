@@ -10,7 +10,7 @@ from agent.messages import Message
 from agent.reasoning import split_inline_reasoning
 from agent.tally import failure_of
 from batch.index import own_turns, own_work
-from export.replies import first_reply, tool_stats
+from export.replies import first_reply, has_reasoning, tool_stats
 
 _SNIPPET_CHARS = 140
 
@@ -74,13 +74,6 @@ def seconds_at_work(record: Mapping[str, Any]) -> float:
         sum(turn["duration_s"] for turn in turns)
         + sum(ended - began for began, ended in spans.values())
     )
-
-
-def has_reasoning(message: Mapping[str, Any]) -> bool:
-    """Whether a reply holds reasoning, beside its text or inside it."""
-    if (message.get("reasoning") or "").strip():
-        return True
-    return split_inline_reasoning(message["content"]).reasoning is not None
 
 
 def flags_of(record: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ from tests.test_hermes import assistant, call, record_of, result, user
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
 EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns",
                   status_reason="3 turns")  # fmt: skip
+KEY = "sk-ant-api03-" + "a1B2" * 8
 
 
 def said(text: str, **changes: Any) -> dict[str, Any]:
@@ -135,6 +136,15 @@ class TestFilters:
         found = left_out(source, answer={"match": match})
         assert found == ({} if is_right else {"t0": "answer"}) | {"t1": "answer"}
 
+    def test_an_expected_answer_that_is_no_pattern_is_named_with_its_row(
+        self, tmp_path: Path
+    ) -> None:
+        source = make_run(
+            tmp_path, said("A"), said("B"), prompts=[{"expected": "A"}, {"expected": "("}]
+        )
+        with pytest.raises(ConfigError, match=r"t1: 'expected' is '\(', no regular expression"):
+            left_out(source, answer={"match": "regex"})
+
     def test_a_function_of_the_user_may_judge_answers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -145,6 +155,8 @@ class TestFilters:
         source = make_run(tmp_path, said("A"), said("B"), prompts=[{"want": "A"}, {"want": "A"}])
         answer = {"match": "python", "function": "judge_of_mine:is_right"}
         assert left_out(source, answer=answer) == {"t1": "answer"}
+        with pytest.raises(ConfigError, match=r"judge_of_mine:is_right.* t0: KeyError: 'want'"):
+            left_out(make_run(tmp_path, said("A")), answer=answer)
         for function in ("judge_of_mine:nothing", "no_such_module:f"):
             with pytest.raises(ConfigError, match="cannot import"):
                 left_out(source, answer={**answer, "function": function})
@@ -167,10 +179,17 @@ class TestFilters:
             "t2": "evaluation_files",
         }
         assert left_out(source, evaluation_files=files, evaluation_words=8).keys() == {"t0", "t2"}
-        for name, content in (("empty.txt", "too short\n"), ("bad.jsonl", "{")):
+        right = (tmp_path / "bench.jsonl").read_text()
+        for name, content, place in (
+            ("empty.txt", "too short\n", "empty.txt:"),
+            ("bad.jsonl", f"{right}\n\n{{", "bad.jsonl:3: not JSON"),
+        ):
             (tmp_path / name).write_text(content)
-            with pytest.raises(ConfigError, match=name):
+            with pytest.raises(ConfigError, match=place):
                 left_out(source, evaluation_files=[str(tmp_path / name)])
+        (tmp_path / "blank.jsonl").write_text(f"{right}\n\n")
+        blank = [str(tmp_path / "blank.jsonl")]
+        assert left_out(source, evaluation_files=blank).keys() == {"t0", "t2"}
 
     @pytest.mark.parametrize(
         ("secret", "kind"),
@@ -197,6 +216,43 @@ class TestFilters:
         (line,) = lines(tmp_path / "out" / "rejects.jsonl")
         assert line["detail"] == f"message 3 (tool): {kind}"
         assert secret not in (tmp_path / "out" / "rejects.jsonl").read_text()
+
+    def test_secrets_at_the_beginning_of_a_line_of_json(self, tmp_path: Path) -> None:
+        """There an escape stands before them, the last letter of which is no part of a word."""
+        text = f"keys:\n{KEY}\tend"
+        records = [
+            record_of(user(), assistant("", call(json.dumps({"city": text}))), result("r"),
+                      assistant("Hi.")),
+            record_of(user(), assistant("", call()), result(json.dumps([text.replace("\n", "\t")])),
+                      assistant("Hi.")),
+            record_of(user(), assistant("", call()), result(f'"\\u003c{KEY}"'), assistant("Hi.")),
+        ]  # fmt: skip
+        found = left_out(make_run(tmp_path, *records), secrets="patterns")
+        assert found == {f"t{n}": "secrets" for n in range(3)}
+
+    def test_secrets_are_found_in_all_that_atif_and_raw_hold(self, tmp_path: Path) -> None:
+        """Conversations of subagents, replies set aside, columns that are lists or objects."""
+        inner = said(f"It is {KEY}.") | {"key": "c1", "name": "helper"}
+        aside = {"turn": 1, "discarded": "length", "message": assistant("", reasoning=KEY)}
+        source = make_run(
+            tmp_path,
+            said("A", inner=[said("x") | {"key": "c0", "name": "planner", "inner": [inner]}]),
+            said("B", discarded=[aside]),
+            said("C"),
+            said("D", check={"passed": True, "reward": 1.0, "stdout": KEY}),
+            said("E"),
+            prompts=[{}, {}, {"origin": {"seen": [KEY]}}, {}, {}],
+        )
+        assert left_out(source, secrets="patterns") == {f"t{n}": "secrets" for n in range(4)}
+        assert [line["detail"] for line in lines(tmp_path / "out" / "rejects.jsonl")] == [
+            f"{place}: anthropic key"
+            for place in (
+                "conversation of planner, conversation of helper, message 2 (assistant)",
+                "message 1 set aside (assistant), reasoning",
+                "column origin",
+                "check",
+            )
+        ]
 
     def test_detect_secrets_finds_more(self, tmp_path: Path) -> None:
         pytest.importorskip("detect_secrets")
@@ -225,6 +281,7 @@ class TestDuplicates:
         )
         assert left_out(source, near_duplicates=0.9) == {"t1": "near_duplicates"}
         assert left_out(source, near_duplicates=0.3).keys() == {"t1", "t2"}
+        assert left_out(source, near_duplicates=0.6) == {"t1": "near_duplicates"}
 
 
 class TestSelection:
@@ -287,6 +344,14 @@ class TestSplits:
         assert set(sides.values()) == {"train", "test"}
         assert all(sides[f"t{n}"] == sides[f"t{n % 5}"] for n in range(40))
 
+    def test_system_prompts_before_the_same_words_change_no_side(self, tmp_path: Path) -> None:
+        prompts = [
+            [{"role": "system", "content": str(n)}, user(f"Same {n % 5}")] for n in range(40)
+        ]
+        source = make_run(tmp_path, *[said(str(n)) for n in range(40)], prompts=prompts)
+        sides = self.split_of(source)
+        assert all(sides[f"t{n}"] == sides[f"t{n % 5}"] for n in range(40))
+
     def test_samples_with_other_openings_are_on_one_side(self, tmp_path: Path) -> None:
         records = [record_of(user(f"Prepared {n}"), assistant(str(n))) for n in range(40)]
         sides = self.split_of(make_run(tmp_path, *records, samples=2))
@@ -319,6 +384,8 @@ class TestManifest:
         }
         for part in manifest["formats"]:
             assert part["used"] + part["rejected"] == manifest["selected"]
+            lengths = part["row_bytes"]
+            assert lengths["p50"] <= lengths["p99"] <= lengths["max"]
         assert manifest["formats"][2]["rejected_by_reason"] == {"unfinished": 1}
         assert manifest["recipe"]["filters"]["status"] == ["any"]
         assert set(manifest["versions"]) == {"batch-trajectories"}
@@ -417,6 +484,10 @@ class TestManifest:
             assert [feature["name"] for feature in info["features"]] == list(row)
         assert "&id" not in front
         assert "# Mine: a set" in body
+
+    def test_of_a_format_without_rows_the_card_knows_no_lengths(self, tmp_path: Path) -> None:
+        directory, _ = exported(make_run(tmp_path, EARLY), formats="openai")
+        assert "| openai | 0 | 0 | - | - | - |" in (directory / "README.md").read_text()
 
     def test_with_twins_the_card_names_these(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
@@ -602,6 +673,21 @@ class TestCheck:
         assert "pending: 1, but the records now give 0; export again" in found
         assert "openai/train.jsonl: the records give other bytes" in found
 
+    def test_finds_that_rows_of_parquet_are_others_now(self, tmp_path: Path) -> None:
+        pytest.importorskip("pyarrow")
+        exported(make_run(tmp_path, worked("A")), formats="parquet")
+        found = self.check(make_run(tmp_path, worked("B")))
+        assert "openai_parquet/train.parquet: the records give other bytes" in found
+
+    def test_a_manifest_that_lacks_its_parts_is_named(self, tmp_path: Path) -> None:
+        source = make_run(tmp_path, worked())
+        directory, manifest = exported(source, formats="openai")
+        del manifest["formats"]
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+        for look in (self.check, lambda source: exported(source, formats="openai")):
+            with pytest.raises(ConfigError, match=r"manifest\.json: lacks 'formats'"):
+                look(source)
+
     def test_an_interrupted_export_is_none(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
         directory, manifest = exported(source, formats="openai")
@@ -642,6 +728,7 @@ class TestRecipe:
             ("{formats: [hermes], reasoning: field}", "hermes has no field for it"),
             ("{formats: [atif], reasoning: inline}", "atif has a field for it"),
             ("filters: {first_n: 1, best_n: 1}", "give one"),
+            ("filters: {status: [complete]}", "'complete' is no ending; known are any, completed,"),
             ("- openai", "a recipe holds `key: value` lines"),
             ("a: b: c", "not YAML"),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -159,9 +160,12 @@ def test_damage_is_named_and_a_torn_line_set_aside(tmp_path: Path, endpoint: Fak
     assert endpoint.journal()["requests"] == 3
     assert len(verdicts(source)) == 2
     assert (source.run_dir / "quarantine").is_dir()
-    path.write_bytes(b"[]\n" + first)
-    with pytest.raises(ConfigError, match=r"verdicts\.jsonl:1: not a verdict"):
-        exported(source, formats="openai", filters=filters(endpoint))
+    right = json.loads(first)
+    damaged: list[Any] = [[], {**right, "key": []}, {**right, "reply": 5}, {**right, "reply": None}]
+    for damage in damaged:
+        path.write_bytes(json.dumps(damage).encode() + b"\n" + first)
+        with pytest.raises(ConfigError, match=r"verdicts\.jsonl:1: not a verdict"):
+            exported(source, formats="openai", filters=filters(endpoint))
 
 
 def test_a_kill_between_verdicts_pays_no_question_twice(tmp_path: Path) -> None:

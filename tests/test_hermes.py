@@ -769,6 +769,13 @@ class TestFinalAnswer:
         line = json.loads(dumps_row(to_row(ended_by(turn))))
         assert said(line)[-1] == ("gpt", "<think>\n</think>\na\ufffd")
 
+    def test_the_answer_is_told_as_the_runtime_took_it(self) -> None:
+        """References in it stand for what they name."""
+        taken = result("ok", id="f") | {"details": {"text": "All 14.5 of it."}}
+        turn = assistant("", final("[[c1]] of it."))
+        row = to_row(record_of(user(), turn, taken, tools=OFFERED))
+        assert said(row)[-1] == ("gpt", "<think>\n</think>\nAll 14.5 of it.")
+
 
 class TestPausedTurn:
     def test_is_one_gpt_entry_with_its_continuation(self) -> None:
@@ -935,6 +942,14 @@ class TestRow:
         late = record_of(*EXAMPLE, started_at=9.0, attempt=3)
         late["turns"] = [{**turn, "started_at": 99.0, "duration_s": 9.0} for turn in late["turns"]]
         assert dumps_row(to_row(early)) == dumps_row(to_row(late))
+
+    def test_what_judged_the_workspace_is_no_column(self) -> None:
+        """What a check looks for is not to be learnt; without one they are columns like others."""
+        row = {"prompt": "x", "setup": "make", "check": "grep 42 a.txt", "source": "mine"}
+        judged = record_of(user(), assistant("Hi."), row=row, check={"passed": True})
+        assert json.loads(to_row(judged)["metadata"])["columns"] == {"source": "mine"}
+        plain = record_of(user(), assistant("Hi."), row=row)
+        assert "check" in json.loads(to_row(plain)["metadata"])["columns"]
 
 
 class TestLine:

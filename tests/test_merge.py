@@ -55,6 +55,13 @@ def test_runs_of_different_rows_become_one_that_goes_on(cwd: Path) -> None:
     assert identity["history"][0]["merged"][1] == {"path": "trajectories/b", "records": 1}
 
 
+def test_an_output_directory_that_is_not_there_is_made(cwd: Path) -> None:
+    runs = ("trajectories/a", "trajectories/b")
+    merged = run(cwd, "merge", *runs, into="m", dataset_file="all.jsonl", output_dir="new/place")
+    assert merged.returncode == 0, merged.stderr
+    assert ids(cwd / "new" / "place" / "m.jsonl") == ["p2", "p1", "p0"]
+
+
 def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -> None:
     shutil.copytree(cwd / "trajectories" / "a", cwd / "trajectories" / "twin")
     merged = run(cwd, "merge", "a", "twin", into="m")

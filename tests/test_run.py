@@ -720,6 +720,18 @@ def test_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 
+def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> None:
+    """The run would put its rows in the place of the prompts."""
+    write_rows(tmp_path / "mine.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    before = (tmp_path / "mine.jsonl").read_bytes()
+    done = run(
+        tmp_path, dataset_file="mine.jsonl", model="scripted", run_name="mine", output_dir="."
+    )
+    assert done.returncode == 2
+    assert "mine.jsonl: the training file of this run goes there" in done.stderr
+    assert (tmp_path / "mine.jsonl").read_bytes() == before
+
+
 def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
     """Also for the seed's command line, with and without the word run."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})

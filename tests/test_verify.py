@@ -424,6 +424,14 @@ def test_a_failed_record_that_a_later_attempt_replaced_is_no_duplicate(path: Pat
     assert len(lines(path / "records.jsonl")) == 6
 
 
+def test_two_failed_records_of_one_attempt_are_a_contradiction(path: Path) -> None:
+    first = lines(path / "records.jsonl")[0]
+    failed = {**first, "status": "failed", "error": {"class": "x", "message": "y"}}
+    edit(path / "records.jsonl", lambda c: c.insert(0, orjson.dumps(failed) + b"\n"))
+    found = [problem.in_words() for problem in checked(path).found]
+    assert any("records.jsonl:2: a second record of" in one for one in found)
+
+
 def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     edit_json(path / "run.json", dataset={"path": str(path / "gone.jsonl")})
     edit(path / "records.jsonl", put(1, b"x\n"))
