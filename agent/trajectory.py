@@ -36,7 +36,6 @@ Status = Literal[
     "repeat",
     "errors",
     "budget",
-    "timeout",
     "context_exceeded",
     "awaiting_input",
     "cannot_complete",

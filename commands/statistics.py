@@ -22,8 +22,8 @@ def stats(run: str, output_dir: Path, as_json: bool) -> None:
     from export.run_statistics import as_text, statistics_of
 
     with errors_as_exit_codes():
-        path, identity, _ = find_run(run, output_dir)
-        found = statistics_of(path)
+        path, identity, config = find_run(run, output_dir)
+        found = statistics_of(path, require_reasoning=config.require_reasoning)
         if as_json:
             show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
             return

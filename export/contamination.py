@@ -14,6 +14,9 @@ from export.texts import strings_in, texts_of
 
 _WORD = re.compile(r"\w+")
 
+_ESCAPE = re.compile(r"\\[bfnrt]")
+"""As it stands in arguments and results that are JSON; its letter is no part of the next word."""
+
 _FEWEST_WORDS = 5
 """A shorter question is no evidence: its words occur together by chance."""
 
@@ -82,7 +85,7 @@ def _texts(path: Path, number: int, line: bytes) -> Iterable[str]:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.casefold())
+    return _WORD.findall(_ESCAPE.sub(" ", text).casefold())
 
 
 def _runs(words: Sequence[str], length: int) -> Iterator[int]:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError, redact
-from agent.models.model import Model, Request
+from agent.models.model import Model, ModelSettings, Request
 from agent.models.names import open_model, read_key
 from batch.console import say
 from batch.errors import ConfigError, EnvironmentStop
 from batch.files import AppendFile, alone_in, repair_tail
 from export.recipe import Judge
-from export.verdicts import NAME, Questions, read_verdicts
+from export.verdicts import NAME, Question, Questions, read_verdicts
 
 Record = Mapping[str, Any]
 
@@ -41,53 +42,69 @@ def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
     Raises `ConfigError` without a key, `EnvironmentStop`, and `RunLocked`.
     """
     questions = Questions(judge)
-    try:
-        api_key = read_key(questions.settings)
-    except ValueError as error:
-        msg = f"filters.judge: {error}"
-        raise ConfigError(msg) from error
     path = run_dir / NAME
     refusal = f"{path}: another export asks the judge now; wait until it has ended"
     with alone_in(run_dir, refusal):
         repair_tail(path, run_dir / "quarantine")
         answered = {kept.key for kept in read_verdicts(path) if kept.has_reply}
+        has_answered = bool(answered)
+        left = _unanswered(records, questions, answered)
+        first = next(left, None)
+        if first is None:
+            return
+        try:
+            api_key = read_key(questions.settings)
+        except ValueError as error:
+            msg = f"filters.judge: {error}"
+            raise ConfigError(msg) from error
         file = AppendFile(path)
         try:
-            asking = _Asking(judge, questions, file, answered, api_key)
-            asyncio.run(asking.ask_all(records))
+            asking = _Asking(judge, questions.settings, file, api_key, has_answered=has_answered)
+            asyncio.run(asking.ask_all(chain([first], left)))
         finally:
             file.close()
-    if asking.asked:
-        cost = f", ${asking.cost_usd:.4f}" if asking.cost_usd else ""
-        say(f"judge {judge.model}: {asking.asked:,} asked, {asking.failed:,} failed{cost}")
+    cost = f", ${asking.cost_usd:.4f}" if asking.cost_usd else ""
+    say(f"judge {judge.model}: {asking.asked:,} asked, {asking.failed:,} failed{cost}")
+
+
+def _unanswered(
+    records: Iterable[Record], questions: Questions, answered: set[str]
+) -> Iterator[tuple[str, Question]]:
+    """Ids of records and what is to be asked about them, each question once."""
+    for record in records:
+        question = questions.about(record)
+        if question is not None and question.key not in answered:
+            answered.add(question.key)
+            yield record["id"], question
 
 
 class _Asking:
     """The questions of one export."""
 
     def __init__(
-        self, judge: Judge, questions: Questions, file: AppendFile, done: set[str], api_key: str
+        self,
+        judge: Judge,
+        settings: ModelSettings,
+        file: AppendFile,
+        api_key: str,
+        *,
+        has_answered: bool,
     ) -> None:
         self._judge = judge
-        self._questions = questions
+        self._settings = settings
         self._file = file
-        self._done = done
         self._api_key = api_key
-        self._has_answered = bool(done)
+        self._has_answered = has_answered
         self.asked = self.failed = 0
         self.cost_usd = 0.0
 
-    async def ask_all(self, records: Iterable[Record]) -> None:
+    async def ask_all(self, questions: Iterable[tuple[str, Question]]) -> None:
         """Hold `max_in_flight` questions at the endpoint until none is left."""
-        model = open_model(self._questions.settings, api_key=self._api_key, on_retry=say)
+        model = open_model(self._settings, api_key=self._api_key, on_retry=say)
         in_flight: set[asyncio.Task[_Asked]] = set()
         try:
-            for record in records:
-                question = self._questions.about(record)
-                if question is None or question.key in self._done:
-                    continue
-                self._done.add(question.key)
-                asked = self._ask(model, record["id"], *question)
+            for record_id, question in questions:
+                asked = self._ask(model, record_id, *question)
                 in_flight.add(asyncio.create_task(asked))
                 if len(in_flight) >= self._judge.max_in_flight:
                     in_flight = await self._keep_finished(in_flight)

@@ -52,7 +52,7 @@ def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
             commit_message=f"Dataset of run {manifest['run']['name']}",
         )
     except (HfHubHTTPError, httpx2.HTTPError) as error:
-        reason = str(error).splitlines()[0]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         msg = f"{repo}: the hub refused: {reason}. The dataset is whole in {directory}."
         raise EnvironmentStop(msg) from error
     except ValueError as error:

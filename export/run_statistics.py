@@ -25,7 +25,9 @@ _SHARES = (0.5, 0.9, 0.99)
 class RunStatistics:
     """`Statistics`, and how turns, tokens, costs and durations are spread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, require_reasoning: bool = False) -> None:
+        """`require_reasoning` is that of the run: what it keeps for training holds some."""
+        self._require_reasoning = require_reasoning
         self._statistics = Statistics()
         self._spreads: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self._tool_seconds: dict[str, array[float]] = defaultdict(lambda: array("f"))
@@ -61,7 +63,7 @@ class RunStatistics:
         cost = record["cost_usd"]
         self._unknown_costs += cost is None
         self._cost += cost or 0.0
-        if _is_kept(record):
+        if _is_kept(record, require_reasoning=self._require_reasoning):
             self._kept += 1
             if cost is not None:
                 self._kept_with_cost += 1
@@ -89,9 +91,9 @@ class RunStatistics:
         }
 
 
-def statistics_of(run_dir: Path) -> dict[str, Any]:
+def statistics_of(run_dir: Path, *, require_reasoning: bool) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`."""
-    statistics = RunStatistics()
+    statistics = RunStatistics(require_reasoning=require_reasoning)
     index = load_index(run_dir)
     redone = {index.entry(row).offset for row, _ in index.repeated()}
     with open_records(run_dir) as records:
@@ -140,14 +142,14 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
             yield f"{name:<24}{_number(asked.get(name)):>12}{_number(realised.get(name)):>12}"
 
 
-def _is_kept(record: Mapping[str, Any]) -> bool:
+def _is_kept(record: Mapping[str, Any], *, require_reasoning: bool) -> bool:
     if record["status"] != "completed":
         return False
     try:
-        read_conversation(record)
+        conversation = read_conversation(record)
     except Rejected:
         return False
-    return True
+    return not require_reasoning or any(turn.reasoning for turn in conversation.own_turns)
 
 
 def _spread(numbers: array[float]) -> dict[str, float | None]:

@@ -166,19 +166,23 @@ class TestFilters:
         (tmp_path / "bench.jsonl").write_text(
             json.dumps({"q": f"Say: {words}!", "more": ["How many moons has Mars, please?"]})
         )
+        asked = json.dumps({"text": "How many\nmoons has\tMars, please?"})
         source = make_run(
             tmp_path,
             said(f"He said {words.upper()}"),
             said(words.replace("seven", "7")),
             said("I know how many moons has  Mars -- please"),
-            prompts=[{}, {}, {}],
+            record_of(user(), assistant("", call(asked)), result("1"), assistant("Done.")),
+            prompts=[{}, {}, {}, {}],
         )
         files = [str(tmp_path / "bench.jsonl")]
         assert left_out(source, evaluation_files=files) == {
             "t0": "evaluation_files",
             "t2": "evaluation_files",
+            "t3": "evaluation_files",
         }
-        assert left_out(source, evaluation_files=files, evaluation_words=8).keys() == {"t0", "t2"}
+        found = left_out(source, evaluation_files=files, evaluation_words=8)
+        assert found.keys() == {"t0", "t2", "t3"}
         right = (tmp_path / "bench.jsonl").read_text()
         for name, content, place in (
             ("empty.txt", "too short\n", "empty.txt:"),
@@ -189,7 +193,7 @@ class TestFilters:
                 left_out(source, evaluation_files=[str(tmp_path / name)])
         (tmp_path / "blank.jsonl").write_text(f"{right}\n\n")
         blank = [str(tmp_path / "blank.jsonl")]
-        assert left_out(source, evaluation_files=blank).keys() == {"t0", "t2"}
+        assert left_out(source, evaluation_files=blank).keys() == {"t0", "t2", "t3"}
 
     @pytest.mark.parametrize(
         ("secret", "kind"),

@@ -132,12 +132,18 @@ def test_an_endpoint_that_refuses_all_stops_the_export(tmp_path: Path, fault: st
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_no_key_no_export(
+def test_a_key_is_needed_where_something_is_to_be_asked(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    source = answers(tmp_path, "A")
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match="JUDGE_KEY"):
-        exported(answers(tmp_path, "A"), formats="openai", filters=filters(endpoint))
+        exported(source, formats="openai", filters=filters(endpoint))
+    monkeypatch.setenv("JUDGE_KEY", "k-judge-secret")
+    exported(source, formats="openai", filters=filters(endpoint))
+    monkeypatch.delenv("JUDGE_KEY")
+    _, manifest = exported(source, formats="openai", filters=filters(endpoint))
+    assert manifest["tasks"] == 1
 
 
 def test_the_key_is_in_no_file(tmp_path: Path, endpoint: FakeEndpoint) -> None:
