@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
 from batch.console import say
 from batch.errors import ConfigError
@@ -29,6 +30,41 @@ from export.recipe import Recipe
 from export.row_files import Nowhere, Place, Staging, Written
 
 MANIFEST = "manifest.json"
+
+
+class _File(BaseModel):
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class _Format(BaseModel):
+    format: str
+    rows: int
+    used: int
+    rejected: int
+    files: list[_File]
+
+
+class _Finished(BaseModel):
+    """What is relied on of a manifest that was read back."""
+
+    tasks: int
+    discarded: int
+    failed: int
+    pending: int
+    rejected: int
+    selected: int
+    formats: list[_Format]
+    rejects: _File
+    other_files: list[_File]
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+
+
+class _UnderWay(BaseModel):
+    paths: list[str]
 
 
 def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
@@ -89,6 +125,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if manifest.get("schema_version") != SCHEMA_VERSION:
         msg = f"{directory / MANIFEST}: of another version of this program; export again"
         raise ConfigError(msg)
+    try:
+        (_UnderWay if manifest.get("unfinished") else _Finished).model_validate(manifest)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        place = ".".join(map(str, detail["loc"]))
+        msg = (
+            f"{directory / MANIFEST}: {place}: {detail['msg']}; it was changed since it was "
+            "written. Put it back, or remove the directory and export again"
+        )
+        raise ConfigError(msg) from error
     return manifest
 
 

@@ -163,7 +163,7 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
         if answer is None:
             return "there is no answer"
         if hook:
-            return None if hook(answer, record) else f"{check.function} says no"
+            return None if _says_yes(hook, answer, record) else f"{check.function} says no"
         if (expected := record["row"].get(check.column)) is None:
             return f"the row has no {check.column!r}"
         assert is_right is not None
@@ -189,6 +189,17 @@ def load_function(place: str) -> Callable[..., Any]:
         raise ConfigError(msg)
     found: Callable[..., Any] = function
     return found
+
+
+def _says_yes(hook: Callable[..., Any], answer: str, record: Record) -> bool:
+    try:
+        return bool(hook(answer, record))
+    except (Exception, SystemExit) as error:  # a user's function may do anything
+        msg = (
+            f"filters.answer.function: it failed for {record['id']}: {type(error).__name__}: "
+            f"{error}; it is called with the answer and the record"
+        )
+        raise ConfigError(msg) from error
 
 
 def _is_exact(answer: str, expected: str) -> bool:

@@ -23,7 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from agent.options import NonNegativeInt, PositiveFloat, PositiveInt, split_commas
+from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, split_commas
+from agent.trajectory import Status
 from batch.config_file import read_mapping
 from batch.errors import ConfigError
 from export.formats import GROUP_FORMATS, KNOWN, ROW_FORMATS
@@ -35,6 +36,9 @@ assert set(get_args(FormatName)) == set(KNOWN)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""The manifest holds it, and readers of JSON know no larger ones."""
+Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
 
 
 def _is_pattern(value: str) -> str:
@@ -132,7 +136,9 @@ class Judge(_Part):
 class Filters(_Part):
     """What leaves records out; those that are not given leave out nothing."""
 
-    status: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ("completed",)
+    status: Annotated[
+        tuple[Literal[Status, "any"], ...], BeforeValidator(split_commas), Field(min_length=1)
+    ] = ("completed",)
     """Endings to keep; `any` keeps all but `failed`."""
     min_reasoning: Share | None = None
     """Least share of the model's turns that hold reasoning."""
@@ -201,8 +207,8 @@ class Recipe(_Part):
     system: SystemStyle | None = None
     max_tool_chars: PositiveInt | None = None
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
-    split_seed: int = 0
-    shard_mb: PositiveFloat | None = None
+    split_seed: Seed = 0
+    shard_mb: Megabytes | None = None
     filters: Filters = Filters()
     preference: Preference = Preference()
     card: Card = Card()

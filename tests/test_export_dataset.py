@@ -145,6 +145,9 @@ class TestFilters:
         source = make_run(tmp_path, said("A"), said("B"), prompts=[{"want": "A"}, {"want": "A"}])
         answer = {"match": "python", "function": "judge_of_mine:is_right"}
         assert left_out(source, answer=answer) == {"t1": "answer"}
+        for function in ("math:isnan", "sys:exit"):
+            with pytest.raises(ConfigError, match="function: it failed for t0: TypeError"):
+                left_out(source, answer={**answer, "function": function})
         for function in ("judge_of_mine:nothing", "no_such_module:f"):
             with pytest.raises(ConfigError, match="cannot import"):
                 left_out(source, answer={**answer, "function": function})
@@ -594,6 +597,34 @@ class TestCheck:
         assert any("tasks" in one for one in found)
         assert any(one.startswith("openai: 2 used") for one in found)
 
+    @pytest.mark.parametrize(
+        ("before", "after", "told"),
+        [
+            ('"with_reasoning": 2', '"with_reasoning": 9', "manifest.json: statistics"),
+            ('"no_reward": 1', '"no_reward": 2', "manifest.json: kto: rejected_by_reason"),
+            ('"split": "train"', '"split": "test"', "the records put it into train"),
+            ('"dataset_sha256": "', '"dataset_sha256": "0', "manifest.json: run"),
+        ],
+    )
+    def test_finds_what_was_done_to_the_manifest(
+        self, tmp_path: Path, before: str, after: str, told: str
+    ) -> None:
+        source = make_run(tmp_path, worked())
+        directory, _ = exported(source, formats="openai,kto")
+        path = directory / "manifest.json"
+        path.write_text(path.read_text().replace(before, after))
+        assert any(told in one for one in self.check(source)), path.read_text()
+
+    @pytest.mark.parametrize("key", ["tasks", "formats", "sha256", "path", "used", "versions"])
+    def test_a_manifest_that_lacks_something_is_named(self, tmp_path: Path, key: str) -> None:
+        source = make_run(tmp_path, worked())
+        directory, _ = exported(source, formats="openai")
+        path = directory / "manifest.json"
+        path.write_text(path.read_text().replace(f'"{key}":', '"other":', 1))
+        for attempt in (self.check, lambda of: exported(of, formats="openai")):
+            with pytest.raises(ConfigError, match=rf"manifest\.json: .*{key}: .*export again"):
+                attempt(source)
+
     def test_finds_that_the_records_have_gone_on(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked("A"), pending=1)
         exported(source, formats="openai")
@@ -637,6 +668,10 @@ class TestRecipe:
             ("filters: {min_turn: 2}", "did you mean 'min_turns'? known are status, min_reasoning"),
             ("filters: {answer: {how: x}}", "known are column, match, tolerance, function"),
             ("filters: {answer: {match: python}}", "needs one"),
+            ("filters: {status: [complete]}", "'completed', 'max_turns'"),
+            ("filters: {status: []}", "filters.status"),
+            ("split_seed: 100000000000000000000", "split_seed"),
+            ("shard_mb: 1.0e+308", "shard_mb"),
             ("splits: {train: 0.9}", "shares must sum to 1 (got 0.9)"),
             ("splits: {a/b: 1}", "a name is letters"),
             ("{formats: [hermes], reasoning: field}", "hermes has no field for it"),
