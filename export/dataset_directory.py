@@ -71,11 +71,11 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
     """Write a dataset; gives its manifest.
 
     Files of an earlier export into `directory` that are not written again are removed, others
-    are left alone. Raises `ConfigError` for a directory that holds something else, `RunLocked`
+    are left alone. Raises `ConfigError` where something else is in its place, `RunLocked`
     while another export writes there, and `StorageError`.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make_directory(directory)
         refusal = f"{directory}: another export writes here; wait for it or name another --output"
         with alone_in(directory, refusal):
             old = _old_paths(directory)
@@ -105,6 +105,14 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
             f"{', '.join(sorted(gone))}; --output keeps several"
         )
     return manifest
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        msg = f"{directory}: not a directory; name another --output"
+        raise ConfigError(msg) from error
 
 
 def derive(source: Source, recipe: Recipe) -> dict[str, Any]:

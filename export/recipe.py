@@ -61,7 +61,13 @@ def parse_splits(value: object) -> object:
     if not pairs or not all(sign for _, sign, _ in pairs):
         msg = "must be NAME=SHARE,... such as train=0.9,test=0.1"
         raise ValueError(msg)
-    return {name.strip(): share.strip() for name, _, share in pairs}
+    shares: dict[str, str] = {}
+    for name, _, share in pairs:
+        if name.strip() in shares:
+            msg = f"{name.strip()!r} stands twice"
+            raise ValueError(msg)
+        shares[name.strip()] = share.strip()
+    return shares
 
 
 class _Part(BaseModel):

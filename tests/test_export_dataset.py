@@ -709,6 +709,9 @@ class TestCommand:
         assert "takes the place of the one before: atif/train.jsonl;" in other.stderr
         assert not (dataset / "atif").exists()
         (dataset / "README.md").unlink()
+        sent = run(tmp_path, "export", source.run_dir, "--check", push_to_hub="a/b")
+        assert sent.returncode == 2
+        assert "--check reads a dataset and does nothing else" in sent.stderr
         checked = run(tmp_path, "export", source.run_dir, "--check")
         assert (checked.returncode, checked.stdout) == (1, "")
         assert "README.md" in checked.stderr
@@ -720,6 +723,11 @@ class TestCommand:
             ({"splits": "train"}, "--splits: must be NAME=SHARE"),
             ({"push_to_hub": "a/b", "format": "nope"}, "unknown format"),
             ({"format": "raw", "render": "x.jinja"}, "cannot read this chat template"),
+            ({"splits": "a=0.5,a=1"}, "--splits: 'a' stands twice"),
+            ({"output": "p.jsonl"}, "p.jsonl: not a directory; name another --output"),
+            ({"output": "p.jsonl/x"}, "p.jsonl/x: not a directory; name another --output"),
+            ({"render_rows": "5"}, "--render_rows needs --render FILE"),
+            ({"render_rows": "-1"}, "--render_rows"),
         ],
     )
     def test_mistakes_end_with_2_and_write_nothing(
