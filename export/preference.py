@@ -69,9 +69,7 @@ def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sa
     others = [
         sample
         for sample in samples
-        if sample.prompt == best.prompt
-        and sample.tools == best.tools
-        and _said(sample) != said
+        if sample.prompt == best.prompt and sample.tools == best.tools and _said(sample) != said
     ]
     worst = min(others, key=_reward, default=best)
     return (best, worst) if best.reward - worst.reward > min_margin else None
