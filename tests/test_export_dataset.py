@@ -695,6 +695,25 @@ class TestRecipe:
 
 
 class TestCommand:
+    def test_one_that_is_given_up_says_why_and_nothing_else(self, tmp_path: Path) -> None:
+        """Also where a library has a file open that it would write the end of."""
+        pytest.importorskip("pyarrow")
+        source = make_run(tmp_path, worked("A"), worked("B"))
+        (tmp_path / "mine.py").write_text("def right(answer, record): return 1 / (answer == 'A')")
+        answer = "{match: python, function: mine:right}"
+        (tmp_path / "recipe.yaml").write_text(f"filters: {{answer: {answer}}}\n")
+        done = run(
+            tmp_path,
+            "export",
+            source.run_dir,
+            recipe="recipe.yaml",
+            format="kto,parquet,raw,openai",
+        )
+        assert done.returncode == 2
+        (told,) = done.stderr.splitlines()
+        assert "it failed for t1: ZeroDivisionError: division by zero" in told
+        assert list((source.run_dir / "exports" / "dataset").iterdir()) == []
+
     def test_writes_checks_and_warns_of_what_is_pending(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked("A"), worked("B"), EARLY, pending=3)
         done = run(tmp_path, "export", source.run_dir, format="openai,atif")
