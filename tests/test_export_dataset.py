@@ -695,6 +695,15 @@ class TestRecipe:
 
 
 class TestCommand:
+    def test_what_a_terminal_cannot_show_is_spelt_out(self, tmp_path: Path) -> None:
+        source = make_run(tmp_path, worked())
+        ascii_only = {"PYTHONIOENCODING": "ascii:strict"}
+        done = run(
+            tmp_path, "export", source.run_dir, env=ascii_only, format="raw", output="\u00e9"
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "1 in \\xe9/raw/train.jsonl" in done.stdout
+
     def test_one_that_is_given_up_says_why_and_nothing_else(self, tmp_path: Path) -> None:
         """Also where a library has a file open that it would write the end of."""
         pytest.importorskip("pyarrow")
