@@ -31,6 +31,9 @@ from export.row_files import Nowhere, Place, Staging, Written
 
 MANIFEST = "manifest.json"
 
+_NAMED = 5
+"""How many of the files that were removed are named."""
+
 
 class _File(BaseModel):
     path: str
@@ -100,9 +103,11 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
         )
         raise StorageError(msg) from error
     if gone:
+        names = ", ".join(sorted(gone)[:_NAMED])
+        more = f" and {len(gone) - _NAMED:,} more" if len(gone) > _NAMED else ""
         say(
             f"removed from {directory}, for this export takes the place of the one before: "
-            f"{', '.join(sorted(gone))}; --output keeps several"
+            f"{names}{more}; --output keeps several"
         )
     return manifest
 

@@ -472,6 +472,16 @@ class TestDirectory:
         with pytest.raises(ConfigError, match="cannot read it"):
             exported(source, formats="raw")
 
+    def test_of_many_files_that_go_a_few_are_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = make_run(tmp_path, *(worked(f"A{n}") for n in range(9)))
+        exported(source, formats="raw", shard_mb=1e-6)
+        exported(source, formats="raw")
+        told = capsys.readouterr().err
+        assert told.count("train-0") == 5
+        assert "00004-of-00009.jsonl and 4 more; --output keeps several" in told
+
     def test_a_manifest_that_points_outside_is_refused(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
         directory, manifest = exported(source, formats="raw")
