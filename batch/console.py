@@ -17,9 +17,13 @@ def say(message: str) -> None:
 
 
 def show(result: str) -> None:
-    """Print a result on standard output."""
+    """Print a result on standard output; what that has no letters for is spelt out."""
     try:
-        print(result, flush=True)
+        try:
+            print(result, flush=True)
+        except UnicodeEncodeError as error:
+            spelt = result.encode(error.encoding, "backslashreplace")
+            print(spelt.decode(error.encoding), flush=True)
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             say(f"error: cannot write the result: {error.strerror or error}")

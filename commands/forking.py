@@ -91,13 +91,21 @@ def chosen_records(
     """
     from itertools import islice
 
+    from pydantic import ValidationError
+
+    from batch.errors import ConfigError
     from export.filters import RecordFilters
     from export.recipe import Filters, load_recipe
     from report.stored import stored_records
 
     read = load_recipe(recipe, {})
     base = read.filters if recipe else Filters(status=("any",))
-    checked = Filters.model_validate({**base.model_dump(), **filters})
+    try:
+        checked = Filters.model_validate({**base.model_dump(), **filters})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        msg = f"--{detail['loc'][0]}: {detail['msg']} (got {detail['input']!r})"
+        raise ConfigError(msg) from error
     keep = RecordFilters(checked, threshold=read.preference.threshold)
     wanted = _wanted(ids)
     found = (

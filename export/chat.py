@@ -107,6 +107,8 @@ def _messages(entry: Entry, *, inline: bool) -> Sequence[dict[str, Any]]:
         said["reasoning_content"] = entry.reasoning
     refuse_structure_in_arguments(entry)
     refuse_structure_in_results(entry)
+    for call in entry.calls:  # there are templates that spell out the ids of calls
+        refuse_control_tokens(call.id, where=f"call id of turn {entry.number}")
     if entry.calls:
         said["tool_calls"] = [
             {

@@ -40,7 +40,9 @@ def findings(source: Source, directory: Path) -> Iterator[str]:
     except ValidationError as error:
         yield f"its recipe is not one of this version: {error.errors()[0]['msg']}; export again"
         return
-    yield from _derived(manifest, derive(source, recipe), files)
+    again = orjson.loads(orjson.dumps(derive(source, recipe)))
+    yield from _derived(manifest, again, files)
+    yield from _told(manifest, again)
 
 
 def _sums(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -103,3 +105,19 @@ def _derived(
                 yield f"{path}: {files[path]['rows']} rows, the records give other"
         elif derived[path]["sha256"] != files[path]["sha256"]:
             yield f"{path}: the records give other bytes"
+
+
+def _told(manifest: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    """What else a manifest says, of no file's content: statistics, reasons, splits."""
+    apart = {*("tasks", *_SUMS), *("recipe", "versions", "rejects", "other_files", "formats")}
+    for key in sorted(({*manifest} | {*again}) - apart):
+        if manifest.get(key) != again.get(key):
+            yield f"{MANIFEST}: {key}: the records give other; export again"
+    for ours, theirs in zip(manifest["formats"], again["formats"], strict=False):
+        for key in sorted(({*ours} | {*theirs}) - {"files"}):
+            if ours.get(key) != theirs.get(key):
+                yield f"{MANIFEST}: {ours['format']}: {key}: the records give other; export again"
+        splits = {file["path"]: file["split"] for file in theirs["files"]}
+        for file in ours["files"]:
+            if file.get("split") != splits.get(file["path"], file.get("split")):
+                yield f"{file['path']}: the records put it into {splits[file['path']]}"

@@ -42,7 +42,12 @@ def dataset_options(function: Any) -> Any:
     """Options of a dataset for a command."""
     flags = (
         click.option("--check", is_flag=True, help="Check a dataset against its records."),
-        click.option("--render_rows", metavar="N", type=int, help="Rows to show.  [default: 3]"),
+        click.option(
+            "--render_rows",
+            metavar="N",
+            type=click.IntRange(min=0),
+            help="Rows to show.  [default: 3]",
+        ),
         click.option("--push_for_real", is_flag=True, help="Send it (needs the extra [hf])."),
     )
     options = [click.option(f"--{name}", metavar=form, help=text) for name, form, text in _OPTIONS]
@@ -71,9 +76,15 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
         if given or flags["recipe"]:
             msg = "--check takes the recipe of the dataset; give no other"
             raise ConfigError(msg)
+        if flags["render"] or flags["push_to_hub"]:
+            msg = "--check reads a dataset and does nothing else; leave out --render and the push"
+            raise ConfigError(msg)
         return _check(source, directory)
     if flags["push_for_real"] and not flags["push_to_hub"]:
         msg = "--push_for_real needs --push_to_hub REPO"
+        raise ConfigError(msg)
+    if flags["render_rows"] is not None and not flags["render"]:
+        msg = "--render_rows needs --render FILE"
         raise ConfigError(msg)
     recipe = load_recipe(Path(flags["recipe"]) if flags["recipe"] else None, given)
     render = load_template(Path(flags["render"])) if flags["render"] else None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
 from batch.console import say
 from batch.errors import ConfigError
@@ -30,23 +31,54 @@ from export.row_files import Nowhere, Place, Staging, Written
 
 MANIFEST = "manifest.json"
 
-_UNDER_WAY = ("paths",)
-_WHOLE = (
-    *("tasks", "discarded", "failed", "pending", "rejected", "selected"),
-    *("formats", "rejects", "other_files", "recipe", "versions"),
-)
-"""What is read of a manifest, of one that is unfinished and of any other."""
+_NAMED = 5
+"""How many of the files that were removed are named."""
+
+
+class _File(BaseModel):
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class _Format(BaseModel):
+    format: str
+    rows: int
+    used: int
+    rejected: int
+    files: list[_File]
+
+
+class _Finished(BaseModel):
+    """What is relied on of a manifest that was read back."""
+
+    tasks: int
+    discarded: int
+    failed: int
+    pending: int
+    rejected: int
+    selected: int
+    formats: list[_Format]
+    rejects: _File
+    other_files: list[_File]
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+
+
+class _UnderWay(BaseModel):
+    paths: list[str]
 
 
 def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
     """Write a dataset; gives its manifest.
 
     Files of an earlier export into `directory` that are not written again are removed, others
-    are left alone. Raises `ConfigError` for a directory that holds something else, `RunLocked`
+    are left alone. Raises `ConfigError` where something else is in its place, `RunLocked`
     while another export writes there, and `StorageError`.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make_directory(directory)
         refusal = f"{directory}: another export writes here; wait for it or name another --output"
         with alone_in(directory, refusal):
             old = _old_paths(directory)
@@ -71,11 +103,21 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
         )
         raise StorageError(msg) from error
     if gone:
+        names = ", ".join(sorted(gone)[:_NAMED])
+        more = f" and {len(gone) - _NAMED:,} more" if len(gone) > _NAMED else ""
         say(
             f"removed from {directory}, for this export takes the place of the one before: "
-            f"{', '.join(sorted(gone))}; --output keeps several"
+            f"{names}{more}; --output keeps several"
         )
     return manifest
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        msg = f"{directory}: not a directory; name another --output"
+        raise ConfigError(msg) from error
 
 
 def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
@@ -96,13 +138,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if manifest.get("schema_version") != SCHEMA_VERSION:
         msg = f"{directory / MANIFEST}: of another version of this program; export again"
         raise ConfigError(msg)
-    needed = _UNDER_WAY if manifest.get("unfinished") else _WHOLE
-    if lacking := [key for key in needed if key not in manifest]:
+    try:
+        (_UnderWay if manifest.get("unfinished") else _Finished).model_validate(manifest)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        place = ".".join(map(str, detail["loc"]))
         msg = (
-            f"{directory / MANIFEST}: lacks {lacking[0]!r}, so what is here cannot be told; name "
-            "another --output, or remove this directory and export again"
+            f"{directory / MANIFEST}: {place}: {detail['msg']}; it was changed since it was "
+            "written. Put it back, or remove the directory and export again"
         )
-        raise ConfigError(msg)
+        raise ConfigError(msg) from error
     return manifest
 
 

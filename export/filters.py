@@ -25,6 +25,8 @@ from export.verdicts import Verdicts
 
 Record = Mapping[str, Any]
 
+_NO_ANSWER = "there is no answer"
+
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -151,22 +153,19 @@ def _bounds(
 
 def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
     """A function that says what is wrong with the answer of a record, None if nothing is."""
-    is_right = {
+    if check.function:
+        return _own_check(check.function)
+    is_right: Callable[[str, str], bool] = {
         "exact": _is_exact,
         "numeric": lambda answer, expected: _is_close(answer, expected, check.tolerance),
         "regex": _matches,
-    }.get(check.match)
-    hook = check.function and load_function(check.function)
+    }[check.match]
 
     def wrong(record: Record) -> str | None:
-        answer = answer_of(record)
-        if answer is None:
-            return "there is no answer"
-        if hook:
-            return None if _asked(hook, answer, record) else f"{check.function} says no"
+        if (answer := answer_of(record)) is None:
+            return _NO_ANSWER
         if (expected := record["row"].get(check.column)) is None:
             return f"the row has no {check.column!r}"
-        assert is_right is not None
         try:
             right = is_right(answer, str(expected))
         except re.error as error:
@@ -177,13 +176,25 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
             raise ConfigError(msg) from error
         return None if right else f"not the {check.column!r} of the row"
 
-    def _asked(hook: Callable[..., Any], answer: str, record: Record) -> bool:
+    return wrong
+
+
+def _own_check(place: str) -> Callable[[Record], str | None]:
+    """The same, where a user's function decides."""
+    hook = load_function(place)
+
+    def wrong(record: Record) -> str | None:
+        if (answer := answer_of(record)) is None:
+            return _NO_ANSWER
         try:
-            return bool(hook(answer, record))
-        except Exception as error:  # a user's function may do anything
-            told = f"{type(error).__name__}: {error}"
-            msg = f"filters.answer.function: {check.function} failed for {record['id']}: {told}"
+            right = bool(hook(answer, record))
+        except (Exception, SystemExit) as error:  # it may do anything
+            msg = (
+                f"filters.answer.function: {place} failed for {record['id']}: "
+                f"{type(error).__name__}: {error}; it is called with the answer and the record"
+            )
             raise ConfigError(msg) from error
+        return None if right else f"{place} says no"
 
     return wrong
 

@@ -57,15 +57,21 @@ def sample_of(conversation: Conversation, style: Style) -> Sample:
 
 
 def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
-    """The best sample and the worst that had the same prompt and tools; None if they are equal.
+    """The best sample and the worst that had the same prompt and tools and says something else.
 
-    Their rewards differ by more than `min_margin`. Of equal ones the first is taken.
+    Their rewards differ by more than `min_margin`, or there is no pair. Of equal ones the first
+    is taken.
     """
     if not samples:
         return None
     best = max(samples, key=_reward)
-    alike = [s for s in samples if s.prompt == best.prompt and s.tools == best.tools]
-    worst = min(alike, key=_reward)
+    said = _said(best)
+    others = [
+        sample
+        for sample in samples
+        if sample.prompt == best.prompt and sample.tools == best.tools and _said(sample) != said
+    ]
+    worst = min(others, key=_reward, default=best)
     return (best, worst) if best.reward - worst.reward > min_margin else None
 
 
@@ -98,6 +104,19 @@ def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
         "tools": sample.tools,
         "metadata": compact_json({"reward": sample.reward, **sample.conversation.metadata}),
     }
+
+
+def _said(sample: Sample) -> list[Any]:
+    """What a completion says; ids of calls are no part of it."""
+    return [
+        (
+            message["role"],
+            message["content"],
+            message.get("reasoning_content"),
+            [call["function"] for call in message.get("tool_calls", ())],
+        )
+        for message in sample.completion
+    ]
 
 
 def _reward(sample: Sample) -> float:

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from agent.options import NonNegativeInt, PositiveFloat, PositiveInt, split_commas
+from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, split_commas
 from agent.trajectory import Status
 from batch.config_file import read_mapping
 from batch.errors import ConfigError
@@ -36,6 +36,9 @@ assert set(get_args(FormatName)) == set(KNOWN)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""The manifest holds it, and readers of JSON know no larger ones."""
+Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
 
 
 def _is_pattern(value: str) -> str:
@@ -49,15 +52,6 @@ def _is_pattern(value: str) -> str:
 
 Pattern = Annotated[str, AfterValidator(_is_pattern)]
 
-_ENDINGS = ("any", *get_args(Status))
-
-
-def _are_endings(values: tuple[str, ...]) -> tuple[str, ...]:
-    if unknown := [value for value in values if value not in _ENDINGS]:
-        msg = f"{unknown[0]!r} is no ending; known are {', '.join(_ENDINGS)}"
-        raise ValueError(msg)
-    return values
-
 
 def parse_splits(value: object) -> object:
     """`train=0.9,test=0.1` as a mapping."""
@@ -67,7 +61,13 @@ def parse_splits(value: object) -> object:
     if not pairs or not all(sign for _, sign, _ in pairs):
         msg = "must be NAME=SHARE,... such as train=0.9,test=0.1"
         raise ValueError(msg)
-    return {name.strip(): share.strip() for name, _, share in pairs}
+    shares: dict[str, str] = {}
+    for name, _, share in pairs:
+        if name.strip() in shares:
+            msg = f"{name.strip()!r} stands twice"
+            raise ValueError(msg)
+        shares[name.strip()] = share.strip()
+    return shares
 
 
 class _Part(BaseModel):
@@ -143,7 +143,7 @@ class Filters(_Part):
     """What leaves records out; those that are not given leave out nothing."""
 
     status: Annotated[
-        tuple[str, ...], BeforeValidator(split_commas), AfterValidator(_are_endings)
+        tuple[Literal[Status, "any"], ...], BeforeValidator(split_commas), Field(min_length=1)
     ] = ("completed",)
     """Endings to keep; `any` keeps all but `failed`."""
     min_reasoning: Share | None = None
@@ -213,8 +213,8 @@ class Recipe(_Part):
     system: SystemStyle | None = None
     max_tool_chars: PositiveInt | None = None
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
-    split_seed: int = 0
-    shard_mb: PositiveFloat | None = None
+    split_seed: Seed = 0
+    shard_mb: Megabytes | None = None
     filters: Filters = Filters()
     preference: Preference = Preference()
     card: Card = Card()

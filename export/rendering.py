@@ -95,8 +95,9 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
             text = apply(row["messages"], tools)
             marks = _Marks()
             marked = apply(*marks.put(row["messages"], tools))
-        except (TemplateError, TypeError, ValueError) as error:
-            return Rendered("", [], [f"the template refuses the row: {error}"])
+        except Exception as error:  # a template is a stranger's program
+            why = str(error) or type(error).__name__
+            return Rendered("", [], [f"the template refuses the row: {why}"])
         dropped = [place for mark, place in marks.places.items() if mark not in marked]
         return Rendered(*_without_marks(text), dropped)
 

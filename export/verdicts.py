@@ -119,7 +119,7 @@ def read_verdicts(path: Path) -> Iterator[Kept]:
 
 def _settings(judge: Judge) -> ModelSettings:
     try:
-        return resolve_model(
+        settings = resolve_model(
             judge.model,
             base_url=judge.base_url,
             api=None if judge.base_url is None else "openai_chat",
@@ -131,6 +131,10 @@ def _settings(judge: Judge) -> ModelSettings:
     except ValueError as error:
         msg = f"filters.judge.model: {error}"
         raise ConfigError(msg) from error
+    if settings.base_url is None:
+        msg = f"filters.judge.model: {judge.model!r} plays scripts of rows and judges nothing"
+        raise ConfigError(msg)
+    return settings
 
 
 def _asked(record: Mapping[str, Any]) -> list[str]:

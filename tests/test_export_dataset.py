@@ -157,6 +157,9 @@ class TestFilters:
         assert left_out(source, answer=answer) == {"t1": "answer"}
         with pytest.raises(ConfigError, match=r"judge_of_mine:is_right.* t0: KeyError: 'want'"):
             left_out(make_run(tmp_path, said("A")), answer=answer)
+        for function in ("math:isnan", "sys:exit"):
+            with pytest.raises(ConfigError, match=f"{function} failed for t0: TypeError"):
+                left_out(source, answer={**answer, "function": function})
         for function in ("judge_of_mine:nothing", "no_such_module:f"):
             with pytest.raises(ConfigError, match="cannot import"):
                 left_out(source, answer={**answer, "function": function})
@@ -544,6 +547,16 @@ class TestDirectory:
         with pytest.raises(ConfigError, match="cannot read it"):
             exported(source, formats="raw")
 
+    def test_of_many_files_that_go_a_few_are_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = make_run(tmp_path, *(worked(f"A{n}") for n in range(9)))
+        exported(source, formats="raw", shard_mb=1e-6)
+        exported(source, formats="raw")
+        told = capsys.readouterr().err
+        assert told.count("train-0") == 5
+        assert "00004-of-00009.jsonl and 4 more; --output keeps several" in told
+
     def test_a_manifest_that_points_outside_is_refused(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
         directory, manifest = exported(source, formats="raw")
@@ -669,6 +682,34 @@ class TestCheck:
         assert any("tasks" in one for one in found)
         assert any(one.startswith("openai: 2 used") for one in found)
 
+    @pytest.mark.parametrize(
+        ("before", "after", "told"),
+        [
+            ('"with_reasoning": 2', '"with_reasoning": 9', "manifest.json: statistics"),
+            ('"no_reward": 1', '"no_reward": 2', "manifest.json: kto: rejected_by_reason"),
+            ('"split": "train"', '"split": "test"', "the records put it into train"),
+            ('"dataset_sha256": "', '"dataset_sha256": "0', "manifest.json: run"),
+        ],
+    )
+    def test_finds_what_was_done_to_the_manifest(
+        self, tmp_path: Path, before: str, after: str, told: str
+    ) -> None:
+        source = make_run(tmp_path, worked())
+        directory, _ = exported(source, formats="openai,kto")
+        path = directory / "manifest.json"
+        path.write_text(path.read_text().replace(before, after))
+        assert any(told in one for one in self.check(source)), path.read_text()
+
+    @pytest.mark.parametrize("key", ["tasks", "formats", "sha256", "path", "used", "versions"])
+    def test_a_manifest_that_lacks_something_is_named(self, tmp_path: Path, key: str) -> None:
+        source = make_run(tmp_path, worked())
+        directory, _ = exported(source, formats="openai")
+        path = directory / "manifest.json"
+        path.write_text(path.read_text().replace(f'"{key}":', '"other":', 1))
+        for attempt in (self.check, lambda of: exported(of, formats="openai")):
+            with pytest.raises(ConfigError, match=rf"manifest\.json: .*{key}: .*export again"):
+                attempt(source)
+
     def test_finds_that_the_records_have_gone_on(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked("A"), pending=1)
         exported(source, formats="openai")
@@ -682,15 +723,6 @@ class TestCheck:
         exported(make_run(tmp_path, worked("A")), formats="parquet")
         found = self.check(make_run(tmp_path, worked("B")))
         assert "openai_parquet/train.parquet: the records give other bytes" in found
-
-    def test_a_manifest_that_lacks_its_parts_is_named(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
-        directory, manifest = exported(source, formats="openai")
-        del manifest["formats"]
-        (directory / "manifest.json").write_text(json.dumps(manifest))
-        for look in (self.check, lambda source: exported(source, formats="openai")):
-            with pytest.raises(ConfigError, match=r"manifest\.json: lacks 'formats'"):
-                look(source)
 
     def test_an_interrupted_export_is_none(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
@@ -727,12 +759,15 @@ class TestRecipe:
             ("filters: {min_turn: 2}", "did you mean 'min_turns'? known are status, min_reasoning"),
             ("filters: {answer: {how: x}}", "known are column, match, tolerance, function"),
             ("filters: {answer: {match: python}}", "needs one"),
+            ("filters: {status: [complete]}", "'completed', 'max_turns'"),
+            ("filters: {status: []}", "filters.status"),
+            ("split_seed: 100000000000000000000", "split_seed"),
+            ("shard_mb: 1.0e+308", "shard_mb"),
             ("splits: {train: 0.9}", "shares must sum to 1 (got 0.9)"),
             ("splits: {a/b: 1}", "a name is letters"),
             ("{formats: [hermes], reasoning: field}", "hermes has no field for it"),
             ("{formats: [atif], reasoning: inline}", "atif has a field for it"),
             ("filters: {first_n: 1, best_n: 1}", "give one"),
-            ("filters: {status: [complete]}", "'complete' is no ending; known are any, completed,"),
             ("- openai", "a recipe holds `key: value` lines"),
             ("a: b: c", "not YAML"),
         ],
@@ -751,6 +786,34 @@ class TestRecipe:
 
 
 class TestCommand:
+    def test_what_a_terminal_cannot_show_is_spelt_out(self, tmp_path: Path) -> None:
+        source = make_run(tmp_path, worked())
+        ascii_only = {"PYTHONIOENCODING": "ascii:strict"}
+        done = run(
+            tmp_path, "export", source.run_dir, env=ascii_only, format="raw", output="\u00e9"
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "1 in \\xe9/raw/train.jsonl" in done.stdout
+
+    def test_one_that_is_given_up_says_why_and_nothing_else(self, tmp_path: Path) -> None:
+        """Also where a library has a file open that it would write the end of."""
+        pytest.importorskip("pyarrow")
+        source = make_run(tmp_path, worked("A"), worked("B"))
+        (tmp_path / "mine.py").write_text("def right(answer, record): return 1 / (answer == 'A')")
+        answer = "{match: python, function: mine:right}"
+        (tmp_path / "recipe.yaml").write_text(f"filters: {{answer: {answer}}}\n")
+        done = run(
+            tmp_path,
+            "export",
+            source.run_dir,
+            recipe="recipe.yaml",
+            format="kto,parquet,raw,openai",
+        )
+        assert done.returncode == 2
+        (told,) = done.stderr.splitlines()
+        assert "mine:right failed for t1: ZeroDivisionError: division by zero" in told
+        assert list((source.run_dir / "exports" / "dataset").iterdir()) == []
+
     def test_writes_checks_and_warns_of_what_is_pending(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked("A"), worked("B"), EARLY, pending=3)
         done = run(tmp_path, "export", source.run_dir, format="openai,atif")
@@ -765,6 +828,9 @@ class TestCommand:
         assert "takes the place of the one before: atif/train.jsonl;" in other.stderr
         assert not (dataset / "atif").exists()
         (dataset / "README.md").unlink()
+        sent = run(tmp_path, "export", source.run_dir, "--check", push_to_hub="a/b")
+        assert sent.returncode == 2
+        assert "--check reads a dataset and does nothing else" in sent.stderr
         checked = run(tmp_path, "export", source.run_dir, "--check")
         assert (checked.returncode, checked.stdout) == (1, "")
         assert "README.md" in checked.stderr
@@ -776,6 +842,11 @@ class TestCommand:
             ({"splits": "train"}, "--splits: must be NAME=SHARE"),
             ({"push_to_hub": "a/b", "format": "nope"}, "unknown format"),
             ({"format": "raw", "render": "x.jinja"}, "cannot read this chat template"),
+            ({"splits": "a=0.5,a=1"}, "--splits: 'a' stands twice"),
+            ({"output": "p.jsonl"}, "p.jsonl: not a directory; name another --output"),
+            ({"output": "p.jsonl/x"}, "p.jsonl/x: not a directory; name another --output"),
+            ({"render_rows": "5"}, "--render_rows needs --render FILE"),
+            ({"render_rows": "-1"}, "--render_rows"),
         ],
     )
     def test_mistakes_end_with_2_and_write_nothing(

@@ -375,6 +375,26 @@ class TestRewards:
 
 
 class TestPreferences:
+    def test_a_pair_says_two_different_things(self, tmp_path: Path) -> None:
+        """What tells two samples apart may be what a style leaves out."""
+
+        def sample(reward: float, reasoning: str, answer: str = "Yes.") -> dict[str, Any]:
+            check = {"passed": reward > 0.5, "reward": reward}
+            asked = assistant("", call(id=f"c{reward}"), reasoning=reasoning)
+            told = result("r", id=f"c{reward}")
+            return record_of(user(), asked, told, assistant(answer), check=check)
+
+        source = make_run(tmp_path, sample(1.0, "so"), sample(0.0, "or so"), samples=2)
+        (pair,) = rows(source, "dpo")
+        assert pair["chosen"] != pair["rejected"]
+        assert rejects(source, formats="dpo", reasoning="none") == {
+            "t0": "no_pair",
+            "t0#s1": "no_pair",
+        }
+        more = (sample(1.0, "so"), sample(0.0, "or so"), sample(0.5, "", "No."))
+        (pair,) = rows(make_run(tmp_path, *more, samples=3), "dpo", reasoning="none")
+        assert (pair["chosen"][-1]["content"], pair["rejected"][-1]["content"]) == ("Yes.", "No.")
+
     def test_a_pair_is_the_best_and_the_worst_sample_of_a_prompt(self, tmp_path: Path) -> None:
         records = [judged(0.5, "B"), judged(1.0, "A"), judged(0.0, "C"), judged(None, "D")]
         source = make_run(tmp_path, *records, samples=4)

@@ -101,7 +101,11 @@ def test_inline_reasoning_that_is_stripped_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ raise_exception('no system') }}", "{{ messages[0].content + 1 }}", "{{ [].append(1) }}"],
+    [
+        *("{{ raise_exception('no system') }}", "{{ messages[0].content + 1 }}"),
+        *("{{ [].append(1) }}", "{{ 1 / 0 }}", "{% for n in range(1000000) %}{% endfor %}"),
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
 )
 def test_a_refusal_is_told_and_renders_nothing(tmp_path: Path, template: str) -> None:
     """Templates come from strangers, so they run in a sandbox."""
