@@ -220,10 +220,13 @@ class Progress:
     def _write(self, state: Mapping[str, Any]) -> None:
         # Not synced: after a power loss there is no run that it could tell of.
         assert self._file is not None
-        with contextlib.suppress(OSError):
-            temporary = temporary_for(self._file)
+        temporary = temporary_for(self._file)
+        try:
             temporary.write_bytes(orjson.dumps(state))
             temporary.replace(self._file)
+        except OSError:  # a run goes on without it
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def in_words(state: Mapping[str, Any]) -> str:

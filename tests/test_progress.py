@@ -96,11 +96,14 @@ def test_the_state_is_a_file_until_the_end(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_state_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    progress = Progress(total=3, run_dir=tmp_path / "gone", tell=lambda message: None)
-    progress._written_at -= 60
-    progress.show(2, "")
-    progress.close()
+def test_a_state_that_cannot_be_written_stops_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken" / PROGRESS_FILE).mkdir(parents=True)
+    for place in ("gone", "taken"):
+        progress = Progress(total=3, run_dir=tmp_path / place, tell=lambda message: None)
+        progress._written_at -= 60
+        progress.show(2, "")
+        progress.close()
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == [PROGRESS_FILE]
 
 
 def test_a_terminal_gets_one_line_that_fits(tmp_path: Path) -> None:

@@ -165,6 +165,10 @@ def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
         said = (tmp_path / "output.txt").read_text()
         assert "records.jsonl: it was removed or replaced while the run wrote to it" in said
         assert "Traceback" not in said
+        refused = run(tmp_path, **given)
+        assert refused.returncode == 2
+        assert "remove records.idx to go on without them" in refused.stderr
+        records.with_suffix(".idx").unlink()
         resume_and_judge(tmp_path, given, tasks=16, endpoint=endpoint, wasted=3 * 16)
 
 
