@@ -57,22 +57,34 @@ def sample_of(conversation: Conversation, style: Style) -> Sample:
 
 
 def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
-    """The best sample and the worst that had the same prompt and tools and says something else.
+    """The two samples whose rewards differ most, the better one first.
 
-    Their rewards differ by more than `min_margin`, or there is no pair. Of equal ones the first
-    is taken.
+    They had the same prompt and tools and say different things, and their rewards differ by more
+    than `min_margin`; None without such. Of equal ones the first is taken.
     """
-    if not samples:
-        return None
+    groups: list[list[Sample]] = []
+    for sample in samples:
+        for group in groups:
+            if group[0].prompt == sample.prompt and group[0].tools == sample.tools:
+                group.append(sample)
+                break
+        else:
+            groups.append([sample])
+    pairs = [pair for group in groups if (pair := _extremes(group)) is not None]
+    widest = max(pairs, key=_margin, default=None)
+    return widest if widest is not None and _margin(widest) > min_margin else None
+
+
+def _extremes(samples: Sequence[Sample]) -> tuple[Sample, Sample] | None:
+    """The best sample, and the worst of those that say something else."""
     best = max(samples, key=_reward)
     said = _said(best)
-    others = [
-        sample
-        for sample in samples
-        if sample.prompt == best.prompt and sample.tools == best.tools and _said(sample) != said
-    ]
-    worst = min(others, key=_reward, default=best)
-    return (best, worst) if best.reward - worst.reward > min_margin else None
+    others = [sample for sample in samples if _said(sample) != said]
+    return (best, min(others, key=_reward)) if others else None
+
+
+def _margin(pair: tuple[Sample, Sample]) -> float:
+    return pair[0].reward - pair[1].reward
 
 
 def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:

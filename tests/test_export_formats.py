@@ -422,6 +422,14 @@ class TestPreferences:
         other = {**judged(0.0, "B"), "tools": [TEMP, TEMP]}
         source = make_run(tmp_path, judged(1.0, "A"), other, samples=2)
         assert rows(source, "dpo") == []
+        groups = [judged(0.8, "C"), other, judged(0.3, "D"), {**other, **judged(0.9, "E")}]
+        groups[3]["tools"] = other["tools"]
+        (pair,) = rows(make_run(tmp_path, *groups, samples=4), "dpo")
+        assert [pair[side][-1]["content"] for side in ("chosen", "rejected")] == ["E", "B"]
+        (pair,) = rows(make_run(tmp_path, judged(1.0, "A"), *groups[:3], samples=4), "dpo")
+        assert [pair[side][-1]["content"] for side in ("chosen", "rejected")] == ["A", "D"]
+        (pair,) = rows(make_run(tmp_path, groups[0], groups[2], groups[3], samples=3), "dpo")
+        assert [pair[side][-1]["content"] for side in ("chosen", "rejected")] == ["C", "D"]
 
     def test_kto_labels_every_judged_sample(self, tmp_path: Path) -> None:
         """The check says whether it passed; else the reward is compared with the threshold."""
