@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from export.conversation import Conversation, Turn, read_entries, system_of
+from export.replies import own_of
 from export.rewards import reward_of
 from export.row_rules import Reason, Rejected
 from export.style import Style, styled
@@ -124,8 +125,8 @@ def _read_inner(inner: Mapping[str, Any]) -> Conversation:
         tools=(),
         completed=True,
         record=inner,
+        own=own_of(inner),
         metadata={},
-        num_turns=len(inner["turns"]),
         num_tool_calls=0,
     )
 

@@ -14,9 +14,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from agent.reasoning import opens_reasoning, split_inline_reasoning
-from batch.index import own_turns
 from export.completion import plain_ending
-from export.replies import first_reply, tool_stats
+from export.replies import Own, own_of, tool_stats
 from export.rewards import reward_of
 from export.row_json import control_token, read_arguments
 from export.row_rules import Reason, Rejected, check_conversation, check_finished
@@ -77,10 +76,14 @@ class Conversation(NamedTuple):
     tools: Sequence[Mapping[str, Any]]
     completed: bool
     record: Mapping[str, Any]
+    own: Own
     metadata: Mapping[str, Any]
-    num_turns: int
-    """Replies of this run's model."""
     num_tool_calls: int
+
+    @property
+    def num_turns(self) -> int:
+        """Replies of this run's model."""
+        return len(self.own.turns)
 
     @property
     def own_turns(self) -> list[Turn]:
@@ -94,9 +97,8 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     A record that ended early is read too, with `completed` false: the caller decides which file
     it belongs to.
     """
-    # Those that a branch has from its parent are part of its prompt.
-    turns = own_turns(record)
-    if not turns:
+    own = own_of(record)
+    if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
     completed = record["status"] == "completed"
     messages, tools, completion = plain_ending(
@@ -105,10 +107,9 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     entries = read_entries(messages, tools)
     if completed:
         check_finished(messages)
-    start = first_reply(record["messages"], turns=len(turns))
     # A reply may go on in the turn that the messages before it end with, so that one counts.
     given = 0
-    opening = [message["role"] for message in messages[: start + 1]]
+    opening = [message["role"] for message in messages[: own.start + 1]]
     if "assistant" in opening[:-1]:
         given = sum(role == "assistant" for role, _ in groupby(opening)) - 1
     if given > 0:
@@ -122,19 +123,19 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         last = entries[-1]
         assert isinstance(last, Turn)  # it holds the answer
         entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
-    stats = tool_stats(messages[start:])
+    stats = own.tools if completion != "final_answer" else tool_stats(messages[own.start :])
     # What was noted of a parent's turns stands in the row of the parent.
     noted = record["messages"]
-    if len(turns) < len(record["turns"]):
-        noted = noted[start:]
+    if len(own.turns) < len(record["turns"]):
+        noted = own.messages
     return Conversation(
         system=system_of(messages),
         entries=entries,
         tools=tools,
         completed=completed,
         record=record,
+        own=own,
         metadata=_metadata(record, completion, stats, noted),
-        num_turns=len(turns),
         num_tool_calls=sum(tool["count"] for tool in stats),
     )
 

@@ -161,7 +161,7 @@ class _Making:
             return
         for candidate in candidates:
             self._selected += 1
-            self._statistics.add(candidate.record)
+            self._statistics.add(candidate.record, candidate.own)
             self._models[candidate.record["model_returned"] or candidate.record["model"]] += 1
         chosen = self._chosen(candidates)
         split = self._splits.of(candidates[0].record)

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batch.errors import ConfigError
-from batch.index import own_turns
 from export.completion import answer_of
 from export.contamination import Questions, load_questions
 from export.recipe import AnswerCheck, Filters
-from export.replies import first_reply, has_reasoning
+from export.replies import has_reasoning, own_of
 from export.rewards import passed, reward_of
 from export.secrets import Scanner, make_scanner
 from export.texts import texts_of
@@ -112,8 +111,8 @@ class RecordFilters:
 
 def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
     """By what this run's model did: turns that the prompt gave or the parent made are not its."""
-    turns = len(own_turns(record))
-    replies = record["messages"][first_reply(record["messages"], turns=turns) :]
+    own = own_of(record)
+    turns, replies = len(own.turns), own.messages
     if filters.min_reasoning is not None:
         said = [message for message in replies if message["role"] == "assistant"]
         share = sum(map(has_reasoning, said)) / len(said) if said else 0.0

@@ -12,6 +12,7 @@ from export.formats import GROUP_FORMATS, ROW_FORMATS, TWINNED, Format
 from export.parquet import parquet_writer
 from export.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.recipe import Recipe
+from export.replies import Own, own_of
 from export.row_files import LineWriter, Place, SplitFiles
 from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
@@ -29,6 +30,11 @@ class Candidate(NamedTuple):
     """As it lies in the records."""
     conversation: Conversation | None
     """None where no format needs it."""
+
+    @property
+    def own(self) -> Own:
+        """What this run's model did in it."""
+        return own_of(self.record) if self.conversation is None else self.conversation.own
 
     @property
     def told(self) -> Conversation:

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.reasoning import split_inline_reasoning
+from batch.index import own_turns
+
+
+class Own(NamedTuple):
+    """What this run's model did in a conversation, and no parent of a branch."""
+
+    turns: Sequence[Any]
+    """Those of the record."""
+    start: int
+    """The place of its first message among those of the record."""
+    messages: Sequence[Any]
+    """That one and all that follow."""
+    tools: list[dict[str, Any]]
+    """How its calls went, see `tool_stats`."""
+
+
+def own_of(record: Mapping[str, Any]) -> Own:
+    """Find it in a record."""
+    turns = own_turns(record)
+    start = first_reply(record["messages"], turns=len(turns))
+    messages = record["messages"][start:]
+    return Own(turns, start, messages, tool_stats(messages))
 
 
 def first_reply(messages: Sequence[Mapping[str, Any]], *, turns: int) -> int:

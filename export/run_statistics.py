@@ -16,6 +16,7 @@ from batch.index import own_work
 from batch.records import load_index
 from export.conversation import read_conversation
 from export.reading import open_records, read_record
+from export.replies import own_of
 from export.row_rules import Rejected
 from export.statistics import Statistics
 
@@ -40,7 +41,7 @@ class RunStatistics:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one record."""
-        self._statistics.add(record)
+        self._statistics.add(record, own_of(record))
         self._records += 1
         usage = record["usage"] or {}
         turns, calls = own_work(record)

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from batch.index import own_turns
-from export.replies import first_reply, has_reasoning, tool_stats
+from export.replies import Own, has_reasoning
 
 _UNNAMED_FAILURE = "reported"
 """The kind of a failure that the tool itself reported, without an exception."""
@@ -45,18 +44,15 @@ class Statistics:
         self._first_started_at: float | None = None
         self._last_ended_at: float | None = None
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Count one record; what its prompt brought along of a conversation is not counted, nor
-        what a branch has from its parent."""
-        turns = own_turns(record)
-        messages = record["messages"]
-        replies = messages[first_reply(messages, turns=len(turns)) :]
+    def add(self, record: Mapping[str, Any], own: Own) -> None:
+        """Count one record: of the conversation what is `own` alone."""
+        turns = own.turns
         self._statuses[record["status"]] += 1
         for toolset in record["toolsets"]:
             self._toolsets[toolset] += 1
         self._turns += len(turns)
         self._most_turns = max(self._most_turns, len(turns))
-        self._add_replies(record["tools"] or [], replies)
+        self._add_replies(record["tools"] or [], own)
         self._add_times(turns)
         usage = record["usage"] or {}
         for key, count in usage.items():
@@ -103,19 +99,17 @@ class Statistics:
             },
         }
 
-    def _add_replies(
-        self, tools: Iterable[Mapping[str, Any]], replies: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _add_replies(self, tools: Iterable[Mapping[str, Any]], own: Own) -> None:
         offered = {tool["function"]["name"] for tool in tools}
         self._offered |= offered
-        for stats in tool_stats(replies):
+        for stats in own.tools:
             # Names that a model invents have no end; they are errors, not tools.
             if (name := stats["tool"]) in offered:
                 self._calls[name] += stats["count"]
                 self._successes[name] += stats["success"]
                 self._failures[name] += stats["failure"]
         said = with_reasoning = 0
-        for message in replies:
+        for message in own.messages:
             role = message["role"]
             if role == "assistant":
                 said += 1

@@ -28,6 +28,7 @@ from batch.prompts import Scan
 from export.hermes import to_row
 from export.order import RecordOrder
 from export.reading import open_records, read_record
+from export.replies import own_of
 from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
 from export.statistics import Statistics
@@ -111,7 +112,7 @@ def export_run(
             records = stack.enter_context(open_records(run_dir))
             for number in order.numbers():
                 record = read_record(records, *order.place(number), scan.key(number)).record
-                statistics.add(record)
+                statistics.add(record, own_of(record))
                 place, line, reason = route(record, require_reasoning=require_reasoning)
                 outputs[place].write(line)
                 if reason is not None:

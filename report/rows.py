@@ -9,8 +9,8 @@ from typing import Any
 from agent.messages import Message
 from agent.reasoning import split_inline_reasoning
 from agent.tally import failure_of
-from batch.index import own_turns, own_work
-from export.replies import first_reply, has_reasoning, tool_stats
+from batch.index import own_work
+from export.replies import Own, has_reasoning, own_of
 
 _SNIPPET_CHARS = 140
 
@@ -25,19 +25,18 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     for what a tool itself reported; `duration_s` is the time at work (see `seconds_at_work`);
     `flags` name what is unusual about the conversation.
     """
-    messages: Sequence[Message] = record["messages"]
-    turns = own_turns(record)
-    first = first_reply(messages, turns=len(turns))
-    replies = messages[first:]
+    own = own_of(record)
+    turns, replies = own.turns, own.messages
+    asked = _last_content(record["messages"][: own.start], "user")
     usage = record["usage"] or {}
     error = record["error"] or {}
-    tools = _tools(record, replies)
+    tools = _tools(record, own)
     return {
         "id": record["id"],
         "status": record["status"],
         "reason": record["status_reason"],
         "error": error.get("class"),
-        "prompt": _snippet(_last_content(messages[:first], "user") or _prompt(record["row"])),
+        "prompt": _snippet(asked or _prompt(record["row"])),
         "answer": _snippet(_last_content(replies, "assistant")),
         "model": record["model"],
         "turns": len(turns),
@@ -96,10 +95,10 @@ def flags_of(record: Mapping[str, Any]) -> list[str]:
     return [name for name, is_set in flags.items() if is_set]
 
 
-def _tools(record: Mapping[str, Any], replies: Sequence[Message]) -> dict[str, tuple[int, int]]:
+def _tools(record: Mapping[str, Any], own: Own) -> dict[str, tuple[int, int]]:
     offered = {tool["function"]["name"] for tool in record["tools"]}
     found: dict[str, tuple[int, int]] = {}
-    for stats in tool_stats(replies):
+    for stats in own.tools:
         name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
         calls, failed = found.get(name, (0, 0))
         found[name] = (calls + stats["count"], failed + stats["failure"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from batch.prompts import scan, tasks
+from export.replies import own_of
 from export.statistics import Statistics
 from export.training_files import export_run, route
 from tests.running import ids, lines, write_rows
@@ -34,7 +35,7 @@ def failed(content: str = "no", *, id: str = "c1", kind: Any = None) -> dict[str
 def statistics_of(*records: dict[str, Any]) -> dict[str, Any]:
     statistics = Statistics()
     for record in records:
-        statistics.add(record)
+        statistics.add(record, own_of(record))
     return statistics.to_json()
 
 
@@ -315,7 +316,7 @@ class TestStatistics:
                 record = record_of(user(f"Question {n}"), assistant("", invented),
                                    failed(id=f"call_{n}", kind="unknown_tool"),
                                    assistant(f"Answer {n}"), tools=[TEMP, *OFFERED])  # fmt: skip
-                statistics.add(record)
+                statistics.add(record, own_of(record))
             return len(pickle.dumps(statistics))
 
         assert size(1000) - size(10) < 50
