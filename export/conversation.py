@@ -91,13 +91,14 @@ class Conversation(NamedTuple):
         return [turn for turn in self.entries if isinstance(turn, Turn) and not turn.is_given]
 
 
-def read_conversation(record: Mapping[str, Any]) -> Conversation:
+def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conversation:
     """Read a record; raises Rejected where it breaks a rule that all formats have.
 
+    `own` is `own_of(record)`, for a caller that has it already.
     A record that ended early is read too, with `completed` false: the caller decides which file
     it belongs to.
     """
-    own = own_of(record)
+    own = own or own_of(record)
     if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
     completed = record["status"] == "completed"
@@ -213,8 +214,10 @@ def _read_turn(
     else:
         parts = [_split_reasoning(message, number) for message in messages]
         reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
-    _refuse_structure(reasoning, number, "reasoning")
-    _refuse_structure(text, number, "text")
+    if reasoning:
+        _refuse_structure(reasoning, number, "reasoning")
+    if text:
+        _refuse_structure(text, number, "text")
     asked = messages[-1].get("tool_calls") or ()
     if not text or text.isspace():
         text = ""

@@ -27,6 +27,7 @@ from export.conversation import (
     read_entries,
     refuse_control_tokens,
 )
+from export.replies import Own
 from export.row_json import compact_json, content_json, escape_markers, write_json
 
 T = TypeVar("T")
@@ -35,13 +36,13 @@ _NO_REASONING = "<think>\n</think>\n"
 """Stands in front of a turn without reasoning, so that every turn opens with a think block."""
 
 
-def to_row(record: Mapping[str, Any]) -> dict[str, Any]:
+def to_row(record: Mapping[str, Any], own: Own | None = None) -> dict[str, Any]:
     """Convert a record; raises Rejected where it breaks a rule of the format.
 
     A record that ended early converts too, with `completed` false: the caller decides which
-    file it belongs to.
+    file it belongs to. `own` is that of `read_conversation`.
     """
-    return row_of(read_conversation(record))
+    return row_of(read_conversation(record, own))
 
 
 def row_of(conversation: Conversation, *, with_system_prompt: bool = False) -> dict[str, Any]:

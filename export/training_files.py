@@ -28,7 +28,7 @@ from batch.prompts import Scan
 from export.hermes import to_row
 from export.order import RecordOrder
 from export.reading import open_records, read_record
-from export.replies import own_of
+from export.replies import Own, own_of
 from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
 from export.statistics import Statistics
@@ -67,8 +67,10 @@ class _Output:
         self.size += len(line)
 
 
-def route(record: dict[str, Any], *, require_reasoning: bool = False) -> Routed:
-    """Decide where a record goes and render its line.
+def route(
+    record: dict[str, Any], own: Own | None = None, *, require_reasoning: bool = False
+) -> Routed:
+    """Decide where a record goes and render its line; `own` is that of `read_conversation`.
 
     `require_reasoning` keeps completed conversations without any reasoning out of training.
     """
@@ -76,7 +78,7 @@ def route(record: dict[str, Any], *, require_reasoning: bool = False) -> Routed:
         error = record["error"]
         return _reject(record, "failed", f"{error['class']}: {error['message']}")
     try:
-        row = to_row(record)
+        row = to_row(record, own)
     except Rejected as rejected:
         return _reject(record, rejected.reason.value, rejected.detail)
     if require_reasoning and row["completed"] and not row["has_reasoning"]:
@@ -112,8 +114,9 @@ def export_run(
             records = stack.enter_context(open_records(run_dir))
             for number in order.numbers():
                 record = read_record(records, *order.place(number), scan.key(number)).record
-                statistics.add(record, own_of(record))
-                place, line, reason = route(record, require_reasoning=require_reasoning)
+                own = own_of(record)
+                statistics.add(record, own)
+                place, line, reason = route(record, own, require_reasoning=require_reasoning)
                 outputs[place].write(line)
                 if reason is not None:
                     reasons[reason] += 1
