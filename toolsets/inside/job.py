@@ -62,7 +62,7 @@ class Job:
                 file_actions=actions,
                 setpgroup=0,
                 # What Python ignores its children would ignore too.
-                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT],
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT],
             )
         except OSError:
             self.close()
