@@ -28,6 +28,7 @@ MAX_COUNT = 10**9
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Numbers that every file can hold: JSON knows no infinity, and readers no integer of any size."""
 
 ROW_COLUMN = "agent_options"

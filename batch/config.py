@@ -25,6 +25,7 @@ from agent.options import (
     AgentOptions,
     PositiveFloat,
     PositiveInt,
+    Seed,
     meaning,
     parse_json,
     split_commas,
@@ -194,7 +195,7 @@ class RunConfig(AgentOptions):
     require_reasoning: bool = _running(
         False, "Leave completed conversations without any reasoning out of the training file."
     )
-    seed: int = meaning(0, "Seed of everything that is drawn at random.", ge=-(2**63), lt=2**63)
+    seed: Seed = meaning(0, "Seed of everything that is drawn at random.")
     num_samples: int = _running(1, "Independent conversations per prompt.", ge=1, le=1_000_000)
     max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
     shard: Annotated[str | None, AfterValidator(plain_shard)] = _running(

@@ -222,6 +222,11 @@ def alone_in(directory: Path, refusal: str) -> Iterator[None]:
         os.close(fd)
 
 
+def training_file_of(run_dir: Path) -> Path:
+    """Where the training file of the run in a directory lies: beside the directory."""
+    return run_dir.parent / f"{run_dir.name}.jsonl"
+
+
 def listed(directory: Path) -> list[Path]:
     """What is in a directory, sorted; nothing where there is none."""
     return sorted(directory.iterdir()) if directory.is_dir() else []

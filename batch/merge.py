@@ -22,7 +22,7 @@ from batch.config import RunConfig
 from batch.config_file import load_config
 from batch.errors import ConfigError, RunDirError
 from batch.failures import read_failure
-from batch.files import AppendFile, replace_file, sync_directory
+from batch.files import AppendFile, replace_file, sync_directory, training_file_of
 from batch.journal import turns_under_way
 from batch.prompts import Scan
 from batch.records import RecordFile, index_fields, lines_from, load_index, parse_record
@@ -104,7 +104,7 @@ def merge(
         msg = f"{twice[0]}: named twice; name each run once"
         raise RunDirError(msg)
     into = config.run_dir
-    if into.exists() or into.with_name(f"{into.name}.jsonl").exists():
+    if into.exists() or training_file_of(into).exists():
         msg = f"{into}: it exists already; name a new run by --into"
         raise RunDirError(msg)
     making = into.with_name(f".{into.name}.merging-{os.getpid()}")

@@ -18,6 +18,7 @@ from batch.config import RunConfig
 from batch.console import say
 from batch.errors import ConfigError, DatasetError
 from batch.executors import check_executor
+from batch.files import training_file_of
 from batch.kept_scan import NAME, scan_with
 from batch.models import Setups, asked, set_up_models, unpriced
 from batch.prompts import Scan
@@ -88,7 +89,7 @@ def make_plan(config: RunConfig) -> Plan:
 
 def _keep_dataset(config: RunConfig) -> None:
     """Raise `ConfigError` where the exports of the run would take the place of its dataset."""
-    training = config.run_dir.with_name(f"{config.run_name}.jsonl")
+    training = training_file_of(config.run_dir)
     if (
         training.exists()
         and config.dataset_file.exists()

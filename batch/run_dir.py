@@ -35,7 +35,7 @@ import orjson
 
 from batch.config import RunConfig
 from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
-from batch.files import refuse_strange_files, replace_file, storage_error
+from batch.files import refuse_strange_files, replace_file, storage_error, training_file_of
 from batch.kept_scan import NAME, keep_scan
 from batch.meaning import default_meaning, digest_of, meaning_of
 from batch.prompts import Scan
@@ -312,7 +312,8 @@ def _move_aside(path: Path) -> None:
         aside = path.with_name(f"{path.name}.{stamp}.{number}")
     path.rename(aside)
     with suppress(FileNotFoundError):
-        path.with_name(f"{path.name}.jsonl").rename(aside / f"{path.name}.jsonl")
+        training = training_file_of(path)
+        training.rename(aside / training.name)
 
 
 def _run_json(

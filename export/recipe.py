@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, split_commas
+from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, Seed, split_commas
 from agent.trajectory import Status
 from batch.config_file import read_mapping
 from batch.errors import ConfigError
@@ -36,8 +36,6 @@ assert set(get_args(FormatName)) == set(KNOWN)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""The manifest holds it, and readers of JSON know no larger ones."""
 Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
 
 

@@ -16,7 +16,7 @@ from batch.index import own_work
 from batch.records import load_index
 from export.conversation import read_conversation
 from export.reading import open_records, read_record
-from export.replies import own_of
+from export.replies import Own, own_of
 from export.row_rules import Rejected
 from export.statistics import Statistics
 
@@ -26,7 +26,7 @@ _SHARES = (0.5, 0.9, 0.99)
 class RunStatistics:
     """`Statistics`, and how turns, tokens, costs and durations are spread."""
 
-    def __init__(self, *, require_reasoning: bool = False) -> None:
+    def __init__(self, *, require_reasoning: bool) -> None:
         """`require_reasoning` is that of the run: what it keeps for training holds some."""
         self._require_reasoning = require_reasoning
         self._statistics = Statistics()
@@ -41,7 +41,8 @@ class RunStatistics:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one record."""
-        self._statistics.add(record, own_of(record))
+        own = own_of(record)
+        self._statistics.add(record, own)
         self._records += 1
         usage = record["usage"] or {}
         turns, calls = own_work(record)
@@ -64,7 +65,7 @@ class RunStatistics:
         cost = record["cost_usd"]
         self._unknown_costs += cost is None
         self._cost += cost or 0.0
-        if _is_kept(record, require_reasoning=self._require_reasoning):
+        if _is_kept(record, own, require_reasoning=self._require_reasoning):
             self._kept += 1
             if cost is not None:
                 self._kept_with_cost += 1
@@ -143,11 +144,11 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
             yield f"{name:<24}{_number(asked.get(name)):>12}{_number(realised.get(name)):>12}"
 
 
-def _is_kept(record: Mapping[str, Any], *, require_reasoning: bool) -> bool:
+def _is_kept(record: Mapping[str, Any], own: Own, *, require_reasoning: bool) -> bool:
     if record["status"] != "completed":
         return False
     try:
-        conversation = read_conversation(record)
+        conversation = read_conversation(record, own)
     except Rejected:
         return False
     return not require_reasoning or any(turn.reasoning for turn in conversation.own_turns)

@@ -23,7 +23,14 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import orjson
 
 from batch.failures import load_failed_attempts
-from batch.files import StorageError, open_temporary, replace_file, sync_directory, temporary_for
+from batch.files import (
+    StorageError,
+    open_temporary,
+    replace_file,
+    sync_directory,
+    temporary_for,
+    training_file_of,
+)
 from batch.prompts import Scan
 from export.hermes import to_row
 from export.order import RecordOrder
@@ -98,7 +105,7 @@ def export_run(
     """
     exports = run_dir / "exports"
     paths: dict[Place, Path] = {
-        "training": run_dir.parent / f"{run_dir.name}.jsonl",
+        "training": training_file_of(run_dir),
         "partial": exports / "partial.jsonl",
         "rejects": exports / "rejects.jsonl",
     }
