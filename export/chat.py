@@ -12,7 +12,14 @@ from typing import Any
 
 from export import hermes
 from export.conversation import Conversation, Entry, Turn, refuse_control_tokens
-from export.row_json import TOOL_CALL, TOOL_RESPONSE, control_token, holds_structure, write_json
+from export.row_json import (
+    TOOL_CALL,
+    TOOL_RESPONSE,
+    Repeated,
+    control_token,
+    holds_structure,
+    write_json,
+)
 from export.row_rules import Reason, Rejected
 from export.style import Style
 
@@ -50,7 +57,7 @@ def tools_json(conversation: Conversation) -> str:
 
 def _tools_and_token(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     text = write_json(tools)
-    return text, control_token(text)
+    return Repeated(text), control_token(text)
 
 
 def refuse_structure_in_results(turn: Turn) -> None:

@@ -21,7 +21,7 @@ from batch.run_dir import read_run_json, versions_of
 from export.conversation import Conversation, read_conversation
 from export.duplicates import NearDuplicates, said_in
 from export.filters import RecordFilters
-from export.format_files import Candidate, open_formats
+from export.format_files import Candidate, Why, open_formats
 from export.order import RecordOrder, Seen
 from export.reading import Stored, open_records, read_record
 from export.recipe import Recipe
@@ -60,8 +60,8 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
         judge = recipe.filters.judge
         verdicts = None if judge is None else Verdicts(source.run_dir, judge)
         making = _Making(recipe, place, Seen(len(order)), read, verdicts)
-        for numbers in order.prompts() if recipe.compares else ((n,) for n in order.numbers()):
-            making.add(numbers)
+        for groups in order.groups(by_prompt=recipe.compares):
+            making.add(groups)
     failed_attempts = load_failed_attempts(source.run_dir)
     failed = sum(scan.key(number) in failed_attempts for number in order.without_record())
     pending = sum(1 for _ in order.without_record()) - failed
@@ -147,27 +147,26 @@ class _Making:
         self._models: Counter[str] = Counter()
         self._statistics = Statistics()
 
-    def add(self, numbers: Iterable[int]) -> None:
-        """Take the tasks of one prompt, or a single one where none are compared."""
-        candidates = []
-        for number in numbers:
-            stored = self._read(number)
-            try:
-                candidates.append(self._candidate(number, stored))
-            except _LeftOut as left_out:
-                self._rejected[left_out.reason] += 1
-                self._reject(stored.record, left_out.reason, left_out.detail, None)
-        if not candidates:
-            return
-        for candidate in candidates:
-            self._selected += 1
-            self._statistics.add(candidate.record, candidate.own)
-            self._models[candidate.record["model_returned"] or candidate.record["model"]] += 1
-        chosen = self._chosen(candidates)
-        split = self._splits.of(candidates[0].record)
-        for files in self._formats:
-            for candidate, why in files.add(split, candidates, chosen):
-                self._reject(candidate.record, *why, files.name)
+    def add(self, groups: Iterable[Iterable[int]]) -> None:
+        """Take a few groups of tasks: those of one prompt, or single ones where none compares."""
+        stored = [[(number, self._read(number)) for number in numbers] for numbers in groups]
+        passed = [self._candidates(group) for group in stored]
+        for candidates, _ in passed:
+            for candidate in candidates:
+                self._selected += 1
+                self._statistics.add(candidate.record, candidate.own)
+                self._models[candidate.record["model_returned"] or candidate.record["model"]] += 1
+        for candidates, rejected in passed:
+            for record, why in rejected:
+                self._rejected[why[0]] += 1
+                self._reject(record, *why, None)
+            if not candidates:
+                continue
+            chosen = self._chosen(candidates)
+            split = self._splits.of(candidates[0].record)
+            for files in self._formats:
+                for candidate, why in files.add(split, candidates, chosen):
+                    self._reject(candidate.record, *why, files.name)
 
     def finish(self) -> dict[str, Any]:
         """Close all files; gives their part of the manifest."""
@@ -188,6 +187,19 @@ class _Making:
             ).to_json(),
             "statistics": statistics,
         }
+
+    def _candidates(
+        self, group: Iterable[tuple[int, Stored]]
+    ) -> tuple[list[Candidate], list[tuple[Mapping[str, Any], Why]]]:
+        """What the filters pass, and the records that they leave out."""
+        candidates: list[Candidate] = []
+        rejected: list[tuple[Mapping[str, Any], Why]] = []
+        for number, stored in group:
+            try:
+                candidates.append(self._candidate(number, stored))
+            except _LeftOut as left_out:
+                rejected.append((stored.record, (left_out.reason, left_out.detail)))
+        return candidates, rejected
 
     def _candidate(self, number: int, stored: Stored) -> Candidate:
         """Raises _LeftOut."""

@@ -28,7 +28,7 @@ from export.conversation import (
     refuse_control_tokens,
 )
 from export.replies import Own
-from export.row_json import compact_json, content_json, escape_markers, write_json
+from export.row_json import Repeated, compact_json, content_json, escape_markers, write_json
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def to_conversations(
 
 
 def _conversations(entries: Sequence[Entry], preamble: str, *, system: str) -> list[dict[str, str]]:
-    value = preamble + (f"\n\n{system}" if system else "")
+    value = f"{preamble}\n\n{system}" if system else preamble
     conversations = [{"from": "system", "value": value}]
     for entry in entries:
         if isinstance(entry, str):
@@ -132,7 +132,7 @@ def _tools_and_preamble(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     ]
     # One replacement in the template alone: what a tool's description says is never a marker.
     preamble = _template().replace("{tools}", escape_markers(write_json(signatures)))
-    return write_json(tools), preamble
+    return Repeated(write_json(tools)), Repeated(preamble)
 
 
 @cache

@@ -53,8 +53,25 @@ _write_compactly = json.JSONEncoder(
 ).encode
 """What is parsed JSON holds no part of itself."""
 
+_ROW_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_PASSTHROUGH_SUBCLASS
+
 _SHORTEST = frozenset((str, int, bool, type(None)))
 """What is written in the shortest way that there is, which floats are not: `1e9`."""
+
+
+class Repeated(str):
+    """Text that stands in many rows, and is escaped once for all of them."""
+
+    __slots__ = ("_json",)
+    _json: orjson.Fragment
+
+    def as_json(self) -> orjson.Fragment:
+        """Its JSON. Raises TypeError for halves of surrogate pairs."""
+        try:
+            return self._json
+        except AttributeError:
+            self._json = orjson.Fragment(orjson.dumps(str(self)))
+            return self._json
 
 
 class _Digits(str):
@@ -85,10 +102,16 @@ def dumps_row(row: Mapping[str, Any]) -> bytes:
     Its numbers are those of a record and of arguments, whose readers refuse what JSON has not.
     """
     try:
-        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        return orjson.dumps(row, _json_of_repeated, _ROW_OPTIONS)
     except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
         units = f"{_write_compactly(row)}\n".encode("utf-16-le", "surrogatepass")
         return units.decode("utf-16-le", "replace").encode()
+
+
+def _json_of_repeated(value: Any) -> orjson.Fragment:
+    if type(value) is not Repeated:
+        raise TypeError(value)
+    return value.as_json()
 
 
 def control_token(text: str) -> str | None:
@@ -207,11 +230,14 @@ def _written(value: Any, depth: int = 1) -> str:
     if kind is dict:
         if depth > _MAX_DEPTH:
             raise ValueError(_TOO_DEEP)
-        members = [
-            f"{_key(key)}: {_text(member) if type(member) is str else _written(member, depth + 1)}"
-            for key, member in value.items()
-        ]
-        return f"{{{', '.join(members)}}}"
+        if not value:
+            return "{}"
+        parts = ["{"]  # joined once, for some are long
+        for key, member in value.items():
+            text = _text(member) if type(member) is str else _written(member, depth + 1)
+            parts += (_key(key), text, ", ")
+        parts[-1] = "}"
+        return "".join(parts)
     if kind is list:
         if depth > _MAX_DEPTH:
             raise ValueError(_TOO_DEEP)
@@ -221,7 +247,7 @@ def _written(value: Any, depth: int = 1) -> str:
 
 @lru_cache(maxsize=4096)
 def _key(key: str) -> str:
-    return _text(key)
+    return f"{_text(key)}: "
 
 
 def _text(text: str) -> str:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -119,14 +120,19 @@ def export_run(
             }
             order = RecordOrder(run_dir, scan, num_samples=num_samples)
             records = stack.enter_context(open_records(run_dir))
-            for number in order.numbers():
-                record = read_record(records, *order.place(number), scan.key(number)).record
-                own = own_of(record)
-                statistics.add(record, own)
-                place, line, reason = route(record, own, require_reasoning=require_reasoning)
-                outputs[place].write(line)
-                if reason is not None:
-                    reasons[reason] += 1
+            for groups in order.groups(by_prompt=False):
+                few = [
+                    read_record(records, *order.place(number), scan.key(number)).record
+                    for number in chain(*groups)
+                ]
+                owns = [own_of(record) for record in few]
+                for record, own in zip(few, owns, strict=True):
+                    statistics.add(record, own)
+                for record, own in zip(few, owns, strict=True):
+                    place, line, reason = route(record, own, require_reasoning=require_reasoning)
+                    outputs[place].write(line)
+                    if reason is not None:
+                        reasons[reason] += 1
     except OSError as error:
         msg = (
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "

@@ -446,11 +446,33 @@ class TestManifest:
         path.write_bytes(b"".join([content[5], *content[:2], content[3]]))
         (source.run_dir / "records.idx").unlink(missing_ok=True)
         order = RecordOrder(source.run_dir, source.scan, num_samples=2)
-        assert [list(prompt) for prompt in order.prompts()] == [[0, 1], [3], [5]]
+        assert list(order.groups(by_prompt=True)) == [[[0, 1], [3], [5]]]
+        assert list(order.groups(by_prompt=False)) == [[[0], [1], [3], [5]]]
         assert list(order.without_record()) == [2, 4]
         assert order.place(5)[0] == 0
         with pytest.raises(ValueError, match="scan for 2 samples"):
             RecordOrder(source.run_dir, source.scan, num_samples=1)
+
+    def test_rejects_stand_in_the_order_of_the_dataset(self, tmp_path: Path) -> None:
+        by_format = record_of(
+            user(), assistant("", call()), result("</tool_response>"), assistant("Done.")
+        )
+        by_filter = worked(status="turns_exhausted")
+        source = make_run(tmp_path, by_format, by_filter, worked(), by_filter, by_format)
+        assert list(rejects(source, formats="openai").items()) == [
+            ("t0", "marker_in_result"),
+            ("t1", "status"),
+            ("t3", "status"),
+            ("t4", "marker_in_result"),
+        ]
+
+    def test_groups_hold_a_few_records_and_together_all(self, tmp_path: Path) -> None:
+        long = record_of(user(), assistant("x" * 60_000))
+        source = make_run(tmp_path, *[worked()] * 21, *[long] * 7)
+        order = RecordOrder(source.run_dir, source.scan, num_samples=1)
+        groups = list(order.groups(by_prompt=False))
+        assert [len(few) for few in groups] == [8, 8, 8, 3, 1]
+        assert [number for few in groups for [number] in few] == list(range(28))
 
     def test_a_record_of_another_task_in_its_place_stops_the_export(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, *[worked()] * 3)

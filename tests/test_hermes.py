@@ -966,6 +966,12 @@ class TestLine:
         assert said[1] == '<think>\n</think>\nx\ufffd"'
         assert said[2] == "é😀\u2028\x7f"
 
+    def test_so_do_those_of_the_tools_on_offer(self) -> None:
+        odd = {**TEMP, "function": {**TEMP["function"], "description": "Temperature \ud800"}}
+        row = json.loads(dumps_row(to_row(record_of(user(), assistant("Done."), tools=[odd]))))
+        assert "Temperature \ufffd" in row["tools"]
+        assert "Temperature \ufffd" in row["conversations"][0]["value"]
+
     def test_escaped_surrogates_of_a_tool_are_replaced_inside_its_value(self) -> None:
         turn = assistant("", call('{"city": "\\udead"}'))
         messages = user(), turn, result('["\\ud800", "\\ud83d\\ude00"]'), assistant("Done.")
