@@ -174,14 +174,19 @@ class Index(Mapping[bytes, Entry]):
             if row and length:
                 yield self._key(row), self.entry(row)
 
-    def latest(self) -> Iterator[Entry]:
+    def counting(self) -> Iterator[tuple[bytes, Entry]]:
+        """The record that counts of each task, in the order of the file."""
+        replaced = {self.entry(row).offset for row, _ in self.repeated()}
+        return ((key, entry) for key, entry in self.records() if entry.offset not in replaced)
+
+    def latest(self) -> Iterator[tuple[bytes, Entry]]:
         """The record of each task, from the one that was written last to the first."""
         seen = set()
         lengths = _column(self._view, _LENGTHS)
         for row in range(len(lengths) - 1, 0, -1):
             if lengths[row] and (key := self._key(row)) not in seen:
                 seen.add(key)
-                yield self.entry(row)
+                yield key, self.entry(row)
 
     def statuses(self, rows: Iterable[int]) -> Iterator[str | None]:
         """How the records of these rows ended; None for row 0."""

@@ -32,6 +32,7 @@ from batch.wave_ledger import calls_kept
 from toolsets.removal import remove_tree
 
 _SHOWN = 10
+_NONE = -1, b""
 
 _OF_THE_NEW = ("run_name", "output_dir", "dataset_file", "shard")
 """What the config of the new run does not share with that of the first."""
@@ -202,11 +203,13 @@ def _copy(
 
 def _counting(path: Path) -> Iterator[tuple[bytes, bytes, dict[str, Any]]]:
     """The records of a run that count: task key, line and content, in the order of the file."""
-    counting = {entry.offset: key for key, entry in load_index(path).items()}
+    counting = ((entry.offset, key) for key, entry in load_index(path).counting())
+    upcoming, key = next(counting, _NONE)
     for number, (offset, line) in enumerate(lines_from(path / "records.jsonl", 0), start=1):
         record = parse_record(line)
         if record is None:
             msg = f"{path / 'records.jsonl'}:{number}: unreadable; `verify --repair` it first"
             raise RunDirError(msg)
-        if offset in counting:
-            yield counting[offset], line, record
+        if offset == upcoming:
+            yield key, line, record
+            upcoming, key = next(counting, _NONE)

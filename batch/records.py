@@ -103,11 +103,6 @@ def load_index(run_dir: Path) -> Index:
     return Index(rows + behind if behind else rows)
 
 
-def iter_index(run_dir: Path) -> Iterator[tuple[bytes, Entry]]:
-    """The records of a run by task key in the order of the file: of a task, the last one counts."""
-    return load_index(run_dir).records()
-
-
 def _read_rows(index: Path, records: Path) -> tuple[bytes, int]:
     """The rows of the index as far as they are right, and how much of the records they cover."""
     try:

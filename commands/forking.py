@@ -94,9 +94,9 @@ def chosen_records(
     from pydantic import ValidationError
 
     from batch.errors import ConfigError
+    from batch.stored import stored_records
     from export.filters import RecordFilters
     from export.recipe import Filters, load_recipe
-    from report.stored import stored_records
 
     read = load_recipe(recipe, {})
     base = read.filters if recipe else Filters(status=("any",))
@@ -110,7 +110,7 @@ def chosen_records(
     wanted = _wanted(ids)
     found = (
         record
-        for record in stored_records(run_dir)
+        for record, _ in stored_records(run_dir)
         if (wanted is None or record["id"] in wanted) and keep.rejection(record) is None
     )
     return islice(found, limit)

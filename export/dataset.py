@@ -18,12 +18,12 @@ import orjson
 from batch.failures import load_failed_attempts
 from batch.prompts import Scan
 from batch.run_dir import read_run_json, versions_of
+from batch.stored import Stored
 from export.conversation import Conversation, read_conversation
 from export.duplicates import NearDuplicates, said_in
 from export.filters import RecordFilters
 from export.format_files import Candidate, Why, open_formats
 from export.order import RecordOrder, Seen
-from export.reading import Stored, open_records, read_record
 from export.recipe import Recipe
 from export.rewards import reward_of
 from export.row_files import Hashing, Place, Written
@@ -52,11 +52,7 @@ def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
     """
     scan = source.scan
     order = RecordOrder(source.run_dir, scan, num_samples=source.num_samples)
-    with open_records(source.run_dir) as records:
-
-        def read(number: int) -> Stored:
-            return read_record(records, *order.place(number), scan.key(number))
-
+    with order.reading() as read:
         judge = recipe.filters.judge
         verdicts = None if judge is None else Verdicts(source.run_dir, judge)
         making = _Making(recipe, place, Seen(len(order)), read, verdicts)
@@ -102,9 +98,9 @@ def judge_answers(source: Source, recipe: Recipe) -> None:
 def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
     filters = RecordFilters(recipe.filters, threshold=recipe.preference.threshold)
     order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
-    with open_records(source.run_dir) as records:
+    with order.reading() as read:
         for number in order.numbers():
-            record = read_record(records, *order.place(number), source.scan.key(number)).record
+            record = read(number).record
             if filters.rejection(record) is None and _is_told(record, recipe):
                 yield record
 

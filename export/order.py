@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
 from batch.prompts import Scan
 from batch.records import load_index
+from batch.stored import Stored, UnreadableRecord, open_records, read_record
 
 _FEW = 8
 _FEW_BYTES = 1 << 17
@@ -31,6 +33,8 @@ class RecordOrder:
         index = load_index(run_dir)
         rows, self.gone = index.match(scan.keys)
         """How many tasks have a record and are not asked for any more."""
+        self._run_dir = run_dir
+        self._key = scan.key
         self._samples = num_samples
         self._offsets, self._lengths = array("Q"), array("I")
         for row in rows:
@@ -46,9 +50,21 @@ class RecordOrder:
         """The tasks that have no record."""
         return (number for number, length in enumerate(self._lengths) if not length)
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Offset and length of the record of a task that has one."""
-        return self._offsets[number], self._lengths[number]
+    @contextmanager
+    def reading(self) -> Iterator[Callable[[int], Stored]]:
+        """What reads the record of a task that has one, by its number.
+
+        It raises `UnreadableRecord`; the index is then removed, so that the next start reads all
+        records, and sets aside what is unreadable.
+        """
+        try:
+            with open_records(self._run_dir) as records:
+                yield lambda number: read_record(
+                    records, self._offsets[number], self._lengths[number], self._key(number)
+                )
+        except UnreadableRecord:
+            (self._run_dir / "records.idx").unlink(missing_ok=True)
+            raise
 
     def numbers(self) -> Iterator[int]:
         """The tasks that have a record."""

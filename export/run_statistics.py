@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from batch.index import own_work
-from batch.records import load_index
+from batch.stored import stored_records
 from export.conversation import read_conversation
-from export.reading import open_records, read_record
 from export.replies import Own, own_of
 from export.row_rules import Rejected
 from export.statistics import Statistics
@@ -96,12 +95,8 @@ class RunStatistics:
 def statistics_of(run_dir: Path, *, require_reasoning: bool) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`."""
     statistics = RunStatistics(require_reasoning=require_reasoning)
-    index = load_index(run_dir)
-    redone = {index.entry(row).offset for row, _ in index.repeated()}
-    with open_records(run_dir) as records:
-        for key, entry in index.records():
-            if entry.offset not in redone:
-                statistics.add(read_record(records, entry.offset, entry.length, key).record)
+    for stored in stored_records(run_dir):
+        statistics.add(stored.record)
     return statistics.to_json()
 
 

@@ -35,7 +35,6 @@ from batch.files import (
 from batch.prompts import Scan
 from export.hermes import to_row
 from export.order import RecordOrder
-from export.reading import open_records, read_record
 from export.replies import Own, own_of
 from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
@@ -119,12 +118,9 @@ def export_run(
                 place: stack.enter_context(_replacing(path)) for place, path in paths.items()
             }
             order = RecordOrder(run_dir, scan, num_samples=num_samples)
-            records = stack.enter_context(open_records(run_dir))
+            read = stack.enter_context(order.reading())
             for groups in order.groups(by_prompt=False):
-                few = [
-                    read_record(records, *order.place(number), scan.key(number)).record
-                    for number in chain(*groups)
-                ]
+                few = [read(number).record for number in chain(*groups)]
                 owns = [own_of(record) for record in few]
                 for record, own in zip(few, owns, strict=True):
                     statistics.add(record, own)

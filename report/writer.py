@@ -13,11 +13,11 @@ import orjson
 from batch.errors import RunDirError
 from batch.files import StorageError, replace_file
 from batch.run_dir import holder_of, read_run_json
+from batch.stored import stored_records
 from report.errors_seen import errors_seen
 from report.page import render_page
 from report.pieces import INLINE_BYTES, Pieces
 from report.rows import row_of
-from report.stored import stored_records
 from report.training import training_form
 
 _BEGINNING = b"<!doctype html>"
@@ -56,7 +56,7 @@ def write_report(
     columns: list[str] = []
     count = 0
     try:
-        for record in stored_records(run_dir):
+        for record, _ in stored_records(run_dir):
             form = training_form(
                 record, require_reasoning=require_reasoning, number_of=systems.number
             )

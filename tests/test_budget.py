@@ -24,7 +24,7 @@ from agent.models.prices import claim
 from batch.budget import Ledger, RunBudget, spent_before
 from batch.journal import Inflight
 from batch.purse import Amount, Purse
-from batch.records import iter_index
+from batch.records import load_index
 from batch.stopped import Stopped
 from benchmarks.fake_endpoint import FakeEndpoint
 from tests.running import (
@@ -337,7 +337,7 @@ def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
         }  # fmt: skip
         run(tmp_path, **asked, max_attempts=1)
     run_dir = tmp_path / "trajectories" / "r"
-    entries = [entry for _, entry in iter_index(run_dir)]
+    entries = [entry for _, entry in load_index(run_dir).records()]
     ledger = Ledger(run_dir, run_dir)
     inflight = Inflight(run_dir / "inflight")
     once = spent_before(entries, inflight, ledger)

@@ -449,7 +449,8 @@ class TestManifest:
         assert list(order.groups(by_prompt=True)) == [[[0, 1], [3], [5]]]
         assert list(order.groups(by_prompt=False)) == [[[0], [1], [3], [5]]]
         assert list(order.without_record()) == [2, 4]
-        assert order.place(5)[0] == 0
+        with order.reading() as read:
+            assert read(5).line == content[5]
         with pytest.raises(ValueError, match="scan for 2 samples"):
             RecordOrder(source.run_dir, source.scan, num_samples=1)
 

@@ -205,8 +205,9 @@ def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None
     assert others == len(expected) - len(known)
     assert len(index) == len(expected)
     assert sorted(entry.offset for _, entry in index.records())[0] == 0
-    newest = sorted(expected.values(), key=lambda entry: -entry.offset)
-    assert list(index.latest()) == newest
+    counting = sorted(expected.items(), key=lambda found: found[1].offset)
+    assert list(index.counting()) == counting
+    assert list(index.latest()) == counting[::-1]
     costs = [entry.cost_usd for _, entry in index.records() if entry.cost_usd is not None]
     assert index.known_cost_usd() == pytest.approx(sum(costs))
 
