@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 os.environ |= {"OPENAI_API_KEY": "no-key", "MSWEA_SILENT_STARTUP": "1"}
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it waits for a download at its start
 
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.models.litellm_model import LitellmModel
