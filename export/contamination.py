@@ -10,9 +10,7 @@ from typing import Any
 import orjson
 
 from batch.errors import ConfigError
-from export.texts import strings_in, texts_of
-
-_WORD = re.compile(r"\w+")
+from export.texts import strings_in, texts_of, words_of
 
 _ESCAPE = re.compile(r"\\[bfnrt]")
 """As it stands in arguments and results that are JSON; its letter is no part of the next word."""
@@ -85,7 +83,7 @@ def _texts(path: Path, number: int, line: bytes) -> Iterable[str]:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(_ESCAPE.sub(" ", text).casefold())
+    return words_of(_ESCAPE.sub(" ", text))
 
 
 def _runs(words: Sequence[str], length: int) -> Iterator[int]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from export.extras import missing
+from export.texts import words_of
 
 _PERMUTATIONS = 128
 _SEED = 1
-_WORD = re.compile(r"\w+")
 
 
 def said_in(record: Mapping[str, Any]) -> tuple[str, ...]:
@@ -43,7 +42,7 @@ class NearDuplicates:
 
     def earlier(self, record: Mapping[str, Any]) -> str | None:
         """The id of an earlier conversation that is nearly the same; if none, this one is kept."""
-        words = _WORD.findall(" ".join(_said(record, with_results=False)).casefold())
+        words = words_of(" ".join(_said(record, with_results=False)))
         triples = {" ".join(words[n : n + 3]) for n in range(max(1, len(words) - 2))}
         sketch = self._rensa.RMinHash(_PERMUTATIONS, _SEED)
         sketch.update(sorted(triples))

@@ -1,9 +1,21 @@
-"""The texts of a record, wherever they stand, with words for the place."""
+"""The texts of a record, wherever they stand, with words for the place; and the words of a text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+_UNSPACED = (
+    "\u0e00-\u0eff"  # Thai, Lao
+    "\u1000-\u109f"  # Myanmar
+    "\u1780-\u17ff"  # Khmer
+    "\u3040-\u30ff"  # Hiragana, Katakana
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
+)
+"""Scripts that put no spaces between words."""
+
+_WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 
 
 def texts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -18,6 +30,11 @@ def texts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"column {name}", text
     for text in strings_in(record.get("check")):
         yield "check", text
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, whatever their case; of scripts without spaces, each character."""
+    return _WORD.findall(text.casefold())
 
 
 def strings_in(value: Any) -> Iterator[str]:

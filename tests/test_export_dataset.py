@@ -199,6 +199,23 @@ class TestFilters:
         assert left_out(source, evaluation_files=blank).keys() == {"t0", "t2", "t3"}
 
     @pytest.mark.parametrize(
+        "question",
+        [
+            "下列关于光合作用的说法中，哪一项是正确的？",
+            "日本で一番高い山はどこですか",
+            "ประเทศไทยมีกี่จังหวัด",
+            "Сколько лун у планеты Марс?",
+            "대한민국의 수도는 어디에 있는 도시입니까",
+        ],
+    )
+    def test_questions_of_other_scripts(self, tmp_path: Path, question: str) -> None:
+        (tmp_path / "bench.txt").write_text(f"{question}\n", encoding="utf-8")
+        quoted = said(f"Eh: “{question}” Yes.")
+        source = make_run(tmp_path, quoted, said(question[::-1]), said(question[:8]))
+        files = [str(tmp_path / "bench.txt")]
+        assert left_out(source, evaluation_files=files) == {"t0": "evaluation_files"}
+
+    @pytest.mark.parametrize(
         ("secret", "kind"),
         [
             ("sk-ant-api03-" + "a1B2" * 8, "anthropic key"),
@@ -280,9 +297,12 @@ class TestDuplicates:
         assert left_out(source, exact_duplicates=True) == {"t1": "exact_duplicates"}
         assert left_out(source) == {}
 
-    def test_what_says_nearly_the_same_is_kept_once(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "words",
+        [" ".join(f"w{n}" for n in range(200)), "".join(chr(0x4E00 + n) for n in range(200))],
+    )
+    def test_what_says_nearly_the_same_is_kept_once(self, tmp_path: Path, words: str) -> None:
         pytest.importorskip("rensa")
-        words = " ".join(f"w{n}" for n in range(200))
         source = make_run(
             tmp_path, said(words), said(words + " end"), said(words[: len(words) // 2])
         )
