@@ -11,15 +11,14 @@ Every file is written beside its place and renamed, so a reader never sees half 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -36,6 +35,7 @@ from batch.prompts import Scan
 from export.hermes import to_row
 from export.order import RecordOrder
 from export.replies import Own, own_of
+from export.row_files import Hashing
 from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
 from export.statistics import Statistics
@@ -62,16 +62,8 @@ class _Output:
     """One file in the making."""
 
     path: Path
-    file: BinaryIO
+    file: Hashing
     rows: int = 0
-    size: int = 0
-    sha256: Any = field(default_factory=hashlib.sha256)
-
-    def write(self, line: bytes) -> None:
-        self.file.write(line)
-        self.sha256.update(line)
-        self.rows += 1
-        self.size += len(line)
 
 
 def route(
@@ -126,7 +118,8 @@ def export_run(
                     statistics.add(record, own)
                 for record, own in zip(few, owns, strict=True):
                     place, line, reason = route(record, own, require_reasoning=require_reasoning)
-                    outputs[place].write(line)
+                    outputs[place].file.write(line)
+                    outputs[place].rows += 1
                     if reason is not None:
                         reasons[reason] += 1
     except OSError as error:
@@ -156,8 +149,8 @@ def export_run(
                 "path": os.path.relpath(output.path, run_dir),
                 "holds": _HOLDS[place],
                 "rows": output.rows,
-                "bytes": output.size,
-                "sha256": output.sha256.hexdigest(),
+                "bytes": output.file.size,
+                "sha256": output.file.finish(),
             }
             for place, output in outputs.items()
         ],
@@ -181,8 +174,7 @@ def _replacing(path: Path) -> Iterator[_Output]:
     temporary = temporary_for(path)
     try:
         with open_temporary(temporary, path) as file:
-            output = _Output(path, file)
-            yield output
+            yield _Output(path, Hashing(file))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
