@@ -24,7 +24,7 @@ from batch.errors import ConfigError, RunDirError
 from batch.failures import read_failure
 from batch.files import AppendFile, replace_file, sync_directory, training_file_of
 from batch.journal import turns_under_way
-from batch.prompts import Scan
+from batch.prompts import Scan, task_key
 from batch.records import RecordFile, index_fields, lines_from, load_index, parse_record
 from batch.run_dir import dataset_of, locked
 from batch.shards import check_shards
@@ -210,6 +210,10 @@ def _counting(path: Path) -> Iterator[tuple[bytes, bytes, dict[str, Any]]]:
         if record is None:
             msg = f"{path / 'records.jsonl'}:{number}: unreadable; `verify --repair` it first"
             raise RunDirError(msg)
-        if offset == upcoming:
+        if offset == upcoming and task_key(record["id"], record["input_digest"]) == key:
             yield key, line, record
             upcoming, key = next(counting, _NONE)
+    if key:
+        index = path / "records.idx"
+        msg = f"{index}: not what records.jsonl says; `verify --repair` it first"
+        raise RunDirError(msg)

@@ -145,8 +145,10 @@ class _Making:
 
     def add(self, groups: Iterable[Iterable[int]]) -> None:
         """Take a few groups of tasks: those of one prompt, or single ones where none compares."""
-        stored = [[(number, self._read(number)) for number in numbers] for numbers in groups]
-        passed = [self._candidates(group) for group in stored]
+        # A prompt can have any number of samples: those that are left out are not held.
+        stored = [((number, self._read(number)) for number in numbers) for numbers in groups]
+        known = stored if self._recipe.compares else [list(group) for group in stored]
+        passed = [self._candidates(group) for group in known]
         for candidates, _ in passed:
             for candidate in candidates:
                 self._selected += 1
@@ -187,14 +189,15 @@ class _Making:
     def _candidates(
         self, group: Iterable[tuple[int, Stored]]
     ) -> tuple[list[Candidate], list[tuple[Mapping[str, Any], Why]]]:
-        """What the filters pass, and the records that they leave out."""
+        """What the filters pass, and id and status of the records that they leave out."""
         candidates: list[Candidate] = []
         rejected: list[tuple[Mapping[str, Any], Why]] = []
         for number, stored in group:
             try:
                 candidates.append(self._candidate(number, stored))
             except _LeftOut as left_out:
-                rejected.append((stored.record, (left_out.reason, left_out.detail)))
+                named = {name: stored.record[name] for name in ("id", "status")}
+                rejected.append((named, (left_out.reason, left_out.detail)))
         return candidates, rejected
 
     def _candidate(self, number: int, stored: Stored) -> Candidate:

@@ -74,7 +74,7 @@ class RecordOrder:
         """The same, each alone or those of one prompt together, and a few of these at a time.
 
         Whoever takes each step with all of a few, before the next step, finds its code in the
-        processor's caches: record by record an export takes up to a sixth longer. Of more at a
+        processor's caches: record by record an export takes up to a fifth longer. Of more at a
         time the caches would not hold the records, and the garbage collector would visit them.
         """
         samples = self._samples if by_prompt else 1

@@ -23,7 +23,7 @@ from export.checking import findings
 from export.dataset import Source
 from export.dataset_directory import derive, export_dataset, listed_files
 from export.order import RecordOrder, Seen
-from export.recipe import Recipe, load_recipe
+from export.recipe import Filters, Recipe, load_recipe
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.running import command, ids, lines, run, wait_until, write_rows
 from tests.test_hermes import assistant, call, record_of, result, user
@@ -565,6 +565,17 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
 
     peak(10)  # fills what is cached for good
     assert peak(1200) - peak(120) < 150_000  # their texts alone are 600,000 bytes
+
+
+def test_memory_does_not_grow_with_the_samples_that_are_left_out(tmp_path: Path) -> None:
+    long = worked("x" * 200_000, status="max_turns")
+    source = make_run(tmp_path, worked(), *[long] * 60, samples=61)
+    tracemalloc.start()
+    manifest = derive(source, Recipe(formats=("raw",), filters=Filters(best_n=1)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (manifest["selected"], manifest["rejected"]) == (1, 60)
+    assert most < 6_000_000  # their texts alone are 12,000,000 bytes
 
 
 class TestDirectory:

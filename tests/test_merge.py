@@ -103,6 +103,22 @@ def test_a_damaged_run_is_to_be_repaired_first(cwd: Path) -> None:
     assert "trajectories/a/records.jsonl:1: unreadable; `verify --repair` it" in refused.stderr
 
 
+def test_records_that_lie_elsewhere_than_the_index_says_are_not_left_out(cwd: Path) -> None:
+    """The last one lies where it should, so the index is taken for that of these records."""
+    given = [{"id": f"c{n}", "prompt": "x" * n, "script": SAY} for n in (1, 200, 300, 4)]
+    write_rows(cwd / "c.jsonl", *given)
+    run(cwd, **{**SCRIPTED, "run_name": "c", "dataset_file": "c.jsonl"})
+    records = cwd / "trajectories" / "c" / "records.jsonl"
+    first, second, third, last = records.read_bytes().splitlines(keepends=True)
+    records.write_bytes(second + first + third + last)
+    line = ["merge", "a", "c", "--into=m", "--dataset_file=c.jsonl"]
+    refused = run(cwd, *line)
+    assert refused.returncode == 2
+    assert "trajectories/c/records.idx: not what records.jsonl says; `verify" in refused.stderr
+    assert run(cwd, "verify", "c", "--repair").returncode == 0
+    assert "4 records of trajectories/c" in run(cwd, *line).stdout
+
+
 def test_conversations_under_way_are_left_behind_only_where_that_is_wanted(cwd: Path) -> None:
     reply = {"kind": "reply", "turn": 1, "message": {"role": "assistant", "content": ""}}
     event = {"task": "p9", "input_digest": "d", "deal": 1, "position": 0, "event": reply}
