@@ -29,11 +29,7 @@ class UnreadableRecord(EnvironmentStop):
 
 @contextmanager
 def open_records(run_dir: Path) -> Iterator[BinaryIO]:
-    """The file of records; where there is none yet, one that holds nothing.
-
-    Raises `RunDirError` where it is no plain file.
-    """
-    refuse_strange_files(run_dir)
+    """The file of records; where there is none yet, one that holds nothing."""
     path = run_dir / "records.jsonl"
     with (path if path.exists() else Path(os.devnull)).open("rb") as records:
         yield records
@@ -61,8 +57,11 @@ def read_record(records: BinaryIO, offset: int, length: int, key: bytes) -> Stor
 def stored_records(run_dir: Path) -> Iterator[Stored]:
     """The records that count, in the order in which they were written, one in memory at a time.
 
-    Also while the run goes on: those that end meanwhile are left out. Raises `UnreadableRecord`.
+    Also while the run goes on: those that end meanwhile are left out. Raises `UnreadableRecord`,
+    and `RunDirError` where a file of the run is no plain one.
     """
+    refuse_strange_files(run_dir)
+    index = load_index(run_dir)
     with open_records(run_dir) as records:
-        for key, entry in load_index(run_dir).counting():
+        for key, entry in index.counting():
             yield read_record(records, entry.offset, entry.length, key)

@@ -63,7 +63,9 @@ class RecordOrder:
                     records, self._offsets[number], self._lengths[number], self._key(number)
                 )
         except UnreadableRecord:
-            (self._run_dir / "records.idx").unlink(missing_ok=True)
+            # Without the records the index is all that tells of them.
+            if (self._run_dir / "records.jsonl").exists():
+                (self._run_dir / "records.idx").unlink(missing_ok=True)
             raise
 
     def numbers(self) -> Iterator[int]:

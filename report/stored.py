@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch.errors import RunDirError
+from batch.files import refuse_strange_files
 from batch.records import Entry, load_index
 from batch.stored import UnreadableRecord, open_records, read_record
 
@@ -27,8 +28,10 @@ def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
     One that has become unreadable is left out: the next start of the run deals with it.
     """
     room = _LAST_BYTES
+    refuse_strange_files(run_dir)
+    index = load_index(run_dir)
     with open_records(run_dir) as records:
-        for key, entry in load_index(run_dir).latest():
+        for key, entry in index.latest():
             room -= entry.length
             if room < 0:
                 return
@@ -78,8 +81,10 @@ def _not_found(run_dir: Path, wanted: str, longer: list[str]) -> str:
 
 def _heads(run_dir: Path) -> Iterator[tuple[str, bytes, Entry]]:
     """Id, task key and index entry of each record that counts."""
+    refuse_strange_files(run_dir)
+    index = load_index(run_dir)
     with open_records(run_dir) as records:
-        for key, entry in load_index(run_dir).counting():
+        for key, entry in index.counting():
             yield _read_id(records, key, entry), key, entry
 
 

@@ -634,6 +634,17 @@ class TestDirectory:
             exported(source, formats="openai")
         assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
 
+    def test_records_that_vanish_meanwhile_leave_the_index_that_tells_of_them(
+        self, tmp_path: Path
+    ) -> None:
+        source = make_run(tmp_path, said("A"))
+        RecordFile(source.run_dir, tmp_path / "quarantine").close()
+        order = RecordOrder(source.run_dir, source.scan, num_samples=1)
+        (source.run_dir / "records.jsonl").unlink()
+        with pytest.raises(EnvironmentStop), order.reading() as read:
+            read(0)
+        assert (source.run_dir / "records.idx").exists()
+
     def test_a_failure_while_files_take_their_places_is_no_dataset(self, tmp_path: Path) -> None:
         """Some are new then and some old; the next export makes one of them."""
         source = make_run(tmp_path, worked())
