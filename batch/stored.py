@@ -12,6 +12,7 @@ import orjson
 
 from batch.errors import EnvironmentStop
 from batch.files import refuse_strange_files
+from batch.index import Index
 from batch.prompts import task_key
 from batch.records import load_index
 
@@ -54,14 +55,23 @@ def read_record(records: BinaryIO, offset: int, length: int, key: bytes) -> Stor
     return Stored(record, line)
 
 
-def stored_records(run_dir: Path) -> Iterator[Stored]:
-    """The records that count, in the order in which they were written, one in memory at a time.
+@contextmanager
+def looking_at(run_dir: Path) -> Iterator[tuple[Index, BinaryIO]]:
+    """The index of a run, which may go on meanwhile, and the file of the records that it names.
 
-    Also while the run goes on: those that end meanwhile are left out. Raises `UnreadableRecord`,
-    and `RunDirError` where a file of the run is no plain one.
+    Raises `RunDirError` where a file of the run is no plain one.
     """
     refuse_strange_files(run_dir)
     index = load_index(run_dir)
     with open_records(run_dir) as records:
+        yield index, records
+
+
+def stored_records(run_dir: Path) -> Iterator[Stored]:
+    """The records that count, in the order in which they were written, one in memory at a time.
+
+    Raises `UnreadableRecord`, and `RunDirError` as `looking_at` does.
+    """
+    with looking_at(run_dir) as (index, records):
         for key, entry in index.counting():
             yield read_record(records, entry.offset, entry.length, key)

@@ -10,9 +10,8 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch.errors import RunDirError
-from batch.files import refuse_strange_files
-from batch.records import Entry, load_index
-from batch.stored import UnreadableRecord, open_records, read_record
+from batch.index import Entry
+from batch.stored import UnreadableRecord, looking_at, read_record
 
 _HEAD = b'{"id":'
 """How a record begins, see `batch/record.py`: its id can be read without the rest."""
@@ -28,9 +27,7 @@ def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
     One that has become unreadable is left out: the next start of the run deals with it.
     """
     room = _LAST_BYTES
-    refuse_strange_files(run_dir)
-    index = load_index(run_dir)
-    with open_records(run_dir) as records:
+    with looking_at(run_dir) as (index, records):
         for key, entry in index.latest():
             room -= entry.length
             if room < 0:
@@ -43,8 +40,9 @@ def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 def stored_entries(run_dir: Path) -> Iterator[tuple[str, Entry]]:
     """The id and the index entry of each record that counts, without reading the record."""
-    for record_id, _, entry in _heads(run_dir):
-        yield record_id, entry
+    with looking_at(run_dir) as (index, records):
+        for key, entry in index.counting():
+            yield _read_id(records, key, entry), entry
 
 
 def find_record(run_dir: Path, wanted: str) -> dict[str, Any]:
@@ -54,17 +52,18 @@ def find_record(run_dir: Path, wanted: str) -> dict[str, Any]:
     """
     exact: tuple[bytes, Entry] | None = None
     longer: dict[str, tuple[bytes, Entry]] = {}
-    for record_id, key, entry in _heads(run_dir):
-        if record_id == wanted:
-            exact = key, entry
-        elif record_id.startswith(wanted):
-            longer[record_id] = key, entry
-    if exact is None:
-        if len(longer) != 1:
-            raise RunDirError(_not_found(run_dir, wanted, list(longer)))
-        (exact,) = longer.values()
-    key, entry = exact
-    with open_records(run_dir) as records:
+    with looking_at(run_dir) as (index, records):
+        for key, entry in index.counting():
+            record_id = _read_id(records, key, entry)
+            if record_id == wanted:
+                exact = key, entry
+            elif record_id.startswith(wanted):
+                longer[record_id] = key, entry
+        if exact is None:
+            if len(longer) != 1:
+                raise RunDirError(_not_found(run_dir, wanted, list(longer)))
+            (exact,) = longer.values()
+        key, entry = exact
         return read_record(records, entry.offset, entry.length, key).record
 
 
@@ -77,15 +76,6 @@ def _not_found(run_dir: Path, wanted: str, longer: list[str]) -> str:
     shown = ", ".join(longer[:_IDS_SHOWN])
     more = f" and {len(longer) - _IDS_SHOWN:,} more" if len(longer) > _IDS_SHOWN else ""
     return f"{run_dir}: {wanted!r} is the beginning of several ids: {shown}{more}; give one whole"
-
-
-def _heads(run_dir: Path) -> Iterator[tuple[str, bytes, Entry]]:
-    """Id, task key and index entry of each record that counts."""
-    refuse_strange_files(run_dir)
-    index = load_index(run_dir)
-    with open_records(run_dir) as records:
-        for key, entry in index.counting():
-            yield _read_id(records, key, entry), key, entry
 
 
 def _read_id(records: BinaryIO, key: bytes, entry: Entry) -> str:
