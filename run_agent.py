@@ -12,15 +12,16 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import click
 from pydantic import TypeAdapter, ValidationError
 
 from agent.messages import Event, Message
+from agent.models.model import ModelSettings
 from agent.models.names import Api, read_key, resolve_model
 from agent.models.scripted import parse_script
 from agent.options import AgentOptions
@@ -41,6 +42,7 @@ from toolsets.mcp_settings import McpServer, ServerName
 from toolsets.own import as_toolsets, load_own
 from toolsets.registry import Toolset
 from toolsets.sandbox import SandboxError, sandbox_problem
+from toolsets.text import join_commas
 from toolsets.web_settings import WebSettings
 
 log = logging.getLogger("run_agent")
@@ -104,7 +106,11 @@ class AIAgent:
         """
         _check_access(base_url, api_key)
         settings = resolve_model(
-            model, base_url=base_url, api=api, key_env=key_env, **(model_options or {})
+            model,
+            base_url=base_url,
+            api=api,
+            key_env=key_env,
+            **_check_model_options(model_options or {}),
         )
         checked = _check_options({"max_turns": max_turns, **options})
         servers = McpServers(_listed_servers(mcp or {}))
@@ -291,6 +297,22 @@ def _check_options(options: Mapping[str, Any]) -> AgentOptions:
         raise ValueError(msg) from error
 
 
+def _check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ModelSettings` that no other argument gives; raises `ValueError`."""
+    others = ("name", "api", "base_url", "key_env", "reference", "needs_bound")
+    types = {name: of for name, of in get_type_hints(ModelSettings).items() if name not in others}
+    for name, value in options.items():
+        if name not in types:
+            msg = f"model_options: {name!r} is no option of a model; there are {', '.join(types)}"
+            raise ValueError(msg)
+        try:
+            TypeAdapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            msg = f"model_options: {name}: {error.errors()[0]['msg']} (got {value!r})"
+            raise ValueError(msg) from error
+    return dict(options)
+
+
 def _own_toolsets(tools: Sequence[Any] | str) -> tuple[Toolset, ...]:
     """The toolsets of what was given as tools: places as text, and the things themselves."""
     given = tools if isinstance(tools, list | tuple) else _names(tools) or ()
@@ -321,6 +343,10 @@ def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
     return value
 
 
+def _list_option(name: str, help: str) -> Callable[[Any], Any]:
+    return click.option(name, multiple=True, callback=join_commas, help=help)
+
+
 @click.command(
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
 )
@@ -331,11 +357,9 @@ def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
 @click.option("--key_env", help="Variable that holds the API key; 'none' for none.")
 @click.option("--system_prompt", help="System prompt of the conversation.")
 @click.option("--max_turns", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option(
-    "--enabled_toolsets", help="Names separated by commas; default: all but browser and web."
-)
-@click.option("--disabled_toolsets", help="Names separated by commas.")
-@click.option("--tools", default="", help="Your own tools: MODULE:ATTRIBUTE, with commas.")
+@_list_option("--enabled_toolsets", "Names separated by commas; default: all but browser and web.")
+@_list_option("--disabled_toolsets", "Names separated by commas.")
+@_list_option("--tools", "Your own tools: MODULE:ATTRIBUTE, with commas.")
 @click.option("--sandbox", type=click.Choice(["bwrap", "local"]), default="bwrap")
 @click.option("--save_trajectories", is_flag=True, help="Append to trajectories/*.jsonl.")
 @click.option("--verbose_logging", is_flag=True, help="Log each turn on standard error.")
@@ -349,7 +373,7 @@ def main(
     max_turns: int,
     enabled_toolsets: str | None,
     disabled_toolsets: str | None,
-    tools: str,
+    tools: str | None,
     sandbox: str,
     save_trajectories: bool,
     verbose_logging: bool,
@@ -365,7 +389,7 @@ def main(
             system_prompt=system_prompt,
             enabled_toolsets=enabled_toolsets,
             disabled_toolsets=disabled_toolsets,
-            tools=tools,
+            tools=tools or (),
             sandbox=sandbox,
             save_trajectories=save_trajectories,
             verbose_logging=verbose_logging,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
 from commands.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
+from toolsets.text import join_commas
 
 
 class Commands(click.Group):
@@ -90,9 +91,28 @@ def _option(name: str, field: Any) -> click.Option:
     text = field.description + (f"  [default: {'on' if is_flag else default}]" if shown else "")
     declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
     metavar = _metavar(name, field)
+    is_list = _is_list(field)
+    callback = join_commas if is_list else None
     return click.Option(
-        [declaration], default=None, help=text, metavar=metavar, shell_complete=_completed(metavar)
+        [declaration],
+        default=None,
+        help=text,
+        metavar=metavar,
+        multiple=is_list,
+        callback=callback,
+        shell_complete=_completed(metavar),
     )
+
+
+def _is_list(field: Any) -> bool:
+    """Whether the text of a flag is a list separated by commas."""
+    from agent.options import split_commas
+    from batch.worker_resources import parse_resources
+
+    rules = [*field.metadata]
+    for inner in get_args(field.annotation):
+        rules += getattr(inner, "__metadata__", ())
+    return any(getattr(rule, "func", None) in (split_commas, parse_resources) for rule in rules)
 
 
 def _completed(
@@ -110,8 +130,6 @@ def _completed(
 
 
 def _metavar(name: str, field: Any) -> str | None:
-    from typing import get_args
-
     from agent.options import parse_json
 
     if field.annotation is bool:

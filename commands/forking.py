@@ -40,7 +40,7 @@ def fork(
     limit: int | None,
     config_file: Path | None,
     fresh: bool,
-    accept_config_change: str,
+    accept_config_change: tuple[str, ...],
     live: bool,
     **flags: Any,
 ) -> None:

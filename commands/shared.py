@@ -42,7 +42,7 @@ def starting_options(function: Any) -> Any:
             ),
             click.option(
                 "--accept_config_change",
-                default="",
+                multiple=True,
                 metavar="KEY,...",
                 help="Resume although these keys, which decide what the data is, have changed.",
             ),
@@ -114,7 +114,7 @@ def start(
     plan: Plan,
     *,
     fresh: bool,
-    accept_config_change: str,
+    accept_config_change: tuple[str, ...],
     live: bool,
     only: Collection[bytes] | None = None,
 ) -> tuple[Outcome, Accounts]:
@@ -139,7 +139,7 @@ def start(
     return outcome, accounts
 
 
-def opened(plan: Plan, fresh: bool, accept_config_change: str) -> closing[RunDir]:
+def opened(plan: Plan, fresh: bool, accept_config_change: tuple[str, ...]) -> closing[RunDir]:
     """The run directory of a plan, locked until the end of a `with` block."""
     from batch.run_dir import open_run
 
@@ -149,7 +149,7 @@ def opened(plan: Plan, fresh: bool, accept_config_change: str) -> closing[RunDir
             plan.scan,
             api=plan.api,
             fresh=fresh,
-            accept_changes=[key for key in accept_config_change.split(",") if key],
+            accept_changes=[key for key in ",".join(accept_config_change).split(",") if key],
         )
     )
 

@@ -31,7 +31,7 @@ from commands.shared import (
 def run(
     config_file: Path | None,
     fresh: bool,
-    accept_config_change: str,
+    accept_config_change: tuple[str, ...],
     live: bool,
     dry_run: bool,
     resume: bool,
@@ -64,7 +64,7 @@ def run(
 def estimate(
     config_file: Path | None,
     fresh: bool,
-    accept_config_change: str,
+    accept_config_change: tuple[str, ...],
     live: bool,
     pilot: int,
     **flags: Any,
@@ -114,7 +114,11 @@ def estimate(
 @click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @starting_options
 def import_hermes(
-    directory: Path, config_file: Path | None, fresh: bool, accept_config_change: str, **flags: Any
+    directory: Path,
+    config_file: Path | None,
+    fresh: bool,
+    accept_config_change: tuple[str, ...],
+    **flags: Any,
 ) -> None:
     """Make a run of what a batch run of hermes-agent left in DIRECTORY.
 

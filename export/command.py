@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batch.console import say, show
+from toolsets.text import join_commas
 
 if TYPE_CHECKING:
     from batch.prompts import Scan
@@ -50,7 +51,16 @@ def dataset_options(function: Any) -> Any:
         ),
         click.option("--push_for_real", is_flag=True, help="Send it (needs the extra [hf])."),
     )
-    options = [click.option(f"--{name}", metavar=form, help=text) for name, form, text in _OPTIONS]
+    options = [
+        click.option(
+            f"--{name}",
+            metavar=form,
+            help=text,
+            multiple=form.endswith(",..."),
+            callback=join_commas if form.endswith(",...") else None,
+        )
+        for name, form, text in _OPTIONS
+    ]
     for option in reversed([*options, *flags]):
         function = option(function)
     return function

@@ -18,7 +18,8 @@ Written from the code by `python -m tests.option_docs`; a test fails while the t
 
 An option such as `--max_turns` of a run is also a key `max_turns` of a config file (`--config`);
 flags win over the file. `--plan / --no_plan` is `plan: true` or `plan: false`. JSON is for flags:
-in a file write YAML. Those under "This start" and of the other commands are no keys.
+in a file write YAML. Lists have commas between their parts, or the option is given several times.
+Those under "This start" and of the other commands are no keys.
 """
 
 

@@ -123,6 +123,20 @@ def test_wrong_settings_are_refused_before_anything_runs() -> None:
         AIAgent("scripted", enabled_toolsets=["flight"])
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temprature": 1.0}, "'temprature' is no option of a model; there are provider, temp"),
+        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"base_url": "http://127.0.0.1:1"}, "'base_url' is no option of a model"),
+        ({"endpoint": "x"}, "'endpoint' is no option of a model"),
+    ],
+)
+def test_wrong_model_options_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"model_options: {words}"):
+        AIAgent("scripted", model_options=options)
+
+
 def test_the_command_line_prints_the_answer_and_its_errors(tmp_path: Path) -> None:
     with FakeEndpoint(turns=1, latency_s=0.0, text_chars=30) as endpoint:
         command = [sys.executable, str(ROOT / "run_agent.py"), "hello", "--model=m"]

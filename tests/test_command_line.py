@@ -13,7 +13,8 @@ from agent.options import AgentOptions
 from batch.config import RunConfig
 from batch_runner import main
 from commands.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
-from tests.running import command, run
+from tests.playing import call, calls, say
+from tests.running import SCRIPTED, command, lines, run, write_rows
 
 
 def test_every_option_of_a_run_has_one_group() -> None:
@@ -105,3 +106,34 @@ def test_a_config_that_is_no_yaml_is_one_line(tmp_path: Path) -> None:
     assert missing.stderr == (
         "error: none.yaml: cannot read this config file: No such file or directory\n"
     )
+
+
+LIST_OPTIONS = ("enabled_toolsets", "disabled_toolsets", "tools", "web_allow", "worker_resources")
+
+
+@pytest.mark.parametrize("name", [*LIST_OPTIONS, "preparation_toolsets", "accept_config_change"])
+def test_a_list_that_is_given_in_parts_is_the_whole_list(name: str) -> None:
+    read = main.commands["run"].make_context("run", [f"--{name}=a=1", f"--{name}=b=2,c=3"])
+    given = read.params[name]
+    assert (given if isinstance(given, str) else ",".join(given)) == "a=1,b=2,c=3"
+    assert main.commands["run"].make_context("run", []).params[name] in (None, ())
+
+
+def test_formats_and_splits_of_an_export_can_be_given_in_parts() -> None:
+    words = ["r", "--format=dpo", "--format=kto", "--splits=train=0.9", "--splits=test=0.1"]
+    read = main.commands["export"].make_context("export", words)
+    assert read.params["format"] == "dpo,kto"
+    assert read.params["splits"] == "train=0.9,test=0.1"
+
+
+def test_own_tools_that_are_given_one_by_one_are_all_offered(tmp_path: Path) -> None:
+    names = ("x", "y")
+    text = "".join(f'def {n}(a: str) -> str:\n    """Do {n}."""\n    return a\n' for n in names)
+    (tmp_path / "mine.py").write_text(text)
+    script = [calls(call("x", a="1"), call("y", a="2")), say("done")]
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": script})
+    given = {**SCRIPTED, "enabled_toolsets": "mine"}
+    done = run(tmp_path, "--tools=mine:x", "--tools=mine:y", **given)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    assert [m["content"] for m in record["messages"] if m["role"] == "tool"] == ["1", "2"]

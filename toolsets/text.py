@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 
 def clip(text: str, *, max_chars: int) -> str:
@@ -48,3 +49,11 @@ def output_text(head: bytes, tail: bytes, total: int) -> str:
 
 def _decode(raw: bytes) -> str:
     return raw.decode("utf-8", "replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def join_commas(context: object, option: object, values: Sequence[str]) -> str | None:
+    """Callback of a command line option that may be given several times: all of it counts.
+
+    Gives one text, None where the option was not given.
+    """
+    return ",".join(values) if values else None
