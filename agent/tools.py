@@ -20,20 +20,26 @@ from agent.options import AgentOptions
 from agent.references import STORED_AS, UnusableReference, name_for, resolve, tag
 from agent.tally import OWN_CHARS
 from agent.trajectory import Trajectory
-from toolsets.text import clip
+from toolsets.text import clip, valid_utf8
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox, cancellations
 
 log = logging.getLogger(__name__)
 
+_REASON_CHARS = 2_000
+"""Of the reason for which a call is denied."""
+
 Caller = Callable[[ToolCall, str | None], Awaitable[ToolResult]]
 """Gives the result of a call; the second argument is the user's reply where there is one."""
 
-Approve = Callable[[str, Mapping[str, Any]], str | Awaitable[str]]
+Decision = str | tuple[str, str]
+
+Approve = Callable[[str, Mapping[str, Any]], Decision | Awaitable[Decision]]
 """Asked with a tool's name and its arguments; says "approve", "deny" or "always".
 
-"always" approves this tool with these arguments for the rest of the conversation, its
-subagents' included; after a crash it is asked again. A plain function runs in a thread.
+A pair ("deny", REASON) tells the model why. "always" approves this tool with these arguments for
+the rest of the conversation, its subagents' included; after a crash it is asked again. A plain
+function runs in a thread.
 """
 
 
@@ -172,23 +178,30 @@ def _approving(next_caller: Caller, approve: Approve, approved: set[bytes]) -> C
         except orjson.JSONDecodeError:
             # The check of arguments, with the same parser, will refuse them.
             return await next_caller(call, user_reply)
-        if not await _is_approved(approve, name, arguments, approved):
-            text = f"Error: the call of {name} was not approved"
+        why = await _why_denied(approve, name, arguments, approved)
+        if why is not None:
+            reason = f": {why}" if why else ""
+            text = f"Error: the call of {name} was not approved{reason}"
             return ToolResult(text, True, {"failure": "denied"})
         return await next_caller(call, user_reply)
 
     return call
 
 
-async def _is_approved(approve: Approve, name: str, arguments: Any, approved: set[bytes]) -> bool:
-    """Ask the hook; one that fails has not approved."""
+async def _why_denied(
+    approve: Approve, name: str, arguments: Any, approved: set[bytes]
+) -> str | None:
+    """Ask the hook: None where it approves, else its reason, "" without one.
+
+    A hook that fails has not approved.
+    """
     try:
         key = orjson.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
     except TypeError:
         log.warning("a call of %s is denied: its arguments are nested too deep to be shown", name)
-        return False
+        return ""
     if key in approved:
-        return True
+        return None
     before = cancellations()
     try:
         if inspect.iscoroutinefunction(approve):
@@ -200,12 +213,15 @@ async def _is_approved(approve: Approve, name: str, arguments: Any, approved: se
         if cancellations() > before or isinstance(error, GeneratorExit | KeyboardInterrupt):
             raise
         log.exception("the approval hook failed; the call of %s is denied", name)
-        return False
-    if not isinstance(decision, str):
-        return False
+        return ""
+    reason = ""
+    if isinstance(decision, tuple) and len(decision) == 2 and isinstance(decision[1], str):
+        decision, reason = decision
+    if not isinstance(decision, str) or decision not in ("approve", "always"):
+        return clip(valid_utf8(reason.strip()), max_chars=_REASON_CHARS)
     if decision == "always":
         approved.add(key)
-    return decision in ("approve", "always")
+    return None
 
 
 def _shortening(next_caller: Caller, limit: int) -> Caller:

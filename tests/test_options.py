@@ -15,6 +15,7 @@ from agent.options import AgentOptions, of_row
 from agent.setup import set_up
 from agent.views import compact, is_compacted
 from tests.playing import SETTINGS, call, calls, play, say
+from toolsets.text import clip
 
 ANSWER = say("done")
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -105,6 +106,26 @@ class TestApproval:
         (result,) = played.results
         assert result["content"] == "Error: the call of count was not approved"
         assert result["details"] == {"failure": "denied"}
+
+    @pytest.mark.parametrize(
+        ("decision", "content"),
+        [
+            (("deny", " only inside src/ "), ": only inside src/"),
+            (("deny", ""), ""),
+            (("no", "ask me first"), ": ask me first"),
+            (("deny", "x" * 9_000), ": " + clip("x" * 9_000, max_chars=2_000)),
+            (("deny", None), ""),
+        ],
+    )
+    def test_the_model_is_told_why(self, tmp_path: Path, decision: Any, content: str) -> None:
+        played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: decision)
+        (result,) = played.results
+        assert result["content"] == f"Error: the call of echo was not approved{content}"
+        assert result["details"] == {"failure": "denied"}
+
+    def test_a_pair_approves_too(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: ("approve", "fine"))
+        assert not played.results[0]["is_error"]
 
     def test_always_holds_for_these_arguments_in_any_order(self, tmp_path: Path) -> None:
         asked: list[tuple[str, Mapping[str, Any]]] = []
