@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import orjson
 
-from agent.events import Clock, reply_event
+from agent.events import Clock, note_event, reply_event
 from agent.messages import Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, Overtaken, Request
@@ -23,6 +23,9 @@ from agent.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 STAGE = "summary"
+
+_NO_SUMMARY = "no_summary"
+"""Why a reply is none, and what an inner conversation without a reply notes."""
 
 _INSTRUCTION = (
     "Summarize the conversation below for someone who will continue it: the task, what was done "
@@ -59,14 +62,21 @@ class SummarizingModel:
         Raises `Overtaken` after each summary: it was paid for, which may have used the budget up.
         """
         shown = self._shown(request.messages)
-        if self._is_long(shown) and (upto := self._boundary(request.messages)):
-            try:
-                await self._summarize(request.messages, upto)
-            except ModelError as error:
-                log.warning("no summary, the conversation goes on without: %s", error)
-            else:
-                raise Overtaken
-        return await self._model.complete(replace(request, messages=shown))
+        asked = replace(request, messages=shown)
+        if not self._is_long(shown) or not (upto := self._boundary(request.messages)):
+            return await self._model.complete(asked)
+        try:
+            await self._summarize(request.messages, upto)
+        except ModelError as error:
+            if error.action == "stop_run":
+                raise
+            log.warning("no summary, the conversation goes on without: %s", error)
+            completion = await self._model.complete(asked)
+            # Only now: an endpoint that fails altogether says nothing about summaries.
+            note = note_event(0, _NO_SUMMARY, f"{error.kind}: {error}")
+            self._record_inner(f"{STAGE}#{upto}", STAGE, note)
+            return completion
+        raise Overtaken
 
     async def close(self) -> None:
         """See `Model.close`."""
@@ -92,15 +102,18 @@ class SummarizingModel:
     def _boundary(self, messages: Sequence[Message]) -> int:
         """How many messages to replace: whole turns, and the last ones stay; 0 for none.
 
-        A summary that replaces only a few messages more than the one before it, also where that
-        one failed, would be paid for again and again.
+        A summary that replaces only a few messages more than the one before it would be paid for
+        again and again. Each one that failed doubles what must have come since.
         """
         keep = self._options.summarize_keep
         upto = len(messages) - keep
         while upto > 0 and messages[upto]["role"] != "assistant":
             upto -= 1
-        tried = max((upto for upto, _ in _summaries(self._trajectory)), default=0)
-        return upto if upto - max(tried, self._trajectory.opening) >= keep else 0
+        written, _ = latest_summary(self._trajectory)
+        tried = [n for n, _ in _summaries(self._trajectory)]
+        failed = sum(n > written for n in tried)
+        gap = upto - max(self._trajectory.opening, *tried, 0)
+        return upto if gap >= keep << failed else 0
 
     async def _summarize(self, messages: Sequence[Message], upto: int) -> None:
         shown = self._shown(messages)
@@ -114,7 +127,7 @@ class SummarizingModel:
         clock = Clock()
         completion = await self._writer.complete(Request(asked))
         whole = completion.finish_reason == "stop" and completion.message["content"].strip()
-        why = None if whole else "no_summary"
+        why = None if whole else _NO_SUMMARY
         self._record_inner(key, STAGE, reply_event(1, completion, clock, discarded=why))
 
 
@@ -128,7 +141,8 @@ def _summaries(t: Trajectory) -> list[tuple[int, str]]:
     return [
         (int(key.rpartition("#")[2]), inner.trajectory.final_text().strip())
         for key, inner in t.inner.items()
-        if inner.name == STAGE and inner.trajectory.api_calls()
+        if inner.name == STAGE
+        and (inner.trajectory.api_calls() or inner.trajectory.notes_of(_NO_SUMMARY))
     ]
 
 

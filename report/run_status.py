@@ -145,22 +145,22 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
         head,
         as_table(found.accounts).splitlines(),
         [] if found.batches is None else [found.batches.in_words()],
-        _in_flight(found.details["in_flight"], in_flight_shown),
+        _in_flight(found.details["in_flight"], in_flight_shown, runs=holder is not None),
         _slowest(found.details),
         _errors(found.details["errors"]),
     ]
     return [part for part in parts if part]
 
 
-def _in_flight(tasks: list[dict[str, Any]], shown: int) -> list[str]:
+def _in_flight(tasks: list[dict[str, Any]], shown: int, *, runs: bool) -> list[str]:
     if not tasks:
         return []
     lines = [f"in flight {count(len(tasks))}, the longest silent first"]
-    lines += [
-        f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}  {_doing(task)}, "
-        f"{seconds(task['idle_s'])} since its last event"
-        for task in tasks[:shown]
-    ]
+    if not runs:
+        lines = [f"begun and not finished {count(len(tasks))}, the next start goes on with them"]
+    for task in tasks[:shown]:
+        last = f"  {_doing(task)}, {seconds(task['idle_s'])} since its last event" if runs else ""
+        lines.append(f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}{last}")
     more = [f"  and {count(len(tasks) - shown)} more"] if len(tasks) > shown else []
     return lines + more
 

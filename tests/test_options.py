@@ -14,6 +14,8 @@ from agent.messages import Message
 from agent.options import AgentOptions, of_row
 from agent.setup import set_up
 from agent.views import compact, is_compacted
+from run_agent import AIAgent
+from tests.answering import JSON, answering
 from tests.playing import SETTINGS, call, calls, play, say
 from toolsets.text import clip
 
@@ -326,6 +328,41 @@ class TestSummary:
         written = [inner.name for inner in played.trajectory.inner.values()]
         assert played.status == "max_turns"
         assert 0 < len(written) <= 20 * 2 / 8
+
+    def test_summaries_that_fail_are_asked_for_ever_more_rarely(self, tmp_path: Path) -> None:
+        """Each was paid for."""
+        given: dict[str, Any] = {"summarize_over_messages": 4, "summarize_keep": 1}
+        given["max_turns"] = 40
+        script = [echo(f"{n}") for n in range(80)]  # none of them is a summary
+        whole = play(tmp_path / "a", script, **given)
+        assert whole.status == "max_turns"
+        assert 3 <= len(whole.trajectory.inner) <= 7
+        for length in range(1, len(whole.events), 7):
+            past = whole.events[:length]
+            resumed = play(tmp_path / f"{length}", script, past=past, **given)
+            assert list(resumed.trajectory.inner) == list(whole.trajectory.inner)
+
+    def test_summaries_that_the_endpoint_refuses_are_asked_for_ever_more_rarely(self) -> None:
+        def answer(path: str, body: JSON) -> tuple[int, JSON]:
+            if body["messages"][0]["role"] == "system":
+                return 400, {"error": {"message": "no summaries here"}}
+            n = len(body["messages"])
+            function = {"name": "list_files", "arguments": json.dumps({"path": f"{n}"})}
+            asked = {"id": f"c{n}", "type": "function", "function": function}
+            message = {"role": "assistant", "content": None, "tool_calls": [asked]}
+            return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+        with answering(answer) as (url, asked):
+            given: dict[str, Any] = {"summarize_over_messages": 4, "summarize_keep": 1}
+            agent = AIAgent("m", "key", url, enabled_toolsets=["file"], max_turns=40, **given)
+            with agent.start_session() as session:
+                session.new_prompt("go")
+        refused = [body for body in asked if body["messages"][0]["role"] == "system"]
+        assert session.end.status == "max_turns"
+        assert 3 <= len(refused) <= 7
+        (first, *_) = session.trajectory.to_record()["inner"]
+        assert first["notes"][0]["reason"] == "no_summary"
+        assert "no summaries here" in first["notes"][0]["text"]
 
     def test_a_summary_that_uses_up_the_budget_ends_it_there(self, tmp_path: Path) -> None:
         given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
