@@ -13,6 +13,9 @@ from batch.console import show
 from commands.ending import errors_as_exit_codes
 from commands.shared import output_dir_option, path_of, run_argument, run_dir_argument
 
+_LISTED = 40
+_ID_CHARS = 100
+
 
 @click.command()
 @run_dir_argument
@@ -29,13 +32,24 @@ def report(run: str, output_dir: Path, output: Path | None) -> None:
 
 @click.command("show")
 @run_dir_argument
-@click.argument("record_id", metavar="ID")
+@click.argument("record_id", metavar="[ID]", required=False)
 @click.option("--turn", type=click.IntRange(min=1), metavar="N", help="Only this turn.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record, or turn, as JSON.")
-def show_one(run: str, record_id: str, output_dir: Path, turn: int | None, as_json: bool) -> None:
-    """Show one conversation of RUN by its id, or by a beginning that no other id has."""
+def show_one(
+    run: str, record_id: str | None, output_dir: Path, turn: int | None, as_json: bool
+) -> None:
+    """Show one conversation of RUN by its id, or by a beginning that no other id has.
+
+    Without an ID, list the conversations that ended last.
+    """
+    if record_id is None and turn is not None:
+        raise click.UsageError("--turn needs the ID of a conversation")
     with errors_as_exit_codes():
-        _show(path_of(run, output_dir), record_id, turn=turn, as_json=as_json)
+        path = path_of(run, output_dir)
+        if record_id is None:
+            _list(path, as_json=as_json)
+        else:
+            _show(path, record_id, turn=turn, as_json=as_json)
 
 
 @click.command()
@@ -72,6 +86,28 @@ def _show(run_dir: Path, record_id: str, *, turn: int | None, as_json: bool) -> 
         click.echo_via_pager(text + "\n")
     else:
         show(text)
+
+
+def _list(run_dir: Path, *, as_json: bool) -> None:
+    from report.stored import last_entries
+    from report.words import count, one_line, plural
+
+    entries, total = last_entries(run_dir, None if as_json else _LISTED)
+    if as_json:
+        listed = [{"id": id, "status": one.status, "turns": one.turns} for id, one in entries]
+        show(_json(listed))
+        return
+    ids = [one_line(id, _ID_CHARS) or f"(unreadable, byte {entry.offset})" for id, entry in entries]
+    width = max(map(len, ids), default=0)
+    lines = [
+        f"{id:<{width}}  {entry.status}, {plural(entry.turns, 'turn')}"
+        for id, (_, entry) in zip(ids, entries, strict=True)
+    ]
+    head = f"{run_dir}: {plural(total, 'conversation')} with a record"
+    lines.insert(0, f"{head}, the last first" if total > 1 else head)
+    if total > len(entries):
+        lines.append(f"and {count(total - len(entries))} more; --json lists all")
+    show("\n".join(lines))
 
 
 def _compare(first: Path, second: Path, *, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,6 +44,21 @@ def stored_entries(run_dir: Path) -> Iterator[tuple[str, Entry]]:
     with looking_at(run_dir) as (index, records):
         for key, entry in index.counting():
             yield _read_id(records, key, entry), entry
+
+
+def last_entries(run_dir: Path, most: int | None) -> tuple[list[tuple[str, Entry]], int]:
+    """The id and the index entry of `most` records, or of all, those that were written last first.
+
+    Then how many there are. Of a record that has become unreadable the id is "".
+    """
+    found: list[tuple[str, Entry]] = []
+    with looking_at(run_dir) as (index, records):
+        for key, entry in islice(index.latest(), most):
+            try:
+                found.append((_read_id(records, key, entry), entry))
+            except UnreadableRecord:
+                found.append(("", entry))
+        return found, len(index)
 
 
 def find_record(run_dir: Path, wanted: str) -> dict[str, Any]:

@@ -87,6 +87,35 @@ def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
     assert missing.stderr.startswith("error: trajectories/r: no record has the id 'nobody'")
 
 
+def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> None:
+    head, *listed = shown(cwd, "r").splitlines()
+    assert head == f"trajectories/r: {len(ROWS)} conversations with a record, the last first"
+    assert sorted(line.split()[0] for line in listed if "⟨" not in line) == sorted(
+        row["id"] for row in ROWS if row["id"] != HOSTILE_ID
+    )
+    (plain,) = [line for line in listed if line.startswith("plain ")]
+    assert plain.endswith("  completed, 2 turns")
+    assert not set("".join(listed)) & set("\x1b\x07\u202e\x9b")
+    assert run(cwd, "show", "r", "--turn=1").returncode == 2
+    write_rows(tmp_path / "p.jsonl", *({"id": f"q{n:02}", "prompt": "Go."} for n in range(45)))
+    (tmp_path / "script.yaml").write_text("- content: Done.\n")
+    assert run(tmp_path, **SCRIPTED, script_file="script.yaml").returncode == 0
+    many = shown(tmp_path, "r").splitlines()
+    assert (len(many), many[-1]) == (42, "and 5 more; --json lists all")
+    ids = [entry["id"] for entry in json.loads(shown(tmp_path, "r", "--json"))]
+    assert sorted(ids) == [f"q{n:02}" for n in range(45)]
+
+
+def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
+    """The conversation of a failed attempt lies in the journal until the next start."""
+    script = [{"tool_calls": [{"name": "list_files", "arguments": {}}]}]
+    write_rows(tmp_path / "p.jsonl", {"id": "short", "prompt": "Go.", "script": script})
+    assert run(tmp_path, **SCRIPTED).returncode == 1
+    text = run(tmp_path, "status", "r").stdout
+    assert "in flight" not in text
+    assert "\nbegun and not finished 1, the next start goes on with them\n  short " in text
+
+
 @pytest.mark.parametrize("name", ["status", "report", "export", "show"])
 def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name: str) -> None:
     done = run(cwd, name, "nope", *(["x"] if name == "show" else []))
