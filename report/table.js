@@ -19,8 +19,8 @@ const COLUMNS = [
   },
   { key: "input_tokens", name: "In", number: true, less: true, cell: (row) => short(row.input_tokens) },
   { key: "output_tokens", name: "Out", number: true, less: true, cell: (row) => short(row.output_tokens) },
-  { key: "cost_usd", name: "Cost", number: true, less: true, cell: (row) => dollars(row.cost_usd) },
-  { key: "duration_s", name: "Time", number: true, cell: (row) => seconds(row.duration_s) },
+  { key: "cost_usd", name: "Cost", number: true, wide: true, less: true, cell: (row) => dollars(row.cost_usd) },
+  { key: "duration_s", name: "Time", number: true, wide: true, cell: (row) => seconds(row.duration_s) },
   { key: "finished_at", name: "Ended", number: true, less: true, cell: (row) => moment(row.finished_at).slice(5) },
 ];
 
@@ -93,7 +93,7 @@ function drawHeads() {
 }
 
 function columnClass(column) {
-  return [column.number && "number", column.less && "less", column.key === "id" && "title"].filter(Boolean).join(" ");
+  return [column.number && "number", column.wide && "wide", column.less && "less", column.key === "id" && "title"].filter(Boolean).join(" ");
 }
 
 function sortBy(column) {

@@ -115,6 +115,20 @@ def test_only_the_rows_in_view_are_drawn(page: Page) -> None:
     assert len(shown_ids(page)) < 60
 
 
+@pytest.mark.parametrize("width", [1000, 1200, 1600])
+def test_no_number_is_cut(context: BrowserContext, report: Path, width: int) -> None:
+    longest = {"Turns": "1,000", "Calls": "100 10 failed", "In": "123M", "Out": "12.3k"}
+    longest |= {"Cost": "$0.000042", "Time": "59 min 59 s"}
+    with opened(context, report) as page:
+        page.set_viewport_size({"width": width, "height": 800})
+        heads = page.locator("#heads th").all_text_contents()
+        cells = page.locator("#rows tr:not(.gap)").first.locator("td")
+        for head, text in longest.items():
+            cell = cells.nth(heads.index(head))
+            cell.evaluate("(cell, text) => cell.replaceChildren(text)", text)
+            assert cell.evaluate("cell => cell.clientWidth - cell.scrollWidth") >= 0, head
+
+
 def test_filters_and_charts_narrow_the_table(page: Page) -> None:
     page.select_option("#by-status", "max_turns")
     assert shown_ids(page) == ["endless"]
