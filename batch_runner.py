@@ -12,6 +12,11 @@ import signal
 import sys
 from typing import NoReturn
 
+if __name__ == "__main__":
+    from toolsets.requirements import check_requirements
+
+    check_requirements("batch_runner.py")
+
 import click
 
 from batch.console import open_missing_streams

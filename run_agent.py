@@ -17,6 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+if __name__ == "__main__":
+    from toolsets.requirements import check_requirements
+
+    check_requirements("run_agent.py")
+
 import click
 from pydantic import TypeAdapter, ValidationError
 
@@ -256,14 +261,13 @@ class AIAgent:
 
 def _log_event(task_id: str, event: Event) -> None:
     """A single conversation is not resumed, so its journal is only the log."""
-    match event["kind"]:
-        case "reply":
-            message = event["message"]
-            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            log.info("%s assistant %s", task_id, _one_line(str(calls or message["content"])))
-        case "result":
-            message = event["message"]
-            log.info("%s %s %s", task_id, message["name"], _one_line(message["content"]))
+    if event["kind"] == "reply":
+        message = event["message"]
+        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        log.info("%s assistant %s", task_id, _one_line(str(calls or message["content"])))
+    elif event["kind"] == "result":
+        message = event["message"]
+        log.info("%s %s %s", task_id, message["name"], _one_line(message["content"]))
 
 
 def _one_line(text: str) -> str:

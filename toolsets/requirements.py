@@ -1,0 +1,60 @@
+"""What must be there before anything else can start, said in words instead of a traceback.
+
+Read by interpreters that are too old for the rest of the program, so its syntax is plain.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+OLDEST = (3, 11)
+"""The oldest Python that runs the program; as in pyproject.toml."""
+
+PACKAGES = (
+    "aiohttp",
+    "click",
+    "genai_prices",
+    "griffe",
+    "httpx2",
+    "orjson",
+    "pydantic",
+    "yaml",
+    "regex",
+    "tenacity",
+    "tqdm",
+    "truststore",
+    "yarl",
+)
+"""What is imported of each dependency; in the order of pyproject.toml."""
+
+
+def check_requirements(program: str) -> None:
+    """Exit with 2, saying what to do, where the interpreter cannot run `program`."""
+    problem = requirements_problem(program, sys.version_info[:2])
+    if problem is not None:
+        sys.stderr.write("error: " + problem + "\n")
+        sys.exit(2)
+
+
+def requirements_problem(program: str, version: "tuple[int, int]") -> "str | None":
+    """Why Python `version` as it is installed here cannot run `program`, and what to do."""
+    oldest = ".".join(map(str, OLDEST))
+    if version < OLDEST:
+        found = ".".join(map(str, version))
+        what = f"{program} needs Python {oldest} or newer; {sys.executable} is {found}"
+        return f"{what}. {_what_to_do(program, 'python' + oldest)}"
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"{sys.executable} does not have what the program needs ({', '.join(missing)})"
+        return f"{what}. {_what_to_do(program, 'python3')}"
+    return None
+
+
+def _what_to_do(program: str, python: str) -> str:
+    home = Path(__file__).resolve().parent.parent
+    environment = home / ".venv"
+    there = environment / "bin" / "python"
+    if there.exists() and Path(sys.prefix).resolve() != environment:
+        return f"There is an environment with it: start as {there} {home / program} ..."
+    make = f"{python} -m venv .venv && .venv/bin/pip install -e ."
+    return f"In {home}: {make}; then start as .venv/bin/python {program} ..."
