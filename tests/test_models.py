@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat, openai_responses
 from agent.models.endpoint_model import EndpointModel
-from agent.models.errors import RULES, ModelError, kind_of_status, redact
+from agent.models.errors import RULES, ModelError, kind_of, redact
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.prices import is_known, price
@@ -632,7 +632,7 @@ def test_anthropic_input_tokens_include_what_was_cached() -> None:
     ],
 )
 def test_the_kind_of_an_http_error(status: int, code: str, message: str, kind: str) -> None:
-    assert kind_of_status(status, code, message) == kind
+    assert kind_of(status, (code,), message) == kind
 
 
 def test_an_error_message_holds_nothing_that_a_terminal_obeys() -> None:
