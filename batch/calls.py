@@ -76,7 +76,7 @@ class Calls:
     def in_words(error: ModelError) -> str:
         """Why an endpoint stops the run, with what to look at."""
         words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
-        if error.kind in ("auth", "forbidden"):
+        if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
             words += (
                 f". The key is that of the environment variable {error.key_env} (see --key_env)."
             )

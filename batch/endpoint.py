@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
-from agent.models.names import Endpoint
+from agent.models.names import Endpoint, known_at, root_of
 from agent.options import PositiveFloat, PositiveInt
 
 _OURS = frozenset({"messages", "input", "model", "tools", "stream", "n"})
@@ -59,11 +59,13 @@ class EndpointConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     base_url: BaseUrl
-    api: Api = "openai_chat"
-    key_env: str = Field("none", min_length=1)
-    """Environment variable that holds the API key; none by default: no key leaves unasked."""
+    api: Api | None = None
+    """None: that of the provider whose URL it is, of those that are known, else openai_chat."""
+    key_env: str | None = Field(None, min_length=1)
+    """Environment variable that holds the API key. None: a known provider's own at its URL, and
+    elsewhere "none", for no key leaves unasked."""
     provider: str | None = None
-    """Id of the provider in the price table, where the model's name alone does not tell."""
+    """Id of the provider in the price table, where neither URL nor the model's name tells."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: PositiveInt | None = None
@@ -76,13 +78,26 @@ class EndpointConfig(BaseModel):
     @property
     def key(self) -> str:
         """See `ModelSettings.endpoint`."""
-        return f"{self.base_url} {self.key_env}"
+        _, base_url, key_env, _, _ = self.to_endpoint()
+        return f"{base_url} {key_env}"
 
     def to_endpoint(self) -> Endpoint:
         """For `resolve_model`."""
+        known = known_at(self.base_url)
         options = {name: value for name in _OF_MODELS if (value := getattr(self, name)) is not None}
-        return Endpoint(self.api, self.base_url, self.key_env, self.provider, options)
+        return Endpoint(
+            self._api,
+            root_of(self.base_url, self._api),
+            self.key_env or (known.key_env if known else "none"),
+            self.provider or (known.provider if known else None),
+            options,
+        )
 
     def meaning(self) -> dict[str, Any]:
         """What of it decides what the data is, JSON-ready."""
-        return {"api": self.api, **{name: getattr(self, name) for name in _OF_MODELS}}
+        return {"api": self._api, **{name: getattr(self, name) for name in _OF_MODELS}}
+
+    @property
+    def _api(self) -> str:
+        known = known_at(self.base_url)
+        return self.api or (known.api if known else "openai_chat")

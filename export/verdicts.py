@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from agent.models.model import ModelSettings
-from agent.models.names import resolve_model
+from agent.models.names import known_at, resolve_model
 from batch.errors import ConfigError
 from batch.records import lines_from
 from export.completion import answer_of
@@ -122,7 +122,7 @@ def _settings(judge: Judge) -> ModelSettings:
         settings = resolve_model(
             judge.model,
             base_url=judge.base_url,
-            api=None if judge.base_url is None else "openai_chat",
+            api=None if judge.base_url is None or known_at(judge.base_url) else "openai_chat",
             key_env=judge.key_env,
             temperature=judge.temperature,
             max_tokens=judge.max_tokens,

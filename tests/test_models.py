@@ -8,6 +8,7 @@ import tracemalloc
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 
 from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat, openai_responses
+from agent.models.batch_calls import has_batches
 from agent.models.endpoint_model import EndpointModel
-from agent.models.errors import RULES, ModelError, kind_of_status, redact
+from agent.models.errors import RULES, ModelError, kind_of, redact
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.prices import is_known, price
@@ -25,6 +27,7 @@ from agent.models.replies import parse_object, retry_after_s
 from agent.models.scripted import parse_script
 from agent.nesting import is_nested_deeper
 from agent.reasoning import split_inline_reasoning
+from batch.endpoint import EndpointConfig
 from tests.answering import answering
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
@@ -632,7 +635,7 @@ def test_anthropic_input_tokens_include_what_was_cached() -> None:
     ],
 )
 def test_the_kind_of_an_http_error(status: int, code: str, message: str, kind: str) -> None:
-    assert kind_of_status(status, code, message) == kind
+    assert kind_of(status, (code,), message) == kind
 
 
 def test_an_error_message_holds_nothing_that_a_terminal_obeys() -> None:
@@ -756,6 +759,63 @@ def test_any_text_is_a_wait_or_none(value: str) -> None:
 def test_what_a_model_name_means(name: str, given: Any, means: Any) -> None:
     found = resolve(name, **given)
     assert (found.name, found.api, found.base_url, found.key_env) == means
+
+
+KNOWN_URLS = {
+    "https://openrouter.ai/api/v1": "openrouter",
+    "https://openrouter.ai/api/v1/": "openrouter",
+    "https://OpenRouter.AI:443/api/v1": "openrouter",
+    "https://openrouter.ai./api": "openrouter",
+    "https://eu.openrouter.ai": "openrouter",
+    "https://api.openai.com/v1": "openai",
+    "https://API.openai.com": "openai",
+    "https://eu.api.openai.com:443/v1/": "openai",
+    "https://api.anthropic.com": "anthropic",
+    "https://api.anthropic.com/v1/": "anthropic",
+}
+PREFIXES = ("", "openai:", "responses:", "anthropic:", "openrouter:")
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(("url", "provider"), KNOWN_URLS.items())
+def test_the_url_of_a_known_provider_means_that_provider(
+    url: str, provider: str, prefix: str
+) -> None:
+    """Its key and its prices; so no name sends the key of one to another."""
+    found = resolve(f"{prefix}m", base_url=url)
+    assert (found.provider, found.key_env) == (provider, f"{provider.upper()}_API_KEY")
+    own = EndpointConfig(base_url=url).to_endpoint()
+    assert (own.provider, own.key_env) == (found.provider, found.key_env)
+    assert resolve(f"{prefix}m", base_url=url, key_env="MINE").key_env == "MINE"
+    if not prefix:
+        assert found.api == own.api == resolve(f"{provider}:m").api
+        assert resolve_sibling("n", found).key_env == found.key_env
+    path = urlsplit(found.base_url or "").path
+    due = "/api/v1" if provider == "openrouter" else "/v1"
+    if found.api == "anthropic_messages":
+        due = due.removesuffix("/v1")
+    assert path.rstrip("/") == due
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("https://openrouter.ai.example/api/v1", "https://notopenrouter.ai/v1"),
+        *("https://example.com/openrouter.ai", "http://127.0.0.1:8000/api.openai.com"),
+    ],
+)
+def test_a_url_that_only_looks_like_a_known_provider_s_is_one_s_own(url: str) -> None:
+    found = resolve("m", base_url=url)
+    assert (found.provider, found.key_env, found.base_url) == (None, None, url)
+    assert EndpointConfig(base_url=url).to_endpoint().key_env == "none"
+
+
+def test_the_habits_of_a_known_provider_come_with_its_url() -> None:
+    by_url = resolve("m", base_url="https://openrouter.ai/api/v1/", reasoning_effort="low")
+    plain = resolve("m", reasoning_effort="low")
+    hello = Request([{"role": "user", "content": "Hello"}])
+    assert openai_chat.request_body(by_url, hello) == openai_chat.request_body(plain, hello)
+    assert not has_batches(by_url)
 
 
 @pytest.mark.parametrize("name", ["foo:bar", ":x"])

@@ -21,10 +21,12 @@ from agent.models.replies import (
 API = "anthropic_messages"
 
 _VERSION = "2026-10-21"
-"""Of the API; version 2 of Anthropic's own client sends it."""
+"""Of the API; version 2 of Anthropic's own client sends it, and the key as a bearer token."""
 
 _SAMPLING_VERSION = "2023-06-01"
-"""The version that still takes temperature and top_p, which later ones refuse."""
+"""The version that still takes what later ones refuse; the client of its time sent `x-api-key`."""
+
+_SAMPLING = frozenset({"temperature", "top_p", "top_k"})
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {
     "end_turn": "stop",
@@ -38,12 +40,11 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
 
 
 def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
-    """The key, and the version of the API that is meant."""
+    """The version of the API that is meant, and the key in the header that goes with it."""
     samples = settings.temperature is not None or settings.top_p is not None
-    return {
-        "x-api-key": api_key,
-        "anthropic-version": _SAMPLING_VERSION if samples else _VERSION,
-    }
+    if samples or _SAMPLING.intersection(settings.extra_body or {}):
+        return {"x-api-key": api_key, "anthropic-version": _SAMPLING_VERSION}
+    return {"Authorization": f"Bearer {api_key}", "anthropic-version": _VERSION}
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:

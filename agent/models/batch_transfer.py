@@ -20,7 +20,8 @@ async def get_object(transport: Transport, path: str, silence_s: float) -> dict[
 
 async def get_lines(transport: Transport, path: str, silence_s: float) -> AsyncIterator[bytes]:
     """GET the lines of a file that need not fit into memory; blank ones are passed over."""
-    async with transport.exchange("GET", path, silence_s=silence_s) as response:
+    headers = {"Accept": "application/binary"}  # for a file, as the clients of both APIs say it
+    async with transport.exchange("GET", path, silence_s=silence_s, headers=headers) as response:
         rest = bytearray()
         async for part in response.content.iter_any():
             rest += part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 Action = Literal["retry", "end", "fail_task", "stop_run"]
@@ -19,6 +19,7 @@ Kind = Literal[
     "forbidden",
     "auth",
     "no_credit",
+    "blocked",
 ]
 
 
@@ -40,7 +41,12 @@ RULES: Mapping[Kind, Rule] = {
     "not_found": Rule("fail_task", "the endpoint does not know this model or path (404)"),
     "forbidden": Rule("fail_task", "the endpoint does not allow this request (403)"),
     "auth": Rule("stop_run", "the endpoint rejected the credentials (401)"),
-    "no_credit": Rule("stop_run", "the account has no credit left (402)"),
+    "no_credit": Rule(
+        "stop_run", "the account has no credit left, or has reached a limit on its spending (402)"
+    ),
+    "blocked": Rule(
+        "stop_run", "the provider takes no calls from this account until its owner has acted"
+    ),
 }
 
 SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
@@ -53,7 +59,51 @@ _UNANSWERED: frozenset[Kind] = frozenset({"connection", "timeout", "malformed"})
 
 _SHORTEST_KEY = 8
 
-_NO_CREDIT_CODES = ("insufficient_quota", "billing_error", "insufficient_credits")
+_KINDS: Mapping[Kind, tuple[str, ...]] = {
+    "no_credit": (
+        "insufficient_quota",
+        "insufficient_credits",
+        "billing_error",
+        "billing_hard_limit_reached",
+        "billing_not_active",
+        "contract_spend_limit_reached",
+        "enforced_spend_limit_reached",
+        "linked_organization_billing_unavailable",
+        "linked_organization_spend_limit_reached",
+        "user_profile_billing_not_authorized",
+        "user_profile_not_billable",
+    ),
+    "blocked": (
+        "access_terminated",
+        "account_deactivated",
+        "organization_on_hold",
+        # The key by which the customer has the workspace encrypted.
+        "cmek_key_disabled",
+        "cmek_key_network_blocked",
+        "sandbox_egress_restricted",
+    ),
+    "auth": (
+        "api_key_scope_missing",
+        "authentication_error",
+        "claude_code_key_creator_not_member",
+        "invalid_api_key",
+        "organization_level_scoped_api_key_required",
+    ),
+    "forbidden": (
+        "claude_code_version_too_old",
+        "organization_not_enrolled_in_beta",
+        "organization_type_not_supported",
+        "parent_organization_required",
+        "workspace_policy_violation",
+    ),
+    "context_exceeded": ("context_length_exceeded",),
+    "rate_limited": ("ramp_limit_exceeded",),
+    "overloaded": ("request_body_timeout",),
+}
+"""The codes that say more than the status which they come with, or something else."""
+
+_KIND_OF_CODE = {code: kind for kind, codes in _KINDS.items() for code in codes}
+
 _NO_CREDIT_WORDS = ("credit balance is too low",)
 _CONTEXT_WORDS = (
     "context_length_exceeded",
@@ -108,20 +158,26 @@ class ModelError(Exception):
         return self._was_sent and self.kind in _UNANSWERED
 
 
-def kind_of_status(status: int, code: str, message: str) -> Kind:
-    """Classify an HTTP error by its status and, where that is not enough, the body's words.
+def kind_of(status: int | None, codes: Iterable[str], message: str) -> Kind:
+    """Classify an error by its codes, else by its status, else by its words.
 
-    `code` is what the body gives as the error's code or type, `message` its text. Texts are
-    searched only for what no prompt would hold, because some servers quote the request.
+    `codes` are what the body gives as the error's codes and type, `message` its text; the status
+    is None where it is unknown. Texts are searched only for what no prompt would hold, because some
+    servers quote the request.
     """
+    for code in codes:
+        if (kind := _KIND_OF_CODE.get(code)) is not None:
+            return kind
     text = message.lower()
-    if status == 402 or code in _NO_CREDIT_CODES or _says(text, _NO_CREDIT_WORDS):
+    if status is None or not 400 <= status < 600:
+        return "malformed"
+    if status == 402 or _says(text, _NO_CREDIT_WORDS):
         return "no_credit"
     if status == 429:
         return "rate_limited"
     if status in (408, 409) or status >= 500:
         return "overloaded"
-    if status in (400, 413, 422) and (code in _CONTEXT_WORDS or _says(text, _CONTEXT_WORDS)):
+    if status in (400, 413, 422) and _says(text, _CONTEXT_WORDS):
         return "context_exceeded"
     if status == 401:
         return "auth"

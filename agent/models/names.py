@@ -7,6 +7,9 @@ anthropic:NAME           api.anthropic.com        ANTHROPIC_API_KEY
 openrouter:NAME          openrouter.ai            OPENROUTER_API_KEY
 ENDPOINT:NAME            at an endpoint that the config names under `endpoints`
 NAME or VENDOR/NAME      the OpenAI dialect at --base_url, by default OpenRouter
+
+A base URL at the host of one of these providers means that provider, whatever the name says: its
+key, its prices, its dialect. So the key of one is never sent to another, unless --key_env asks.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from agent.models.gate import Gate
 from agent.models.model import ModelSettings
@@ -48,6 +52,11 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     ),
 }
 
+_HOSTS: Mapping[str, Endpoint] = {
+    urlsplit(ENDPOINTS[prefix].base_url).hostname or "": ENDPOINTS[prefix]
+    for prefix in ("openai", "anthropic", "openrouter")
+}
+
 SCRIPTED = "scripted"
 _NO_KEY = "none"
 """What `key_env` may say for an endpoint that wants no key."""
@@ -74,7 +83,8 @@ def resolve_model(
 
     `endpoints` are the user's own, by the prefixes that lead to them; `base_url`, `api` and
     `key_env` are not for them. Elsewhere a base URL of the user's own replaces the default one
-    and, unless the name has a prefix, takes the price table's provider with it.
+    and, unless the name has a prefix, takes the price table's provider with it. One that is a
+    known provider's brings that provider's key and prices, and its dialect to a bare name.
 
     Raises `UnknownModel`.
     """
@@ -103,17 +113,43 @@ def resolve_model(
             raise UnknownModel(msg)
         prefix = ""
     known = ENDPOINTS.get(prefix) if colon else None
-    endpoint = known or ENDPOINTS["openrouter"]
     own_endpoint = base_url is not None
+    there = known_at(base_url) if base_url is not None else None
+    endpoint = known or there or ENDPOINTS["openrouter"]
+    payee = there or (None if own_endpoint and not known else endpoint)
+    api = api or endpoint.api
     return ModelSettings(
         name=rest if known else name,
-        api=api or endpoint.api,
-        base_url=base_url or endpoint.base_url,
-        key_env=key_env or (endpoint.key_env if known or not own_endpoint else None),
-        provider=None if own_endpoint and not known else endpoint.provider,
+        api=api,
+        base_url=root_of(base_url or endpoint.base_url, api),
+        key_env=key_env or (payee and payee.key_env),
+        provider=payee and payee.provider,
         reference=name,
         **options,
     )
+
+
+def known_at(base_url: str) -> Endpoint | None:
+    """The provider whose host a base URL names, of those known here."""
+    host = (urlsplit(base_url).hostname or "").rstrip(".")
+    return next((one for known, one in _HOSTS.items() if f".{host}".endswith(f".{known}")), None)
+
+
+def root_of(base_url: str, api: str) -> str:
+    """A base URL with the path that requests of a dialect begin at, where the provider is known.
+
+    Those of the Anthropic dialect name the version themselves.
+    """
+    if (known := known_at(base_url)) is None:
+        return base_url
+    url = urlsplit(base_url)
+    given = path = url.path.rstrip("/")
+    full = urlsplit(known.base_url).path or "/v1"
+    if full.startswith(path):
+        path = full
+    if api == "anthropic_messages":
+        path = path.removesuffix("/v1")
+    return base_url if path == given else f"{url.scheme}://{url.netloc}{path}"
 
 
 def resolve_sibling(

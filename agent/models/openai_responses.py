@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from agent.messages import FinishReason, Message, ToolCall
-from agent.models.errors import ModelError, kind_of_status
+from agent.models.errors import ModelError, kind_of
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_chat import cache_key, is_openai
 from agent.models.replies import (
@@ -181,8 +181,8 @@ def _raise_if_failed(body: bytes) -> None:
     error = reply.get("error")
     error = error if isinstance(error, dict) else {}
     code, message = str(error.get("code") or ""), str(error.get("message") or "no reason given")
-    status = int(code) if code.isdecimal() else _STATUS_OF_FAILURE.get(code, 0)
-    kind = kind_of_status(status, code, message) if 400 <= status < 600 else "malformed"
+    status = int(code) if code.isdecimal() else _STATUS_OF_FAILURE.get(code)
+    kind = kind_of(status, (code,), message)
     raise ModelError(kind, f"the reply failed ({code or 'no code'}): {message:.500}")
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from agent.messages import FunctionCall, ToolCall, Usage
-from agent.models.errors import ModelError, kind_of_status, redact
+from agent.models.errors import ModelError, kind_of, redact
 from agent.nesting import MAX_NESTING, is_nested_deeper
 
 _SHOWN = 500
@@ -154,13 +154,13 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes, *, secret: 
         place = redact(headers.get("location", "another place"), secret)
         words = f"HTTP {status}: it has moved to {place}; give that as the base URL"
         return ModelError("not_found", words)
-    code, message, param = _read_error(redact(body.decode(errors="replace"), secret))
+    told = _read_error(redact(body.decode(errors="replace"), secret))
     return ModelError(
-        kind_of_status(status, code, message),
-        f"HTTP {status}: {message}",
+        kind_of(status, told.codes, told.message),
+        f"HTTP {status}: {told.message}",
         retry_after_s=retry_after_s(headers),
-        code=code,
-        param=param,
+        code=told.code,
+        param=told.param,
     )
 
 
@@ -170,36 +170,43 @@ def error_behind_200(error: Any, place: str, secret: str = "") -> ModelError:
     Routers put the provider's error into the body, and streams have no other way. `place` is
     where it stood.
     """
-    code, message, param = _read_error(redact(json.dumps({"error": error}), secret))
-    fields = error if isinstance(error, dict) else {}
-    names = [str(fields.get(name)) for name in ("code", "type")]
-    statuses = [int(name) if name.isdecimal() else _STATUS_OF.get(name, 0) for name in names]
+    told = _read_error(redact(json.dumps({"error": error}), secret))
+    statuses = [int(code) if code.isdecimal() else _STATUS_OF.get(code, 0) for code in told.codes]
     status = next((status for status in statuses if 400 <= status < 600), None)
-    kind = "malformed" if status is None else kind_of_status(status, code, message)
-    return ModelError(kind, f"error in {place}: {message}", code=code, param=param)
+    kind = kind_of(status, told.codes, told.message)
+    words = f"error in {place}: {told.message}"
+    return ModelError(kind, words, code=told.code, param=told.param)
 
 
 class _ErrorBody(NamedTuple):
-    code: str
-    """The code, or else the type; "" for none."""
+    codes: tuple[str, ...]
+    """What names the cause, the narrowest first: a code in its details, its code, its type."""
     message: str
-    param: str
+    param: str = ""
     """The field of the request that is meant; "" for none."""
+
+    @property
+    def code(self) -> str:
+        return self.codes[0] if self.codes else ""
 
 
 def _read_error(body: str) -> _ErrorBody:
-    """What an error body says in either dialect; where it is no such body, its start."""
+    """What an error body says in either dialect; where it is no such body, its start.
+
+    As the clients of both APIs read it: the error may also be the body itself.
+    """
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return _ErrorBody("", body[:_SHOWN].strip() or "(empty body)", "")
-    error = parsed.get("error") if isinstance(parsed, dict) else None
+        return _ErrorBody((), body[:_SHOWN].strip() or "(empty body)")
+    error = parsed.get("error", parsed) if isinstance(parsed, dict) else None
     if not isinstance(error, dict):
-        return _ErrorBody("", body[:_SHOWN], "")
+        return _ErrorBody((), body[:_SHOWN])
     message = error.get("message")
     shown = message if isinstance(message, str) else orjson.dumps(error, default=str).decode()
-    code = str(error.get("code") or error.get("type") or "")
-    return _ErrorBody(code, shown[:_SHOWN], str(error.get("param") or ""))
+    named = (object_of(error, "details").get("error_code"), error.get("code"), error.get("type"))
+    codes = tuple(str(code) for code in named if isinstance(code, str | int) and code)
+    return _ErrorBody(codes, shown[:_SHOWN], str(error.get("param") or ""))
 
 
 def _excerpt(body: bytes) -> str:

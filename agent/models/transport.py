@@ -50,7 +50,11 @@ class Transport:
         self._base_url = (base_url or "").rstrip("/")
         self._secret = secret
         # Not the session's own: aiohttp tells those to a proxy too, in the clear, and so the key.
-        self._headers = {"Content-Type": "application/json", **headers}
+        self._headers = {
+            "Accept": "application/json",
+            "Content-Type": "application/json",
+            **headers,
+        }
         self._session = aiohttp.ClientSession(
             # How many calls are in flight is decided at the gate.
             connector=aiohttp.TCPConnector(
@@ -112,22 +116,25 @@ class Transport:
 
         It may take any time, but for a silence of more than `silence_s`. Raises as `post` does.
         """
+        told = {**self._headers, **(headers or {})}
+        if body is None:
+            del told["Content-Type"]
         sending = self._session.request(
             method,
             URL(self._base_url + path),
             data=body,
-            headers={**self._headers, **(headers or {})},
+            headers=told,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s),
         )
         try:
             async with sending as response:
                 if not 200 <= response.status < 300:
-                    told = b"".join([part async for part in _parts(response, is_error=True)])
-                    raise refusal_of(response.status, response.headers, told, secret=self._secret)
+                    error = b"".join([part async for part in _parts(response, is_error=True)])
+                    raise refusal_of(response.status, response.headers, error, secret=self._secret)
                 yield response
-        except (aiohttp.ClientError, OSError) as error:
-            raise _of_the_connection(error) from error
+        except (aiohttp.ClientError, OSError) as failure:
+            raise _of_the_connection(failure) from failure
 
     async def close(self) -> None:
         """Release all connections."""

@@ -1,0 +1,384 @@
+"""What the providers' own clients know: how a request is sent, and which codes an error can have.
+
+The clients that are installed for the tests are asked to send what we send, to a server that
+takes down what comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from anthropic import APIStatusError as AnthropicStatusError
+from anthropic import AsyncAnthropic
+from anthropic._error_classes import ERROR_CLASSES
+from openai import APIStatusError as OpenAIStatusError
+from openai import AsyncOpenAI
+
+from agent.models.batch_calls import open_batches
+from agent.models.dialects import DIALECTS
+from agent.models.endpoint_model import EndpointModel
+from agent.models.errors import ModelError
+from agent.models.model import ModelSettings, Request
+from agent.models.replies import error_behind_200, refusal_of
+from tests.answering import answering, listening
+from tests.running import run, write_prompts
+
+KEY = "sk-ant-of-the-test-0123456789"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}},
+    }
+]
+REQUEST = Request([{"role": "system", "content": "S."}, {"role": "user", "content": "U."}], TOOLS)
+
+OF_THE_CONNECTION = frozenset({"host", "connection", "accept-encoding", "content-length"})
+OF_THE_CLIENT = "x-stainless-"
+EXEMPT = OF_THE_CONNECTION | {"user-agent"}
+
+
+class Sent(NamedTuple):
+    """A request as a server sees it."""
+
+    method: str
+    target: str
+    """Path and query."""
+    headers: dict[str, str]
+    body: Any
+
+
+def taken_down(send: Callable[[str], Awaitable[None]]) -> Sent:
+    """What comes of a request; all are refused."""
+    sent: list[Sent] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def take(self) -> None:
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            said = {
+                name: value
+                for name, value in headers.items()
+                if name not in EXEMPT and not name.startswith(OF_THE_CLIENT)
+            }
+            body = self.rfile.read(int(headers.get("content-length", 0)))
+            sent.append(Sent(self.command, self.path, said, json.loads(body) if body else None))
+            self.send_response(400)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_GET = do_POST = take
+
+        def log_message(self, *_: Any) -> None:
+            """Nobody reads it."""
+
+    with listening(Handler) as root:
+        asyncio.run(send(root))
+    [request] = sent
+    return request
+
+
+def settings_of(dialect: str, root: str, **given: Any) -> ModelSettings:
+    base_url = root if dialect == "anthropic_messages" else root + "/v1"
+    return ModelSettings(name="m", api=dialect, base_url=base_url, key_env=None, **given)
+
+
+def ours(dialect: str, *, is_streamed: bool, **given: Any) -> Sent:
+    async def send(root: str) -> None:
+        adapter = EndpointModel(settings_of(dialect, root, **given), KEY)
+        on_delta = (lambda event: None) if is_streamed else None
+        try:
+            with pytest.raises(ModelError, match="HTTP 400"):
+                await adapter.complete(Request(REQUEST.messages, TOOLS, on_delta=on_delta))
+        finally:
+            await adapter.close()
+
+    return taken_down(send)
+
+
+def theirs(dialect: str, body: dict[str, Any]) -> Sent:
+    """The same request, sent by the client of the dialect's provider."""
+
+    async def send(root: str) -> None:
+        if dialect == "anthropic_messages":
+            async with AsyncAnthropic(base_url=root, api_key=KEY) as client:
+                with pytest.raises(AnthropicStatusError):
+                    await client.messages.create(**body)
+            return
+        async with AsyncOpenAI(base_url=root + "/v1", api_key=KEY) as openai:
+            create: Any = openai.responses.create
+            if dialect == "openai_chat":
+                create = openai.chat.completions.create
+            with pytest.raises(OpenAIStatusError):
+                await create(**body)
+
+    return taken_down(send)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "openai_chat": {"temperature": 0.5, "top_p": 0.9, "max_tokens": 9, "reasoning_effort": "low"},
+    "openai_responses": {"temperature": 0.5, "max_tokens": 9, "reasoning_effort": "low"},
+    "anthropic_messages": {"max_tokens": 9, "reasoning_effort": "low"},
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("with_options", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_request_is_that_of_the_provider_s_own_client(
+    dialect: str, with_options: bool, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Method, path, every header but a few, and a body that the client takes as it is."""
+    for name in ("ANTHROPIC_CUSTOM_HEADERS", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    sent = ours(dialect, is_streamed=is_streamed, **(OPTIONS[dialect] if with_options else {}))
+    assert sent == theirs(dialect, sent.body)
+    assert sent.body.get("stream", False) == is_streamed
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_batches_are_asked_for_as_the_provider_s_own_client_asks(dialect: str) -> None:
+    async def send(root: str) -> None:
+        batches = open_batches(settings_of(dialect, root), api_key=KEY)
+        try:
+            with pytest.raises(ModelError, match="HTTP 400"):
+                await batches.state("b1")
+        finally:
+            await batches.close()
+
+    async def send_theirs(root: str) -> None:
+        if dialect == "anthropic_messages":
+            async with AsyncAnthropic(base_url=root, api_key=KEY) as client:
+                with pytest.raises(AnthropicStatusError):
+                    await client.messages.batches.retrieve("b1")
+            return
+        async with AsyncOpenAI(base_url=root + "/v1", api_key=KEY) as openai:
+            with pytest.raises(OpenAIStatusError):
+                await openai.batches.retrieve("b1")
+
+    assert taken_down(send) == taken_down(send_theirs)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"temperature": 0.5}, {"top_p": 0.9}, {"extra_body": {"top_k": 5}}],
+    ids=lambda given: next(iter(given)),
+)
+def test_sampling_goes_to_the_version_that_takes_it_with_that_version_s_header(
+    given: dict[str, Any],
+) -> None:
+    """The pair that Anthropic's client sent until its first major version had ended."""
+    headers = ours("anthropic_messages", is_streamed=False, **given).headers
+    assert headers["anthropic-version"] == "2023-06-01"
+    assert headers["x-api-key"] == KEY
+    assert "authorization" not in headers
+
+
+STOPS = {
+    "no_credit": {
+        (402, "linked_organization_billing_unavailable"),
+        (402, "linked_organization_spend_limit_reached"),
+        (403, "user_profile_billing_not_authorized"),
+        (403, "user_profile_not_billable"),
+        (429, "contract_spend_limit_reached"),
+        (429, "enforced_spend_limit_reached"),
+    },
+    "blocked": {
+        (400, "cmek_key_disabled"),
+        (400, "cmek_key_network_blocked"),
+        (400, "organization_on_hold"),
+        (403, "sandbox_egress_restricted"),
+    },
+    "auth": {
+        (400, "claude_code_key_creator_not_member"),
+        (403, "api_key_scope_missing"),
+        (403, "organization_level_scoped_api_key_required"),
+    },
+}
+"""Codes about the account: no call will be answered until somebody has acted."""
+
+PASSES = {
+    "rate_limited": {(429, "ramp_limit_exceeded")},
+    "overloaded": {
+        (400, "request_body_timeout"),
+        (409, "concurrent_membership_change"),
+        (409, "external_key_changed"),
+        (409, "scan_pending"),
+        (409, "skill_read_blocked_undecryptable"),
+        (503, "cmek_context_unavailable"),
+        (503, "cmek_key_unreachable"),
+        (503, "registration_pending"),
+        (529, "compaction_unavailable"),
+    },
+}
+"""Codes of what passes by itself."""
+
+OF_A_MODEL_OR_FEATURE = {
+    "forbidden": {
+        (400, "claude_code_version_too_old"),
+        (400, "organization_not_enrolled_in_beta"),
+        (400, "organization_type_not_supported"),
+        (400, "parent_organization_required"),
+        (400, "workspace_policy_violation"),
+    },
+}
+
+OF_THE_REQUEST = {
+    "bad_request": {
+        *((400, f"compaction_{what}") for what in (
+            "block_ambiguous", "block_misplaced", "content_mismatch", "incomplete_turn",
+            "nothing_to_summarize", "signature_invalid", "too_many_tool_references",
+            "tool_changes_mismatch",
+        )),
+        *((400, f"thread_{what}") for what in (
+            "already_continued", "continue_in_flight", "fingerprint_mismatch",
+            "unsupported_request",
+        )),
+        *((400, f"request_body_encoding_{what}") for what in ("invalid", "unsupported")),
+        (400, "available_tools_limit_exceeded"),
+        (400, "file_not_downloadable"),
+        (400, "image_dimensions_too_large"),
+        (400, "invalid_metadata"),
+        (400, "storage_quota_exceeded"),
+        (400, "tool_name_conflict"),
+        (400, "tool_reference_unresolved"),
+        (400, "unsupported_charset"),
+        (400, "user_profile_not_found"),
+        (400, "user_profile_required"),
+        (413, "request_body_too_large_after_decoding"),
+    },
+    "not_found": {(404, "file_expired"), (404, "thread_not_found")},
+}  # fmt: skip
+
+OF_OTHER_ENDPOINTS = {
+    "bad_request": {
+        *((400, code) for code in (
+            "already_member", "bundle_attachment_not_supported", "bundle_on_call",
+            "cannot_invite_emails_with_unverified_domains", "cannot_remove_last_member",
+            "cannot_sign_out_primary_owner", "cannot_sign_out_self", "cmek_feature_unsupported",
+            "email_domain_not_allowed", "environment_archived",
+            "external_key_in_workspace_policy", "external_key_validation_failed",
+            "external_key_validation_timed_out", "invalid_config_type_change",
+            "invite_already_exists", "key_profile_mismatch", "org_api_key_limit_exceeded",
+            "org_member_limit_exceeded", "rbac_group_grants_owner_access",
+            "rbac_group_order_limit_exceeded", "rbac_group_owner_access_unconfirmed",
+            "scan_failed", "settings_document_limit_exceeded",
+            "settings_history_limit_exceeded", "slack_channel_set_up_settings_refused",
+            "workspace_api_key_limit_exceeded", "workspace_member_limit_exceeded",
+        )),
+        (412, "heartbeat_precondition_failed"),
+    },
+    "forbidden": {
+        *((403, code) for code in (
+            "cannot_sign_out_managed_member", "cannot_sign_out_membership_admin",
+            "cannot_sign_out_owner", "cannot_sign_out_privileged_member",
+            "claude_tag_writes_not_enabled", "compliance_configuration_restricted",
+            "environment_create_disabled", "environment_update_disabled",
+            "spend_limits_admin_api_writes_not_enabled",
+        )),
+    },
+    "not_found": {
+        *((404, code) for code in (
+            "environment_not_found", "rbac_group_managed_settings_not_found",
+            "rbac_group_not_found", "rbac_role_not_found",
+            "slack_channel_set_up_environment_not_found",
+        )),
+    },
+    "overloaded": {
+        *((409, code) for code in (
+            "plugin_name_taken", "skill_name_taken", "slack_channel_set_up_settings_conflict",
+        )),
+    },
+}  # fmt: skip
+"""Codes that no call of ours meets: they are those of their status."""
+
+TABLES: tuple[dict[str, set[tuple[int, str]]], ...] = (
+    STOPS,
+    PASSES,
+    OF_A_MODEL_OR_FEATURE,
+    OF_THE_REQUEST,
+    OF_OTHER_ENDPOINTS,
+)
+DUE = {place: kind for table in TABLES for kind, places in table.items() for place in places}
+
+
+def told(code: str, type: str = "invalid_request_error") -> dict[str, Any]:
+    """An error as Anthropic tells it; the words are none that could decide anything."""
+    return {"type": type, "message": "No.", "details": {"error_code": code}}
+
+
+def test_every_code_of_anthropic_s_client_has_its_consequence_here() -> None:
+    known = {(status, code) for status, code in ERROR_CLASSES if code is not None}
+    assert known - set(DUE) == set(), "new codes: decide what each of them means for a run"
+    for (status, code), kind in DUE.items():
+        body = json.dumps({"type": "error", "error": told(code)}).encode()
+        found = refusal_of(status, {}, body, secret="")
+        assert (found.kind, found.code) == (kind, code)
+
+
+@pytest.mark.parametrize("code", sorted(code for places in STOPS.values() for _, code in places))
+def test_a_code_that_stops_a_run_does_so_inside_a_stream_too(code: str) -> None:
+    [kind] = {kind for kind, places in STOPS.items() if code in {known for _, known in places}}
+    found = error_behind_200(told(code, "rate_limit_error"), "the stream")
+    assert (found.kind, found.action) == (kind, "stop_run")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ({"error": {"code": "billing_not_active", "type": "x"}}, "no_credit"),
+        ({"error": {"code": "rate_limit_exceeded", "type": "insufficient_quota"}}, "no_credit"),
+        ({"error": {"details": {"error_code": ["odd"]}, "code": "account_deactivated"}}, "blocked"),
+        ({"error": {"details": {"error_code": "new"}, "type": "billing_error"}}, "no_credit"),
+        ({"code": "insufficient_quota", "message": "Out."}, "no_credit"),
+        ({"object": "error", "message": "context length is 5", "code": 400}, "context_exceeded"),
+        ({"detail": "no"}, "bad_request"),
+    ],
+)  # fmt: skip
+def test_codes_are_looked_for_where_the_clients_look(error: Any, kind: str) -> None:
+    assert refusal_of(400, {}, json.dumps(error).encode(), secret="").kind == kind
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "type", "meaning"),
+    [
+        (429, "enforced_spend_limit_reached", "rate_limit_error", "a limit on its spending"),
+        (400, "organization_on_hold", "invalid_request_error", "takes no calls from this account"),
+    ],
+)
+def test_an_account_that_is_stopped_stops_the_run(
+    tmp_path: Path, status: int, code: str, type: str, meaning: str
+) -> None:
+    """Exit 4 although calls were answered before; nothing fails, and the same command goes on."""
+    write_prompts(tmp_path / "p.jsonl", 12)
+    reply = {
+        **{"id": "msg", "model": "m", "role": "assistant", "stop_reason": "end_turn"},
+        "content": [{"type": "text", "text": "Yes."}],
+        "usage": {"input_tokens": 1, "output_tokens": 1},
+    }
+    is_stopped = [True]
+    answered: list[str] = []
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if is_stopped[0] and len(answered) >= 4:
+            return status, {"type": "error", "error": told(code, type)}
+        answered.append(path)
+        return 200, reply
+
+    with answering(answer) as (root, _):
+        given = {
+            **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
+            **{"model": "anthropic:m", "base_url": root, "key_env": "none"},
+            **{"num_workers": 1, "batch_size": 2},
+        }
+        stopped = run(tmp_path, **given)
+        assert stopped.returncode == 4, stopped.stderr
+        assert meaning in stopped.stderr
+        is_stopped[0] = False
+        assert run(tmp_path, **given).returncode == 0
+    summary = json.loads((tmp_path / "trajectories/r/summary.json").read_text())
+    assert (summary["done"], summary["failed"]) == (12, 0)
