@@ -107,7 +107,8 @@ def set_up(
     if options.max_cost_usd is not None and (name := setup.unpriced()):
         msg = (
             f"max_cost_usd: the price of model {name!r} is unknown, so a budget in dollars cannot "
-            "be kept; leave it out"
+            f"be kept; give it as prices: {{{name}: {{input: ..., output: ...}}}} in the "
+            "config of a run, or leave max_cost_usd out"
         )
         raise ValueError(msg)
     return setup

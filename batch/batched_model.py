@@ -20,7 +20,7 @@ from agent.models.batch_calls import body_of, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.patience import PatientModel
-from agent.models.prices import claim, price
+from agent.models.prices import claim, priced
 from batch.call_gate import CallGate
 from batch.purse import Amount, Purse
 from batch.stopped import Stopped
@@ -162,9 +162,7 @@ class BatchedModel:
         except ModelError:
             return None
         self._gate.has_answered = True
-        if completion.cost_usd is not None:
-            return completion
-        return replace(completion, cost_usd=price(completion, self._settings, by_batch=True))
+        return priced(completion, self._settings, by_batch=True)
 
 
 def name_of(settings: ModelSettings) -> str:

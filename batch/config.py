@@ -30,7 +30,7 @@ from agent.options import (
     parse_json,
     split_commas,
 )
-from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig, ExtraBody
+from batch.endpoint import Api, BaseUrl, Effort, EndpointConfig, ExtraBody, PriceConfig
 from batch.row_rules import ColumnUse, RowRules, script_use
 from batch.shards import plain_shard
 from batch.worker_resources import parse_resources
@@ -89,6 +89,13 @@ class RunConfig(AgentOptions):
         {},
         "Endpoints of your own by name, best in a --config file: {NAME: {base_url, api, key_env, "
         "...}}; their models are NAME:MODEL.",
+    )
+    # No part of the meaning: what a reply cost does not change what it says.
+    prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = _running(
+        {},
+        "Your own prices in dollars per million tokens, best in a --config file: {MODEL: {input, "
+        "output, cache_read, cache_write}}. They win over the price table and what the endpoint "
+        "says.",
     )
     base_url: BaseUrl | None = _running(
         None, "Root URL of the endpoint; default: that of the model's prefix, else OpenRouter."

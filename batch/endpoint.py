@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
+<<<<<<< HEAD
 from agent.models.names import Endpoint, known_at, root_of
+=======
+from agent.models.model import Price
+from agent.models.names import Endpoint
+>>>>>>> h8
 from agent.options import PositiveFloat, PositiveInt
 
 _OURS = frozenset({"messages", "input", "model", "tools", "stream", "n"})
@@ -53,6 +59,39 @@ ExtraBody = Annotated[dict[str, JsonValue] | None, AfterValidator(_keeps_the_req
 """What is merged into every request body."""
 
 
+Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class PriceConfig(BaseModel):
+    """What a model costs, in dollars per million tokens; what is left out costs as `input` does."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input: Dollars
+    output: Dollars
+    cache_read: Dollars | None = None
+    """Input that came from the provider's cache."""
+    cache_write: Dollars | None = None
+    """Input that was written into it."""
+
+    def to_price(self) -> Price:
+        """For `ModelSettings`."""
+        return Price(
+            self.input,
+            self.output,
+            self.input if self.cache_read is None else self.cache_read,
+            self.input if self.cache_write is None else self.cache_write,
+        )
+
+
+Prices = Mapping[str, PriceConfig]
+
+
+def to_prices(prices: Prices) -> dict[str, Price]:
+    """For `ModelSettings`, by the names that the user gave."""
+    return {name: one.to_price() for name, one in prices.items()}
+
+
 class EndpointConfig(BaseModel):
     """One entry of `endpoints`. What it does not say is as the run says."""
 
@@ -66,6 +105,8 @@ class EndpointConfig(BaseModel):
     elsewhere "none", for no key leaves unasked."""
     provider: str | None = None
     """Id of the provider in the price table, where neither URL nor the model's name tells."""
+    prices: dict[str, PriceConfig] = {}
+    """What its models cost, by the names that it knows them by."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: PositiveInt | None = None
@@ -85,6 +126,8 @@ class EndpointConfig(BaseModel):
         """For `resolve_model`."""
         known = known_at(self.base_url)
         options = {name: value for name in _OF_MODELS if (value := getattr(self, name)) is not None}
+        if self.prices:
+            options["endpoint_prices"] = to_prices(self.prices)
         return Endpoint(
             self._api,
             root_of(self.base_url, self._api),

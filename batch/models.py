@@ -9,6 +9,7 @@ from agent.models.model import ModelSettings
 from agent.models.names import SCRIPTED, read_key, resolve_model
 from agent.setup import Setup, set_up
 from batch.config import RunConfig
+from batch.endpoint import to_prices
 from batch.errors import ConfigError
 from batch.limiter import Bounds
 from batch.purse import Amount
@@ -78,6 +79,7 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         api=config.api,
         key_env=config.key_env,
         endpoints=endpoints,
+        prices=to_prices(config.prices),
         temperature=config.temperature,
         top_p=config.top_p,
         max_tokens=config.max_tokens,
@@ -108,7 +110,8 @@ def _check_budget(config: RunConfig, setups: Setups) -> None:
     if config.max_run_cost_usd is not None and (name := unpriced(setups)):
         msg = (
             f"max_run_cost_usd: the price of model {name!r} is unknown, so a budget in dollars "
-            "cannot be kept; give max_run_tokens instead"
+            f"cannot be kept; give its price as prices: {{{name}: {{input: ..., output: ...}}}} "
+            "(dollars per million tokens), or max_run_tokens instead"
         )
         raise ValueError(msg)
     unbounded = [settings.name for settings in asked(setups) if settings.reply_bound is None]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from agent.models.model import ModelSettings
+from agent.models.model import ModelSettings, Price
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
 from batch.catalog import catalog_of, with_listed_servers
@@ -151,7 +151,19 @@ def describe(plan: Plan) -> str:
 def _in_words(settings: ModelSettings, weight: float | None) -> str:
     place = f" at {settings.base_url}" if settings.base_url else ", offline"
     weighed = "" if weight is None else f", weight {weight:g}"
-    return f"{settings.name} ({settings.api}{place}{weighed})"
+    words = f"{settings.name} ({settings.api}{place}{weighed})"
+    return words if settings.own_price is None else f"{words}, {_own_price(settings.own_price)}"
+
+
+def _own_price(price: Price) -> str:
+    """So that a slip in it is seen before it is paid for."""
+    cached = ", ".join(
+        f"${dollars:g} {what}"
+        for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
+        if dollars != price.input
+    )
+    words = f"prices: yours, ${price.input:g} in and ${price.output:g} out per million tokens"
+    return f"{words} ({cached})" if cached else words
 
 
 def _shares(plan: Plan) -> str:

@@ -8,7 +8,8 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("on_bad_row", "require_reasoning", "seed", "shard", "forks"),
     ),
     "Model": (
-        *("model", "models", "endpoints", "base_url", "api", "key_env", "system_prompt"),
+        *("model", "models", "endpoints", "prices", "base_url", "api", "key_env"),
+        "system_prompt",
         *("temperature", "top_p", "max_tokens", "reasoning_effort", "reasoning_disabled"),
         *("blank_reasoning", "prompt_caching", "extra_body", "stream_replies"),
         *("prefill_messages_file", "script_file"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from agent.messages import FinishReason, Message, Usage
 from agent.stream import StreamHandler
@@ -77,6 +77,17 @@ _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """What the dialects call that bound."""
 
 
+class Price(NamedTuple):
+    """What a model costs, in dollars per million tokens."""
+
+    input: float
+    output: float
+    cache_read: float
+    """For input that came from the provider's cache."""
+    cache_write: float
+    """For input that was written into it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Everything that decides how a model is asked. Holds no secrets."""
@@ -93,6 +104,10 @@ class ModelSettings:
     """The model as the user wrote it."""
     provider: str | None = None
     """Provider id for the price table; None lets the table guess from the model's name."""
+    prices: Mapping[str, Price] = field(default_factory=dict, hash=False)
+    """The user's own prices, by a model's reference or name; they win over the table."""
+    endpoint_prices: Mapping[str, Price] = field(default_factory=dict, hash=False)
+    """Those of this endpoint alone, by name; they win over both."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
@@ -128,6 +143,15 @@ class ModelSettings:
     def endpoint(self) -> str:
         """Whose limits the calls count against: one base URL, asked with one key."""
         return f"{self.base_url} {self.key_env}"
+
+    @property
+    def own_price(self) -> Price | None:
+        """What the user says that the model costs, None where the user says nothing."""
+        return (
+            self.endpoint_prices.get(self.name)
+            or self.prices.get(self.reference)
+            or self.prices.get(self.name)
+        )
 
     @property
     def key_variable(self) -> str:

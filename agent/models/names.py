@@ -174,6 +174,7 @@ def resolve_sibling(
         "prompt_caching",
         "stream_replies",
         "needs_bound",
+        "prices",
     )
     timing = ("attempt_timeout_s", "idle_timeout_s", "call_attempts", "call_timeout_s")
     options = {key: getattr(settings, key) for key in same + timing}

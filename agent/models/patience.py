@@ -12,7 +12,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exp
 from agent.models.errors import ModelError, redact
 from agent.models.gate import Gate
 from agent.models.model import Adapter, Completion, ModelSettings, Request
-from agent.models.prices import claim, price
+from agent.models.prices import claim, priced
 from agent.stream import StreamEvent
 
 MAX_WAIT_S = 60.0
@@ -115,9 +115,7 @@ class PatientModel:
             error.endpoint = self._settings.base_url
             error.key_env = self._settings.key_variable
             raise
-        if completion.cost_usd is None:
-            return replace(completion, cost_usd=price(completion, self._settings))
-        return completion
+        return priced(completion, self._settings)
 
     def _tell(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None

@@ -1,17 +1,22 @@
-"""What a call cost, by the price table of genai-prices. Unknown stays unknown, never 0."""
+"""What a call cost: by the user's own prices, else by the price table of genai-prices.
+
+Unknown stays unknown, never 0.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
+from agent.messages import Usage as Counts
 from agent.models.gate import Claim
-from agent.models.model import Completion, ModelSettings, Request
+from agent.models.model import Completion, ModelSettings, Price, Request
 
 if TYPE_CHECKING:
     from genai_prices import Usage as Tokens
@@ -24,6 +29,8 @@ _UNSEEN_TOKENS = 1000
 
 _BYTES_PER_TOKEN = 4
 """Of English text and code, about."""
+
+_MILLION = 1_000_000
 
 _DATE = re.compile(r"-(?:\d{8}|\d{4}-\d\d-\d\d)$")
 """The day of a snapshot, which the table need not know to know the model."""
@@ -43,6 +50,8 @@ def price(
     usage = completion.usage
     if usage is None or usage["input_tokens"] is None or usage["output_tokens"] is None:
         return None
+    if own := settings.own_price:
+        return _own_cost(own, usage, by_batch=by_batch)
     found = _find(settings.name, settings.provider) or (
         completion.model and _find(completion.model, settings.provider)
     )
@@ -63,6 +72,15 @@ def price(
         return None
 
 
+def priced(
+    completion: Completion, settings: ModelSettings, *, by_batch: bool = False
+) -> Completion:
+    """A reply with its cost: by the user's prices, else as the endpoint says, else by the table."""
+    if completion.cost_usd is not None and settings.own_price is None:
+        return completion
+    return replace(completion, cost_usd=price(completion, settings, by_batch=by_batch))
+
+
 def claim(request: Request, settings: ModelSettings, *, by_batch: bool = False) -> Claim:
     """What one attempt of a request can use up at most.
 
@@ -75,7 +93,7 @@ def claim(request: Request, settings: ModelSettings, *, by_batch: bool = False) 
     likely_in = len(asked) // _BYTES_PER_TOKEN
     if most_out is None:
         return Claim(None, None, likely_in)
-    rates = _most_per_token(settings.name, settings.provider, most_in.bit_length(), by_batch)
+    rates = _rates_of(settings, most_in.bit_length(), by_batch=by_batch)
     if rates is None:
         return Claim(None, most_in + most_out, likely_in)
     usd = most_in * rates.read + most_out * rates.written
@@ -89,9 +107,31 @@ class _Rates(NamedTuple):
     written: float
 
 
+def _rates_of(settings: ModelSettings, bits: int, *, by_batch: bool) -> _Rates | None:
+    """The most that a token costs in a request of fewer than 2 ** `bits` tokens."""
+    if (own := settings.own_price) is None:
+        return _most_per_token(settings.name, settings.provider, bits, by_batch)
+    share = _BATCH_SHARE if by_batch else 1.0
+    most = max(own.input, own.cache_read, own.cache_write)
+    return _Rates(share * most / _MILLION, share * own.output / _MILLION)
+
+
+def _own_cost(own: Price, usage: Counts, *, by_batch: bool) -> float | None:
+    """Dollars of one call by the user's prices, None where its counts contradict each other."""
+    read, written = usage["cache_read_tokens"] or 0, usage["cache_write_tokens"] or 0
+    fresh = (usage["input_tokens"] or 0) - read - written
+    if fresh < 0:
+        return None
+    output = usage["output_tokens"] or 0
+    dollars = (
+        fresh * own.input + read * own.cache_read + written * own.cache_write + output * own.output
+    ) / _MILLION
+    return _BATCH_SHARE * dollars if by_batch else dollars
+
+
 @lru_cache(maxsize=256)
 def _most_per_token(name: str, provider: str | None, bits: int, by_batch: bool) -> _Rates | None:
-    """The most that a token costs in a request of fewer than 2 ** `bits` tokens.
+    """The same by the table.
 
     Longer requests may cost more per token, never less. Kept, because working out a price takes
     longer than all the rest of a claim.
@@ -100,7 +140,7 @@ def _most_per_token(name: str, provider: str | None, bits: int, by_batch: bool) 
         return None
     from genai_prices import Usage
 
-    most, many = 2**bits, 1_000_000
+    most, many = 2**bits, _MILLION
     cost = _batch_cost if by_batch else _cost
     plain = cost(found, Usage(input_tokens=most))
     cached = cost(found, Usage(input_tokens=most, cache_write_tokens=most))
@@ -121,7 +161,9 @@ def _batch_cost(found: PriceCalculation, tokens: Tokens) -> float:
 
 def is_known(settings: ModelSettings) -> bool:
     """Whether calls of a model will have a price; those of the scripted one cost nothing."""
-    return settings.api == "scripted" or _find(settings.name, settings.provider) is not None
+    if settings.api == "scripted" or settings.own_price is not None:
+        return True
+    return _find(settings.name, settings.provider) is not None
 
 
 @lru_cache(maxsize=64)
@@ -138,4 +180,8 @@ def _find(name: str, provider: str | None) -> PriceCalculation | None:
 @lru_cache(maxsize=64)
 def _warn(name: str) -> None:
     """Once per model, which is what the cache is for."""
-    log.warning("the price of model %s is unknown, and so is what its calls cost", name)
+    log.warning(
+        "the price of model %s is unknown, and so is what its calls cost; the config can give it "
+        "under `prices`",
+        name,
+    )
