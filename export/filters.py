@@ -16,7 +16,7 @@ from batch.errors import ConfigError
 from export.completion import answer_of
 from export.contamination import Questions, load_questions
 from export.recipe import AnswerCheck, Filters
-from export.replies import has_reasoning, own_of
+from export.replies import has_reasoning, hidden_reasoning, own_of
 from export.rewards import passed, reward_of
 from export.secrets import Scanner, make_scanner
 from export.texts import texts_of
@@ -30,7 +30,8 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 _COUNTED = (
-    *("min_reasoning", "max_tool_errors", "max_tool_error_share", "invented_tools"),
+    *("min_reasoning", "hidden_reasoning"),
+    *("max_tool_errors", "max_tool_error_share", "invented_tools"),
     *("min_turns", "max_turns", "min_tool_calls", "max_tool_calls"),
     *("max_input_tokens", "max_output_tokens", "max_tokens"),
 )
@@ -118,6 +119,8 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
         share = sum(map(has_reasoning, said)) / len(said) if said else 0.0
         if share < filters.min_reasoning:
             yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
+    if filters.hidden_reasoning == "reject" and (hidden := hidden_reasoning(own)):
+        yield Rejection("hidden_reasoning", f"nobody can read the reasoning of {hidden} turns")
     results = [message for message in replies if message["role"] == "tool"]
     errors = sum(bool(message.get("is_error")) for message in results)
     if filters.max_tool_errors is not None and errors > filters.max_tool_errors:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.chat import messages_of, tools_json
-from export.conversation import Conversation, Turn, lineage_of
+from export.conversation import Conversation, Turn, lineage_of, metadata_of
 from export.rewards import passed, reward_of
 from export.row_json import compact_json
 from export.row_rules import Reason, Rejected
@@ -114,7 +114,7 @@ def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
         "completion": sample.completion,
         "label": bool(passed(sample.conversation.record, threshold=threshold)),
         "tools": sample.tools,
-        "metadata": compact_json({"reward": sample.reward, **sample.conversation.metadata}),
+        "metadata": compact_json({"reward": sample.reward, **metadata_of(sample.conversation)}),
     }
 
 

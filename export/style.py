@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from export.conversation import Call, Conversation, Entry, Result, Turn
 from toolsets.text import clip
@@ -12,6 +12,7 @@ from toolsets.text import clip
 ReasoningStyle = Literal["inline", "field", "last", "none"]
 CallStyle = Literal["keep", "split"]
 SystemStyle = Literal["saved", "omit"]
+EmptyThink = Literal["keep", "omit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Style:
     """Whether a turn of several calls stays one, or becomes one per call with its result."""
     system: SystemStyle | None = None
     """Whether the system prompt that the model saw is told."""
+    empty_think: EmptyThink = "keep"
+    """Whether a turn of `hermes` without reasoning opens with an empty think block."""
     max_tool_chars: int | None = None
     """Longest tool result, in characters; of longer ones the middle is cut."""
 
@@ -38,6 +41,11 @@ class Style:
     def has_system(self, *, by_default: bool) -> bool:
         """Whether the system prompt is told."""
         return by_default if self.system is None else self.system == "saved"
+
+
+def style_of_run(config: Mapping[str, Any]) -> Style:
+    """How a run with this config, as run.json has it, tells conversations in its training file."""
+    return Style(empty_think=config.get("empty_think", "keep"))
 
 
 def styled(conversation: Conversation, style: Style) -> Conversation:
