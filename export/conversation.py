@@ -19,6 +19,7 @@ from export.replies import Own, own_of, tool_stats
 from export.rewards import reward_of
 from export.row_json import control_token, read_arguments
 from export.row_rules import Reason, Rejected, check_conversation, check_finished
+from export.views import views_of
 
 _MARKER_IN_TEXT = re.compile(
     r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>",
@@ -331,6 +332,8 @@ def _metadata(
     told["usage"] = record["usage"]
     resumes = record["resumes"]
     told["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
+    if resumes or record.get("view_compacted") or record.get("options"):
+        told.update(views_of(record))
     notes, repairs = _notes_and_repairs(noted)
     if notes:
         told["notes"] = notes

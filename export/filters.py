@@ -21,6 +21,7 @@ from export.rewards import passed, reward_of
 from export.secrets import Scanner, make_scanner
 from export.texts import texts_of
 from export.verdicts import Verdicts
+from export.views import views_of
 
 Record = Mapping[str, Any]
 
@@ -81,6 +82,13 @@ class RecordFilters:
             yield Rejection("failed", f"{error['class']}: {error['message']}")
         if status not in filters.status and "any" not in filters.status:
             yield Rejection("status", f"{status}: {record.get('status_reason') or 'ended early'}")
+        if filters.shortened_views == "reject" and record.get("view_compacted"):
+            seen = views_of(record).get("view_compacted", 0)
+            yield Rejection("shortened_views", f"{seen} replies did not see all that was said")
+        if (most := filters.max_interrupted_calls) is not None:
+            interrupted = sum(len(resume["interrupted"]) for resume in record["resumes"])
+            if interrupted > most:
+                yield Rejection("max_interrupted_calls", f"{interrupted} calls were interrupted")
         if self._counts:
             yield from _counts(record, filters)
         yield from self._judged(record)

@@ -16,6 +16,7 @@ from export.rewards import passed, reward_of
 from export.row_json import compact_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
+from export.views import COUNTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
     lineage = lineage_of(chosen.conversation.record)
     lineage.pop("branch", None)
     metadata: dict[str, Any] = {
-        "chosen": {"id": chosen.id, "reward": chosen.reward},
-        "rejected": {"id": rejected.id, "reward": rejected.reward},
+        "chosen": {"id": chosen.id, "reward": chosen.reward, **_views(chosen)},
+        "rejected": {"id": rejected.id, "reward": rejected.reward, **_views(rejected)},
         **({"fork": lineage} if lineage else {}),
     }
     return {
@@ -104,6 +105,11 @@ def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
         "tools": chosen.tools,
         "metadata": compact_json(metadata),
     }
+
+
+def _views(sample: Sample) -> dict[str, int]:
+    metadata = sample.conversation.metadata
+    return {key: metadata[key] for key in COUNTS if metadata.get(key)}
 
 
 def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:

@@ -149,6 +149,11 @@ class Filters(_Part):
     hidden_reasoning: Literal["keep", "reject"] = "keep"
     """`reject` leaves out conversations with turns that were reasoned about in a way that nobody
     can read: many templates show them with an empty think block, whatever a row says."""
+    shortened_views: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations whose model was shown parts of them in short or as a
+    summary: rows hold these parts whole."""
+    max_interrupted_calls: NonNegativeInt | None = None
+    """Most tool calls that a crash interrupted."""
     max_tool_errors: NonNegativeInt | None = None
     max_tool_error_share: Share | None = None
     """Most failed calls, as a share of those that have a result."""

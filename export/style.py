@@ -53,6 +53,9 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
     entries = conversation.entries
     if style.max_tool_chars is not None:
         entries = [_with_short_results(entry, style.max_tool_chars) for entry in entries]
+        if cut := sum(map(_cut_results, conversation.entries, entries)):
+            metadata = {**conversation.metadata, "cut_by_export": cut}
+            conversation = conversation._replace(metadata=metadata)
     if style.reasoning in ("last", "none"):
         kept = style.reasoning == "last"
         last = max(n for n, entry in enumerate(entries) if isinstance(entry, Turn))
@@ -74,6 +77,15 @@ def _with_short_results(entry: Entry, max_chars: int) -> Entry:
         return entry
     short = [r._replace(content=clip(r.content, max_chars=max_chars)) for r in entry.results]
     return entry._replace(results=short)
+
+
+def _cut_results(entry: Entry, short: Entry) -> int:
+    if isinstance(entry, str) or isinstance(short, str) or entry is short:
+        return 0
+    return sum(
+        now.content != before.content
+        for before, now in zip(entry.results, short.results, strict=True)
+    )
 
 
 def _split(entry: Entry) -> Sequence[Entry]:
