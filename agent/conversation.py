@@ -22,7 +22,7 @@ from agent.stream import StreamHandler, guarded
 from agent.subagents import SubagentTool, options_of
 from agent.tools import AgentTools, Approve
 from agent.trajectory import Journal, Trajectory
-from agent.views import is_compacted, with_views
+from agent.views import compacted_from, with_views
 from toolsets.toolbox import Toolbox
 
 
@@ -214,4 +214,5 @@ _PLAIN = {
 def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
     """Whether the model was shown any part of a conversation in short or as a summary."""
     summarized, _ = summary.latest_summary(trajectory)
-    return bool(summarized) or is_compacted(trajectory.messages, options.compact_after)
+    messages = trajectory.messages
+    return bool(summarized) or compacted_from(messages, options.compact_after) < len(messages)

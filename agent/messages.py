@@ -34,7 +34,8 @@ class ToolCall(TypedDict):
 class ProviderBlocks(TypedDict):
     """Parts of a reply that go back to the provider verbatim (signatures, encrypted thoughts).
 
-    `api` names the adapter that wrote `blocks` and that alone may read them.
+    `api` names the adapter that wrote `blocks` and that alone may read them; whether they hold
+    thoughts that nobody can read, `agent.reasoning` knows.
     """
 
     api: str

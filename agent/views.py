@@ -64,13 +64,22 @@ def compact(messages: Sequence[Message], after: int) -> list[Message]:
     return shown
 
 
-def is_compacted(messages: Sequence[Message], after: int) -> bool:
-    """Whether the model was ever shown these messages in short."""
-    last = max((n for n, m in enumerate(messages) if m["role"] == "assistant"), default=0)
-    before = messages[:last]
-    return bool(after) and any(
-        shown is not message for shown, message in zip(compact(before, after), before, strict=True)
-    )
+def compacted_from(messages: Sequence[Message], after: int) -> int:
+    """The place of the first reply that was asked for with older ones in short, as all later ones.
+
+    The number of messages where there is none.
+    """
+    texts = 0
+    enough: int | None = None
+    for n, message in enumerate(messages if after else ()):
+        if message["role"] != "assistant":
+            continue
+        if enough is not None and texts >= enough:
+            return n
+        texts += bool(message["content"].strip())
+        if enough is None and _in_short(message) is not message:
+            enough = texts + after
+    return len(messages)
 
 
 def _in_short(message: Message) -> Message:

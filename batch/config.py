@@ -202,6 +202,11 @@ class RunConfig(AgentOptions):
     require_reasoning: bool = _running(
         False, "Leave completed conversations without any reasoning out of the training file."
     )
+    empty_think: Literal["keep", "omit"] = _running(
+        "keep",
+        "Training file: whether turns without reasoning open with an empty <think> block, as the "
+        "Hermes dialect has it; `omit` is for models that do not reason.",
+    )
     seed: Seed = meaning(0, "Seed of everything that is drawn at random.")
     num_samples: int = _running(1, "Independent conversations per prompt.", ge=1, le=1_000_000)
     max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")

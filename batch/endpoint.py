@@ -9,12 +9,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
-<<<<<<< HEAD
-from agent.models.names import Endpoint, known_at, root_of
-=======
 from agent.models.model import Price
-from agent.models.names import Endpoint
->>>>>>> h8
+from agent.models.names import Endpoint, known_at, root_of
 from agent.options import PositiveFloat, PositiveInt
 
 _OURS = frozenset({"messages", "input", "model", "tools", "stream", "n"})

@@ -175,10 +175,15 @@ def export_and_account(
     from batch.accounts import account
     from batch.files import replace_file
     from batch.wave_sums import sum_up
+    from export.style import style_of_run
     from export.training_files import export_run
 
     export_run(
-        path, scan, num_samples=config.num_samples, require_reasoning=config.require_reasoning
+        path,
+        scan,
+        num_samples=config.num_samples,
+        style=style_of_run(config.to_json()),
+        require_reasoning=config.require_reasoning,
     )
     accounts = account(path, scan, config)
     summary = path / "summary.json"
@@ -223,4 +228,23 @@ def show_run(path: Path, accounts: Accounts) -> None:
         if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
+    if manifest["exported"] and _has_empty_thoughts_only(path):
+        lines.append(
+            "No reply holds reasoning, so every gpt turn opens with an empty <think> block; "
+            "--empty_think=omit leaves these blocks out."
+        )
     show("\n".join(lines))
+
+
+def _has_empty_thoughts_only(path: Path) -> bool:
+    """Whether nothing in the training file was reasoned about, and every turn of it says so."""
+    import orjson
+
+    from batch.run_dir import read_run_json
+    from export.style import style_of_run
+
+    reasoning = orjson.loads((path / "statistics.json").read_bytes())["reasoning"]
+    style = style_of_run(read_run_json(path)["config"])
+    return style.empty_think == "keep" and not (
+        reasoning["with_reasoning"] or reasoning.get("hidden")
+    )

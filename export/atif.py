@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from export.conversation import Conversation, Turn, read_entries, system_of
+from export.conversation import Conversation, Turn, metadata_of, read_entries, system_of
 from export.replies import own_of
 from export.rewards import reward_of
 from export.row_rules import Reason, Rejected
@@ -40,7 +40,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     extra = {
         "completed": conversation.completed,
         **({} if reward is None else {"reward": reward}),
-        **conversation.metadata,
+        **metadata_of(conversation),
     }
     return _document(
         conversation, style, record["id"], session=record["id"], agent=agent, extra=extra

@@ -171,10 +171,12 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     for part in manifest["formats"]:
         yield f"- **{part['format']}**: {_LOADING[part['format']]}"
     reasoning = statistics["reasoning"]
+    hidden = reasoning.get("hidden", 0)
     yield ""
     yield (
         f"- reasoning: in {reasoning['with_reasoning']:,} of {reasoning['assistant_turns']:,} "
         + (f"turns, told `{recipe.reasoning or 'as each format has it'}`")
+        + (f"; {hidden:,} more turns had some that nobody can read" if hidden else "")
     )
     yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
     yield f"- parallel calls: `{recipe.parallel_calls}`"

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from agent.reasoning import opens_reasoning, split_inline_reasoning
+from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
 from export.completion import plain_ending
 from export.replies import Own, own_of, tool_stats
 from export.rewards import reward_of
 from export.row_json import control_token, read_arguments
 from export.row_rules import Reason, Rejected, check_conversation, check_finished
+from export.views import views_of
 
 _MARKER_IN_TEXT = re.compile(
     r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>",
@@ -61,6 +62,8 @@ class Turn(NamedTuple):
     was given by a call and is told as a turn of its own."""
     is_given: bool = False
     """The prompt brought this turn along."""
+    hides_reasoning: bool = False
+    """The model reasoned, and nobody can read it: that is not the same as no reasoning."""
 
 
 Entry = str | Turn
@@ -124,6 +127,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         last = entries[-1]
         assert isinstance(last, Turn)  # it holds the answer
         entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
+    entries = _with_hidden_reasoning(entries, record)
     stats = own.tools if completion != "final_answer" else tool_stats(messages[own.start :])
     # What was noted of a parent's turns stands in the row of the parent.
     noted = record["messages"]
@@ -191,6 +195,29 @@ def system_of(messages: Iterable[Mapping[str, Any]]) -> str:
     """What the system messages say together, blank without any; raises Rejected unless text."""
     texts = (text_of(m, where="system message") for m in messages if m["role"] == "system")
     return "\n\n".join(text for text in texts if text.strip())
+
+
+def _with_hidden_reasoning(entries: list[Entry], record: Mapping[str, Any]) -> list[Entry]:
+    """The entries, with the turns marked whose reasoning nobody can read."""
+    if all(isinstance(entry, str) or entry.reasoning for entry in entries):
+        return entries
+    replies = [message for message in record["messages"] if message["role"] == "assistant"]
+    # Those of the prompt come first, and cost nothing here.
+    usages = [None] * len(replies) + [turn.get("usage") for turn in record["turns"]]
+    usages = usages[-len(replies) :]
+    marked = []
+    end = 0
+    is_hidden = False
+    for entry in entries:
+        if isinstance(entry, Turn):
+            start, end = end, end + entry.replies
+            if entry.replies:  # else the answer was part of the reply before it
+                made = zip(replies[start:end], usages[start:end], strict=False)
+                is_hidden = any(hides_reasoning(*reply) for reply in made)
+            if is_hidden and not entry.reasoning:
+                entry = entry._replace(hides_reasoning=True)
+        marked.append(entry)
+    return marked
 
 
 def _user_text(message: Mapping[str, Any], *, turn: int) -> str:
@@ -301,10 +328,12 @@ def _metadata(
     told["sample"] = record["sample"]
     told["toolsets"] = record["toolsets"]
     told["tool_stats"] = stats
-    told["reasoning"] = None
+    told["reasoning"] = None  # see `metadata_of`
     told["usage"] = record["usage"]
     resumes = record["resumes"]
     told["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
+    if resumes or record.get("view_compacted") or record.get("options"):
+        told.update(views_of(record))
     notes, repairs = _notes_and_repairs(noted)
     if notes:
         told["notes"] = notes
@@ -317,6 +346,16 @@ def _metadata(
     told["seed"] = record["seed"]
     told["config_digest"] = record["config_digest"]
     return told
+
+
+def metadata_of(conversation: Conversation) -> dict[str, Any]:
+    """What a row says of its run and of the reasoning that it has, after all styling."""
+    said = conversation.own_turns
+    with_reasoning = sum([bool(turn.reasoning) for turn in said])
+    reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
+    if with_reasoning < len(said) and (hidden := sum(turn.hides_reasoning for turn in said)):
+        reasoning["hidden"] = hidden
+    return {**conversation.metadata, "reasoning": reasoning}
 
 
 def lineage_of(record: Mapping[str, Any]) -> dict[str, Any]:

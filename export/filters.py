@@ -16,11 +16,12 @@ from batch.errors import ConfigError
 from export.completion import answer_of
 from export.contamination import Questions, load_questions
 from export.recipe import AnswerCheck, Filters
-from export.replies import has_reasoning, own_of
+from export.replies import has_reasoning, hidden_reasoning, own_of
 from export.rewards import passed, reward_of
 from export.secrets import Scanner, make_scanner
 from export.texts import texts_of
 from export.verdicts import Verdicts
+from export.views import views_of
 
 Record = Mapping[str, Any]
 
@@ -30,7 +31,8 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 _COUNTED = (
-    *("min_reasoning", "max_tool_errors", "max_tool_error_share", "invented_tools"),
+    *("min_reasoning", "hidden_reasoning"),
+    *("max_tool_errors", "max_tool_error_share", "invented_tools"),
     *("min_turns", "max_turns", "min_tool_calls", "max_tool_calls"),
     *("max_input_tokens", "max_output_tokens", "max_tokens"),
 )
@@ -80,6 +82,13 @@ class RecordFilters:
             yield Rejection("failed", f"{error['class']}: {error['message']}")
         if status not in filters.status and "any" not in filters.status:
             yield Rejection("status", f"{status}: {record.get('status_reason') or 'ended early'}")
+        if filters.shortened_views == "reject" and record.get("view_compacted"):
+            seen = views_of(record).get("view_compacted", 0)
+            yield Rejection("shortened_views", f"{seen} replies did not see all that was said")
+        if (most := filters.max_interrupted_calls) is not None:
+            interrupted = sum(len(resume["interrupted"]) for resume in record["resumes"])
+            if interrupted > most:
+                yield Rejection("max_interrupted_calls", f"{interrupted} calls were interrupted")
         if self._counts:
             yield from _counts(record, filters)
         yield from self._judged(record)
@@ -118,6 +127,8 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
         share = sum(map(has_reasoning, said)) / len(said) if said else 0.0
         if share < filters.min_reasoning:
             yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
+    if filters.hidden_reasoning == "reject" and (hidden := hidden_reasoning(own)):
+        yield Rejection("hidden_reasoning", f"nobody can read the reasoning of {hidden} turns")
     results = [message for message in replies if message["role"] == "tool"]
     errors = sum(bool(message.get("is_error")) for message in results)
     if filters.max_tool_errors is not None and errors > filters.max_tool_errors:

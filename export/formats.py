@@ -24,7 +24,7 @@ class Format:
 
 
 def _hermes_row(conversation: Conversation, style: Style) -> dict[str, Any]:
-    return hermes.row_of(conversation, with_system_prompt=style.has_system(by_default=False))
+    return hermes.row_of(conversation, style)
 
 
 ROW_FORMATS: Mapping[str, Format] = {

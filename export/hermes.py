@@ -23,38 +23,44 @@ from export.conversation import (
     Conversation,
     Entry,
     Turn,
+    metadata_of,
     read_conversation,
     read_entries,
     refuse_control_tokens,
 )
 from export.replies import Own
 from export.row_json import Repeated, compact_json, content_json, escape_markers, write_json
+from export.style import Style
 
 T = TypeVar("T")
 
 _NO_REASONING = "<think>\n</think>\n"
 """Stands in front of a turn without reasoning, so that every turn opens with a think block."""
 
+_PLAIN = Style()
 
-def to_row(record: Mapping[str, Any], own: Own | None = None) -> dict[str, Any]:
+
+def to_row(
+    record: Mapping[str, Any], own: Own | None = None, style: Style = _PLAIN
+) -> dict[str, Any]:
     """Convert a record; raises Rejected where it breaks a rule of the format.
 
     A record that ended early converts too, with `completed` false: the caller decides which
     file it belongs to. `own` is that of `read_conversation`.
     """
-    return row_of(read_conversation(record, own))
+    return row_of(read_conversation(record, own), style)
 
 
-def row_of(conversation: Conversation, *, with_system_prompt: bool = False) -> dict[str, Any]:
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The row of a conversation; its system prompt is in it only if asked for. Raises Rejected."""
     record = conversation.record
     columns = common_columns(conversation)
-    system = conversation.system if with_system_prompt else ""
+    system = conversation.system if style.has_system(by_default=False) else ""
     refuse_control_tokens(system, where="system message")
     tools, preamble = once(conversation.tools, _tools_and_preamble)
     return {
         "id": record["id"],
-        "conversations": _conversations(conversation.entries, preamble, system=system),
+        "conversations": _conversations(conversation.entries, preamble, style, system=system),
         "tools": tools,
         "completed": conversation.completed,
         "partial": not conversation.completed,
@@ -65,16 +71,11 @@ def row_of(conversation: Conversation, *, with_system_prompt: bool = False) -> d
 
 def common_columns(conversation: Conversation) -> dict[str, Any]:
     """The columns that rows of all formats end with."""
-    said = conversation.own_turns
-    with_reasoning = sum(bool(turn.reasoning) for turn in said)
-    metadata = {
-        **conversation.metadata,
-        "reasoning": {"assistant_turns": len(said), "with_reasoning": with_reasoning},
-    }
+    metadata = metadata_of(conversation)
     return {
         "num_turns": conversation.num_turns,
         "num_tool_calls": conversation.num_tool_calls,
-        "has_reasoning": with_reasoning > 0,
+        "has_reasoning": metadata["reasoning"]["with_reasoning"] > 0,
         "metadata": compact_json(metadata),
     }
 
@@ -89,17 +90,20 @@ def to_conversations(
     that the provider paused is one gpt entry with its continuation.
     """
     _, preamble = once(tools, _tools_and_preamble)
-    return _conversations(read_entries(messages, tools), preamble, system="")
+    return _conversations(read_entries(messages, tools), preamble, _PLAIN, system="")
 
 
-def _conversations(entries: Sequence[Entry], preamble: str, *, system: str) -> list[dict[str, str]]:
+def _conversations(
+    entries: Sequence[Entry], preamble: str, style: Style, *, system: str
+) -> list[dict[str, str]]:
+    no_reasoning = _NO_REASONING if style.empty_think == "keep" else ""
     value = f"{preamble}\n\n{system}" if system else preamble
     conversations = [{"from": "system", "value": value}]
     for entry in entries:
         if isinstance(entry, str):
             conversations.append({"from": "human", "value": entry})
             continue
-        conversations.append({"from": "gpt", "value": _gpt_value(entry)})
+        conversations.append({"from": "gpt", "value": _gpt_value(entry, no_reasoning)})
         if entry.results:
             conversations.append({"from": "tool", "value": _tool_value(entry)})
     return conversations
@@ -141,8 +145,12 @@ def _template() -> str:
     return path.read_text(encoding="utf-8").removesuffix("\n")
 
 
-def _gpt_value(turn: Turn) -> str:
-    parts = [f"<think>\n{turn.reasoning}\n</think>\n" if turn.reasoning else _NO_REASONING]
+def _gpt_value(turn: Turn, no_reasoning: str) -> str:
+    if turn.reasoning:
+        parts = [f"<think>\n{turn.reasoning}\n</think>\n"]
+    else:
+        # Reasoning that nobody can read is not the same as none: it must not teach not to think.
+        parts = ["" if turn.hides_reasoning else no_reasoning]
     if turn.text:
         parts.append(f"{turn.text}\n")
     for call in turn.calls:

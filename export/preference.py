@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.chat import messages_of, tools_json
-from export.conversation import Conversation, Turn, lineage_of
+from export.conversation import Conversation, Turn, lineage_of, metadata_of
 from export.rewards import passed, reward_of
 from export.row_json import compact_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
+from export.views import COUNTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
     lineage = lineage_of(chosen.conversation.record)
     lineage.pop("branch", None)
     metadata: dict[str, Any] = {
-        "chosen": {"id": chosen.id, "reward": chosen.reward},
-        "rejected": {"id": rejected.id, "reward": rejected.reward},
+        "chosen": {"id": chosen.id, "reward": chosen.reward, **_views(chosen)},
+        "rejected": {"id": rejected.id, "reward": rejected.reward, **_views(rejected)},
         **({"fork": lineage} if lineage else {}),
     }
     return {
@@ -106,6 +107,11 @@ def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
     }
 
 
+def _views(sample: Sample) -> dict[str, int]:
+    metadata = sample.conversation.metadata
+    return {key: metadata[key] for key in COUNTS if metadata.get(key)}
+
+
 def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
     """One row of a prompt, a completion and whether it is a good one."""
     return {
@@ -114,7 +120,7 @@ def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
         "completion": sample.completion,
         "label": bool(passed(sample.conversation.record, threshold=threshold)),
         "tools": sample.tools,
-        "metadata": compact_json({"reward": sample.reward, **sample.conversation.metadata}),
+        "metadata": compact_json({"reward": sample.reward, **metadata_of(sample.conversation)}),
     }
 
 

@@ -28,7 +28,7 @@ from agent.trajectory import Status
 from batch.config_file import read_mapping
 from batch.errors import ConfigError
 from export.formats import GROUP_FORMATS, KNOWN, ROW_FORMATS
-from export.style import CallStyle, ReasoningStyle, Style, SystemStyle
+from export.style import CallStyle, EmptyThink, ReasoningStyle, Style, SystemStyle
 from toolsets.text import clip
 
 FormatName = Literal["hermes", "llamafactory", "openai", "atif", "parquet", "dpo", "kto", "raw"]
@@ -145,7 +145,15 @@ class Filters(_Part):
     ] = ("completed",)
     """Endings to keep; `any` keeps all but `failed`."""
     min_reasoning: Share | None = None
-    """Least share of the model's turns that hold reasoning."""
+    """Least share of the model's turns that hold reasoning in words."""
+    hidden_reasoning: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations with turns that were reasoned about in a way that nobody
+    can read: many templates show them with an empty think block, whatever a row says."""
+    shortened_views: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations whose model was shown parts of them in short or as a
+    summary: rows hold these parts whole."""
+    max_interrupted_calls: NonNegativeInt | None = None
+    """Most tool calls that a crash interrupted."""
     max_tool_errors: NonNegativeInt | None = None
     max_tool_error_share: Share | None = None
     """Most failed calls, as a share of those that have a result."""
@@ -209,6 +217,7 @@ class Recipe(_Part):
     reasoning: ReasoningStyle | None = None
     parallel_calls: CallStyle = "keep"
     system: SystemStyle | None = None
+    empty_think: EmptyThink = "keep"
     max_tool_chars: PositiveInt | None = None
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
     split_seed: Seed = 0
@@ -241,7 +250,13 @@ class Recipe(_Part):
     @property
     def style(self) -> Style:
         """How conversations are told."""
-        return Style(self.reasoning, self.parallel_calls, self.system, self.max_tool_chars)
+        return Style(
+            self.reasoning,
+            self.parallel_calls,
+            self.system,
+            self.empty_think,
+            self.max_tool_chars,
+        )
 
     @property
     def needs_conversations(self) -> bool:

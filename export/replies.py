@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agent.reasoning import split_inline_reasoning
+from agent.reasoning import hides_reasoning, split_inline_reasoning
 from batch.index import own_turns
 
 
@@ -70,4 +70,13 @@ def has_reasoning(message: Mapping[str, Any]) -> bool:
         isinstance(content, str)
         and "<" in content
         and split_inline_reasoning(content).reasoning is not None
+    )
+
+
+def hidden_reasoning(own: Own) -> int:
+    """How many replies were reasoned about in a way that nobody can read."""
+    said = (message for message in own.messages if message["role"] == "assistant")
+    return sum(
+        not has_reasoning(message) and hides_reasoning(message, turn.get("usage"))
+        for message, turn in zip(said, own.turns, strict=False)
     )

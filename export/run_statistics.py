@@ -107,7 +107,9 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
     reasoning = found["reasoning"]
     if turns := reasoning["assistant_turns"]:
         share = 100 * reasoning["with_reasoning"] / turns
-        yield f"reasoning in {share:.1f}% of {turns:,} turns"
+        hidden = reasoning.get("hidden", 0)
+        told = f", hidden by the API in {100 * hidden / turns:.1f}%" if hidden else ""
+        yield f"reasoning in {share:.1f}% of {turns:,} turns{told}"
     cost = found["cost_usd"]
     if cost["records_of_unknown_cost"] < found["records"]:
         told = f"cost ${cost['known_total']:.4f}"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from export.replies import Own, has_reasoning
+from export.replies import Own, has_reasoning, hidden_reasoning
 
 _UNNAMED_FAILURE = "reported"
 """The kind of a failure that the tool itself reported, without an exception."""
@@ -35,6 +35,7 @@ class Statistics:
         self._tool_errors: Counter[str] = Counter()
         self._replies = 0
         self._with_reasoning = 0
+        self._hidden_reasoning = 0
         self._rows_with_reasoning = 0
         self._statuses: Counter[str] = Counter()
         self._toolsets: Counter[str] = Counter()
@@ -62,6 +63,8 @@ class Statistics:
     def to_json(self) -> dict[str, Any]:
         """For statistics.json. Rates of tools are percentages of the calls that have a result.
 
+        `hidden` is there if any: turns without reasoning in words, which were reasoned about.
+
         `tokens` are of all that was paid for, as far as the endpoint told them;
         `cache_hit_rate` is the percentage of input tokens that came from a prompt cache.
         """
@@ -75,6 +78,7 @@ class Statistics:
                 "assistant_turns": self._replies,
                 "with_reasoning": self._with_reasoning,
                 "without_reasoning": self._replies - self._with_reasoning,
+                **({"hidden": self._hidden_reasoning} if self._hidden_reasoning else {}),
                 "rows_with_any": self._rows_with_reasoning,
             },
             "rows": dict(sorted(self._statuses.items())),
@@ -118,6 +122,8 @@ class Statistics:
                 self._tool_errors[_kind_of_failure(message)] += 1
         self._replies += said
         self._with_reasoning += with_reasoning
+        if with_reasoning < said:
+            self._hidden_reasoning += hidden_reasoning(own)
         self._rows_with_reasoning += with_reasoning > 0
 
     def _add_times(self, turns: Sequence[Mapping[str, Any]]) -> None:

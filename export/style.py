@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from export.conversation import Call, Conversation, Entry, Result, Turn
 from toolsets.text import clip
@@ -12,6 +12,7 @@ from toolsets.text import clip
 ReasoningStyle = Literal["inline", "field", "last", "none"]
 CallStyle = Literal["keep", "split"]
 SystemStyle = Literal["saved", "omit"]
+EmptyThink = Literal["keep", "omit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Style:
     """Whether a turn of several calls stays one, or becomes one per call with its result."""
     system: SystemStyle | None = None
     """Whether the system prompt that the model saw is told."""
+    empty_think: EmptyThink = "keep"
+    """Whether a turn of `hermes` without reasoning opens with an empty think block."""
     max_tool_chars: int | None = None
     """Longest tool result, in characters; of longer ones the middle is cut."""
 
@@ -40,11 +43,19 @@ class Style:
         return by_default if self.system is None else self.system == "saved"
 
 
+def style_of_run(config: Mapping[str, Any]) -> Style:
+    """How a run with this config, as run.json has it, tells conversations in its training file."""
+    return Style(empty_think=config.get("empty_think", "keep"))
+
+
 def styled(conversation: Conversation, style: Style) -> Conversation:
     """The conversation with what the style leaves out left out, and its calls in its way."""
     entries = conversation.entries
     if style.max_tool_chars is not None:
         entries = [_with_short_results(entry, style.max_tool_chars) for entry in entries]
+        if cut := sum(map(_cut_results, conversation.entries, entries)):
+            metadata = {**conversation.metadata, "cut_by_export": cut}
+            conversation = conversation._replace(metadata=metadata)
     if style.reasoning in ("last", "none"):
         kept = style.reasoning == "last"
         last = max(n for n, entry in enumerate(entries) if isinstance(entry, Turn))
@@ -66,6 +77,15 @@ def _with_short_results(entry: Entry, max_chars: int) -> Entry:
         return entry
     short = [r._replace(content=clip(r.content, max_chars=max_chars)) for r in entry.results]
     return entry._replace(results=short)
+
+
+def _cut_results(entry: Entry, short: Entry) -> int:
+    if isinstance(entry, str) or isinstance(short, str) or entry is short:
+        return 0
+    return sum(
+        now.content != before.content
+        for before, now in zip(entry.results, short.results, strict=True)
+    )
 
 
 def _split(entry: Entry) -> Sequence[Entry]:

@@ -39,6 +39,9 @@ from export.row_files import Hashing
 from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
 from export.statistics import Statistics
+from export.style import Style
+
+_PLAIN = Style()
 
 Place = Literal["training", "partial", "rejects"]
 
@@ -67,17 +70,22 @@ class _Output:
 
 
 def route(
-    record: dict[str, Any], own: Own | None = None, *, require_reasoning: bool = False
+    record: dict[str, Any],
+    own: Own | None = None,
+    *,
+    style: Style = _PLAIN,
+    require_reasoning: bool = False,
 ) -> Routed:
     """Decide where a record goes and render its line; `own` is that of `read_conversation`.
 
-    `require_reasoning` keeps completed conversations without any reasoning out of training.
+    `style` is that of the run. `require_reasoning` keeps completed conversations without any
+    reasoning in words out of training.
     """
     if record["status"] == "failed":
         error = record["error"]
         return _reject(record, "failed", f"{error['class']}: {error['message']}")
     try:
-        row = to_row(record, own)
+        row = to_row(record, own, style)
     except Rejected as rejected:
         return _reject(record, rejected.reason.value, rejected.detail)
     if require_reasoning and row["completed"] and not row["has_reasoning"]:
@@ -86,9 +94,14 @@ def route(
 
 
 def export_run(
-    run_dir: Path, scan: Scan, *, num_samples: int, require_reasoning: bool = False
+    run_dir: Path,
+    scan: Scan,
+    *,
+    num_samples: int,
+    style: Style = _PLAIN,
+    require_reasoning: bool = False,
 ) -> None:
-    """Write all files of a run from its records.
+    """Write all files of a run from its records; the last two are as for `route`.
 
     Raises `StorageError`, and `EnvironmentStop` where a record has become unreadable.
 
@@ -117,7 +130,9 @@ def export_run(
                 for record, own in zip(few, owns, strict=True):
                     statistics.add(record, own)
                 for record, own in zip(few, owns, strict=True):
-                    place, line, reason = route(record, own, require_reasoning=require_reasoning)
+                    place, line, reason = route(
+                        record, own, style=style, require_reasoning=require_reasoning
+                    )
                     outputs[place].file.write(line)
                     outputs[place].rows += 1
                     if reason is not None:

@@ -7,11 +7,16 @@ from typing import Any
 
 import orjson
 
+from export.style import Style
 from export.training_files import route
 
 
 def training_form(
-    record: dict[str, Any], *, require_reasoning: bool, number_of: Callable[[str], int]
+    record: dict[str, Any],
+    *,
+    number_of: Callable[[str], int],
+    style: Style,
+    require_reasoning: bool,
 ) -> dict[str, Any]:
     """What the export makes of a record, JSON-ready.
 
@@ -23,7 +28,7 @@ def training_form(
     Loss is on the turns of `gpt`, whole: trainers mask by speaker, so also on those that the
     prompt brought along.
     """
-    routed = route(record, require_reasoning=require_reasoning)
+    routed = route(record, style=style, require_reasoning=require_reasoning)
     row = orjson.loads(routed.line)
     if routed.place == "rejects":
         found = {"reason": row["reason"], "detail": row["detail"], "system": None}

@@ -14,6 +14,7 @@ from batch.errors import RunDirError
 from batch.files import StorageError, replace_file
 from batch.run_dir import holder_of, read_run_json
 from batch.stored import stored_records
+from export.style import style_of_run
 from report.errors_seen import errors_seen
 from report.page import render_page
 from report.pieces import INLINE_BYTES, Pieces
@@ -53,12 +54,16 @@ def write_report(
     pieces = Pieces(directory, report_id, inline_bytes=inline_bytes)
     tools, systems = _Once(), _Once()
     require_reasoning = run["config"].get("require_reasoning", False)
+    style = style_of_run(run["config"])
     columns: list[str] = []
     count = 0
     try:
         for record, _ in stored_records(run_dir):
             form = training_form(
-                record, require_reasoning=require_reasoning, number_of=systems.number
+                record,
+                number_of=systems.number,
+                style=style,
+                require_reasoning=require_reasoning,
             )
             row = row_of(record) | {"exported": form["file"]}
             columns = [*row, "chunk", "place"]

@@ -13,7 +13,7 @@ import pytest
 from agent.messages import Message
 from agent.options import AgentOptions, of_row
 from agent.setup import set_up
-from agent.views import compact, is_compacted
+from agent.views import compact, compacted_from
 from run_agent import AIAgent
 from tests.answering import JSON, answering
 from tests.playing import SETTINGS, call, calls, play, say
@@ -273,9 +273,9 @@ class TestViews:
         messages = [USER, signed, USER, later, USER, later]
         assert "provider_blocks" not in compact(messages, 1)[1]
         assert "provider_blocks" in signed
-        assert is_compacted(messages, 1)
-        assert not is_compacted(messages[:4], 1), "the last reply did not see it"
-        assert not is_compacted(messages, 0)
+        assert compacted_from(messages, 1) == 5
+        assert compacted_from(messages[:4], 1) == 4, "the last reply did not see it"
+        assert compacted_from(messages, 0) == 6
 
 
 class TestSummary:

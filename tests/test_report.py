@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from batch.errors import RunDirError
+from export.style import Style
 from report.page import embedded
 from report.rows import row_of, seconds_at_work
 from report.training import training_form
@@ -157,10 +158,12 @@ def test_turns_that_the_prompt_brought_along_are_counted(run_dir: Path) -> None:
     (record,) = (line for line in lines(run_dir / "records.jsonl") if line["id"] == "plain")
     brought = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     longer = record | {"messages": [*brought, *record["messages"]]}
-    form = training_form(longer, require_reasoning=False, number_of=len)
+    form = training_form(longer, number_of=len, style=Style(), require_reasoning=False)
     assert form["given"] == 1
     assert [loss for _, _, loss in form["turns"]] == [False, True, False, True, False, True]
-    assert training_form(record, require_reasoning=False, number_of=len)["given"] == 0
+    assert (
+        training_form(record, number_of=len, style=Style(), require_reasoning=False)["given"] == 0
+    )
 
 
 def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:
