@@ -20,6 +20,7 @@ from agent.options import AgentOptions
 from agent.references import STORED_AS, UnusableReference, name_for, resolve, tag
 from agent.tally import OWN_CHARS
 from agent.trajectory import Trajectory
+from toolsets.errors import machine_failure
 from toolsets.text import clip, valid_utf8
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox, cancellations
@@ -211,6 +212,8 @@ async def _why_denied(
             decision = await decision if inspect.isawaitable(decision) else decision
     except BaseException as error:
         if cancellations() > before or isinstance(error, GeneratorExit | KeyboardInterrupt):
+            raise
+        if machine_failure(error) is not None:
             raise
         log.exception("the approval hook failed; the call of %s is denied", name)
         return ""

@@ -30,6 +30,7 @@ from batch.tcp import connect
 from batch.wire import pack
 from batch.worker import run_worker
 from batch.worker_setup import WorkerSetup
+from toolsets.errors import machine_failure
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -93,9 +94,12 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
         (setup.run_dir / "workspaces").mkdir(parents=True, exist_ok=True, mode=0o700)
         if run_worker(connection, setup):
             shutil.rmtree(scratch, ignore_errors=True)
-    except (RunError, ImportError, OSError, ValueError) as error:
+    except Exception as error:
+        words = machine_failure(error)
+        if words is None and not isinstance(error, RunError | ImportError | OSError | ValueError):
+            raise
         # What is missing on this node will be missing for the next worker here too.
-        message = f"{multiprocessing.current_process().name}: {error}"
+        message = f"{multiprocessing.current_process().name}: {words or error}"
         connection.send_bytes(pack("halt", message=message))
 
 

@@ -40,7 +40,7 @@ from batch.stopped import Stopped
 from batch.task_home import Gate, Stops, TaskHome
 from batch.wire import Deal, no_counters, pack
 from batch.worker_setup import WorkerSetup
-from toolsets.errors import HOST_ERRNOS, HostError
+from toolsets.errors import HostError, machine_failure
 from toolsets.space import TaskSpace
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,10 @@ class TaskRunner:
         except (Exception, asyncio.CancelledError) as error:
             try:
                 return self._sort_out(task, deal, error)
-            except Exception:
+            except Exception as defect:
+                if (words := machine_failure(defect)) is not None:
+                    self._stops.halt(f"{task.id}: {words}")
+                    return pack("released", key=task.key.hex())
                 # Not even a record of it can be made; its attempt must be told all the same.
                 log.exception("%s: no record of its failure can be made", task.id)
                 trace = traceback.format_exc()
@@ -101,8 +104,9 @@ class TaskRunner:
 
     def _sort_out(self, task: Task, deal: Deal, error: BaseException) -> bytes:
         """The message about a task that ended in a way which nothing foresaw."""
-        if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
-            self._stops.halt(str(error))
+        if (words := machine_failure(error)) is not None:
+            log.error("%s: the machine failed", task.id, exc_info=error)
+            self._stops.halt(f"{task.id}: {words}")
         if self._stops.is_stopping:
             return pack("released", key=task.key.hex())
         log.error("%s: a defect of this program", task.id, exc_info=error)

@@ -22,7 +22,7 @@ from batch.errors import EnvironmentStop
 from batch.files import AppendFile
 from batch.wave_courier import WaveCourier
 from batch.wave_ledger import Wave, WaveLedger
-from toolsets.errors import HostError
+from toolsets.errors import HostError, machine_failure
 
 log = logging.getLogger(__name__)
 
@@ -294,5 +294,8 @@ class WaveOffice:
         except (EnvironmentStop, HostError) as error:
             self._on_problem(str(error))
         except Exception as error:
+            if (words := machine_failure(error)) is not None:
+                self._on_problem(words)
+                return
             log.exception("batch %s: a defect of this program", wave.batch or wave.name)
             self._on_problem(f"a defect of this program, see run.log: {error!r}")

@@ -40,7 +40,7 @@ from batch.task_runner import TaskRunner
 from batch.wire import Deal, no_counters, pack, unpack
 from batch.worker_setup import WorkerSetup
 from toolsets.browser_process import Browsers
-from toolsets.errors import HOST_ERRNOS
+from toolsets.errors import machine_failure
 from toolsets.mcp_servers import McpServers
 from toolsets.process import use_pidfd_watcher
 from toolsets.sandbox import sandbox_problem
@@ -77,10 +77,14 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
         if setup.is_remote:
             log_through(worker.send, setup.config.log_level)
         return asyncio.run(worker.serve())
-    except (StorageError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in HOST_ERRNOS:
-            raise
+    except StorageError as error:
         connection.send_bytes(pack("halt", message=str(error)))
+        sys.exit(1)
+    except Exception as error:
+        if (words := machine_failure(error)) is None:
+            raise
+        log.exception("the machine failed")
+        connection.send_bytes(pack("halt", message=f"a worker cannot work: {words}"))
         sys.exit(1)
 
 
@@ -110,7 +114,10 @@ class Worker:
     async def serve(self) -> bool:
         """Take deals until the parent says exit; tell whether the run is done by then."""
         loop = asyncio.get_running_loop()
-        sender = threading.Thread(target=self._send_forever, name="sender", daemon=True)
+        loop.set_exception_handler(self._on_lost_error)
+        self._sender = sender = threading.Thread(
+            target=self._send_forever, name="sender", daemon=True
+        )
         sender.start()
         self._journal = self._open_journal()
         self._calls = Calls(
@@ -236,6 +243,19 @@ class Worker:
         if asked.base_url not in self._calls.proven and not self._told:
             self._told = True
             self.send("note", message=f"{asked.base_url}: {words}")
+
+    def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback failed, and what it was to do is lost: by the machine's fault, all stops."""
+        error = context.get("exception")
+        words = None if error is None else machine_failure(error)
+        if words is None:
+            loop.default_exception_handler(context)
+            return
+        log.error("the machine failed", exc_info=error)
+        self.halt(f"a worker cannot go on: {words}")
+        self._outbox.put(None)
+        self._sender.join()
+        os._exit(1)
 
     def halt(self, message: str) -> None:
         """Ask the parent to stop the run; conversations rest until it is taken up again."""

@@ -44,6 +44,7 @@ def end(outcome: Outcome, accounts: Accounts) -> NoReturn:
 def errors_as_exit_codes() -> Iterator[None]:
     """Every way out has its message and its exit code; only a defect shows a traceback."""
     from batch.errors import EnvironmentStop, RunError
+    from toolsets.errors import machine_failure
 
     received: list[int] = []
 
@@ -60,14 +61,14 @@ def errors_as_exit_codes() -> Iterator[None]:
         fail(str(error), error.exit_code)
     except OSError as error:
         words = "nothing that was finished is lost; mend that and run the same command again"
-        fail(f"{error}; {words}", EnvironmentStop.exit_code)
-    except MemoryError:
-        words = "nothing that was finished is lost; give it more and run the same command again"
-        fail(f"out of memory; {words}", EnvironmentStop.exit_code)
+        fail(f"{machine_failure(error) or error}; {words}", EnvironmentStop.exit_code)
     except KeyboardInterrupt:
         first = received[0] if received else int(signal.SIGINT)
         fail(interrupted(first), SIGNALLED + first)
-    except Exception:
+    except Exception as error:
+        if (lack := machine_failure(error)) is not None:
+            words = "nothing that was finished is lost; run the same command again after that"
+            fail(f"{lack}; {words}", EnvironmentStop.exit_code)
         trace = traceback.format_exc()
         fail(f"{trace}a defect of the program; nothing that was finished is lost", DEFECT)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from toolsets.browser_proxy import Proxy
 from toolsets.bwrap import bwrap_problem, python_options, system_options
-from toolsets.errors import ToolError
+from toolsets.errors import HostError, ToolError, failure_told, machine_failure
 from toolsets.extras import install
 from toolsets.interpreter import python_bin
 from toolsets.web_guard import Guard
@@ -151,7 +151,7 @@ def _is_alive(start: asyncio.Task[Chromium]) -> bool:
 async def _stop(start: asyncio.Task[Chromium]) -> None:
     try:
         chromium = await start
-    except ToolError:
+    except (ToolError, HostError):
         return  # It never ran, which was said where it was asked for.
     try:
         await chromium.resources.aclose()
@@ -170,6 +170,8 @@ async def _start(guard: Guard) -> Chromium:
                 return await _launch(Path(executable), mode, guard)
         except Exception as error:
             why = _first_line(error) or type(error).__name__
+            if (words := machine_failure(error) or failure_told(why)) is not None:
+                raise HostError(f"the browser does not start: {words}") from error
             _log.warning("browser %s does not start %s: %s", executable, mode.name, why)
     raise ToolError("the browser could not be started")
 

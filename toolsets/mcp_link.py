@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from toolsets.errors import HOST_ERRNOS, HostError, ToolError
+from toolsets.errors import HostError, ToolError, failure_told, machine_failure
 from toolsets.inside.outputs import HeadTail
 from toolsets.mcp_settings import WORKSPACE, ListedTool, McpServer
 from toolsets.text import output_text
@@ -222,9 +222,12 @@ class _Connection:
         first = _first(error)
         if isinstance(first, StartError):
             return first
-        if isinstance(first, OSError) and first.errno in HOST_ERRNOS:
-            return HostError(f"mcp server {self._name!r}: {first.strerror}")
-        return StartError(self._said(f"did not start: {_in_words(error)}"))
+        if (words := machine_failure(first)) is not None:
+            return HostError(f"mcp server {self._name!r}: {words}")
+        said = self._said(f"did not start: {_in_words(error)}")
+        if (words := failure_told(said)) is not None:
+            return HostError(words)
+        return StartError(said)
 
     def _said(self, what: str) -> str:
         return f"the server {self._name!r} {what}{self.last_words()}"

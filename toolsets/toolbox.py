@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from toolsets.errors import HOST_ERRNOS, HostError, ToolError
+from toolsets.errors import HostError, ToolError, has_memory, machine_failure
 from toolsets.space import TaskSpace
 from toolsets.text import clip, valid_utf8
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, as_result
@@ -67,8 +67,8 @@ class Toolbox:
         `conversation` and `user_reply` are what the tool finds in its space during the call;
         `others` are names that the model can call beside the toolbox's own.
 
-        Raises `HostError` where the machine failed, and lets cancellation through. Even running
-        out of memory is a result: it is mostly one oversized value of the tool, gone by then. A
+        Raises `HostError` where the machine failed, and lets cancellation through. Running out of
+        memory is a result where it was one oversized value of the tool and there is memory left. A
         sync tool that overruns its time keeps its thread until it returns.
         """
         tool = self._tools.get(name)
@@ -123,8 +123,9 @@ class Toolbox:
             return self._raised(tool, error)
 
     def _raised(self, tool: Tool, error: BaseException) -> ToolResult:
-        if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
-            raise HostError(f"{tool.name}: {error.strerror}") from error
+        words = machine_failure(error)
+        if words is not None and not (isinstance(error, MemoryError) and has_memory()):
+            raise HostError(f"{tool.name}: {words}") from error
         kind = type(error).__name__
         try:
             message = str(error).strip() or kind

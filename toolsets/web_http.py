@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
-from toolsets.errors import HOST_ERRNOS, ToolError
+from toolsets.errors import ToolError, machine_failure
 from toolsets.text import clip
 from toolsets.web_guard import Guard, checked
 from toolsets.web_page import refuse_unreadable
@@ -79,7 +79,7 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 def in_words(error: aiohttp.ClientError, url: str) -> Exception:
     """What to raise for a failed request: the machine's own failures stay what they are."""
-    if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
+    if machine_failure(error) is not None:
         return error
     match error:
         case aiohttp.ClientConnectorDNSError():

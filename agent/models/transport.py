@@ -25,7 +25,7 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.replies import error_behind_200, refusal_of
 from agent.models.streaming import Assembly
-from toolsets.errors import HOST_ERRNOS, HostError
+from toolsets.errors import HOST_ERRNOS, HostError, in_words
 
 MAX_REPLY_BYTES = 64 * 2**20
 """Most bytes of one reply that are held, unpacked; real ones are a hundred times smaller."""
@@ -236,7 +236,7 @@ def _of_the_connection(error: aiohttp.ClientError | OSError) -> ModelError | Hos
         number = cause.errno or 0
         words = os.strerror(number) if number > 0 else cause.strerror
         if cause.errno in HOST_ERRNOS:
-            return HostError(f"model call: {words}")
+            return HostError(f"model call: {in_words(number)}")
         if words:
             return ModelError("connection", words, was_sent=was_sent)
     words = ": ".join(filter(None, (type(cause).__name__, str(cause))))
