@@ -20,6 +20,7 @@ if __name__ == "__main__":
 import click
 
 from batch.console import open_missing_streams
+from batch.first_process import leave_first_place
 from commands.command_line import EXAMPLES, Commands
 from commands.ending import SIGNALLED, fail
 from commands.forking import fork
@@ -59,6 +60,7 @@ for command in (
 
 def cli() -> NoReturn:
     """`main` for a shell: like click's own, but an interrupt has the exit code of its signal."""
+    leave_first_place()
     open_missing_streams()
     try:
         code = main(standalone_mode=False)

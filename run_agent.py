@@ -36,6 +36,7 @@ from agent.stream import StreamHandler
 from agent.tools import Approve
 from batch.endpoint import check_url
 from batch.files import AppendFile, StorageError
+from batch.first_process import leave_first_place
 from export.completion import plain_ending
 from export.hermes import to_conversations
 from export.row_json import dumps_row
@@ -408,5 +409,11 @@ def main(
         sys.exit(1)
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """`main` for a shell."""
+    leave_first_place()
     main()
+
+
+if __name__ == "__main__":
+    cli()

@@ -238,8 +238,19 @@ def test_the_server_of_a_sandbox_cannot_be_looked_into(tmp_path: Path) -> None:
 
 
 @needs_bwrap
-def test_a_command_that_ends_the_server_costs_its_task_the_sandbox(tmp_path: Path) -> None:
+def test_no_command_can_end_or_stop_the_server_of_bwrap(tmp_path: Path) -> None:
     task = small("bwrap", tmp_path / "ws")
+    try:
+        task.py("x = 1")
+        for name in ("KILL", "STOP", "INT", "TERM", "HUP", "USR1", "PIPE", "SEGV"):
+            assert task.sh(f"kill -{name} 1")["exit_code"] == 0, name
+        assert task.py("x")["value"] == "1"
+    finally:
+        task.close()
+
+
+def test_a_command_that_ends_the_server_costs_its_task_the_sandbox(tmp_path: Path) -> None:
+    task = small("local", tmp_path / "ws")
     try:
         task.py("x = 1")
         ended = task.call("terminal", command="touch file; kill -9 $PPID")
@@ -285,10 +296,9 @@ def test_what_a_server_says_is_checked(lie: str, tmp_path: Path) -> None:
         asyncio.run(ask())
 
 
-@needs_bwrap
 @pytest.mark.long
 def test_a_server_that_is_stopped_does_not_stop_the_worker(tmp_path: Path) -> None:
-    task = small("bwrap", tmp_path / "ws")
+    task = small("local", tmp_path / "ws")
     try:
         result = task.call("terminal", command="kill -STOP $PPID; sleep 100", timeout_s=0.2)
         assert "did not react and was ended" in result.content

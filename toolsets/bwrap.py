@@ -28,6 +28,9 @@ _ALLOW = (
 )
 _UNSHARE = [
     *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+    # Our server is process 1 itself: nothing in the sandbox can kill it or look into it, and the
+    # bwrap outside waits for it, so that no process is left for others to collect.
+    "--as-pid-1",
     *("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"),
 ]
 _PASSWD = b"root:x:0:0:root:/root:/usr/sbin/nologin\nuser:x:1000:1000:user:/workspace:/bin/sh\n"
@@ -44,8 +47,8 @@ class BwrapSandbox(ServedSandbox):
     the task's own, and nothing else of the machine. When the sandbox is stopped and when this
     process dies the kernel ends every process in it, whatever it did to get away.
 
-    Commands run as the same user as the server inside, so they can stop or end it, which ends
-    their sandbox; what they can forge is the result of their own task.
+    The server inside is process 1, out of reach of commands; what they can forge is the result of
+    their own task.
     """
 
     name = "bwrap"
@@ -80,8 +83,7 @@ class BwrapSandbox(ServedSandbox):
         args = stack.enter_context(_file_with(packed))
         return Launch(
             argv=[bwrap, "--args", str(args.fileno()), "--", *argv],
-            # bwrap stays in the sandbox as process 1, whose first environment commands can
-            # read, so clearing theirs would not be enough.
+            # Of bwrap too, which outlives its start: clearing that of commands would not do.
             env={},
             cwd="/",
             pass_fds=[file.fileno() for file in (args, passwd, group)],

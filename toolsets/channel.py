@@ -12,23 +12,25 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolsets.cgroup import Group
-from toolsets.errors import HOST_ERRNOS, HostError
+from toolsets.errors import HostError, failure_told, machine_failure
 from toolsets.execution import SandboxError
 from toolsets.inside.boot import LENGTH, framed
+from toolsets.inside.processes import descendants
 
 _CHUNK_BYTES = 1 << 18
 _SPARE_BYTES = 1 << 20
 _STOP_GRACE_S = 3.0
+_LAST_WAIT_S = 0.5
+_KILL_ROUNDS = 100
 _MAX_SAID = 300
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -75,14 +77,16 @@ class Channel:
         self._max_bytes = 12 * output_bytes + _SPARE_BYTES
         self._group = group
         self._socket, theirs = socket.socketpair()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by `begin`
+        # A pipe, so that whoever got hold of the other end has nothing to fill.
+        self._errors, errors = os.pipe()  # the first closed by `begin`
+        os.set_blocking(self._errors, False)
         try:
             # In this thread: a sandbox may be told to die with the thread that made it.
             self._process = subprocess.Popen(
                 list(launch.argv) if group is None else group.joined(launch.argv),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
-                stderr=self._errors,
+                stderr=errors,
                 env=dict(launch.env),
                 cwd=launch.cwd,
                 pass_fds=tuple(launch.pass_fds),
@@ -90,16 +94,20 @@ class Channel:
             )
         except OSError as error:
             self._socket.close()
-            self._errors.close()
-            if error.errno in HOST_ERRNOS:
-                raise HostError(f"cannot start a sandbox: {error.strerror}") from error
+            os.close(self._errors)
+            if (words := machine_failure(error)) is not None:
+                raise HostError(f"cannot start a sandbox: {words}") from error
             raise SandboxError(f"the sandbox did not start: {error}") from error
         finally:
             theirs.close()
+            os.close(errors)
         self._socket.setblocking(False)
 
     async def begin(self, program: str, terms: Mapping[str, Any], timeout_s: float) -> None:
-        """Hand over the server and tell it what it needs; raises `SandboxError` if it fails."""
+        """Hand over the server and tell it what it needs; raises `SandboxError` if it fails.
+
+        Raises `HostError` where what failed says that the machine is out of something.
+        """
         try:
             # It fits into the socket as a whole, or nearly, so this waits for nobody for long.
             with contextlib.suppress(ConnectionError):
@@ -107,12 +115,16 @@ class Channel:
             await self.ask({**terms, "id": 0}, timeout_s)
         except (Gone, TimeoutError) as error:
             await self.close(grace_s=0)
-            self._errors.seek(0)
-            said = self._errors.read(4096).decode(errors="replace").strip().splitlines()
-            why = said[-1][:_MAX_SAID] if said else str(error) or "it did not answer in time"
+            said = b""
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(self._errors, 1 << 16)
+            lines = said.decode(errors="replace").strip().splitlines()
+            why = lines[-1][:_MAX_SAID] if lines else str(error) or "it did not answer in time"
+            if (words := failure_told(why)) is not None:
+                raise HostError(f"a sandbox did not start: {words}") from error
             raise SandboxError(f"the sandbox did not start: {why}") from error
         finally:
-            self._errors.close()
+            os.close(self._errors)
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> Reply:
         """Make a request and return the reply; raises `Gone` and `TimeoutError`.
@@ -148,9 +160,7 @@ class Channel:
                 await asyncio.sleep(0.002)
         finally:
             if self._process.poll() is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+                _end_by_force(self._process)
         if self._group is not None:
             await self._group.close()
 
@@ -163,6 +173,25 @@ class Channel:
                 raise Gone("ended")
             raw += chunk
         return bytes(raw)
+
+
+def _end_by_force(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with all beneath it, from below, so that each is still waited for."""
+    for _ in range(_KILL_ROUNDS):
+        found = [pid for pid, _ in descendants(process.pid)]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            break
+    # One that a command has stopped cannot wait for its own.
+    os.kill(process.pid, signal.SIGCONT)
+    try:
+        process.wait(_LAST_WAIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def decoded(kept: tuple[bytes, bytes, int], max_bytes: int) -> tuple[bytes, bytes, int]:

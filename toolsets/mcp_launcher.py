@@ -1,20 +1,22 @@
 """Starts an MCP server with no more than the environment it may have, bound to its caller's life.
 
-A script, run as: PARENT_PID NAME,NAME,... COMMAND ARGUMENT... in a session of its own. The server
-takes this process's place; before that, a line with its process id goes to the standard error,
-since the SDK tells nobody. On Linux the kernel kills it when the parent dies, however that dies,
-and a second process then kills what else is left in the server's process group. Elsewhere a
-server is only told by the end of its input.
+A script, run as: PARENT_PID NAME,NAME,... COMMAND ARGUMENT... in a session of its own. First a line
+with its process id goes to the standard error, since the SDK tells nobody. On Linux the server is
+a child of this process, which waits for it: once the server has ended, or the parent is dead, it
+kills what is left of both, and waits for that too. Elsewhere the server takes its place, and is
+only told by the end of its input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def main() -> None:
@@ -24,8 +26,7 @@ def main() -> None:
     if sys.platform == "linux":
         if os.getpgrp() != os.getpid():
             os.setpgid(0, 0)
-        _watch_group()
-        _die_with_parent(signal.SIGKILL, int(parent))
+        _fork_server(int(parent))
     environment = {name: os.environ[name] for name in names.split(",") if name in os.environ}
     # Python ignores these two, and what is ignored stays ignored in the server.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -36,26 +37,52 @@ def main() -> None:
         sys.exit(f"cannot start {command[0]!r}: {error.strerror}")
 
 
-def _watch_group() -> None:
-    """Fork a process that kills the group once this one, the server to be, is dead."""
-    server = os.getpid()
-    if os.fork():
+def _fork_server(parent: int) -> None:
+    """Go on in a child, and end with it."""
+    # Those to the group are for the server, which may need its time to end.
+    signals = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keeper = os.getpid()
+    server = os.fork()
+    if server == 0:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:  # it died before the kernel was asked
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    # Signals to the group are for the server, which may need its time to end.
-    signals = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     for descriptor in range(3):
         os.close(descriptor)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
-    if os.getppid() == server:
-        signal.sigwait({signal.SIGUSR1})
-    os.killpg(0, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() == parent:
+        _wait_for(server, signals)
+    _kill_the_rest()
+    os._exit(0)
 
 
-def _die_with_parent(number: int, parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the kernel was asked
-        sys.exit(1)
+def _wait_for(server: int, signals: set[signal.Signals]) -> None:
+    """Return once the server has ended, or the parent."""
+    while (number := signal.sigwait(signals)) != signal.SIGUSR1:
+        if number == signal.SIGCHLD:
+            # What the server left without a parent is waited for here as well.
+            while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                if ended == server:
+                    return
+
+
+def _kill_the_rest() -> None:
+    """Kill all that is left beneath this process, whose children they become one by one."""
+    own = Path(f"/proc/self/task/{os.getpid()}/children")
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            try:
+                left = own.read_text().split()
+            except FileNotFoundError:  # this system does not tell
+                os.killpg(0, signal.SIGKILL)
+            for pid in left:
+                os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
 if __name__ == "__main__":

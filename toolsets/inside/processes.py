@@ -20,8 +20,8 @@ def ticks() -> int:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
-def descendants() -> Iterator[tuple[int, int]]:
-    """The living processes beneath this one, and when each was started.
+def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
+    """The living processes beneath this one, or `root`, and when each was started.
 
     None escape by losing their parent, for they then become children of this process. Without
     /proc there are none to be found.
@@ -32,7 +32,7 @@ def descendants() -> Iterator[tuple[int, int]]:
             fields = f.read().rpartition(b")")[2].split()
             if fields[0] != b"Z":
                 children.setdefault(int(fields[1]), []).append((int(name), int(fields[19])))
-    pending = [os.getpid()]
+    pending = [os.getpid() if root is None else root]
     while pending:
         for pid, start in children.get(pending.pop(), ()):
             pending.append(pid)

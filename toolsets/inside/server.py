@@ -279,8 +279,13 @@ class Server:
             self._end()
 
     def _end(self) -> NoReturn:
-        self._before = set()
-        self._kill(0)
+        if os.getpid() != 1:  # whose end is that of all
+            self._before = set()
+            self._kill(0)
+            # Whoever is not waited for here is left to a process that may wait for nobody.
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-1, 0)
         os._exit(0)
 
 
@@ -325,7 +330,11 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    Server(requests, replies).serve()
+    # Commands can send it, and as process 1 this is told only what it has a handler for.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = Server(requests, replies)
+    os.dup2(null, 2)  # which has said by now why it cannot begin
+    server.serve()
 
 
 if __name__ == "__main__":
