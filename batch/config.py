@@ -151,7 +151,9 @@ class RunConfig(AgentOptions):
         "Rows hold the beginning of their conversation in the column `fork`, as the command fork "
         "writes them; see docs/forks.md.",
     )
-    command_memory_mb: PositiveInt = meaning(2048, "Memory of each process of a command, in MB.")
+    command_memory_mb: PositiveInt = meaning(
+        2048, "Memory of a conversation's commands: of each process, and of all together, in MB."
+    )
     max_processes: PositiveInt = meaning(
         512, "Processes that the commands of a conversation may have at a time."
     )

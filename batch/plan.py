@@ -23,6 +23,7 @@ from batch.kept_scan import NAME, scan_with
 from batch.models import Setups, asked, set_up_models, unpriced
 from batch.prompts import Scan
 from batch.shards import parse_shard
+from toolsets.cgroup import can_bound_memory
 from toolsets.sandbox import sandbox_problem
 
 _BAD_ROWS_SHOWN = 20
@@ -183,6 +184,13 @@ def warn(plan: Plan) -> None:
                 f"warning: {base_url} is not encrypted: whoever is on the way can read the "
                 "prompts, the replies and the API key, if there is one; use https"
             )
+
+    if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
+        say(
+            f"warning: sandbox {plan.sandbox}: no control group for memory can be made here, so "
+            "the memory of commands is looked at ten times a second and may exceed "
+            "--command_memory_mb for a moment; a writable /sys/fs/cgroup changes that"
+        )
 
 
 def _is_near(host: str) -> bool:

@@ -458,7 +458,7 @@ def test_memory_of_a_cell_is_bounded_and_its_state_survives(kind: str, tmp_path:
 
 def test_processes_of_a_task_are_bounded_where_they_can_be(kind: str, tmp_path: Path) -> None:
     if kind == "local" or os.getuid() == 0:
-        if (group := make_group(30)) is None:
+        if (group := make_group(30, 512)) is None:
             pytest.skip("no control groups can be made here, and nothing else bounds this user")
         asyncio.run(group.close())
     task = small(kind, tmp_path / "ws", processes=30)
@@ -508,7 +508,7 @@ asyncio.run(main())
 
 
 def test_groups_of_dead_workers_are_removed_by_the_next(tmp_path: Path) -> None:
-    code = "from toolsets.cgroup import make_group; print(make_group(9)._path)"
+    code = "from toolsets.cgroup import make_group; print(*make_group(9, 64).paths)"
     made = []
     for _ in range(2):
         done = subprocess.run(
@@ -516,9 +516,10 @@ def test_groups_of_dead_workers_are_removed_by_the_next(tmp_path: Path) -> None:
         )
         if done.returncode:
             pytest.skip("no control groups can be made here")
-        made.append(Path(done.stdout.strip()))
-    assert not made[0].exists()
-    made[1].rmdir()
+        made.append([Path(path) for path in done.stdout.split()])
+    assert not any(path.exists() for path in made[0])
+    for path in made[1]:
+        path.rmdir()
 
 
 def of_our_own() -> tuple[set[int], set[str], set[str]]:

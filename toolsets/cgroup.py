@@ -1,7 +1,7 @@
-"""A bound on the number of a task's processes, by a control group, where one can be made.
+"""Bounds on a task's processes and memory by control groups, where they can be made.
 
-Mostly that is as root, whom no other bound on processes holds. What cannot be done is left undone:
-a group is an addition to a sandbox and never a reason for there to be none.
+What cannot be done is left undone: a group is an addition to a sandbox and never a reason for there
+to be none. Whoever has no group is bounded by other means, as far as they reach.
 """
 
 from __future__ import annotations
@@ -18,52 +18,151 @@ from pathlib import Path
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "trajectories"
 _REMOVAL_ATTEMPTS = 100
-_JOIN = 'echo $$ 2>/dev/null >"$1/cgroup.procs"; shift; exec "$@"'
+_JOIN = """\
+while [ "$1" != -- ]; do echo $$ 2>/dev/null >"$1/cgroup.procs"; shift; done; shift; exec "$@"
+"""
+_MEMORY_SPARE = 64 << 20
+"""For the server and the shell, so that a process meets its own limit first, which it can tell."""
 
 
 class Group:
-    """The control group of one task."""
+    """The control group of one task, in each of the hierarchies that it is made in."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self.bounds_memory = any(map(_memory_limit, paths))
 
     def joined(self, argv: Sequence[str]) -> list[str]:
         """Return a command that runs `argv` in the group."""
-        return ["/bin/sh", "-c", _JOIN, "sh", str(self._path), *argv]
+        return ["/bin/sh", "-c", _JOIN, "sh", *map(str, self.paths), "--", *argv]
+
+    def refusals(self) -> int:
+        """How often processes or memory were refused in it, by whosever limit."""
+        return sum(map(_refusals, self.paths))
+
+    def was_full(self) -> bool:
+        """Whether it has ever held as many processes as it may."""
+        for path in self.paths:
+            if (most := _number(path / "pids.max")) is None:
+                continue
+            peak = _number(path / "pids.peak")  # which older systems do not know
+            now = _number(path / "pids.current") or 0
+            return now >= 0.75 * most if peak is None else peak >= most
+        return False
+
+    def was_out_of_memory(self) -> bool:
+        """Whether something in it was killed because its own memory was used up."""
+        for path in self.paths:
+            if not _value(path / "memory.events", "oom_kill"):
+                if not _value(path / "memory.oom_control", "oom_kill"):
+                    continue
+                # The older kind does not tell whose bound it was, but how near this one came.
+                most = _number(path / "memory.max_usage_in_bytes") or 0
+                return most >= 0.95 * (_number(path / "memory.limit_in_bytes") or 0)
+            # That of an outer group is counted there alone.
+            return _value(path / "memory.events", "oom") > 0
+        return False
 
     async def close(self) -> None:
         """Kill whatever is still in the group, and remove it."""
+        left = list(self.paths)
         for _ in range(_REMOVAL_ATTEMPTS):
-            _kill_all(self._path)
-            try:
-                self._path.rmdir()
+            for path in [*left]:
+                _kill_all(path)
+                try:
+                    path.rmdir()
+                except FileNotFoundError:
+                    left.remove(path)
+                except OSError:
+                    continue
+                else:
+                    left.remove(path)
+            if not left:
                 return
-            except FileNotFoundError:
-                return
-            except OSError:
-                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
 
 
-def make_group(max_processes: int) -> Group | None:
-    """Return a new group that holds so many processes at most; None where there can be none."""
-    parent = _parent()
-    if parent is None:
-        return None
-    path = parent / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        path.mkdir()
-        (path / "pids.max").write_text(f"{max_processes}")
-    except OSError:
+def make_group(max_processes: int | None, memory_mb: int) -> Group | None:
+    """Return a new group with these bounds, as far as they can be set; None where none can."""
+    memory = (memory_mb << 20) + _MEMORY_SPARE
+    wanted = {
+        "pids": {} if max_processes is None else {"pids.max": max_processes},
+        "memory": {"memory.max": memory, "memory.limit_in_bytes": memory},
+    }
+    name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
+    made: list[Path] = []
+    for controller, limits in wanted.items():
+        parent = _parent(controller)
+        if not limits or parent is None:
+            continue
+        path = parent / name
+        try:
+            path.mkdir(exist_ok=True)
+            for file, limit in limits.items():
+                if (path / file).exists():
+                    (path / file).write_text(str(limit))
+            for no_more in ("memory.swap.max", "memory.memsw.limit_in_bytes"):
+                if controller == "memory" and (path / no_more).exists():
+                    (path / no_more).write_text("0" if "swap" in no_more else str(memory))
+        except OSError:
+            if path not in made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            continue
+        if path not in made:
+            made.append(path)
+    return Group(made) if made else None
+
+
+def can_bound_memory() -> bool:
+    """Whether groups made here bound memory."""
+    group = make_group(None, 1)
+    if group is None:
+        return False
+    for path in group.paths:
         with contextlib.suppress(OSError):
             path.rmdir()
-        return None
-    return Group(path)
+    return group.bounds_memory
+
+
+def refusals_here() -> int:
+    """How often processes or memory were refused in the group of this process itself."""
+    return sum(map(_refusals, _own()))
+
+
+def _refusals(group: Path) -> int:
+    # With what is not local, newer systems count the groups beneath as well.
+    local = group / "pids.events.local"
+    pids = _value(local if local.exists() else group / "pids.events", "max")
+    local = group / "memory.events.local"
+    kills = _value(local if local.exists() else group / "memory.events", "oom_kill")
+    return pids + kills + _value(group / "memory.oom_control", "oom_kill")
+
+
+def _memory_limit(group: Path) -> bool:
+    files = (group / "memory.max", group / "memory.limit_in_bytes")
+    return any(_number(file) is not None for file in files)
+
+
+def _value(file: Path, name: str) -> int:
+    """What a file of lines `name number` says; 0 where it says nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            if line.partition(" ")[0] == name:
+                return int(line.partition(" ")[2])
+    return 0
+
+
+def _number(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(file.read_text())
+    return None
 
 
 @cache
-def _parent() -> Path | None:
+def _parent(controller: str) -> Path | None:
     """The directory in which groups are made; what dead workers left there is ended."""
-    for path in _candidates():
+    for path in _candidates(controller):
         if os.access(path, os.W_OK):
             for left in path.glob(f"{_PREFIX}-*-*"):
                 owner = left.name.split("-")[1]
@@ -84,16 +183,41 @@ def _kill_all(group: Path) -> None:
                     os.kill(int(pid), signal.SIGKILL)
 
 
-def _candidates() -> Iterator[Path]:
+def _memberships() -> Iterator[tuple[str, str]]:
+    """The controllers of each hierarchy, "" for the one that has them all, and our group in it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)
-            if "pids" in controllers.split(","):
-                yield _ROOT / "pids" / own.strip("/")
-                yield _ROOT / "pids"
-            elif not controllers:
-                at = _ROOT / own.strip("/")
-                for path in (at, *at.parents):
-                    control = path / "cgroup.subtree_control"
-                    if control.is_file() and "pids" in control.read_text().split():
-                        yield path
+            yield controllers, own.strip("/")
+
+
+def _candidates(controller: str) -> Iterator[Path]:
+    """Where groups may be made, our own first: never where they leave a limit that holds us."""
+    for controllers, own in _memberships():
+        if controller in controllers.split(","):
+            at = _ROOT / controller / own
+            # A container sees its own group as the root.
+            yield at if at.is_dir() else _ROOT / controller
+        elif not controllers:
+            at = _ROOT / own
+            for path in (at, *at.parents):
+                control = path / "cgroup.subtree_control"
+                if control.is_file() and controller in control.read_text().split():
+                    yield path
+                if _number(path / f"{controller}.max") is not None:
+                    return
+
+
+@cache
+def _own() -> tuple[Path, ...]:
+    """The groups of this process that count refusals."""
+    found = []
+    for controllers, own in _memberships():
+        for controller in ("pids", "memory"):
+            if controller in controllers.split(","):
+                at = _ROOT / controller / own
+                found.append(at if at.is_dir() else _ROOT / controller)
+        if not controllers:
+            at = _ROOT / own
+            found.append(at if at.is_dir() else _ROOT)
+    return tuple(found)

@@ -58,7 +58,9 @@ class Reply(BaseModel):
     id: Number
     refused: Number | None = None
     """The error number with which a process could not be started."""
-    stopped: Literal["time", "space"] | None = None
+    processes: Number = 0
+    """How many there were then."""
+    stopped: Literal["time", "space", "memory"] | None = None
     ended: bool = False
     exit_code: Number | None = None
     value: str | None = None
@@ -75,7 +77,7 @@ class Channel:
     def __init__(self, launch: Launch, group: Group | None, *, output_bytes: int) -> None:
         # The head and the tail of two streams, in base64, and a value that JSON may make longer.
         self._max_bytes = 12 * output_bytes + _SPARE_BYTES
-        self._group = group
+        self.group = group
         self._socket, theirs = socket.socketpair()
         # A pipe, so that whoever got hold of the other end has nothing to fill.
         self._errors, errors = os.pipe()  # the first closed by `begin`
@@ -161,8 +163,8 @@ class Channel:
         finally:
             if self._process.poll() is None:
                 _end_by_force(self._process)
-        if self._group is not None:
-            await self._group.close()
+        if self.group is not None:
+            await self.group.close()
 
     async def _read(self, size: int) -> bytes:
         raw = bytearray()

@@ -45,8 +45,13 @@ class DockerSandbox(ServedSandbox):
         return HOME
 
     def group(self) -> Group | None:
-        """The engine bounds the processes."""
+        """The engine bounds processes and memory."""
         return None
+
+    @property
+    def watches_memory(self) -> bool:
+        """The engine does."""
+        return False
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""

@@ -19,12 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolsets.cgroup import Group, make_group
+from toolsets.cgroup import Group, make_group, refusals_here
 from toolsets.channel import Channel, Gone, Launch, Reply, decoded
-from toolsets.errors import HOST_ERRNOS, HostError
+from toolsets.errors import HOST_ERRNOS, HostError, has_memory, in_words
 from toolsets.execution import ExecResult, Limits, SandboxError, Session
 from toolsets.inside.boot import BOOT
 from toolsets.text import output_text
+from toolsets.user_limit import is_user_full
 from toolsets.workspace import Workspace
 
 _START_TIMEOUT_S = 60.0
@@ -72,8 +73,14 @@ class ServedSandbox(ABC):
         return None
 
     def group(self) -> Group | None:
-        """The control group that bounds the processes, where the sandbox does not do so itself."""
-        return None if self.max_processes else make_group(self._limits.processes)
+        """The control group that bounds what the sandbox does not bound itself."""
+        processes = None if self.max_processes else self._limits.processes
+        return make_group(processes, self._limits.memory_mb)
+
+    @property
+    def watches_memory(self) -> bool:
+        """Whether the server has to look at the memory where no control group bounds it."""
+        return True
 
     async def exec(
         self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
@@ -120,12 +127,28 @@ class ServedSandbox(ABC):
             channel = await self._started()
             self._calls += 1
             request |= {"id": self._calls, "timeout_s": timeout_s}
+            before = self._refusals(channel)
             try:
-                reply = await channel.ask(request, timeout_s + _REPLY_GRACE_S)
+                try:
+                    reply = await channel.ask(request, timeout_s + _REPLY_GRACE_S)
+                except (Gone, TimeoutError):
+                    self._look_into(channel, before)
+                    raise
+                self._look_into(channel, before)
+                if reply.stopped == "memory":
+                    raise Gone(self._took_too_much())
                 if reply.refused == errno.EAGAIN:
+                    if not self._is_at_its_bound(channel, reply):
+                        raise HostError(f"cannot start a command: {in_words(errno.EAGAIN)}")
                     # At its bound a task could not even stop a process, so it starts afresh.
                     raise Gone("ran too many processes and was ended")
-                return self._result(reply, session, time.monotonic() - begun)
+                result = self._result(reply, session, time.monotonic() - begun)
+                if is_user_full(result.stdout, result.stderr):
+                    raise HostError(f"a command could not run: {in_words(errno.EAGAIN)}")
+                return result
+            except HostError:
+                await self._discard("was ended by a failure of the machine")
+                raise
             except (Gone, TimeoutError) as error:
                 why = str(error) if isinstance(error, Gone) else "did not react and was ended"
                 await self._discard(why, besides=session)
@@ -136,6 +159,35 @@ class ServedSandbox(ABC):
                 # The command must not run on, and what it was is known only inside.
                 await self._discard("was ended with a call that was cut off")
                 raise
+
+    def _refusals(self, channel: Channel) -> int:
+        """How often the system has refused processes or memory, here and in the sandbox."""
+        return refusals_here() + (channel.group.refusals() if channel.group is not None else 0)
+
+    def _look_into(self, channel: Channel, before: int) -> None:
+        """Where something was refused during a call, tell by whose bounds: the task's or others.
+
+        Raises `Gone` where a task has used up its memory, and `HostError`: what commands made of a
+        refusal that was not about them is no result.
+        """
+        if self._refusals(channel) == before:
+            return
+        group = channel.group
+        if group is not None and group.was_out_of_memory():
+            raise Gone(self._took_too_much())
+        if group is None or not group.was_full():
+            words = "processes or memory were refused to this machine or container during a call"
+            raise HostError(f"{words}; {in_words(errno.EAGAIN)}; {in_words(errno.ENOMEM)}")
+
+    def _is_at_its_bound(self, channel: Channel, reply: Reply) -> bool:
+        """Whether it was the task's own bound on processes that refused one."""
+        if channel.group is not None and channel.group.was_full():
+            return True
+        # Some may have ended since; a machine that is full leaves a task far fewer.
+        return reply.processes >= 0.75 * self._limits.processes
+
+    def _took_too_much(self) -> str:
+        return f"used more memory than its limit of {self._limits.memory_mb} MB and was ended"
 
     async def _discard(self, why: str, besides: Session | None = None) -> None:
         """End the sandbox, and keep in mind what is to be told to whoever had a session in it."""
@@ -169,9 +221,12 @@ class ServedSandbox(ABC):
             "workspace_mb": limits.workspace_mb,
             "rlimits": rlimits,
         }
+        group = self.group()
+        is_bound = not self.watches_memory or (group is not None and group.bounds_memory)
+        terms["memory_mb"] = 0 if is_bound else limits.memory_mb
         with ExitStack() as stack:
             launch = self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack)
-            channel = Channel(launch, self.group(), output_bytes=limits.output_bytes)
+            channel = Channel(launch, group, output_bytes=limits.output_bytes)
         try:
             await channel.begin(_program(), terms, _START_TIMEOUT_S)
         except asyncio.CancelledError:
@@ -226,8 +281,8 @@ def _encodable(text: str) -> str:
 
 
 def _refusal(number: int) -> Exception:
-    if number in HOST_ERRNOS - {errno.ENOMEM}:
-        return HostError(f"cannot start a command: {os.strerror(number)}")
+    if number in HOST_ERRNOS and (number != errno.ENOMEM or not has_memory()):
+        return HostError(f"cannot start a command: {in_words(number)}")
     if number == errno.E2BIG:
         return SandboxError("the command is too long; write it to a file and run that")
     return SandboxError(f"the command could not be started: {os.strerror(number)}")

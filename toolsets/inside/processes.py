@@ -39,6 +39,66 @@ def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
             yield pid, start
 
 
+def count_tasks() -> int:
+    """The processes and threads beneath this one."""
+    total = 0
+    for pid, _ in descendants():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as f:
+            total += int(f.read().rpartition(b")")[2].split()[17])
+    return total
+
+
+def memory_of(enough: int) -> int:
+    """The bytes that the processes beneath this one hold together, shared ones too.
+
+    A first sum counts what several hold for each; only one above `enough` is made exact.
+    """
+    pids = list(_beneath())
+    total = files = 0
+    seen: set[tuple[int, int]] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/statm", "rb") as f:
+                total += int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            # Files in memory that nobody has mapped are in no process's sum.
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{name}"
+                with contextlib.suppress(OSError):
+                    if not os.readlink(path).startswith("/memfd:"):
+                        continue
+                    state = os.stat(path)
+                    if (state.st_dev, state.st_ino) not in seen:
+                        seen.add((state.st_dev, state.st_ino))
+                        files += state.st_blocks * 512
+    return total + files if total + files <= enough else max(files, _shares(pids, files))
+
+
+def _shares(pids: list[int], files: int) -> int:
+    """What processes hold, each page once; of `files` it is not known who has them mapped."""
+    own = shared = 0
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as f:
+            for line in f:
+                if line.startswith((b"Pss_Anon:", b"SwapPss:")):
+                    own += int(line.split()[1]) << 10
+                elif line.startswith(b"Pss_Shmem:"):
+                    shared += int(line.split()[1]) << 10
+    return own + max(shared, files)
+
+
+def _beneath() -> Iterator[int]:
+    """As `descendants`, where the system tells of children without a look at all processes."""
+    pending = [os.getpid()]
+    while pending:
+        pid = pending.pop()
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+                    found = [int(child) for child in f.read().split()]
+                yield from found
+                pending += found
+
+
 def size_of(root: str) -> int:
     """The bytes that files take on disk; each file and directory counts 4 KiB at least.
 

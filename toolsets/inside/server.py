@@ -22,13 +22,22 @@ from typing import Any, NoReturn
 
 from toolsets.inside.boot import BOOT, LENGTH, framed
 from toolsets.inside.job import Job
-from toolsets.inside.processes import HAS_PROC, descendants, hold_descendants, size_of, ticks
+from toolsets.inside.processes import (
+    HAS_PROC,
+    count_tasks,
+    descendants,
+    hold_descendants,
+    memory_of,
+    size_of,
+    ticks,
+)
 from toolsets.inside.shells import BASH, CONTROL, SH, in_background
 
 _CHUNK_BYTES = 1 << 16
 _INTERRUPT_GRACE_S = 2.0
 _KILL_GRACE_S = 2.0
 _CHECK_S = 1.0
+_MEMORY_CHECK_S = 0.1
 _FULL_CHECK_S = 0.2
 _IDLE_CHECK_S = 10.0
 
@@ -43,7 +52,7 @@ class Server:
         self._handlers: dict[int, Callable[[], object]] = {}
         self._jobs: dict[str, Job] = {}
         self._size_bytes = 0
-        self._due = 0.0
+        self._due = self._memory_due = 0.0
         self._before: set[int] = set()
         self._last_tick = 0
         wakeup, wake = os.pipe()
@@ -56,6 +65,8 @@ class Server:
         begin = self._next_request()
         self.output_bytes = begin["output_bytes"]
         self._max_bytes = begin["workspace_mb"] << 20
+        self._max_memory = begin["memory_mb"] << 20
+        """0 where something else bounds it."""
         self._kernel = begin["kernel"]
         self._home = begin["home"]
         self._start_dir = begin["start_dir"]
@@ -98,8 +109,11 @@ class Server:
             code = 127 if isinstance(error, FileNotFoundError) else 126
             return {**reply, "exit_code": code, "stderr": [_encoded(said), "", len(said)]}
         except OSError as error:
-            return {**reply, "refused": error.errno}
+            return {**reply, "refused": error.errno, "processes": count_tasks()}
         stopped = self._await_end(job, time.monotonic() + request["timeout_s"])
+        if stopped == "memory":
+            # What holds it need not be of this call, so the host ends all there is.
+            return {**reply, "stopped": stopped}
         if stopped is not None:
             reply["stopped"] = stopped
             if kind == "python":
@@ -168,7 +182,10 @@ class Server:
                 self._measure()
                 if self._size_bytes > max(before, self._max_bytes):
                     return "space"
-            self._pump(max(0.0, min(deadline, self._due) - time.monotonic()))
+            if self._max_memory and now >= self._memory_due and self._takes_too_much():
+                return "memory"
+            next_look = self._memory_due if self._max_memory else deadline
+            self._pump(max(0.0, min(deadline, self._due, next_look) - time.monotonic()))
         return None
 
     def _interrupt(self, job: Job, since: int) -> None:
@@ -248,14 +265,22 @@ class Server:
                 check = max(time.monotonic() + _IDLE_CHECK_S, self._due)
 
     def _check_idle(self) -> None:
-        """End what runs in the background if it has filled the workspace."""
+        """End what runs in the background if it has filled the workspace, or takes the memory."""
         own = {job.pid for job in self._jobs.values()}
         background = [pid for pid, _ in descendants() if pid not in own]
         if background:
             self._measure()
-        for pid in background if self._full_mb() is not None else ():
+        is_greedy = bool(background and self._max_memory and self._takes_too_much())
+        for pid in background if is_greedy or self._full_mb() is not None else ():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+    def _takes_too_much(self) -> bool:
+        begun = time.monotonic()
+        taken = memory_of(self._max_memory)
+        now = time.monotonic()
+        self._memory_due = now + max(_MEMORY_CHECK_S, 50 * (now - begun))
+        return taken > self._max_memory
 
     def _measure(self) -> None:
         begun = time.monotonic()
