@@ -1,0 +1,130 @@
+"""A machine that has no more of something stops the run, uses no attempt and becomes no data."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.playing import call, calls, say
+from tests.running import SCRIPTED, lines, run, write_rows
+from toolsets import cgroup
+from toolsets.errors import HOST_ERRNOS, HostError, failure_told, machine_failure
+
+# A worker takes its own limits away, as a machine that fills up does, while `full` is there.
+TOOLS = '''
+import asyncio, os, resource, time
+from pathlib import Path
+
+
+def limits_of_memory() -> None:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (2 << 20), hard))
+
+
+async def squeeze(group: str = "") -> str:
+    """Take what the machine has left."""
+    if not Path("full").exists():
+        return "there is room"
+    if group:
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
+        Path(group, "pids.max").write_text("1")
+    else:
+        limits_of_memory()
+    return "squeezed"
+
+
+def wait() -> str:
+    """Wait in a thread."""
+    time.sleep(0.2)
+    return "waited"
+
+
+async def take() -> str:
+    """Take memory."""
+    return str(len(bytearray(200 << 20)))
+
+
+async def take_far_too_much() -> str:
+    """Take more than there ever was."""
+    return str(len(bytearray(1 << 60)))
+
+
+ALL = [squeeze, wait, take, take_far_too_much]
+'''
+
+
+@pytest.fixture
+def crowded() -> Iterator[Path]:
+    parent = cgroup._parent("pids")
+    if parent is None:
+        pytest.skip("no control groups can be made here")
+    path = parent / f"test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    for left in (*path.glob("*/"), path):
+        left.rmdir()
+
+
+def given(cwd: Path, *turns: object) -> dict[str, object]:
+    (cwd / "own.py").write_text(TOOLS)
+    write_rows(cwd / "p.jsonl", {"id": "a", "prompt": "q", "script": [*turns, say("ok")]})
+    toolsets = {"enabled_toolsets": "own,terminal", "sandbox": "local", "tools": "own:ALL"}
+    return {**SCRIPTED, **toolsets, "max_attempts": 1}
+
+
+def is_stopped_and_goes_on(cwd: Path, options: dict[str, object], words: str) -> None:
+    (cwd / "full").touch()
+    done = run(cwd, **options)
+    assert done.returncode == 4, done.stderr
+    assert words in done.stderr
+    run_dir = cwd / "trajectories" / "r"
+    assert lines(run_dir / "records.jsonl") == []
+    assert lines(run_dir / "failures.jsonl") == []
+    (cwd / "full").unlink()
+    done = run(cwd, **options)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(run_dir / "records.jsonl")
+    assert record["attempt"] == 1
+
+
+def test_no_thread_is_the_machines_failure(tmp_path: Path) -> None:
+    options = given(tmp_path, calls(call("squeeze")), calls(*[call("wait")] * 12))
+    is_stopped_and_goes_on(tmp_path, options, "can't start new thread; raise the limit")
+
+
+def test_no_memory_is_the_machines_failure(tmp_path: Path) -> None:
+    options = given(tmp_path, calls(call("squeeze")), calls(call("take")))
+    is_stopped_and_goes_on(tmp_path, options, "Cannot allocate memory; give it more memory")
+
+
+def test_no_process_is_the_machines_failure(crowded: Path, tmp_path: Path) -> None:
+    squeeze = call("squeeze", group=str(crowded))
+    options = given(tmp_path, calls(squeeze), calls(call("terminal", command="ls")))
+    is_stopped_and_goes_on(tmp_path, options, "Resource temporarily unavailable; raise the limit")
+
+
+def test_one_oversized_value_is_the_tools_failure(tmp_path: Path) -> None:
+    done = run(tmp_path, **given(tmp_path, calls(call("take_far_too_much"))))
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    assert "MemoryError" in str(record["messages"])
+
+
+@pytest.mark.parametrize("number", sorted(HOST_ERRNOS), ids=errno.errorcode.get)
+def test_every_way_to_say_no_is_known(number: int) -> None:
+    said = OSError(number, os.strerror(number))
+    for error in (said, ExceptionGroup("several", [ValueError(), said]), HostError(str(said))):
+        assert os.strerror(number) in str(machine_failure(error))
+    assert "; " in str(failure_told(f"bwrap: Creating namespace failed: {os.strerror(number)}"))
+    assert "; " in str(failure_told(f"spawn node {errno.errorcode[number]}"))
+
+
+def test_other_failures_are_not_the_machines() -> None:
+    for error in (OSError(errno.ENOENT, "no"), RuntimeError("no"), ValueError()):
+        assert machine_failure(error) is None
+    assert failure_told("bwrap: setting up uid map: Permission denied") is None
