@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,14 +71,14 @@ def crowded() -> Iterator[Path]:
         left.rmdir()
 
 
-def given(cwd: Path, *turns: object) -> dict[str, object]:
+def given(cwd: Path, *turns: object) -> dict[str, Any]:
     (cwd / "own.py").write_text(TOOLS)
     write_rows(cwd / "p.jsonl", {"id": "a", "prompt": "q", "script": [*turns, say("ok")]})
     toolsets = {"enabled_toolsets": "own,terminal", "sandbox": "local", "tools": "own:ALL"}
     return {**SCRIPTED, **toolsets, "max_attempts": 1}
 
 
-def is_stopped_and_goes_on(cwd: Path, options: dict[str, object], words: str) -> None:
+def is_stopped_and_goes_on(cwd: Path, options: dict[str, Any], words: str) -> None:
     (cwd / "full").touch()
     done = run(cwd, **options)
     assert done.returncode == 4, done.stderr

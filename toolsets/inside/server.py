@@ -280,7 +280,7 @@ class Server:
         taken = memory_of(self._max_memory)
         now = time.monotonic()
         self._memory_due = now + max(_MEMORY_CHECK_S, 50 * (now - begun))
-        return taken > self._max_memory
+        return bool(taken > self._max_memory)
 
     def _measure(self) -> None:
         begun = time.monotonic()
