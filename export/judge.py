@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError, redact
+from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, ModelSettings, Request
 from agent.models.names import open_model, read_key
 from batch.console import say
@@ -122,9 +122,8 @@ class _Asking:
             reply = await model.complete(Request([{"role": "user", "content": text}]))
         except ModelError as error:
             return _Asked({**line, "reply": None, "error": f"{error.kind}: {error}"}, error)
-        said = reply.message.get("content") or ""
         told = {
-            "reply": redact(said, self._api_key),
+            "reply": reply.message.get("content") or "",
             "error": None,
             "model": reply.model,
             "usage": reply.usage,

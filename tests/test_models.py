@@ -19,7 +19,7 @@ from agent.messages import Message
 from agent.models import anthropic_messages, openai_chat, openai_responses
 from agent.models.batch_calls import has_batches
 from agent.models.endpoint_model import EndpointModel
-from agent.models.errors import RULES, ModelError, kind_of, redact
+from agent.models.errors import RULES, ModelError, kind_of
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.prices import is_known, price
@@ -640,11 +640,6 @@ def test_the_kind_of_an_http_error(status: int, code: str, message: str, kind: s
 
 def test_an_error_message_holds_nothing_that_a_terminal_obeys() -> None:
     assert str(ModelError("bad_request", "a\x1b[31mb\x00c\nd")) == "a [31mb c d"
-
-
-def test_a_key_is_taken_out_of_texts_and_a_placeholder_is_not() -> None:
-    assert redact("Bearer sk-secret-123 refused", "sk-secret-123") == "Bearer [API key] refused"
-    assert redact("no-key for e", "no-key") == "no-key for e"
 
 
 def test_looking_for_deep_nesting_takes_little_memory() -> None:

@@ -316,7 +316,7 @@ def test_every_code_of_anthropic_s_client_has_its_consequence_here() -> None:
     assert known - set(DUE) == set(), "new codes: decide what each of them means for a run"
     for (status, code), kind in DUE.items():
         body = json.dumps({"type": "error", "error": told(code)}).encode()
-        found = refusal_of(status, {}, body, secret="")
+        found = refusal_of(status, {}, body)
         assert (found.kind, found.code) == (kind, code)
 
 
@@ -340,7 +340,7 @@ def test_a_code_that_stops_a_run_does_so_inside_a_stream_too(code: str) -> None:
     ],
 )  # fmt: skip
 def test_codes_are_looked_for_where_the_clients_look(error: Any, kind: str) -> None:
-    assert refusal_of(400, {}, json.dumps(error).encode(), secret="").kind == kind
+    assert refusal_of(400, {}, json.dumps(error).encode()).kind == kind
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class AnthropicBatches:
             headers={"Content-Length": str(size)},
         )
         async with exchange as response:
-            return id_of(load_object(await response.read()))
+            return id_of(load_object(self._transport.clean(await response.read())))
 
     async def state(self, id: str) -> BatchState:
         """See `Batches`."""

@@ -15,7 +15,7 @@ from agent.models.transport import MAX_REPLY_BYTES, Transport
 async def get_object(transport: Transport, path: str, silence_s: float) -> dict[str, Any]:
     """GET one JSON object."""
     async with transport.exchange("GET", path, silence_s=silence_s) as response:
-        return load_object(await response.read())
+        return load_object(transport.clean(await response.read()))
 
 
 async def get_lines(transport: Transport, path: str, silence_s: float) -> AsyncIterator[bytes]:
@@ -34,9 +34,9 @@ async def get_lines(transport: Transport, path: str, silence_s: float) -> AsyncI
             rest = bytearray(last)
             for line in lines:
                 if line.strip():
-                    yield bytes(line)
+                    yield transport.clean(bytes(line))
         if rest.strip():
-            yield bytes(rest)
+            yield transport.clean(bytes(rest))
 
 
 async def read_file(path: Path) -> AsyncIterator[bytes]:

@@ -57,8 +57,6 @@ SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
 _UNANSWERED: frozenset[Kind] = frozenset({"connection", "timeout", "malformed"})
 """Failures by which the endpoint did not say that it refuses the request."""
 
-_SHORTEST_KEY = 8
-
 _KINDS: Mapping[Kind, tuple[str, ...]] = {
     "no_credit": (
         "insufficient_quota",
@@ -190,8 +188,3 @@ def kind_of(status: int | None, codes: Iterable[str], message: str) -> Kind:
 
 def _says(text: str, words: tuple[str, ...]) -> bool:
     return any(word in text for word in words)
-
-
-def redact(text: str, secret: str) -> str:
-    """Take a key out of a text. Short ones are placeholders, and common words besides."""
-    return text.replace(secret, "[API key]") if len(secret) >= _SHORTEST_KEY else text

@@ -228,4 +228,4 @@ def open_model(
     from agent.models.endpoint_model import EndpointModel
 
     adapter = EndpointModel(settings, api_key)
-    return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)
+    return PatientModel(adapter, settings, on_retry=on_retry, gate=gate)

@@ -128,7 +128,7 @@ class OpenAIBatches:
         )
         try:
             async with exchange as response:
-                return load_object(await response.read())
+                return load_object(self._transport.clean(await response.read()))
         except ModelError as error:
             if error.kind == "not_found" and method == "DELETE":
                 raise _Gone from error

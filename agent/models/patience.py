@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
 
-from agent.models.errors import ModelError, redact
+from agent.models.errors import ModelError
 from agent.models.gate import Gate
 from agent.models.model import Adapter, Completion, ModelSettings, Request
 from agent.models.prices import claim, priced
@@ -29,17 +29,14 @@ class PatientModel:
         adapter: Adapter,
         settings: ModelSettings,
         *,
-        api_key: str,
         on_retry: Callable[[str], None],
         gate: Gate | None = None,
     ) -> None:
         """`on_retry` is told, in words, about every failure that is waited out.
 
-        `api_key` is taken out of error messages: some gateways quote what they were sent. Each
-        attempt passes `gate`, if there is one.
+        Each attempt passes `gate`, if there is one.
         """
         self._adapter = adapter
-        self._api_key = api_key
         self._on_retry = on_retry
         self._settings = settings
         self._gate = gate
@@ -111,7 +108,6 @@ class PatientModel:
         try:
             completion = await self._adapter.complete(request)
         except ModelError as error:
-            error.args = (redact(str(error), self._api_key),)
             error.endpoint = self._settings.base_url
             error.key_env = self._settings.key_variable
             raise

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from agent.messages import FunctionCall, ToolCall, Usage
-from agent.models.errors import ModelError, kind_of, redact
+from agent.models.errors import ModelError, kind_of
 from agent.nesting import MAX_NESTING, is_nested_deeper
 
 _SHOWN = 500
@@ -148,13 +148,13 @@ def text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def refusal_of(status: int, headers: Mapping[str, str], body: bytes, *, secret: str) -> ModelError:
-    """The failure that a reply tells by its status; `secret` is taken out of what it quotes."""
+def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> ModelError:
+    """The failure that a reply tells by its status."""
     if 300 <= status < 400:
-        place = redact(headers.get("location", "another place"), secret)
+        place = headers.get("location", "another place")
         words = f"HTTP {status}: it has moved to {place}; give that as the base URL"
         return ModelError("not_found", words)
-    told = _read_error(redact(body.decode(errors="replace"), secret))
+    told = _read_error(body.decode(errors="replace"))
     return ModelError(
         kind_of(status, told.codes, told.message),
         f"HTTP {status}: {told.message}",
@@ -164,13 +164,13 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes, *, secret: 
     )
 
 
-def error_behind_200(error: Any, place: str, secret: str = "") -> ModelError:
+def error_behind_200(error: Any, place: str) -> ModelError:
     """An error that is told after the status was sent; its code or type stands for the status.
 
     Routers put the provider's error into the body, and streams have no other way. `place` is
     where it stood.
     """
-    told = _read_error(redact(json.dumps({"error": error}), secret))
+    told = _read_error(json.dumps({"error": error}))
     statuses = [int(code) if code.isdecimal() else _STATUS_OF.get(code, 0) for code in told.codes]
     status = next((status for status in statuses if 400 <= status < 600), None)
     kind = kind_of(status, told.codes, told.message)

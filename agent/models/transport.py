@@ -10,6 +10,7 @@ import asyncio
 import codecs
 import contextlib
 import json
+import logging
 import os
 import ssl
 import urllib.request
@@ -22,10 +23,13 @@ import truststore
 from yarl import URL
 
 from agent.models.errors import ModelError
+from agent.models.keys import Key
 from agent.models.model import ModelSettings
 from agent.models.replies import error_behind_200, refusal_of
 from agent.models.streaming import Assembly
 from toolsets.errors import HOST_ERRNOS, HostError, in_words
+
+log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 64 * 2**20
 """Most bytes of one reply that are held, unpacked; real ones are a hundred times smaller."""
@@ -46,9 +50,10 @@ class Transport:
     """The connections of one model to its endpoint, in the running event loop."""
 
     def __init__(self, base_url: str | None, headers: Mapping[str, str], *, secret: str) -> None:
-        """`secret` is taken out of what error messages quote, before they are cut to size."""
+        """`secret` is taken out of all that comes back, before it is read or cut to size."""
         self._base_url = (base_url or "").rstrip("/")
-        self._secret = secret
+        self._key = Key(secret)
+        self._was_echoed = False
         # Not the session's own: aiohttp tells those to a proxy too, in the clear, and so the key.
         self._headers = {
             "Accept": "application/json",
@@ -89,18 +94,25 @@ class Transport:
         try:
             async with asyncio.timeout(timeout_s), sending as response:
                 if not 200 <= response.status < 300:
-                    body = b"".join([part async for part in _parts(response, is_error=True)])
-                    raise refusal_of(response.status, response.headers, body, secret=self._secret)
+                    raise await self._refusal(response)
                 # Some servers know no streams, or not for this model, and answer in one piece.
                 if assembly is None or response.content_type == "application/json":
-                    return b"".join([part async for part in _parts(response)])
+                    return self.clean(b"".join([part async for part in _parts(response)]))
                 await self._read_stream(response, assembly, settings.idle_timeout_s)
-                return assembly.finish()
+                return self.clean(assembly.finish())
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 words = f"no complete reply within {timeout_s:g} s"
                 raise ModelError("timeout", words) from error
-            raise _of_the_connection(error) from error
+            raise self._of_the_connection(error) from error
+
+    def clean(self, body: bytes) -> bytes:
+        """What the endpoint sent, without the key: it may come back in anything that is said."""
+        cleaned = self._key.out_of(body)
+        if cleaned is not body and not self._was_echoed:
+            self._was_echoed = True
+            log.warning("%s sent the API key back; it is taken out of replies", self._base_url)
+        return cleaned
 
     @contextlib.asynccontextmanager
     async def exchange(
@@ -130,15 +142,37 @@ class Transport:
         try:
             async with sending as response:
                 if not 200 <= response.status < 300:
-                    error = b"".join([part async for part in _parts(response, is_error=True)])
-                    raise refusal_of(response.status, response.headers, error, secret=self._secret)
+                    raise await self._refusal(response)
                 yield response
-        except (aiohttp.ClientError, OSError) as failure:
-            raise _of_the_connection(failure) from failure
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._of_the_connection(error) from error
 
     async def close(self) -> None:
         """Release all connections."""
         await self._session.close()
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> ModelError:
+        body = b"".join([part async for part in _parts(response, is_error=True)])
+        headers = {
+            name.lower(): self._key.out_of_text(value) for name, value in response.headers.items()
+        }
+        return refusal_of(response.status, headers, self.clean(body))
+
+    def _of_the_connection(self, error: aiohttp.ClientError | OSError) -> ModelError | HostError:
+        """A failure to connect, a cut connection, or what came was no HTTP or beyond measure."""
+        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        unsent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+        was_sent = not isinstance(error, unsent)
+        if isinstance(cause, OSError):
+            # asyncio puts an address where the system's words belong; look-ups of names have none.
+            number = cause.errno or 0
+            words = os.strerror(number) if number > 0 else cause.strerror
+            if cause.errno in HOST_ERRNOS:
+                return HostError(f"model call: {in_words(number)}")
+            if words:
+                return ModelError("connection", words, was_sent=was_sent)
+        words = ": ".join(filter(None, (type(cause).__name__, str(cause))))
+        return ModelError("connection", self._key.out_of_text(words), was_sent=was_sent)
 
     async def _read_stream(
         self, response: aiohttp.ClientResponse, assembly: Assembly, idle_timeout_s: float
@@ -159,10 +193,11 @@ class Transport:
                 async for data in events:
                     if data.startswith(_END_OF_STREAM):
                         break
+                    data = self._key.out_of_text(data)
                     part = json.loads(data)  # which takes a half of an emoji, as parts bring it
                     if isinstance(part, dict):
                         if part.get("error"):
-                            raise error_behind_200(part["error"], "the stream", self._secret)
+                            raise error_behind_200(part["error"], "the stream")
                         assembly.add(part)
         except (ValueError, RecursionError) as error:
             words = f"in the stream: {type(error).__name__}: {error}"
@@ -225,22 +260,6 @@ async def _events(
     except httpx2.SSEError as error:
         words = f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
         raise ModelError("malformed", words) from error
-
-
-def _of_the_connection(error: aiohttp.ClientError | OSError) -> ModelError | HostError:
-    """A failure to connect, a cut connection, or what came was no HTTP or beyond measure."""
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    if isinstance(cause, OSError):
-        # asyncio puts an address where the system's words belong; look-ups of names have none.
-        number = cause.errno or 0
-        words = os.strerror(number) if number > 0 else cause.strerror
-        if cause.errno in HOST_ERRNOS:
-            return HostError(f"model call: {in_words(number)}")
-        if words:
-            return ModelError("connection", words, was_sent=was_sent)
-    words = ": ".join(filter(None, (type(cause).__name__, str(cause))))
-    return ModelError("connection", words, was_sent=was_sent)
 
 
 def _proxy_for(url: URL) -> str | None:

@@ -1,0 +1,79 @@
+"""An API key in what its endpoint sends back: taken out before anybody reads, cuts or keeps it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import orjson
+
+MARK = "[API key]"
+"""Stands where a key stood."""
+
+_SHORTEST = 8
+
+_PLACEHOLDERS = frozenset({"dummy-key", "fake-key", "lm-studio", "no-key-required", "not-needed"})
+"""What people give to servers that want no key, and what replies may well hold."""
+
+
+class Key:
+    """One key, in all forms in which an endpoint may send it back."""
+
+    def __init__(self, key: str) -> None:
+        """A short key, or one that is a single word, is a placeholder and never taken out."""
+        is_secret = len(key) >= _SHORTEST and not key.isalpha() and key not in _PLACEHOLDERS
+        self._key = key
+        self._forms = tuple(dict.fromkeys(_forms(key))) if is_secret else ()
+        self._texts = tuple(form.decode() for form in self._forms)
+        self._wide = tuple(map(key.encode, ("utf-16-le", "utf-16-be"))) if is_secret else ()
+
+    def out_of(self, body: bytes) -> bytes:
+        """The body without the key; the very same object where there is none in it."""
+        for form in self._forms:
+            if form in body:
+                return self._cut(body)
+        if self._forms and (b"\\u00" in body or b"\0" in body) and self._is_spelt_out(body):
+            return self._cut(body)
+        return body
+
+    def out_of_text(self, text: str) -> str:
+        """The text without the key as it is, or in base64."""
+        for form in self._texts:
+            if form in text:
+                text = text.replace(form, MARK)
+        return text
+
+    def _is_spelt_out(self, body: bytes) -> bool:
+        """Whether it is there in letters that JSON need not escape but may, or in UTF-16."""
+        if any(form in body for form in self._wide):
+            return True
+        try:
+            plain = orjson.dumps(orjson.loads(body))
+        except (ValueError, TypeError):
+            return False
+        return any(form in plain for form in self._forms)
+
+    def _cut(self, body: bytes) -> bytes:
+        for form in (*self._forms, *self._wide):
+            body = body.replace(form, MARK.encode())
+        letters = (
+            rb"(?:%b|\\+u00%02x)" % (re.escape(letter), letter[0])
+            for letter in (bytes([code]) for code in self._key.encode())
+        )
+        return re.sub(b"(?i:%b)" % b"".join(letters), MARK.encode(), body)
+
+
+def _forms(key: str) -> Iterator[bytes]:
+    """The key as it is, then as JSON, URLs and base64 have it."""
+    yield key.encode()
+    escaped = json.dumps(key)[1:-1]
+    yield from (text.encode() for text in (escaped, escaped.replace("/", "\\/")))
+    yield quote(key, safe="").encode()
+    for before in range(3):
+        # What stands around it decides about the letters that hold bits of both.
+        coded = base64.b64encode(bytes(before) + key.encode()).rstrip(b"=")
+        inner = coded[(0, 2, 3)[before] : len(coded) - ((before + len(key)) % 3 > 0)]
+        yield from (inner, inner.translate(bytes.maketrans(b"+/", b"-_")))

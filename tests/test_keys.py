@@ -1,0 +1,269 @@
+"""A key that an endpoint sends back is in no reply, no message and no file."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from agent.models.batch_transfer import get_lines
+from agent.models.dialects import DIALECTS
+from agent.models.endpoint_model import EndpointModel
+from agent.models.errors import ModelError
+from agent.models.keys import MARK, Key
+from agent.models.model import ModelSettings, Request
+from agent.models.transport import Transport
+from tests.answering import listening
+from tests.running import run, write_prompts
+
+KEY = "sk-canary/Zq7+Xw_0123456789"
+PIECE = KEY[:8]
+CHAT = "openai_chat"
+
+
+def coded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+FORMS = {
+    "as it is": KEY,
+    "with its slash escaped": KEY.replace("/", "\\/"),
+    "in a URL": KEY.replace("/", "%2F").replace("+", "%2B"),
+    "spelt out": "".join(f"\\u{ord(letter):04x}" for letter in KEY),
+    "in part spelt out": KEY.replace("k", "\\u006B"),
+    **{f"in base64, after {n}": coded("user:"[:n] + KEY + ", so.") for n in range(4)},
+    "in the base64 of URLs": base64.urlsafe_b64encode(f"??>>{KEY}".encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_key_is_taken_out_in_every_form(form: str) -> None:
+    body = b'{"a": "\xc3\xa9 ' + form.encode() + b' z"}'
+    cleaned = orjson.loads(Key(KEY).out_of(body))["a"]
+    assert MARK in cleaned
+    assert cleaned.startswith("\xe9 ")
+    assert cleaned.endswith(" z")
+    pieces = [text[at : at + 12] for text in (form, KEY) for at in range(len(text) - 11)]
+    assert not [piece for piece in pieces if piece in cleaned]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_key_is_taken_out_of_what_is_no_utf_8(encoding: str) -> None:
+    assert KEY.encode(encoding) not in Key(KEY).out_of(f"no {KEY}".encode(encoding))
+
+
+def test_what_holds_no_key_is_the_same_object() -> None:
+    for body in (b'{"a": 1}', b'{"a": "caf\\u00e9 \\u003c"}', b"\\u00 no JSON", b"\0", b"[" * 500):
+        assert Key(KEY).out_of(body) is body
+
+
+@pytest.mark.parametrize("key", ["no-key", "EMPTY", "password", "not-needed", "lm-studio", ""])
+def test_a_placeholder_is_no_secret(key: str) -> None:
+    """It may be a word of a reply, and that is data."""
+    body = f"say {key} here".encode()
+    assert Key(key).out_of(body) is body
+    assert Key(key).out_of_text(f"say {key} here") == f"say {key} here"
+
+
+def whole(dialect: str, text: str, arguments: str) -> dict[str, Any]:
+    """A reply with a text and a call."""
+    if dialect == CHAT:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "content": text, "tool_calls": [call]}
+        return {"id": "r", "choices": [{"message": message, "finish_reason": "tool_calls"}]}
+    if dialect == "anthropic_messages":
+        called = {"type": "tool_use", "id": "c", "name": "f", "input": json.loads(arguments)}
+        return {"content": [{"type": "text", "text": text}, called], "stop_reason": "tool_use"}
+    said = {"type": "message", "content": [{"type": "output_text", "text": text}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    return {"status": "completed", "output": [said, call]}
+
+
+def events(dialect: str, text: str) -> list[dict[str, Any]]:
+    """The parts of a reply that says the text, cut in the middle."""
+    halves = (text[: len(text) // 2], text[len(text) // 2 :])
+    if dialect == CHAT:
+        parts = [{"choices": [{"delta": {"content": half}}]} for half in halves]
+        return [*parts, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+    if dialect == "anthropic_messages":
+        deltas = [{"type": "text_delta", "text": half} for half in halves]
+        return [
+            {"type": "message_start", "message": {"id": "m"}},
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "text"}},
+            *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
+        ]
+    item = {"type": "message", "content": [{"type": "output_text", "text": text}]}
+    return [
+        *({"type": "response.output_text.delta", "delta": half} for half in halves),
+        {"type": "response.output_item.done", "output_index": 0, "item": item},
+        {"type": "response.completed", "response": {"status": "completed", "output": [item]}},
+    ]
+
+
+def ask(
+    dialect: str, body: bytes, *, status: int = 200, type: str = "application/json", **headers: str
+) -> Any:
+    """What an endpoint makes the program say that answers so: its reply, or the error."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            for name, value in {"content-type": type, **headers}.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Nobody reads it."""
+
+    async def complete(root: str) -> Any:
+        settings = ModelSettings(name="m", api=dialect, base_url=root, key_env=None)
+        adapter = EndpointModel(settings, KEY)
+        on_delta = (lambda event: None) if type == "text/event-stream" else None
+        try:
+            return await adapter.complete(
+                Request([{"role": "user", "content": "Go."}], on_delta=on_delta)
+            )
+        except ModelError as error:
+            return error
+        finally:
+            await adapter.close()
+
+    with listening(Handler) as root:
+        return asyncio.run(complete(root))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_reply_that_echoes_the_key_is_read_without_it(
+    dialect: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, arguments = f"It is {KEY}.", json.dumps({"key": KEY})
+    with caplog.at_level(logging.WARNING):
+        reply = ask(dialect, orjson.dumps(whole(dialect, text, arguments)))
+    assert reply.message["content"] == f"It is {MARK}."
+    [call] = reply.message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"key": MARK}
+    assert KEY not in str(reply)
+    assert "sent the API key back" in caplog.text
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_key_that_comes_in_two_parts_of_a_stream_is_taken_out(dialect: str) -> None:
+    sent = "".join(f"data: {json.dumps(part)}\n\n" for part in events(dialect, KEY))
+    reply = ask(dialect, sent.encode(), type="text/event-stream")
+    assert reply.message["content"] == MARK
+
+
+CUT = [b"x" * 188 + b" ", b"x" * 488 + b" ", b""]
+"""Before the key: the key lies where messages are cut to size, or it comes first."""
+
+
+@pytest.mark.parametrize("before", CUT, ids=len)
+@pytest.mark.parametrize("status", [200, 400, 401, 500])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_piece_of_the_key_is_in_an_error(dialect: str, status: int, before: bytes) -> None:
+    for body in (
+        before + KEY.encode(),
+        orjson.dumps({"error": {"message": before.decode() + KEY, "code": KEY}}),
+        orjson.dumps([before.decode() + KEY]),
+        orjson.dumps({"status": "failed", "error": {"message": before.decode() + KEY}}),
+    ):
+        error = ask(dialect, body, status=status)
+        assert isinstance(error, ModelError)
+        assert PIECE not in f"{error} {error.code} {error.param}"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_piece_of_the_key_is_in_an_error_of_a_stream(dialect: str) -> None:
+    for error in ({"message": "x" * 490 + KEY}, "x" * 490 + KEY):
+        sent = f"data: {json.dumps({'error': error})}\n\n".encode()
+        assert PIECE not in str(ask(dialect, sent, type="text/event-stream"))
+
+
+def test_a_redirect_is_told_without_the_key() -> None:
+    error = ask(CHAT, b"", status=307, location=f"http://127.0.0.1/?key={KEY}")
+    assert MARK in str(error)
+    assert PIECE not in str(error)
+
+
+def test_results_of_batches_are_read_without_the_key() -> None:
+    lines = orjson.dumps({"a": KEY}) + b"\n" + orjson.dumps({"b": KEY})
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(lines)))
+            self.end_headers()
+            self.wfile.write(lines)
+
+        def log_message(self, *_: Any) -> None:
+            """Nobody reads it."""
+
+    async def read(root: str) -> list[Any]:
+        transport = Transport(root, {}, secret=KEY)
+        try:
+            return [orjson.loads(line) async for line in get_lines(transport, "/x", 5.0)]
+        finally:
+            await transport.close()
+
+    with listening(Handler) as root:
+        assert asyncio.run(read(root)) == [{"a": MARK}, {"b": MARK}]
+
+
+@pytest.mark.parametrize("stream_replies", [False, True])
+def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replies: bool) -> None:
+    """Neither of replies that were used, nor of those that were tried again or failed."""
+    write_prompts(tmp_path / "p.jsonl", 6)
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(self.headers["authorization"])
+            n = len(asked)
+            if n % 3 == 2:
+                self.answer(200, "text/html", b"x" * 190 + KEY.encode())
+            elif "3" in body["messages"][-1]["content"]:
+                self.answer(400, "text/html", b"x" * 490 + KEY.encode())
+            elif stream_replies:
+                parts = "".join(f"data: {json.dumps(part)}\n\n" for part in events(CHAT, KEY))
+                self.answer(200, "text/event-stream", parts.encode())
+            else:
+                choice = {"message": {"content": f"I am {KEY}"}, "finish_reason": "stop"}
+                self.answer(200, "application/json", orjson.dumps({"choices": [choice]}))
+
+        def answer(self, status: int, type: str, content: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-type", type)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            """Nobody reads it."""
+
+    with listening(Handler) as root:
+        given = {
+            **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
+            **{"model": "openai:m", "base_url": f"{root}/v1", "key_env": "MY_KEY"},
+            **{"num_workers": 1, "batch_size": 1, "max_in_flight": 1, "max_attempts": 1},
+        }
+        flags = ["--stream_replies"] * stream_replies
+        done = run(tmp_path, *flags, **given, env={"MY_KEY": KEY})
+    assert done.returncode == 1, done.stderr
+    assert set(asked) == {f"Bearer {KEY}"}
+    assert PIECE not in done.stdout + done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if PIECE.encode() in path.read_bytes()]
+    [records] = [path for path in files if path.name == "records.jsonl"]
+    assert records.read_bytes().count(MARK.encode()) >= 5
