@@ -20,6 +20,13 @@ from agent.reasoning import opens_reasoning, split_inline_reasoning
 _CLOSE = 0.8
 """How alike a misspelt name must be (ratio of difflib) to be taken for another."""
 
+RUN_CALLS = 128
+"""So many calls of one reply are run; the others get a result that says so. It is far more than
+models make in earnest, and few enough that a worker stays responsive while they run."""
+
+MAX_CALLS = 1_000
+"""A reply with more calls is set aside: a result for each would only make the next request huge."""
+
 _ID_FIELDS: Mapping[str, str] = {"tool_use": "id", "function_call": "call_id"}
 """Where verbatim blocks of each kind that is a call hold its id."""
 
@@ -30,12 +37,14 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
     A reply that was cut or withheld is never asked for again: the same would come.
     """
     message = completion.message
+    calls = message.get("tool_calls", ())
+    if len(calls) > MAX_CALLS:
+        return "too_many_calls"
     if completion.finish_reason not in ("stop", "tool_calls"):
         return None
     said = split_inline_reasoning(message["content"]).rest
     if opens_reasoning(said):
         return "unclosed_reasoning"
-    calls = message.get("tool_calls")
     if not calls:
         return None if said.strip() else "blank"
     if request.tool_choice == "none":

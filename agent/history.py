@@ -4,9 +4,38 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from agent.messages import Message
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""How APIs call the parts of a content that are text."""
+
+
+def plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A chat message in the words used here: role `system` for `developer`, content as one text.
+
+    A content that is a list of text parts becomes their texts, each on lines of its own. Any other
+    is left as it is, and so is a message in which nothing changes.
+    """
+    content = message.get("content")
+    is_list = isinstance(content, list) and bool(content) and all(map(_is_text_part, content))
+    is_developer = message.get("role") == "developer"
+    if not is_list and not is_developer:
+        return message
+    return {
+        **message,
+        **({"role": "system"} if is_developer else {}),
+        **({"content": "\n".join(part["text"] for part in content or ())} if is_list else {}),
+    }
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type", "text") in _TEXT_PARTS
+        and isinstance(part.get("text"), str)
+    )
 
 
 def completed_history(messages: Sequence[Message]) -> list[Message]:
@@ -14,7 +43,10 @@ def completed_history(messages: Sequence[Message]) -> list[Message]:
 
     Raises `ValueError` as `check_history` does.
     """
-    copies = copy.deepcopy(list(messages))
+    copies = [
+        cast(Message, dict(plain_message(message)) if isinstance(message, Mapping) else message)
+        for message in copy.deepcopy(list(messages))
+    ]
     for message in copies:
         # Other programs write null where there is nothing.
         if isinstance(message, dict):

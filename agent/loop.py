@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agent.acceptance import make_ids_unique, repair_names, why_unusable
+from agent.acceptance import RUN_CALLS, make_ids_unique, repair_names, why_unusable
 from agent.events import Clock, continued_event, note_event, reply_event, result_event
 from agent.messages import Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
@@ -26,6 +26,12 @@ _NOT_RUN = "Error: this call was not run, because the conversation ended before 
 _BROKEN_OFF = (
     "Error: this call was broken off, because the conversation ended before its result ({}). It "
     "may have run in part."
+)
+_ONE_TOO_MANY = ToolResult(
+    f"Error: this call was not run: of one reply, the first {RUN_CALLS} calls are run. Make it "
+    "again in a later reply if it is still needed.",
+    is_error=True,
+    details={"failure": "not_run"},
 )
 
 
@@ -80,9 +86,9 @@ async def _ask(
     clock = Clock()
     completion = await model.complete(request)
     make_ids_unique(completion.message, trajectory.call_ids, turn=turn)
-    if terms.options.repair_tool_names:
-        repair_names(completion.message, tools.names)
     why = why_unusable(completion, request, terms.options)
+    if terms.options.repair_tool_names and why is None:
+        repair_names(completion.message, tools.names)
     return reply_event(turn, completion, clock, discarded=why)
 
 
@@ -96,7 +102,7 @@ async def _answer(
 ) -> None:
     async def answer(n: int, call: ToolCall) -> None:
         clock = Clock()
-        result = await tools.call(call)
+        result = await tools.call(call) if n < RUN_CALLS else _ONE_TOO_MANY
         record(result_event(turn, n, call, result, clock))
         if on_event is not None:
             on_event(_told(call, result, clock))

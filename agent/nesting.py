@@ -11,16 +11,18 @@ and widely used readers of training files refuse 128."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 """Possessive, because marks to backtrack to would cost a hundred times the text's memory."""
 
-_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_BRACES = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def is_nested_deeper(json_text: bytes, levels: int) -> bool:
     """Whether valid JSON is nested deeper than `levels`; nearly free where brackets are few."""
     if json_text.count(b"[") + json_text.count(b"{") <= levels:
         return False
-    depth = 0
-    for character in _STRING.sub(b"", json_text):
-        depth += _STEPS.get(character, 0)
-        if depth > levels:
-            return True
-    return False
+    brackets = _STRING.sub(b"", json_text).translate(_BRACES, _NO_BRACKETS)
+    # Each round takes the innermost level away, everywhere at once.
+    for _ in range(levels):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)

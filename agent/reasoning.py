@@ -27,12 +27,13 @@ def split_inline_reasoning(text: str) -> InlineReasoning:
     A tag that is opened and never closed is left where it is: what follows it may be anything.
     """
     thoughts = []
-    while match := _OPENING.match(text):
+    end = 0
+    while match := _OPENING.match(text, end):
         thoughts.append(match["text"].strip())
-        text = text[match.end() :]
+        end = match.end()
     if not thoughts:
         return InlineReasoning(None, text)
-    return InlineReasoning("\n\n".join(filter(None, thoughts)) or None, text.lstrip())
+    return InlineReasoning("\n\n".join(filter(None, thoughts)) or None, text[end:].lstrip())
 
 
 def opens_reasoning(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agent.acceptance import RUN_CALLS
 from agent.events import Clock, continued_event, result_event
 from agent.messages import Event, ResumedEvent, ToolCall
 from agent.moves import Answer, Continue, Move
@@ -32,15 +33,16 @@ def take_up(
 
     move = next_move(trajectory, terms)
     calls = _under_way(move, tools, parallel=terms.options.parallel_tools)
-    interrupted = [
-        (n, call) for n, call in calls if not tools.is_idempotent(call["function"]["name"])
-    ]
+    interrupted, repeated = [], []
+    for n, call in calls:
+        may_repeat = tools.is_idempotent(call["function"]["name"])
+        (repeated if may_repeat else interrupted).append((n, call))
     record(
         ResumedEvent(
             kind="resumed",
             turn=trajectory.turns,
             interrupted=[call["id"] for _, call in interrupted],
-            repeated=[call["id"] for n, call in calls if (n, call) not in interrupted],
+            repeated=[call["id"] for _, call in repeated],
             workspace_kept=kept,
         )
     )
@@ -58,5 +60,6 @@ def _under_way(move: Move, tools: AgentTools, *, parallel: bool) -> list[tuple[i
         return [(move.result["call"], move.call)] if move.is_for_tool else []
     if not isinstance(move, Answer):
         return []
+    calls = [(n, call) for n, call in move.calls if n < RUN_CALLS]
     # Of calls that run one after the other, those behind the first had not begun.
-    return move.calls if parallel and not tools.need_order(move.calls) else move.calls[:1]
+    return calls if parallel and not tools.need_order(move.calls) else calls[:1]

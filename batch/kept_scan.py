@@ -28,7 +28,7 @@ from batch.shards import Shard
 
 NAME = "dataset.idx"
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when rows are read or identified in another way, or the file is laid out in another."""
 
 _DIGEST_BYTES = 32

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from batch.errors import DatasetChanged, DatasetError
-from batch.row_rules import RowRules
+from batch.row_rules import RowRules, with_plain_prompt
 from batch.rows import BadRow, Reading, read_again, read_rows
 from batch.shards import Shard
 
@@ -276,7 +276,7 @@ def _base_id(columns: dict[str, Any]) -> str:
             own = str(value)
             if own and not _LOOKS_GENERATED.search(own):
                 return own
-    content = _canonical(columns)
+    content = _canonical(with_plain_prompt(columns))
     return f"row-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from agent.history import plain_message
 from agent.messages import Event, Message
 from agent.models.names import SCRIPTED
 from agent.models.scripted import parse_script
@@ -125,6 +126,7 @@ class RowRules:
             names += _IMAGE_COLUMNS
         if self.with_forks:
             names.append(FORK_COLUMN)
+        columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
 
 
@@ -158,6 +160,34 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
     return messages
 
 
+def with_plain_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns with the messages of the prompt in plain words (see `plain_message`).
+
+    A prompt is then the same one whether its text is written as a text or as a list of parts.
+    """
+    name = "prompt" if "prompt" in columns else _chat_column(columns)
+    given = columns.get(name)
+    if not isinstance(given, list):
+        return columns
+    messages = _plain(given, upto_first_of_user=name != "prompt")
+    return columns if messages == given else {**columns, name: messages}
+
+
+def _plain(messages: list[Any], *, upto_first_of_user: bool) -> list[Any]:
+    """The messages in plain words; those behind the first of the user are no part of a prompt."""
+    plain = []
+    for n, item in enumerate(messages):
+        plain.append(plain_message(item) if isinstance(item, dict) else item)
+        if upto_first_of_user and _role(plain[-1]) == "user":
+            return plain + messages[n + 1 :]
+    return plain
+
+
+def _role(item: Any) -> str | None:
+    role = item.get("role", item.get("from")) if isinstance(item, dict) else None
+    return _ROLES.get(role) if isinstance(role, str) else None
+
+
 def kind_of(value: Any) -> str:
     """What a JSON value is, in a user's words."""
     match value:
@@ -183,16 +213,17 @@ def _prompt_messages(prompt: Any) -> list[Message]:
     if isinstance(prompt, str):
         return [Message(role="user", content=prompt)]
     if isinstance(prompt, list):
-        return [_chat_message(n, item) for n, item in enumerate(prompt)]
+        plain = _plain(prompt, upto_first_of_user=False)
+        return [_chat_message(n, item) for n, item in enumerate(plain)]
     msg = f"`prompt` is {kind_of(prompt)}; it must be text or a list of chat messages"
     raise ValueError(msg)
 
 
 def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
     messages: list[Message] = []
-    for n, item in enumerate(columns[column]):
+    for n, item in enumerate(_plain(columns[column], upto_first_of_user=True)):
+        role = _role(item)
         item = item if isinstance(item, dict) else {}
-        role = _ROLES.get(str(item.get("role", item.get("from"))))
         content = item.get("content", item.get("value"))
         if role is None or not isinstance(content, str):
             msg = f"{column}[{n}] is no text of the system or the user, and no user's came before"
@@ -210,8 +241,13 @@ def _chat_message(n: int, item: Any) -> Message:
     match role:
         case "system" | "user" | "assistant" if isinstance(content, str):
             return Message(role=role, content=content)
+        case "system" | "user" | "assistant" if isinstance(content, list):
+            kinds = (part.get("type") if isinstance(part, dict) else part for part in content)
+            other = next((kind for kind in kinds if kind != "text"), None)
+            found = f"a part of type {clip(repr(other), max_chars=50)}" if content else "no parts"
+            raise ValueError(f"prompt[{n}].content must be text, or a list of text parts ({found})")
     msg = (
-        f"prompt[{n}] must be an object with `role` (system, user or assistant) "
+        f"prompt[{n}] must be an object with `role` (system, developer, user or assistant) "
         "and `content` (text)"
     )
     raise ValueError(msg)

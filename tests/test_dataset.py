@@ -193,6 +193,55 @@ def test_a_system_message_of_the_row_wins_over_the_config() -> None:
     assert len(opening_messages({"prompt": "hi"}, None)) == 1
 
 
+PLAIN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"}]
+IN_PARTS = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}],
+    },
+]
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+@pytest.mark.parametrize("more", [{}, {"id": "x"}])
+def test_text_parts_and_developers_are_the_same_prompt_in_other_words(
+    tmp_path: Path, column: str, more: dict[str, str]
+) -> None:
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
+    rest = [answer] if column == "messages" else []
+    (plain,) = all_tasks(write(tmp_path / "a.jsonl", {column: [*PLAIN, *rest], **more}))
+    (other,) = all_tasks(write(tmp_path / "b.jsonl", {column: [*IN_PARTS, *rest], **more}))
+    assert opening_messages(other.columns, None) == PLAIN
+    assert opening_messages(plain.columns, None) == PLAIN
+    assert plain.key == other.key
+    assert other.columns[column][:2] == IN_PARTS, "the row stays as it is"
+
+
+def test_what_follows_the_prompt_in_a_chat_identifies_it_as_it_is(tmp_path: Path) -> None:
+    """Runs that there are must find their rows again."""
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
+    (task,) = all_tasks(write(tmp_path / "a.jsonl", {"id": "x", "messages": [*PLAIN, answer]}))
+    (other,) = all_tasks(
+        write(tmp_path / "b.jsonl", {"id": "x", "messages": [*PLAIN, {**answer, "content": "c"}]})
+    )
+    assert task.input_digest == "c3b5dd1ec85c3af3"
+    assert task.key != other.key
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "u"}}], "a part of type 'image_url'"),
+        ([{"type": "text", "text": "a"}, {"type": "file"}], "a part of type 'file'"),
+        ([], "no parts"),
+    ],
+)
+def test_parts_that_are_no_text_are_named(content: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        opening_messages({"prompt": [{"role": "user", "content": content}]}, None)
+
+
 @pytest.mark.parametrize(
     "lines",
     [

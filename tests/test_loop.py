@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agent.acceptance import make_ids_unique
+from agent.acceptance import MAX_CALLS, RUN_CALLS, make_ids_unique
 from agent.models.errors import ModelError
-from tests.playing import Played, call
+from tests.playing import Played, call, calls, say
 from tests.playing import play as play_with
 
 
@@ -179,3 +179,50 @@ def test_a_finished_conversation_that_is_resumed_asks_for_nothing(tmp_path: Path
     events = play(tmp_path / "w", SCRIPT).events
     resumed = play(tmp_path / "w", [{"content": "never"}], past=events)
     assert (resumed.status, resumed.trajectory.final_text()) == ("completed", "A and B")
+
+
+class TestManyCalls:
+    """A reply may hold any number of calls; only so many are run."""
+
+    MANY = calls(*(call("echo", text=f"{n}") for n in range(RUN_CALLS + 3)))
+
+    def test_calls_beyond_the_bound_are_not_run_and_the_model_is_told(self, tmp_path: Path) -> None:
+        played = play_with(tmp_path, [self.MANY, say("done")])
+        assert played.status == "completed", "they use up no errors"
+        contents = [result["content"] for result in played.results]
+        assert contents[:RUN_CALLS] == [f"{n}" for n in range(RUN_CALLS)]
+        assert (
+            contents[RUN_CALLS:]
+            == [
+                "Error: this call was not run: of one reply, the first 128 calls are run. Make it "
+                "again in a later reply if it is still needed."
+            ]
+            * 3
+        )
+        assert played.results[-1]["details"] == {"failure": "not_run"}
+
+    @pytest.mark.parametrize("name", ["echo", "count"])
+    @pytest.mark.parametrize("events", [1, 2, RUN_CALLS, RUN_CALLS + 2])
+    def test_a_resumed_conversation_runs_no_more(
+        self, tmp_path: Path, name: str, events: int
+    ) -> None:
+        """A call that was never to be run is none that may have been interrupted."""
+        script = [calls(*(call(name) for _ in range(RUN_CALLS + 3))), say("done")]
+        whole = play_with(tmp_path / "a", script)
+        resumed = play_with(tmp_path / "b", script, past=whole.events[:events])
+        assert resumed.status == "completed"
+        assert resumed.results[RUN_CALLS:] == whole.results[RUN_CALLS:]
+
+    @pytest.mark.parametrize("finish_reason", ["tool_calls", "length"])
+    def test_a_reply_of_absurdly_many_is_set_aside(
+        self, tmp_path: Path, finish_reason: str
+    ) -> None:
+        absurd = calls(*(call("echo") for _ in range(MAX_CALLS + 1)), finish_reason=finish_reason)
+        played = play_with(tmp_path, [absurd, say("done")])
+        (reply,) = played.trajectory.discarded
+        assert played.status == "completed"
+        assert reply["discarded"] == "too_many_calls"
+        assert len(reply["message"]["tool_calls"]) == MAX_CALLS + 1, "the record holds it whole"
+        played = play_with(tmp_path, [absurd] * 3)
+        assert (played.status, played.roles) == ("errors", ["user"])
+        assert played.end.reason == "3 unusable replies in a row, the last one too_many_calls"

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from agent.models.errors import RULES
 from benchmarks.fake_endpoint import FakeEndpoint
+from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.running import (
     ROOT,
@@ -35,6 +37,7 @@ from tests.running import (
 from toolsets.sandbox import sandbox_problem
 
 OPENAI: dict[str, Any] = {"model": "openai:m", "key_env": "none"}
+LIST = {"name": "list_files", "arguments": "{}"}
 RUN: dict[str, Any] = {
     "run_name": "r",
     "dataset_file": "p.jsonl",
@@ -759,3 +762,35 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "LOADED []" in done.stdout
+
+
+def test_a_reply_with_100_000_calls_holds_up_no_neighbour(tmp_path: Path) -> None:
+    """Its worker stays to be heard of, so nothing is paid twice; the reply itself is recorded."""
+    listed = [{"id": f"c{n}", "type": "function", "function": LIST} for n in range(100_000)]
+    asked: Counter[str] = Counter()
+
+    def answer(path: str, body: JSON) -> tuple[int, JSON]:
+        prompt = body["messages"][0]["content"]
+        asked[prompt] += 1
+        calls = listed if prompt == "huge" else listed[:1]
+        message: JSON = {"role": "assistant", "content": None, "tool_calls": calls}
+        reason = "tool_calls"
+        if prompt != "huge" and len(body["messages"]) > 4:
+            message, reason = {"role": "assistant", "content": "Done."}, "stop"
+        return 200, {"choices": [{"message": message, "finish_reason": reason}]}
+
+    names = ["huge", *(f"p{n}" for n in range(8))]
+    write_rows(tmp_path / "p.jsonl", *({"id": name, "prompt": name} for name in names))
+    given = {**RUN, **OPENAI, "num_workers": 1, "heartbeat_timeout_s": 30}
+    with answering(answer) as (url, _):
+        done = run(tmp_path, **given, base_url=url)
+    assert done.returncode == 0, done.stderr
+    records = {one["id"]: one for one in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}
+    assert "silent" not in (tmp_path / "trajectories" / "r" / "run.log").read_text()
+    assert asked == dict.fromkeys(names, 3)
+    assert {id: one["status"] for id, one in records.items()} == {
+        name: "errors" if name == "huge" else "completed" for name in names
+    }
+    huge = records["huge"]
+    assert [len(one["message"]["tool_calls"]) for one in huge["discarded"]] == [100_000] * 3
+    assert [message["role"] for message in huge["messages"]] == ["user"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent.history import check_history
+from agent.history import check_history, completed_history
 from agent.messages import Message
 from agent.models.model import Request
 from agent.models.scripted import ScriptedModel, parse_script
@@ -379,3 +379,17 @@ def test_it_works_from_a_loop_and_says_what_it_knows() -> None:
     result = agent([say("hi", reasoning="why")]).run_conversation("x")
     assert result["last_reasoning"] == "why"
     assert json.dumps(result["messages"])
+
+
+def test_a_history_may_hold_text_parts_and_a_developer() -> None:
+    history: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]},
+    ]
+    assert [(m["role"], m["content"]) for m in completed_history(history)] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello."),
+    ]
+    assert history[0]["role"] == "developer"

@@ -78,8 +78,9 @@ class MessagesAssembly:
                     if block.fields.get("type") == "tool_use":
                         self._tell_input(block.fields, text)
             case "citations_delta":
-                known = block.fields.get("citations") or []
-                block.fields["citations"] = [*known, delta.get("citation")]
+                if not isinstance(block.fields.get("citations"), list):
+                    block.fields["citations"] = []
+                block.fields["citations"].append(delta.get("citation"))
             case _:
                 # Signatures, and kinds that are not known here, come whole.
                 whole = {key: value for key, value in delta.items() if key != "type"}

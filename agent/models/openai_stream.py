@@ -28,6 +28,8 @@ class ChatAssembly:
         self._details: list[Growing] = []
         self._blocks: list[Growing] = []
         self._calls: list[_Call] = []
+        self._by_index: dict[str, _Call] = {}
+        self._by_id: dict[str, _Call] = {}
         self._finish_reason: Any = None
 
     def add(self, part: Mapping[str, Any]) -> None:
@@ -106,7 +108,11 @@ class ChatAssembly:
         given = part.get("function")
         function: Mapping[str, Any] = given if isinstance(given, dict) else {}
         call = self._call_of(part, function.get("name"))
-        call.id = call.id or str(part.get("id") or "")
+        if not call.id and part.get("id"):
+            call.id = str(part["id"])
+            known = self._by_id.get(call.id)
+            if known is None or known.place < call.place:
+                self._by_id[call.id] = call
         if not call.name and (name := function.get("name")):
             call.name = str(name)
             self._tell({"type": "tool_use_start", "tool_id": call.id, "tool_name": call.name})
@@ -121,24 +127,27 @@ class ChatAssembly:
         give all calls the same. An id alone does not: some servers invent one for every part.
         """
         index, id = part.get("index"), part.get("id")
-        same = [call for call in self._calls if index is not None and call.index == index]
-        if index is None:
-            same = [call for call in self._calls if id and call.id == id] or self._calls
-        call = same[-1] if same else None
+        last = self._calls[-1] if self._calls else None
+        if index is not None:
+            call = self._by_index.get(repr(index))
+        else:
+            call = (self._by_id.get(id) if isinstance(id, str) else None) or last
         if call is not None and call.name and name:
             is_repeated = call.id == id if id else index is not None and call.name == name
             call = call if is_repeated else None
         if call is None:
-            call = _Call(index)
+            call = _Call(len(self._calls))
             self._calls.append(call)
+            if index is not None:
+                self._by_index[repr(index)] = call
         return call
 
 
 class _Call:
     """One tool call as far as it is known."""
 
-    def __init__(self, index: Any) -> None:
-        self.index = index
+    def __init__(self, place: int) -> None:
+        self.place = place
         self.id = ""
         self.name = ""
         self.arguments: list[str] = []
