@@ -40,7 +40,7 @@ from batch.first_process import leave_first_place
 from export.completion import plain_ending
 from export.hermes import to_conversations
 from export.row_json import dumps_row
-from export.row_rules import Rejected, check_finished
+from export.row_rules import Reason, Rejected, check_finished
 from toolsets.browser_process import Browsers
 from toolsets.catalog import catalog
 from toolsets.mcp_servers import McpError, McpServers, list_servers
@@ -239,7 +239,10 @@ class AIAgent:
         }
         try:
             told = plain_ending(messages, session.schemas(), completed=row["completed"])
-            row["conversations"] = to_conversations(told.messages, told.tools)
+            if told.invented:
+                raise Rejected(Reason.UNKNOWN_TOOL, told.invented[0])
+            turns = session.trajectory.replies
+            row["conversations"] = to_conversations(told.messages, told.tools, turns)
             if row["completed"]:
                 check_finished(told.messages)
         except Rejected as rejected:

@@ -58,6 +58,20 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
 
 
+RowFlaw = Literal[
+    "control_token",
+    "unknown_tool",
+    "arguments_not_json",
+    "arguments_not_object",
+    "marker_in_text",
+    "marker_in_arguments",
+    "marker_in_result",
+]
+"""Reasons for which exports refuse rows although some formats can hold them."""
+
+AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
+
+
 def _running(default: Any, help: str, **more: Any) -> Any:
     """A field that decides how the work is done; it may change from start to start."""
     return Field(default, description=help, **more)
@@ -203,6 +217,11 @@ class RunConfig(AgentOptions):
     )
     require_reasoning: bool = _running(
         False, "Leave completed conversations without any reasoning out of the training file."
+    )
+    accept_rows: AcceptedRows = _running(
+        (),
+        "Training file: keep rows that are refused for these reasons, as rejects.jsonl calls "
+        "them: unknown_tool, arguments_not_json, arguments_not_object, control_token.",
     )
     empty_think: Literal["keep", "omit"] = _running(
         "keep",

@@ -20,10 +20,12 @@ def stats(run: str, output_dir: Path, as_json: bool) -> None:
 
     from batch.upkeep import find_run
     from export.run_statistics import as_text, statistics_of
+    from export.style import style_of_run
 
     with errors_as_exit_codes():
         path, identity, config = find_run(run, output_dir)
-        found = statistics_of(path, require_reasoning=config.require_reasoning)
+        style = style_of_run(config.to_json())
+        found = statistics_of(path, style=style, require_reasoning=config.require_reasoning)
         if as_json:
             show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
             return

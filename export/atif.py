@@ -21,14 +21,18 @@ from export.replies import own_of
 from export.rewards import reward_of
 from export.row_rules import Reason, Rejected
 from export.style import Style, styled
+from export.tolerance import STRICT, Flaw
 
 SCHEMA_VERSION = "ATIF-v1.8"
+
+_TOLERANCE = STRICT.of("atif")
 
 _TOTALS = "The totals of tokens and cost include those of all inner conversations."
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The document of a conversation; calls of a turn stay together whatever the style says."""
+    _TOLERANCE.refuse(conversation.flaws)
     record = conversation.record
     agent = {
         "name": "batch-trajectories",
@@ -119,9 +123,13 @@ def _read_inner(inner: Mapping[str, Any]) -> Conversation:
     called = {
         call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
     }
+    flaws: list[Flaw] = []
+    offered = [{"function": {"name": name}} for name in sorted(called)]
+    entries = read_entries(messages, offered, flaws)
+    _TOLERANCE.refuse(flaws)
     return Conversation(
         system=system_of(messages),
-        entries=read_entries(messages, [{"function": {"name": name}} for name in sorted(called)]),
+        entries=entries,
         tools=(),
         completed=True,
         record=inner,

@@ -6,7 +6,6 @@ want them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,14 @@ from export.row_json import (
     TOOL_CALL,
     TOOL_RESPONSE,
     Repeated,
+    Token,
     control_token,
     holds_structure,
     write_json,
 )
 from export.row_rules import Reason, Rejected
 from export.style import Style
+from export.tolerance import Flaw, Tolerance
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     return {
         "id": conversation.record["id"],
         "messages": messages_of(conversation, style),
-        "tools": tools_json(conversation),
+        "tools": tools_json(conversation, style.tolerance),
         "completed": conversation.completed,
         **hermes.common_columns(conversation),
     }
@@ -37,49 +38,48 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
 
 def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]]:
     """The conversation as messages; raises Rejected where text would be read as structure."""
+    style.tolerance.refuse(conversation.flaws)
     inline = style.is_inline(by_default=False)
     messages = []
     if conversation.system and style.has_system(by_default=True):
-        refuse_control_tokens(conversation.system, where="system message")
+        refuse_control_tokens(conversation.system, style.tolerance, where="system message")
         messages.append({"role": "system", "content": conversation.system})
     for entry in conversation.entries:
-        messages.extend(_messages(entry, inline=inline))
+        messages.extend(_messages(entry, style.tolerance, inline=inline))
     return messages
 
 
-def tools_json(conversation: Conversation) -> str:
+def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:
     """The tools on offer as a JSON list in a string; raises Rejected."""
     text, token = hermes.once(conversation.tools, _tools_and_token)
-    if token:
-        raise Rejected(Reason.CONTROL_TOKEN, f"tools: {token!r}")
+    if token and tolerance.minds(token):
+        raise Rejected(Reason.CONTROL_TOKEN, f"tools: {token.text!r}")
     return text
 
 
-def _tools_and_token(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+def _tools_and_token(tools: Sequence[Mapping[str, Any]]) -> tuple[str, Token | None]:
     text = write_json(tools)
     return Repeated(text), control_token(text)
 
 
-def refuse_structure_in_results(turn: Turn) -> None:
+def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:
     """Raise Rejected where the result of a call would close its own block, or open another."""
     for result in turn.results:
         if holds_structure(result.content):
             where = f"result of turn {turn.number}"
-            _refuse(result.content, TOOL_RESPONSE, Reason.MARKER_IN_RESULT, where=where)
+            refuse_control_tokens(result.content, tolerance, where=where)
+            if found := TOOL_RESPONSE.search(result.content):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {found[0]}")])
 
 
-def refuse_structure_in_arguments(turn: Turn) -> None:
+def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
     """Raise Rejected where arguments, once a template has spelt them out, would end their call."""
     for call in turn.calls:
         if holds_structure(call.arguments):
             where = f"arguments of turn {turn.number}"
-            _refuse(call.arguments, TOOL_CALL, Reason.MARKER_IN_ARGUMENTS, where=where)
-
-
-def _refuse(text: str, tag: re.Pattern[str], reason: Reason, *, where: str) -> None:
-    refuse_control_tokens(text, where=where)
-    if found := tag.search(text):
-        raise Rejected(reason, f"{where}: {found[0]}")
+            refuse_control_tokens(call.arguments, tolerance, where=where)
+            if found := TOOL_CALL.search(call.arguments):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_ARGUMENTS, f"{where}: {found[0]}")])
 
 
 def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str,
     ]
 
 
-def _messages(entry: Entry, *, inline: bool) -> Sequence[dict[str, Any]]:
+def _messages(entry: Entry, tolerance: Tolerance, *, inline: bool) -> Sequence[dict[str, Any]]:
     if isinstance(entry, str):
         return [{"role": "user", "content": entry}]
     said: dict[str, Any] = {"role": "assistant", "content": entry.text.rstrip()}
@@ -112,10 +112,10 @@ def _messages(entry: Entry, *, inline: bool) -> Sequence[dict[str, Any]]:
         said["content"] = f"<think>\n{entry.reasoning}\n</think>\n\n{said['content']}".rstrip()
     elif entry.reasoning:
         said["reasoning_content"] = entry.reasoning
-    refuse_structure_in_arguments(entry)
-    refuse_structure_in_results(entry)
+    refuse_structure_in_arguments(entry, tolerance)
+    refuse_structure_in_results(entry, tolerance)
     for call in entry.calls:  # there are templates that spell out the ids of calls
-        refuse_control_tokens(call.id, where=f"call id of turn {entry.number}")
+        refuse_control_tokens(call.id, tolerance, where=f"call id of turn {entry.number}")
     if entry.calls:
         said["tool_calls"] = [
             {

@@ -21,6 +21,7 @@ _RECIPE_FLAGS = {
     "system": "system",
     "empty_think": "empty_think",
     "max_tool_chars": "max_tool_chars",
+    "accept_rows": "accept_rows",
     "splits": "splits",
     "shard_mb": "shard_mb",
 }
@@ -34,6 +35,7 @@ _OPTIONS = (
     ("system", "saved|omit", "The system prompt that the model saw, or none."),
     ("empty_think", "keep|omit", "hermes: an empty <think> block where a turn has no reasoning."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
+    ("accept_rows", "REASON,...", "Keep rows that are refused for it, where a format can hold it."),
     ("splits", "NAME=SHARE,...", "Splits by prompt, such as train=0.9,test=0.1."),
     ("shard_mb", "NUMBER", "Megabytes of rows per file; default: one file per split."),
     ("render", "FILE", "Chat template (Jinja or tokenizer_config.json) to show rows through."),

@@ -23,6 +23,8 @@ class Told(NamedTuple):
     """Those on offer, without the reserved ones where the messages hold no call of either."""
     completion: Literal["final_answer", "text"] | None
     """How a completed conversation was ended; None for one that is not completed."""
+    invented: Sequence[str] = ()
+    """Which calls were of tools that were not on offer, where the messages do not show it."""
 
 
 def plain_ending(
@@ -36,15 +38,16 @@ def plain_ending(
     One that is not completed keeps its calls, also those of the reserved tools.
     """
     call = final_answer_call(messages) if completed else None
+    invented: Sequence[str] = ()
     if call is not None:
-        check_conversation(messages, {tool["function"]["name"] for tool in tools})
+        invented = check_conversation(messages, {tool["function"]["name"] for tool in tools})
         messages = _with_answer_as_text(messages, call)
     others = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
     if len(others) < len(tools) and not _call_reserved(messages):
         tools = others
     if not completed:
         return Told(messages, tools, None)
-    return Told(messages, tools, "text" if call is None else "final_answer")
+    return Told(messages, tools, "text" if call is None else "final_answer", invented)
 
 
 def _call_reserved(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -17,8 +17,9 @@ from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reaso
 from export.completion import plain_ending
 from export.replies import Own, own_of, tool_stats
 from export.rewards import reward_of
-from export.row_json import control_token, read_arguments
+from export.row_json import Token, control_token, read_arguments, write_json
 from export.row_rules import Reason, Rejected, check_conversation, check_finished
+from export.tolerance import Flaw, Tolerance
 from export.views import views_of
 
 _MARKER_IN_TEXT = re.compile(
@@ -31,7 +32,11 @@ _PLAIN = (bool, int, float, str)
 
 
 class Call(NamedTuple):
-    """One tool call; `arguments` is the JSON text of an object, `value` what it says."""
+    """One tool call; `arguments` is the JSON text of an object, `value` what it says.
+
+    Where the model wrote no object (a flaw of the conversation) it is that of a string with what
+    it wrote, and the value is empty.
+    """
 
     id: str
     name: str
@@ -82,6 +87,8 @@ class Conversation(NamedTuple):
     own: Own
     metadata: Mapping[str, Any]
     num_tool_calls: int
+    flaws: Sequence[Flaw] = ()
+    """What not every format holds."""
 
     @property
     def num_turns(self) -> int:
@@ -105,10 +112,11 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
     if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
     completed = record["status"] == "completed"
-    messages, tools, completion = plain_ending(
+    messages, tools, completion, invented = plain_ending(
         record["messages"], record["tools"] or [], completed=completed
     )
-    entries = read_entries(messages, tools)
+    flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
+    entries = read_entries(messages, tools, flaws)
     if completed:
         check_finished(messages)
     # A reply may go on in the turn that the messages before it end with, so that one counts.
@@ -127,7 +135,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         last = entries[-1]
         assert isinstance(last, Turn)  # it holds the answer
         entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
-    entries = _with_hidden_reasoning(entries, record)
+    entries = with_hidden_reasoning(entries, record["messages"], record["turns"])
     stats = own.tools if completion != "final_answer" else tool_stats(messages[own.start :])
     # What was noted of a parent's turns stands in the row of the parent.
     noted = record["messages"]
@@ -142,17 +150,22 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         own=own,
         metadata=_metadata(record, completion, stats, noted),
         num_tool_calls=sum(tool["count"] for tool in stats),
+        flaws=flaws,
     )
 
 
 def read_entries(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    flaws: list[Flaw],
 ) -> list[Entry]:
     """The messages but those of the system, as entries; raises Rejected.
 
-    A turn that the provider paused is one entry with its continuation.
+    A turn that the provider paused is one entry with its continuation. What not every format holds
+    is added to `flaws`.
     """
-    check_conversation(messages, {tool["function"]["name"] for tool in tools})
+    for detail in check_conversation(messages, {tool["function"]["name"] for tool in tools}):
+        flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
     number = 1
     parts: list[Mapping[str, Any]] = []
@@ -163,15 +176,15 @@ def read_entries(
             results[message["tool_call_id"]] = message
             continue
         if parts and (results or role != "assistant"):
-            entries.append(_read_turn(parts, results, number))
+            entries.append(_read_turn(parts, results, number, flaws))
             number += 1
             parts, results = [], {}
         if role == "assistant":
             parts.append(message)
         elif role == "user":
-            entries.append(_user_text(message, turn=number))
+            entries.append(_user_text(message, flaws, turn=number))
     if parts:
-        entries.append(_read_turn(parts, results, number))
+        entries.append(_read_turn(parts, results, number, flaws))
     return entries
 
 
@@ -185,10 +198,14 @@ def text_of(message: Mapping[str, Any], *, where: str) -> str:
     return content
 
 
-def refuse_control_tokens(text: str, *, where: str) -> None:
+def refuse_control_tokens(text: str, tolerance: Tolerance, *, where: str) -> None:
     """Raise Rejected for text that a tokenizer would read as the structure of a template."""
     if token := control_token(text):
-        raise Rejected(Reason.CONTROL_TOKEN, f"{where}: {token!r}")
+        tolerance.refuse([_of_token(token, where)])
+
+
+def _of_token(token: Token, where: str) -> Flaw:
+    return Flaw(Reason.CONTROL_TOKEN, f"{where}: {token.text!r}", token)
 
 
 def system_of(messages: Iterable[Mapping[str, Any]]) -> str:
@@ -197,13 +214,20 @@ def system_of(messages: Iterable[Mapping[str, Any]]) -> str:
     return "\n\n".join(text for text in texts if text.strip())
 
 
-def _with_hidden_reasoning(entries: list[Entry], record: Mapping[str, Any]) -> list[Entry]:
-    """The entries, with the turns marked whose reasoning nobody can read."""
+def with_hidden_reasoning(
+    entries: list[Entry],
+    messages: Iterable[Mapping[str, Any]],
+    turns: Sequence[Mapping[str, Any]],
+) -> list[Entry]:
+    """The entries, with those turns marked whose reasoning nobody can read.
+
+    `messages` are those of the record, of whose replies `turns` are the last ones.
+    """
     if all(isinstance(entry, str) or entry.reasoning for entry in entries):
         return entries
-    replies = [message for message in record["messages"] if message["role"] == "assistant"]
+    replies = [message for message in messages if message["role"] == "assistant"]
     # Those of the prompt come first, and cost nothing here.
-    usages = [None] * len(replies) + [turn.get("usage") for turn in record["turns"]]
+    usages = [None] * len(replies) + [turn.get("usage") for turn in turns]
     usages = usages[-len(replies) :]
     marked = []
     end = 0
@@ -211,8 +235,8 @@ def _with_hidden_reasoning(entries: list[Entry], record: Mapping[str, Any]) -> l
     for entry in entries:
         if isinstance(entry, Turn):
             start, end = end, end + entry.replies
-            if entry.replies:  # else the answer was part of the reply before it
-                made = zip(replies[start:end], usages[start:end], strict=False)
+            made = list(zip(replies[start:end], usages[start:end], strict=True))
+            if made:  # else the answer was part of the reply before it
                 is_hidden = any(hides_reasoning(*reply) for reply in made)
             if is_hidden and not entry.reasoning:
                 entry = entry._replace(hides_reasoning=True)
@@ -220,17 +244,21 @@ def _with_hidden_reasoning(entries: list[Entry], record: Mapping[str, Any]) -> l
     return marked
 
 
-def _user_text(message: Mapping[str, Any], *, turn: int) -> str:
+def _user_text(message: Mapping[str, Any], flaws: list[Flaw], *, turn: int) -> str:
     where = f"user message before turn {turn}"
     text = text_of(message, where=where)
     if not text.strip():
         raise Rejected(Reason.EMPTY_VALUE, f"{where}: blank")
-    refuse_control_tokens(text, where=where)
+    if token := control_token(text):
+        flaws.append(_of_token(token, where))
     return text
 
 
 def _read_turn(
-    messages: Sequence[Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]], number: int
+    messages: Sequence[Mapping[str, Any]],
+    results: Mapping[str, Mapping[str, Any]],
+    number: int,
+    flaws: list[Flaw],
 ) -> Turn:
     """One turn out of its messages: one, or several where the provider paused.
 
@@ -242,33 +270,47 @@ def _read_turn(
         parts = [_split_reasoning(message, number) for message in messages]
         reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
     if reasoning:
-        _refuse_structure(reasoning, number, "reasoning")
+        _find_structure(reasoning, flaws, number, "reasoning")
     if text:
-        _refuse_structure(text, number, "text")
+        _find_structure(text, flaws, number, "text")
     asked = messages[-1].get("tool_calls") or ()
     if not text or text.isspace():
         text = ""
         if not asked:
             reason = Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE
             raise Rejected(reason, f"turn {number}: neither text nor calls")
-    calls = [
-        Call(
-            call["id"],
-            call["function"]["name"],
-            *read_arguments(call, where=f"turn {number}, call {position}"),
-        )
-        for position, call in enumerate(asked, start=1)
-    ]
+    try:
+        calls = [
+            Call(
+                call["id"],
+                call["function"]["name"],
+                *read_arguments(call, where=f"turn {number}, call {position}"),
+            )
+            for position, call in enumerate(asked, start=1)
+        ]
+    except Rejected:
+        calls = [_read_call(call, flaws, number, n) for n, call in enumerate(asked, start=1)]
     answers = [_read_result(results[call.id], call, number) for call in calls if call.id in results]
     return Turn(number, reasoning, text, calls, answers, len(messages))
 
 
-def _refuse_structure(words: str, number: int, place: str) -> None:
-    """Raise Rejected for a model's own words that would be read as structure, or as a thought."""
+def _read_call(call: Mapping[str, Any], flaws: list[Flaw], number: int, position: int) -> Call:
+    """A call with arguments of any kind."""
+    function = call["function"]
+    try:
+        arguments = read_arguments(call, where=f"turn {number}, call {position}")
+    except Rejected as rejected:
+        flaws.append(Flaw(rejected.reason, rejected.detail))
+        arguments = write_json(function["arguments"]), {}
+    return Call(call["id"], function["name"], *arguments)
+
+
+def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> None:
+    """Look for what in a model's own words would be read as structure, or as a thought."""
     if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
-        raise Rejected(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}")
+        flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}"))
     if token := control_token(words):
-        raise Rejected(Reason.CONTROL_TOKEN, f"turn {number}, {place}: {token!r}")
+        flaws.append(_of_token(token, f"turn {number}, {place}"))
 
 
 def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:

@@ -8,7 +8,7 @@ give the same bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from export.row_files import Hashing, Place, Written
 from export.row_rules import Rejected
 from export.splits import Splits
 from export.statistics import Statistics
+from export.tolerance import Tolerance, how_to_keep, refuse_everywhere
 from export.verdicts import Verdicts
 
 SCHEMA_VERSION = 1
@@ -107,9 +108,17 @@ def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 def _is_told(record: Mapping[str, Any], recipe: Recipe) -> bool:
     try:
-        return not recipe.needs_conversations or bool(read_conversation(record))
+        return not recipe.needs_conversations or bool(_read(record, recipe.tolerances))
     except Rejected:
         return False
+
+
+def _read(record: Mapping[str, Any], tolerances: Sequence[Tolerance]) -> Conversation:
+    """Read a record; raises Rejected, also where no format takes it."""
+    conversation = read_conversation(record)
+    if conversation.flaws:
+        refuse_everywhere(conversation.flaws, tolerances)
+    return conversation
 
 
 class _Making:
@@ -135,6 +144,7 @@ class _Making:
         )
         self._splits = Splits(recipe.splits, seed=recipe.split_seed)
         self._formats = open_formats(recipe, place)
+        self._tolerances = recipe.tolerances
         self._rejects = Hashing(place.open("rejects.jsonl"))
         self._reject_lines = 0
         self._rejected: Counter[str] = Counter()
@@ -208,7 +218,7 @@ class _Making:
         conversation: Conversation | None = None
         if self._recipe.needs_conversations:
             try:
-                conversation = read_conversation(record)
+                conversation = _read(record, self._tolerances)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
         if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
@@ -248,6 +258,9 @@ class _Making:
     def _reject(
         self, record: Mapping[str, Any], reason: str, detail: str, format_name: str | None
     ) -> None:
+        # What no format takes is told as by the first of them.
+        if kept := how_to_keep(reason, format_name or self._recipe.row_formats[0]):
+            detail = f"{detail}; {kept}"
         line = {
             "id": record["id"],
             "status": record["status"],

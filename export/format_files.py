@@ -145,7 +145,8 @@ class _RowFiles(_Files):
     def __init__(self, format: Format, place: Place, recipe: Recipe, **outputs: bool) -> None:
         super().__init__(format.name, place, recipe, **outputs)
         self._format = format
-        self._style = recipe.style if format.splits_calls else recipe.style.with_calls("keep")
+        style = recipe.style.of(format.name)
+        self._style = style if format.splits_calls else style.with_calls("keep")
 
     def add(
         self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
@@ -181,7 +182,7 @@ class _PreferenceFiles(_Files):
 
     def __init__(self, name: str, place: Place, recipe: Recipe, **outputs: bool) -> None:
         super().__init__(name, place, recipe, **outputs)
-        self._style = recipe.style
+        self._style = recipe.style.of(name)
         self._preference = recipe.preference
 
     def add(
@@ -211,13 +212,10 @@ class _PreferenceFiles(_Files):
 
 def open_formats(recipe: Recipe, place: Place) -> list[FormatFiles]:
     """Begin the files of all formats of a recipe. Raises `ConfigError` without pyarrow."""
-    names = list(dict.fromkeys(recipe.formats))
-    has_twins = "parquet" in names
-    alone = has_twins and set(names).isdisjoint(TWINNED)
-    if alone:
-        names[names.index("parquet")] = "openai"
+    has_twins = "parquet" in recipe.formats
+    alone = has_twins and set(recipe.formats).isdisjoint(TWINNED)
     formats: list[FormatFiles] = []
-    for name in names:
+    for name in recipe.row_formats:
         twin = has_twins and name in TWINNED
         outputs = {"lines": not (alone and twin), "twin": twin}
         if name in ROW_FORMATS:

@@ -27,10 +27,12 @@ from export.conversation import (
     read_conversation,
     read_entries,
     refuse_control_tokens,
+    with_hidden_reasoning,
 )
 from export.replies import Own
 from export.row_json import Repeated, compact_json, content_json, escape_markers, write_json
 from export.style import Style
+from export.tolerance import Flaw
 
 T = TypeVar("T")
 
@@ -56,7 +58,8 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     record = conversation.record
     columns = common_columns(conversation)
     system = conversation.system if style.has_system(by_default=False) else ""
-    refuse_control_tokens(system, where="system message")
+    style.tolerance.refuse(conversation.flaws)
+    refuse_control_tokens(system, style.tolerance, where="system message")
     tools, preamble = once(conversation.tools, _tools_and_preamble)
     return {
         "id": record["id"],
@@ -81,16 +84,23 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
 
 
 def to_conversations(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    turns: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, str]]:
     """The messages as system, human, gpt and tool entries; raises Rejected.
 
     The system entry is generated from `tools`; the system messages of the record are left out.
     All results of a turn share one tool entry, in the order of the calls they answer, and a turn
-    that the provider paused is one gpt entry with its continuation.
+    that the provider paused is one gpt entry with its continuation. `turns` are those of the last
+    replies, as far as they are known.
     """
     _, preamble = once(tools, _tools_and_preamble)
-    return _conversations(read_entries(messages, tools), preamble, _PLAIN, system="")
+    flaws: list[Flaw] = []
+    entries = read_entries(messages, tools, flaws)
+    _PLAIN.tolerance.refuse(flaws)
+    entries = with_hidden_reasoning(entries, messages, turns)
+    return _conversations(entries, preamble, _PLAIN, system="")
 
 
 def _conversations(

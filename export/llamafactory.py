@@ -19,6 +19,7 @@ from export.hermes import common_columns
 from export.row_json import escape_markers, write_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
+from export.tolerance import Tolerance
 
 _BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
 """Templates of the Qwen kind put the outer tags around; others show these as they are."""
@@ -39,25 +40,27 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
 
     Raises Rejected, also for a conversation that does not end with the model's words.
     """
+    style.tolerance.refuse(conversation.flaws)
     last = conversation.entries[-1]
     if isinstance(last, str) or last.calls:
         raise Rejected(Reason.UNFINISHED, "the conversation does not end with an answer")
     conversations = []
     if conversation.system and style.has_system(by_default=True):
-        refuse_control_tokens(conversation.system, where="system message")
+        refuse_control_tokens(conversation.system, style.tolerance, where="system message")
         conversations.append({"from": "system", "value": conversation.system})
     for entry in conversation.entries:
         if isinstance(entry, str):
             conversations.append({"from": "human", "value": entry})
             continue
         kind = "function_call" if entry.calls else "gpt"
-        conversations.append({"from": kind, "value": _said(entry)})
+        conversations.append({"from": kind, "value": _said(entry, style.tolerance)})
         if entry.results:
-            conversations.append({"from": "observation", "value": _results(entry)})
+            value = _results(entry, style.tolerance)
+            conversations.append({"from": "observation", "value": value})
     return {
         "id": conversation.record["id"],
         "conversations": conversations,
-        "tools": tools_json(conversation) if conversation.tools else "",
+        "tools": tools_json(conversation, style.tolerance) if conversation.tools else "",
         "completed": conversation.completed,
         **common_columns(conversation),
     }
@@ -79,12 +82,12 @@ def dataset_info(files: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _said(turn: Turn) -> str:
+def _said(turn: Turn, tolerance: Tolerance) -> str:
     thoughts = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
     text = turn.text.strip()
     if not turn.calls:
         return thoughts + text
-    refuse_structure_in_arguments(turn)
+    refuse_structure_in_arguments(turn, tolerance)
     calls = [
         f'{{"name": {write_json(call.name)}, "arguments": {call.arguments}}}' for call in turn.calls
     ]
@@ -94,8 +97,8 @@ def _said(turn: Turn) -> str:
     return thoughts + escape_markers(calls[0] if len(calls) == 1 else f"[{', '.join(calls)}]")
 
 
-def _results(turn: Turn) -> str:
-    refuse_structure_in_results(turn)
+def _results(turn: Turn, tolerance: Tolerance) -> str:
+    refuse_structure_in_results(turn, tolerance)
     # A blank result is a value that the loader of another trainer refuses.
     contents = (result.content if result.content.strip() else '""' for result in turn.results)
     return _BETWEEN_RESULTS.join(contents)

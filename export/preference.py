@@ -54,7 +54,8 @@ def sample_of(conversation: Conversation, style: Style) -> Sample:
     )
     said = sum(isinstance(entry, str) for entry in conversation.entries[first:])
     cut = len(messages) - own - said
-    return Sample(conversation, messages[:cut], messages[cut:], tools_json(conversation), reward)
+    tools = tools_json(conversation, style.tolerance)
+    return Sample(conversation, messages[:cut], messages[cut:], tools, reward)
 
 
 def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:

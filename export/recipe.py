@@ -25,10 +25,12 @@ from pydantic import (
 
 from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, Seed, split_commas
 from agent.trajectory import Status
+from batch.config import AcceptedRows
 from batch.config_file import read_mapping
 from batch.errors import ConfigError
-from export.formats import GROUP_FORMATS, KNOWN, ROW_FORMATS
+from export.formats import GROUP_FORMATS, KNOWN, ROW_FORMATS, TWINNED
 from export.style import CallStyle, EmptyThink, ReasoningStyle, Style, SystemStyle
+from export.tolerance import HOLDS, Tokens, Tolerance, accepted
 from toolsets.text import clip
 
 FormatName = Literal["hermes", "llamafactory", "openai", "atif", "parquet", "dpo", "kto", "raw"]
@@ -158,7 +160,11 @@ class Filters(_Part):
     max_tool_error_share: Share | None = None
     """Most failed calls, as a share of those that have a result."""
     invented_tools: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations with calls of tools that were not on offer."""
+    """`reject` leaves out conversations with calls of tools that were not on offer, of all formats:
+    rows but those of `raw` and `atif` are refused for them anyhow, unless `accept_rows` says so."""
+    control_tokens: Tokens = "template"
+    """The tokens that rows are refused for: `all` adds those that only some tokenizers know, of
+    Llama 2, Mistral and Gemma, and that are HTML or plain words to others."""
     min_turns: PositiveInt | None = None
     max_turns: PositiveInt | None = None
     min_tool_calls: NonNegativeInt | None = None
@@ -219,6 +225,8 @@ class Recipe(_Part):
     system: SystemStyle | None = None
     empty_think: EmptyThink = "keep"
     max_tool_chars: PositiveInt | None = None
+    accept_rows: AcceptedRows = ()
+    """What rows are not refused for, by the reasons in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
     split_seed: Seed = 0
     shard_mb: Megabytes | None = None
@@ -256,7 +264,22 @@ class Recipe(_Part):
             self.system,
             self.empty_think,
             self.max_tool_chars,
+            Tolerance(accepted(self.accept_rows), self.filters.control_tokens),
         )
+
+    @property
+    def row_formats(self) -> list[str]:
+        """The formats without their twins; where there is nothing else, those of `openai`."""
+        names = dict.fromkeys(self.formats)
+        if "parquet" in names and names.keys().isdisjoint(TWINNED):
+            names = dict.fromkeys("openai" if name == "parquet" else name for name in names)
+        return [name for name in names if name != "parquet"]
+
+    @property
+    def tolerances(self) -> list[Tolerance]:
+        """What each format of rows lets pass."""
+        tolerance = self.style.tolerance
+        return [tolerance.of(name) for name in self.row_formats if name in HOLDS]
 
     @property
     def needs_conversations(self) -> bool:

@@ -11,16 +11,20 @@ import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from export.row_rules import Reason, Rejected
 
-_CONTROL_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>|/?s>|(?:bos|eos|pad|unk)>"
+_TEMPLATE_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>"
+_CONTROL_TAILS = rf"{_TEMPLATE_TAILS}|/?s>|(?:bos|eos|pad|unk)>"
 
 _CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
 """What the tokenizers of known models read as one token of structure, wherever it stands."""
+
+_TEMPLATE_TOKEN = re.compile(rf"<(?:{_TEMPLATE_TAILS})")
+"""Those of them that nobody writes for anything else: the others are HTML, or words of a few."""
 
 # A pattern that begins with one letter is searched for many times faster than one that begins
 # with either of two, so these stand for parts of patterns. Brackets are more frequent than words
@@ -114,14 +118,24 @@ def _json_of_repeated(value: Any) -> orjson.Fragment:
     return value.as_json()
 
 
-def control_token(text: str) -> str | None:
-    """The first token of structure in a text, None where it holds none."""
+class Token(NamedTuple):
+    """A token of structure in a text."""
+
+    text: str
+    is_markup: bool
+    """It is structure to the tokenizers of some models alone, as `<s>` is to that of Llama 2."""
+
+
+def control_token(text: str) -> Token | None:
+    """A token of structure in a text, the first that is no markup; None where it holds none."""
     # The letters that tokens begin with are looked for first: most texts have neither.
     if ("<" in text and _has_in_angles(text, _CONTROL_IN_ANGLES)) or (
         "[" in text and _has_in_brackets(text)
     ):
-        found = _CONTROL_TOKEN.search(text)
-        return found and found[0]
+        if found := _TEMPLATE_TOKEN.search(text):
+            return Token(found[0], is_markup=False)
+        if found := _CONTROL_TOKEN.search(text):
+            return Token(found[0], is_markup=True)
     return None
 
 

@@ -85,15 +85,16 @@ _MAY_FOLLOW = {
 """Which role may stand after which; tool results are judged by the calls they answer."""
 
 
-def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[str]) -> None:
+def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[str]) -> list[str]:
     """Raise Rejected unless roles, calls and results fit together.
 
-    `tools` names the tools on offer. The conversation may break off: after a user message, or
-    within the results of its last turn.
+    `tools` names the tools on offer; given back is which calls are of others. The conversation may
+    break off: after a user message, or within the results of its last turn.
     """
     before = ""
     turn = 0
     open_calls: set[str] = set()
+    invented: list[str] = []
     for position, message in enumerate(messages, start=1):
         role = message["role"]
         if role == "tool":
@@ -113,10 +114,12 @@ def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[
             raise Rejected(Reason.ROLES_OUT_OF_ORDER, f"message {position}: role {role!r} {after}")
         if role == "assistant":
             turn += before != "assistant"  # else it goes on with the same turn
-            open_calls = _check_calls(message.get("tool_calls") or (), tools, turn=turn)
+            calls = message.get("tool_calls") or ()
+            open_calls = _check_calls(calls, tools, invented, turn=turn)
         before = role
     if turn == 0:
         raise Rejected(Reason.NO_REPLY, "the conversation holds no assistant turn")
+    return invented
 
 
 def check_finished(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -158,16 +161,13 @@ def final_answer_call(messages: Sequence[Mapping[str, Any]]) -> ToolCall | None:
 
 
 def _check_calls(
-    calls: Sequence[Mapping[str, Any]], tools: Collection[str], *, turn: int
+    calls: Sequence[Mapping[str, Any]], tools: Collection[str], invented: list[str], *, turn: int
 ) -> set[str]:
     ids: set[str] = set()
     for number, call in enumerate(calls, start=1):
         name = call["function"]["name"]
         if name not in tools:
-            raise Rejected(
-                Reason.UNKNOWN_TOOL,
-                f"turn {turn}, call {number}: tool {name!r} was not on offer",
-            )
+            invented.append(f"turn {turn}, call {number}: tool {name!r} was not on offer")
         if call["id"] in ids:
             raise Rejected(
                 Reason.REPEATED_CALL_ID,

@@ -18,6 +18,7 @@ from export.conversation import read_conversation
 from export.replies import Own, own_of
 from export.row_rules import Rejected
 from export.statistics import Statistics
+from export.style import Style
 
 _SHARES = (0.5, 0.9, 0.99)
 
@@ -25,8 +26,9 @@ _SHARES = (0.5, 0.9, 0.99)
 class RunStatistics:
     """`Statistics`, and how turns, tokens, costs and durations are spread."""
 
-    def __init__(self, *, require_reasoning: bool) -> None:
-        """`require_reasoning` is that of the run: what it keeps for training holds some."""
+    def __init__(self, *, style: Style, require_reasoning: bool) -> None:
+        """Both are those of the run, by which it keeps conversations for training."""
+        self._style = style
         self._require_reasoning = require_reasoning
         self._statistics = Statistics()
         self._spreads: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -64,11 +66,23 @@ class RunStatistics:
         cost = record["cost_usd"]
         self._unknown_costs += cost is None
         self._cost += cost or 0.0
-        if _is_kept(record, own, require_reasoning=self._require_reasoning):
+        if self._is_kept(record, own):
             self._kept += 1
             if cost is not None:
                 self._kept_with_cost += 1
                 self._cost_of_kept += cost
+
+    def _is_kept(self, record: Mapping[str, Any], own: Own) -> bool:
+        if record["status"] != "completed":
+            return False
+        try:
+            conversation = read_conversation(record, own)
+            self._style.tolerance.refuse(conversation.flaws)
+        except Rejected:
+            return False
+        if not self._require_reasoning:
+            return True
+        return any(turn.reasoning for turn in conversation.own_turns)
 
     def to_json(self) -> dict[str, Any]:
         """As `stats --json` shows it. Unknown costs are counted apart, never as zero."""
@@ -92,9 +106,9 @@ class RunStatistics:
         }
 
 
-def statistics_of(run_dir: Path, *, require_reasoning: bool) -> dict[str, Any]:
+def statistics_of(run_dir: Path, *, style: Style, require_reasoning: bool) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`."""
-    statistics = RunStatistics(require_reasoning=require_reasoning)
+    statistics = RunStatistics(style=style, require_reasoning=require_reasoning)
     for stored in stored_records(run_dir):
         statistics.add(stored.record)
     return statistics.to_json()
@@ -139,16 +153,6 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
         yield f"{'toolset':<24}{'asked %':>12}{'offered %':>12}"
         for name in names:
             yield f"{name:<24}{_number(asked.get(name)):>12}{_number(realised.get(name)):>12}"
-
-
-def _is_kept(record: Mapping[str, Any], own: Own, *, require_reasoning: bool) -> bool:
-    if record["status"] != "completed":
-        return False
-    try:
-        conversation = read_conversation(record, own)
-    except Rejected:
-        return False
-    return not require_reasoning or any(turn.reasoning for turn in conversation.own_turns)
 
 
 def _spread(numbers: array[float]) -> dict[str, float | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from export.conversation import Call, Conversation, Entry, Result, Turn
+from export.tolerance import STRICT, Tolerance, accepted
 from toolsets.text import clip
 
 ReasoningStyle = Literal["inline", "field", "last", "none"]
@@ -29,6 +30,12 @@ class Style:
     """Whether a turn of `hermes` without reasoning opens with an empty think block."""
     max_tool_chars: int | None = None
     """Longest tool result, in characters; of longer ones the middle is cut."""
+    tolerance: Tolerance = STRICT
+    """Which flaws of a conversation are let pass."""
+
+    def of(self, format_name: str) -> Style:
+        """The same style for one format, which holds what it can."""
+        return replace(self, tolerance=self.tolerance.of(format_name))
 
     def with_calls(self, calls: CallStyle) -> Style:
         """The same style with parallel calls told in another way."""
@@ -45,7 +52,8 @@ class Style:
 
 def style_of_run(config: Mapping[str, Any]) -> Style:
     """How a run with this config, as run.json has it, tells conversations in its training file."""
-    return Style(empty_think=config.get("empty_think", "keep"))
+    tolerance = Tolerance(accepted(config.get("accept_rows", ()))).of("hermes")
+    return Style(empty_think=config.get("empty_think", "keep"), tolerance=tolerance)
 
 
 def styled(conversation: Conversation, style: Style) -> Conversation:

@@ -40,6 +40,7 @@ from export.row_json import dumps_row
 from export.row_rules import Reason, Rejected
 from export.statistics import Statistics
 from export.style import Style
+from export.tolerance import how_to_keep
 
 _PLAIN = Style()
 
@@ -87,7 +88,9 @@ def route(
     try:
         row = to_row(record, own, style)
     except Rejected as rejected:
-        return _reject(record, rejected.reason.value, rejected.detail)
+        kept = how_to_keep(rejected.reason, "hermes")
+        detail = f"{rejected.detail}; {kept}" if kept else rejected.detail
+        return _reject(record, rejected.reason.value, detail)
     if require_reasoning and row["completed"] and not row["has_reasoning"]:
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
     return Routed("training" if row["completed"] else "partial", dumps_row(row), None)

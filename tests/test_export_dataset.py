@@ -399,7 +399,7 @@ class TestManifest:
     def test_every_task_is_somewhere(self, tmp_path: Path) -> None:
         records = [worked(), worked(), EARLY, FAILED, said("</think>")]
         source = make_run(tmp_path, *records, pending=2, more="not json\n")
-        recipe = {"formats": "hermes,atif,llamafactory", "filters": {"status": "any"}}
+        recipe = {"formats": "hermes,openai,llamafactory", "filters": {"status": "any"}}
         directory, manifest = exported(source, **recipe)
         keys = ("discarded", "failed", "pending", "rejected", "selected")
         assert [manifest[key] for key in keys] == [1, 0, 2, 3, 2]

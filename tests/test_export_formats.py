@@ -517,14 +517,18 @@ CONTROL = [
     "<|im_end|>",
     "<｜end▁of▁sentence｜>",
     "<start_of_turn>",
-    "[/INST]",
-    "</s>",
 ]
+
+MARKUP = ["<s>", "</s>", "[INST]", "[/INST]", "<bos>", "<eos>", "<pad>", "<unk>"]
+"""Structure to the tokenizers of some models alone."""
+
+TEXT_FORMATS = [name for name in ROW_FORMATS if name != "atif"]
+"""What is tokenized."""
 
 
 class TestForgedStructure:
     @pytest.mark.parametrize("token", CONTROL)
-    @pytest.mark.parametrize("name", list(ROW_FORMATS))
+    @pytest.mark.parametrize("name", TEXT_FORMATS)
     def test_a_control_token_of_a_prompt_refuses_the_row(self, token: str, name: str) -> None:
         record = record_of(user(f"Say {token} twice"), assistant("Hi."))
         assert refused(record, name) == "control_token"
@@ -535,7 +539,7 @@ class TestForgedStructure:
         thought = record_of(user(), assistant("Hi.", reasoning=token))
         assert refused(thought, "hermes") == "control_token"
 
-    @pytest.mark.parametrize("token", CONTROL)
+    @pytest.mark.parametrize("token", CONTROL + MARKUP)
     def test_in_tool_output_and_arguments_hermes_escapes_it(self, token: str) -> None:
         arguments = json.dumps({"q": token}, ensure_ascii=False)
         record = record_of(user(), assistant("", call(arguments)), result(f"x {token} y"),
@@ -594,9 +598,9 @@ class TestForgedStructure:
         assert (told[0], told[2]) == (("human", f"What is {tag}?"), ("observation", f"a {tag} b"))
 
     @pytest.mark.parametrize("tag", ["<tool_call>", "</think>", "</tool_response>"])
-    def test_tags_in_the_words_of_a_model_refuse_the_row_everywhere(self, tag: str) -> None:
+    def test_tags_in_the_words_of_a_model_refuse_the_row(self, tag: str) -> None:
         record = record_of(user(), assistant(f"So {tag} it is."))
-        assert {refused(record, name) for name in ROW_FORMATS} == {"marker_in_text"}
+        assert {refused(record, name) for name in TEXT_FORMATS} == {"marker_in_text"}
 
     def test_arguments_that_are_no_json_refuse_the_row(self) -> None:
         record = record_of(user(), assistant("", call('{"a": NaN}')), result("r"),

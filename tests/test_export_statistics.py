@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from export.run_statistics import statistics_of
+from export.style import Style
 from tests.exporting import make_run, worked
 from tests.running import run
 from tests.test_hermes import assistant, record_of, user
@@ -58,10 +59,12 @@ def test_of_a_task_with_several_records_the_last_one_counts(tmp_path: Path) -> N
     source = make_run(tmp_path, worked(), worked())
     path = source.run_dir / "records.jsonl"
     path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
-    assert statistics_of(source.run_dir, require_reasoning=False)["records"] == 2
+    assert statistics_of(source.run_dir, style=Style(), require_reasoning=False)["records"] == 2
 
 
 def test_of_a_run_with_reasoning_only_the_rest_is_not_kept(tmp_path: Path) -> None:
     source = make_run(tmp_path, worked(), record_of(user(), assistant("Yes.")))
     for require, kept in ((False, 2), (True, 1)):
-        assert statistics_of(source.run_dir, require_reasoning=require)["kept"] == kept
+        assert (
+            statistics_of(source.run_dir, style=Style(), require_reasoning=require)["kept"] == kept
+        )
