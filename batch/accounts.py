@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from batch.checks import Checks, CheckSums, in_words
 from batch.config import RunConfig
 from batch.failures import load_failed_attempts
 from batch.index import Entry, Index
@@ -55,6 +56,12 @@ class Accounts:
     cost_usd: float
     cost_unknown: int
     """Records whose cost is unknown; they count in no sum."""
+    checks: Checks
+    """What judged the records that count, see `batch.checks`."""
+    prompts_checked: int
+    """Prompts with a sample that was checked."""
+    prompts_passed: int
+    """Those of them with a sample that passed: pass@k, where k is the number of samples."""
     gone: int
     """Records of tasks that the dataset no longer holds; they count in no sum."""
     shard: str | None = None
@@ -84,6 +91,8 @@ def account(
     counts: Counter[str] = Counter()
     statuses: Counter[str] = Counter()
     failures: Counter[str] = Counter()
+    checks = CheckSums()
+    checked_prompt = passed_prompt = -1
     cost = 0.0
     rows, gone = index.match(scan.keys)
     for number, row in enumerate(rows):
@@ -108,6 +117,15 @@ def account(
             counts["done"] += 1
         cost += entry.cost_usd or 0.0
         _count_work(counts, entry)
+        if entry.reward is None:
+            continue
+        checks.add(entry.passed, entry.reward)
+        prompt = number // scan.num_samples
+        counts["prompts_checked"] += prompt != checked_prompt
+        checked_prompt = prompt
+        if entry.passed:
+            counts["prompts_passed"] += prompt != passed_prompt
+            passed_prompt = prompt
     return Accounts(
         prompts=scan.rows + len(scan.bad_rows),
         samples=scan.num_samples,
@@ -127,6 +145,9 @@ def account(
         tokens_unknown=counts["tokens_unknown"],
         cost_usd=cost,
         cost_unknown=counts["cost_unknown"],
+        checks=checks.sums(),
+        prompts_checked=counts["prompts_checked"],
+        prompts_passed=counts["prompts_passed"],
         gone=gone,
         shard=None if scan.shard is None else str(scan.shard),
     )
@@ -155,6 +176,7 @@ def as_table(accounts: Accounts) -> str:
         f"tokens {accounts.input_tokens:,} in and {accounts.output_tokens:,} out"
         + (f" (unknown for {accounts.tokens_unknown:,} tasks)" if accounts.tokens_unknown else ""),
         _cost(accounts),
+        *_checked(accounts),
     ]
     if accounts.to_retry:
         lines.append(f"the same command tries {accounts.to_retry:,} failed tasks again")
@@ -169,6 +191,16 @@ def _under_way(accounts: Accounts) -> str:
     if not accounts.under_way:
         return ""
     return f"  {accounts.under_way:,} under way, {accounts.turns_under_way:,} turns kept"
+
+
+def _checked(accounts: Accounts) -> list[str]:
+    told = in_words(accounts.checks)
+    if told and accounts.samples > 1:
+        told += (
+            f"; of {accounts.prompts_checked:,} prompts {accounts.prompts_passed:,} passed in "
+            "some sample"
+        )
+    return [told] if told else []
 
 
 def _cost(accounts: Accounts) -> str:

@@ -218,6 +218,11 @@ class RunConfig(AgentOptions):
     require_reasoning: bool = _running(
         False, "Leave completed conversations without any reasoning out of the training file."
     )
+    require_passed: bool = _running(
+        False,
+        "Leave conversations that did not pass their check out of the training file; those without "
+        "a check stay.",
+    )
     accept_rows: AcceptedRows = _running(
         (),
         "Training file: keep rows that are refused for these reasons, as rejects.jsonl calls "

@@ -1,9 +1,10 @@
 """The rows of `records.idx`: 64 bytes per record, so that a start takes in a million at once.
 
 Row 0 marks the format. A row holds the task key of a record, where the record lies, and what
-accounts need of it. How a conversation ended is words; each is told once, in a row of its own
-without a length, and numbered in the order of these rows. Rows divide the blocks of a disk, so a
-power loss takes them whole, and none that it left zeros in fits its place.
+accounts need of it. How a conversation ended, and whether it passed its check, is words; each is
+told once, in a row of its own without a length, and numbered in the order of these rows. Rows
+divide the blocks of a disk, so a power loss takes them whole, and none that it left zeros in fits
+its place.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from struct import Struct, error
 from sys import intern
 from typing import Any, Literal, NamedTuple
 
+from batch.checks import judgement_of
 from batch.prompts import task_key
 
 ROW_BYTES = 64
-MARK = f"batch records index 1, {sys.byteorder}".encode().ljust(ROW_BYTES - 1) + b"\n"
+MARK = f"batch records index 2, {sys.byteorder}".encode().ljust(ROW_BYTES - 1) + b"\n"
 
-_RECORD = Struct("=16sQIHHIIqqd")
-"""Task key, offset, length, ending, attempt, turns, tool calls, tokens in and out, dollars."""
+_RECORD = Struct("=16sQIHHIIHHIIfd")
+"""Task key, offset, length, ending, attempt, turns, tool calls, tokens in and out (the bits from 32
+on of each, then the rest of each), reward, dollars."""
 _ENDING = Struct("=16xQI2x34s")
-"""Offset of the next record, 0, and how that one ended: status, and error class behind a NUL."""
+"""Offset of the next record, 0, and how that one ended: status, whether it passed its check, and
+error class, with a NUL between them."""
 _Column = tuple[Literal["Q", "I", "H", "d"], int, int]
 """A column of the rows: type, its place in the row, and the numbers that make a row."""
 _OFFSETS: _Column = ("Q", 2, 8)
@@ -36,6 +40,12 @@ _ENDINGS: _Column = ("H", 14, 32)
 _BUCKETS: _Column = ("H", 0, 32)
 _COSTS: _Column = ("d", 7, 8)
 _MOST_ATTEMPTS = 2**16 - 1
+_NO_TOKENS = 2**48 - 1
+"""Stands for a number of tokens that is not known."""
+_MOST_REWARD = 3.4e38
+"""What four bytes can hold."""
+_PASSED = {None: "", True: "passed", False: "not"}
+_HAS_PASSED = {words: has_passed for has_passed, words in _PASSED.items()}
 _CHUNK = 1 << 13
 
 
@@ -52,6 +62,22 @@ class Entry(NamedTuple):
     output_tokens: int | None
     cost_usd: float | None
     error_class: str | None
+    passed: bool | None
+    """Whether it passed what judged it; see `batch.checks`."""
+    reward: float | None
+    """To seven digits."""
+
+
+class Ending(NamedTuple):
+    """How a record ended, in words that many records have in common."""
+
+    status: str
+    passed: bool | None
+    error_class: str | None
+
+
+PASSED = 10
+"""The place of `passed` among the `index_fields` of a record."""
 
 
 def index_fields(record: dict[str, Any]) -> list[Any]:
@@ -59,6 +85,7 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
     usage = record["usage"] or {}
     error = record["error"] or {}
     turns, calls = own_work(record)
+    judgement = judgement_of(record)
     return [
         record["id"],
         record["input_digest"],
@@ -70,6 +97,8 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
         usage.get("output_tokens"),
         record["cost_usd"],
         error.get("class"),
+        judgement.passed,
+        judgement.reward,
     ]
 
 
@@ -99,9 +128,10 @@ class RowMaker:
 
         `fields` are its `index_fields`. Raises `ValueError` where they are of other types.
         """
-        task_id, digest, status, attempt, turns, calls, *tokens, cost, failure = fields
+        task_id, digest, status, attempt, turns, calls, read, written, cost, *more = fields
+        failure, passed, reward = more
         try:
-            words = status if failure is None else status + "\0" + failure
+            words = "\0".join((status, _PASSED[passed], failure or ""))
             ending = words.encode()[:34].ljust(34, b"\0")
             number = self._numbers.get(ending, len(self._numbers))
             row = _RECORD.pack(
@@ -112,10 +142,11 @@ class RowMaker:
                 min(attempt, _MOST_ATTEMPTS),
                 turns,
                 calls,
-                *(-1 if count is None else count for count in tokens),
+                *_halves(read, written),
+                nan if reward is None else max(-_MOST_REWARD, min(reward, _MOST_REWARD)),
                 nan if cost is None else cost,
             )
-        except (error, TypeError, AttributeError, OverflowError) as wrong:
+        except (error, TypeError, KeyError, AttributeError, OverflowError) as wrong:
             raise ValueError(fields) from wrong
         if number < len(self._numbers):
             return row
@@ -151,10 +182,11 @@ class Index(Mapping[bytes, Entry]):
 
     def entry(self, row: int) -> Entry:
         """The record of one row, from 1."""
-        _, offset, length, ending, attempt, turns, calls, tokens_in, tokens_out, cost = (
+        _, offset, length, ending, attempt, turns, calls, *tokens, reward, cost = (
             _RECORD.unpack_from(self._view, ROW_BYTES * row)
         )
-        status, error_class = self._endings[ending]
+        read, written = tokens[0] << 32 | tokens[2], tokens[1] << 32 | tokens[3]
+        status, passed, error_class = self._endings[ending]
         return Entry(
             offset,
             length,
@@ -162,10 +194,12 @@ class Index(Mapping[bytes, Entry]):
             attempt,
             turns,
             calls,
-            None if tokens_in < 0 else tokens_in,
-            None if tokens_out < 0 else tokens_out,
+            None if read == _NO_TOKENS else read,
+            None if written == _NO_TOKENS else written,
             None if isnan(cost) else cost,
             error_class,
+            passed,
+            None if isnan(reward) else reward,
         )
 
     def records(self) -> Iterator[tuple[bytes, Entry]]:
@@ -188,12 +222,11 @@ class Index(Mapping[bytes, Entry]):
                 seen.add(key)
                 yield key, self.entry(row)
 
-    def statuses(self, rows: Iterable[int]) -> Iterator[str | None]:
+    def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:
         """How the records of these rows ended; None for row 0."""
         numbers = _column(self._view, _ENDINGS)
-        words = [status for status, _ in self._endings]
         for row in rows:
-            yield words[numbers[row]] if row else None
+            yield self._endings[numbers[row]] if row else None
 
     def has_turns(self) -> bool:
         """Whether any record holds a reply of the model."""
@@ -293,11 +326,22 @@ def _endings_in(rows: memoryview) -> list[bytes]:
     return found
 
 
-def _words(ending: bytes) -> tuple[str, str | None]:
-    """Status and error class."""
-    status, _, error_class = ending.rstrip(b"\0").decode(errors="replace").partition("\0")
+def _halves(*counts: int | None) -> Iterator[int]:
+    """The bits from 32 on of each count, then the rest of each; what is too large is the most."""
+    known = [
+        _NO_TOKENS if count is None or count < 0 else min(count, _NO_TOKENS - 1) for count in counts
+    ]
+    yield from (count >> 32 for count in known)
+    yield from (count & 0xFFFFFFFF for count in known)
+
+
+def _words(ending: bytes) -> Ending:
+    status, _, rest = ending.rstrip(b"\0").decode(errors="replace").partition("\0")
+    passed, _, error_class = rest.partition("\0")
     # Few words, many entries: each word is held once.
-    return intern(status), intern(error_class) if error_class else None
+    return Ending(
+        intern(status), _HAS_PASSED.get(passed), intern(error_class) if error_class else None
+    )
 
 
 def _column(rows: memoryview, column: _Column) -> memoryview[Any]:

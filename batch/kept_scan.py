@@ -32,7 +32,10 @@ _FORMAT = 2
 """Raised when rows are read or identified in another way, or the file is laid out in another."""
 
 _DIGEST_BYTES = 32
-_IN_THE_FILE = ("sha256", "all_rows", "all_bad", "rows", "size", "content_digest", "may_go_on")
+_IN_THE_FILE = (
+    *("sha256", "all_rows", "all_bad", "rows", "size", "content_digest", "may_go_on"),
+    "setup_columns",
+)
 """What the line of JSON says of a scan, beside its bad rows."""
 
 

@@ -191,6 +191,12 @@ def warn(plan: Plan) -> None:
             "the memory of commands is looked at ten times a second and may exceed "
             "--command_memory_mb for a moment; a writable /sys/fs/cgroup changes that"
         )
+    if not plan.config.row_setup and (columns := plan.scan.setup_columns):
+        named = ", ".join(f"{name} ({count:,} rows)" for name, count in columns.items())
+        say(
+            f"warning: {plan.scan.path}: these columns do nothing without --row_setup: {named}; "
+            "with it, workspaces are set up and judged by them (docs/tools.md)"
+        )
 
 
 def _is_near(host: str) -> bool:

@@ -70,6 +70,7 @@ class Progress:
         self._total = total
         self._done = 0
         self._failed: Counter[str] = Counter()
+        self._checked: Counter[bool | None] = Counter()
         self._ended_now = 0
         self._work = no_counters()
         self._spent_before_usd = 0.0
@@ -87,18 +88,35 @@ class Progress:
             mininterval=_DRAW_EVERY_S,
         )
 
-    def task_ended(self, *, failure: str | None) -> None:
-        """One more task has ended in this start; `failure` is the class of what failed it."""
+    def task_ended(self, *, failure: str | None, passed: bool | None = None) -> None:
+        """One more task has ended in this start; `failure` is the class of what failed it.
+
+        `passed` is what its check said, None without one.
+        """
         self._ended_now += 1
+        self._checked[passed] += 1
         if failure is None:
             self._done += 1
         else:
             self._failed[failure] += 1
         self._move(1)
 
-    def found_ended(self, *, done: int, failed: int, cost_usd: float = 0.0) -> None:
-        """So many tasks have ended in earlier starts, at that cost; they count for no rate."""
+    def found_ended(
+        self,
+        *,
+        done: int,
+        failed: int,
+        passed: int = 0,
+        not_passed: int = 0,
+        cost_usd: float = 0.0,
+    ) -> None:
+        """So many tasks have ended in earlier starts, at that cost; they count for no rate.
+
+        Those of them that were checked `passed` or not.
+        """
         self._spent_before_usd += cost_usd
+        self._checked[True] += passed
+        self._checked[False] += not_passed
         if self._is_terminal:
             self._bar.initial += done + failed
         self._done += done
@@ -196,6 +214,8 @@ class Progress:
             "total": self._total,
             "done": self._done,
             "failed": dict(self._failed.most_common()),
+            "passed": self._checked[True],
+            "checked": self._checked[True] + self._checked[False],
             "running": running,
             "left_s": left_s if self._ended_now and left else None,
             "cost_usd": self._spent_before_usd + work["cost_usd"],
@@ -241,6 +261,8 @@ def in_words(state: Mapping[str, Any]) -> str:
         f"failed {sum(failed.values())}" + (f" ({classes})" if classes else ""),
         f"running {state['running']}",
     ]
+    if checked := state.get("checked"):  # an older program says nothing of it
+        parts.insert(-2, f"passed {state['passed']} of {checked} checked")
     if state["cost_usd"] or state["cost_unknown"]:
         parts.append(_cost(state))
     if state["limit"]:

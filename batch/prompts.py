@@ -25,6 +25,7 @@ import orjson
 
 from batch.errors import DatasetChanged, DatasetError
 from batch.row_rules import RowRules, with_plain_prompt
+from batch.row_setup import SIGNS
 from batch.rows import BadRow, Reading, read_again, read_rows
 from batch.shards import Shard
 
@@ -81,6 +82,8 @@ class Scan:
     """Where the usable rows lie."""
     occurrences: array[int]
     """For each usable row, how many rows up to it have its id."""
+    setup_columns: dict[str, int]
+    """How many usable rows have something to say in which of `row_setup.SIGNS`."""
     keys: bytes
     """The keys of all tasks, the samples of a prompt side by side, 16 bytes each."""
 
@@ -108,6 +111,7 @@ def scan(
     offsets, hashes = array("Q"), array("Q")
     keys = bytearray()
     all_rows = 0
+    setup_columns: dict[str, int] = {}
     fingerprint = hashlib.sha256()
     reading = Reading()
     is_bounded = False
@@ -116,6 +120,9 @@ def scan(
             bad_rows.append(row)
             continue
         all_rows += 1
+        for name in SIGNS:
+            if row.columns.get(name) is not None:
+                setup_columns[name] = setup_columns.get(name, 0) + 1
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)
         short_hash = _short_hash(base)
@@ -159,6 +166,7 @@ def scan(
         may_go_on=is_bounded and reading.ends_a_line,
         offsets=offsets,
         occurrences=occurrences,
+        setup_columns=setup_columns,
         keys=bytes(keys),
     )
 

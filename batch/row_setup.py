@@ -17,6 +17,8 @@ _HOME = "/workspace"
 _ROOT = PurePosixPath(".")
 
 COLUMNS = ("files", "setup", "cwd", "check")
+SIGNS = ("check", "files", "setup")
+"""Those of them that hardly mean anything else: where they stand, `row_setup` may be wanted."""
 
 
 class Check(NamedTuple):

@@ -112,7 +112,13 @@ def _work(
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
         stock = _take_stock(plan, run_dir, only, records, inflight, ledger)
-        progress.found_ended(done=stock.done, failed=stock.failed, cost_usd=stock.cost_usd)
+        progress.found_ended(
+            done=stock.done,
+            failed=stock.failed,
+            passed=stock.passed,
+            not_passed=stock.not_passed,
+            cost_usd=stock.cost_usd,
+        )
         if (config := with_open_batches(config, run_dir, stock.settled)) is not plan.config:
             plan = replace(plan, config=config)
             progress.say("calls in batches of earlier starts are waited for; all others go live")
@@ -169,6 +175,9 @@ class _Stock(NamedTuple):
     done: int
     failed: int
     """Those that failed for good."""
+    passed: int
+    not_passed: int
+    """Those that were checked, and what of that came."""
     has_answers: bool
     """An endpoint has answered in an earlier start."""
     spent: Amount
@@ -205,21 +214,25 @@ def _take_stock(
     rows, _ = found.match(scan.keys)
     owed = array("I")
     counts = Counter[bool]()
-    for number, status in enumerate(found.statuses(rows)):
+    passed = Counter[bool | None]()
+    for number, ending in enumerate(found.endings(rows)):
         if only is not None and scan.key(number) not in only:
             continue
-        is_failed = status == "failed"
-        if status is None or (
+        is_failed = ending is not None and ending.status == "failed"
+        if ending is None or (
             is_failed and not is_settled(found.entry(rows[number]), max_attempts)
         ):
             owed.append(number)
         else:
             counts[is_failed] += 1
+            passed[ending.passed] += 1
     return _Stock(
         settled,
         owed,
         counts[False],
         counts[True],
+        passed[True],
+        passed[False],
         found.has_turns(),
         spent,
         held,

@@ -24,6 +24,7 @@ from batch.draw import setup_of_task
 from batch.errors import DatasetChanged, EnvironmentStop
 from batch.failures import Failure, FailureFile
 from batch.files import StorageError
+from batch.index import PASSED
 from batch.journal import Inflight, next_worker_number
 from batch.limits import RunLimits
 from batch.models import Setups, bounds_of
@@ -192,7 +193,7 @@ class Supervisor:
                     self._failures.append(Failure(**header["failure"]))
                 self._records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
-                self._progress.task_ended(failure=failed)
+                self._progress.task_ended(failure=failed, passed=header["fields"][PASSED])
                 finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])

@@ -5,15 +5,8 @@ from __future__ import annotations
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
         *("dataset_file", "run_name", "output_dir", "num_samples", "max_samples"),
-        *(
-            "on_bad_row",
-            "require_reasoning",
-            "accept_rows",
-            "empty_think",
-            "seed",
-            "shard",
-            "forks",
-        ),
+        *("on_bad_row", "require_reasoning", "require_passed", "accept_rows", "empty_think"),
+        *("seed", "shard", "forks"),
     ),
     "Model": (
         *("model", "models", "endpoints", "prices", "base_url", "api", "key_env"),

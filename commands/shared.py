@@ -184,6 +184,7 @@ def export_and_account(
         num_samples=config.num_samples,
         style=style_of_run(config.to_json()),
         require_reasoning=config.require_reasoning,
+        require_passed=config.require_passed,
     )
     accounts = account(path, scan, config)
     summary = path / "summary.json"

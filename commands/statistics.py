@@ -24,8 +24,12 @@ def stats(run: str, output_dir: Path, as_json: bool) -> None:
 
     with errors_as_exit_codes():
         path, identity, config = find_run(run, output_dir)
-        style = style_of_run(config.to_json())
-        found = statistics_of(path, style=style, require_reasoning=config.require_reasoning)
+        found = statistics_of(
+            path,
+            style=style_of_run(config.to_json()),
+            require_reasoning=config.require_reasoning,
+            require_passed=config.require_passed,
+        )
         if as_json:
             show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
             return

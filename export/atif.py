@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from batch.checks import judgement_of
 from export.conversation import Conversation, Turn, metadata_of, read_entries, system_of
 from export.replies import own_of
-from export.rewards import reward_of
 from export.row_rules import Reason, Rejected
 from export.style import Style, styled
 from export.tolerance import STRICT, Flaw
@@ -40,7 +40,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
         "model_name": record["model_returned"] or record["model"],
         "tool_definitions": list(conversation.tools),
     }
-    reward = reward_of(record)
+    reward = judgement_of(record).reward
     extra = {
         "completed": conversation.completed,
         **({} if reward is None else {"reward": reward}),

@@ -53,6 +53,11 @@ def dataset_options(function: Any) -> Any:
             type=click.IntRange(min=0),
             help="Rows to show.  [default: 3]",
         ),
+        click.option(
+            "--require_passed",
+            is_flag=True,
+            help="Leave out conversations that did not pass their check; unchecked ones stay.",
+        ),
         click.option("--push_for_real", is_flag=True, help="Send it (needs the extra [hf])."),
     )
     options = [
@@ -86,8 +91,9 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     source = Source(run_dir, scan, num_samples)
     directory = Path(flags["output"] or run_dir / "exports" / "dataset")
     given = {_RECIPE_FLAGS[k]: v for k, v in flags.items() if k in _RECIPE_FLAGS and v is not None}
+    filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
-        if given or flags["recipe"]:
+        if given or filters or flags["recipe"]:
             msg = "--check takes the recipe of the dataset; give no other"
             raise ConfigError(msg)
         if flags["render"] or flags["push_to_hub"]:
@@ -100,7 +106,7 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     if flags["render_rows"] is not None and not flags["render"]:
         msg = "--render_rows needs --render FILE"
         raise ConfigError(msg)
-    recipe = load_recipe(Path(flags["recipe"]) if flags["recipe"] else None, given)
+    recipe = load_recipe(Path(flags["recipe"]) if flags["recipe"] else None, given, filters)
     render = load_template(Path(flags["render"])) if flags["render"] else None
     if render is not None and "openai" not in recipe.formats:
         msg = "--render shows rows of the format openai; add it to --format"

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from agent.completion import RESERVED
 from agent.reasoning import split_inline_reasoning
+from batch.checks import ended_by_wrong_answer
 from export.row_json import read_arguments
 from export.row_rules import Reason, Rejected, check_conversation, final_answer_call
 
@@ -22,7 +23,7 @@ class Told(NamedTuple):
     tools: Sequence[Mapping[str, Any]]
     """Those on offer, without the reserved ones where the messages hold no call of either."""
     completion: Literal["final_answer", "text"] | None
-    """How a completed conversation was ended; None for one that is not completed."""
+    """How the answer was given; None without one."""
     invented: Sequence[str] = ()
     """Which calls were of tools that were not on offer, where the messages do not show it."""
 
@@ -31,13 +32,13 @@ def plain_ending(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     *,
-    completed: bool,
+    answered: bool,
 ) -> Told:
-    """Tell a completed conversation with its answer as text; raises Rejected.
+    """Tell a conversation that was `answered` with its answer as text; raises Rejected.
 
-    One that is not completed keeps its calls, also those of the reserved tools.
+    One that was not keeps its calls, also those of the reserved tools.
     """
-    call = final_answer_call(messages) if completed else None
+    call = final_answer_call(messages) if answered else None
     invented: Sequence[str] = ()
     if call is not None:
         invented = check_conversation(messages, {tool["function"]["name"] for tool in tools})
@@ -45,9 +46,14 @@ def plain_ending(
     others = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
     if len(others) < len(tools) and not _call_reserved(messages):
         tools = others
-    if not completed:
+    if not answered:
         return Told(messages, tools, None)
     return Told(messages, tools, "text" if call is None else "final_answer", invented)
+
+
+def is_answered(record: Mapping[str, Any]) -> bool:
+    """Whether a conversation ended with an answer of its model, be it a wrong one."""
+    return record["status"] == "completed" or ended_by_wrong_answer(record)
 
 
 def _call_reserved(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -60,9 +66,9 @@ def _call_reserved(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 def answer_of(record: Mapping[str, Any]) -> str | None:
     """The words that a conversation ends with, None where it does not end with the model's."""
-    completed = record["status"] == "completed"
+    answered = is_answered(record)
     try:
-        told = plain_ending(record["messages"], record["tools"] or [], completed=completed)
+        told = plain_ending(record["messages"], record["tools"] or [], answered=answered)
     except Rejected:
         return None
     last = told.messages[-1]

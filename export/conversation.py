@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
-from export.completion import plain_ending
+from batch.checks import judgement_of
+from export.completion import is_answered, plain_ending
 from export.replies import Own, own_of, tool_stats
-from export.rewards import reward_of
 from export.row_json import Token, control_token, read_arguments, write_json
 from export.row_rules import Reason, Rejected, check_conversation, check_finished
 from export.tolerance import Flaw, Tolerance
@@ -111,13 +111,13 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
     own = own or own_of(record)
     if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
-    completed = record["status"] == "completed"
+    completed, answered = record["status"] == "completed", is_answered(record)
     messages, tools, completion, invented = plain_ending(
-        record["messages"], record["tools"] or [], completed=completed
+        record["messages"], record["tools"] or [], answered=answered
     )
     flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
     entries = read_entries(messages, tools, flaws)
-    if completed:
+    if answered:
         check_finished(messages)
     # A reply may go on in the turn that the messages before it end with, so that one counts.
     given = 0
@@ -148,7 +148,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         completed=completed,
         record=record,
         own=own,
-        metadata=_metadata(record, completion, stats, noted),
+        metadata=_metadata(record, completion if completed else None, stats, noted),
         num_tool_calls=sum(tool["count"] for tool in stats),
         flaws=flaws,
     )
@@ -381,7 +381,7 @@ def _metadata(
         told["notes"] = notes
     if repairs:
         told["repairs"] = repairs
-    if (reward := reward_of(record)) is not None:
+    if (reward := judgement_of(record).reward) is not None:
         told["reward"] = reward
     told["columns"] = _small_columns(record)
     told["sandbox"] = record["sandbox"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from batch.checks import judgement_of
 from batch.failures import load_failed_attempts
 from batch.prompts import Scan
 from batch.run_dir import read_run_json, versions_of
@@ -25,7 +26,6 @@ from export.filters import RecordFilters
 from export.format_files import Candidate, Why, open_formats
 from export.order import RecordOrder, Seen
 from export.recipe import Recipe
-from export.rewards import reward_of
 from export.row_files import Hashing, Place, Written
 from export.row_rules import Rejected
 from export.splits import Splits
@@ -97,7 +97,7 @@ def judge_answers(source: Source, recipe: Recipe) -> None:
 
 
 def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
-    filters = RecordFilters(recipe.filters, threshold=recipe.preference.threshold)
+    filters = _filters_of(recipe)
     order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
     with order.reading() as read:
         for number in order.numbers():
@@ -121,6 +121,15 @@ def _read(record: Mapping[str, Any], tolerances: Sequence[Tolerance]) -> Convers
     return conversation
 
 
+def _filters_of(recipe: Recipe, verdicts: Verdicts | None = None) -> RecordFilters:
+    return RecordFilters(
+        recipe.filters,
+        threshold=recipe.preference.threshold,
+        verdicts=verdicts,
+        with_comparisons=recipe.makes_comparisons,
+    )
+
+
 class _Making:
     """A dataset in the making."""
 
@@ -136,9 +145,7 @@ class _Making:
         self._seen = seen
         self._read = read
         filters = recipe.filters
-        self._filters = RecordFilters(
-            filters, threshold=recipe.preference.threshold, verdicts=verdicts
-        )
+        self._filters = _filters_of(recipe, verdicts)
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
@@ -223,7 +230,10 @@ class _Making:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
         if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
-        if self._near is not None and (earlier := self._near.earlier(record)):
+        if self._near is None or self._filters.only_compared(record) is not None:
+            # What makes no row of its own takes none away.
+            return Candidate(record, stored.line, conversation)
+        if earlier := self._near.earlier(record):
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
         return Candidate(record, stored.line, conversation)
 
@@ -237,9 +247,14 @@ class _Making:
         """Why which candidates are not among those that make rows, by id."""
         filters = self._recipe.filters
         left_out: dict[str, tuple[str, str]] = {}
-        ranked = candidates
+        ranked = []
+        for candidate in candidates:
+            if (why := self._filters.only_compared(candidate.record)) is None:
+                ranked.append(candidate)
+            else:
+                left_out[candidate.record["id"]] = why
         if filters.best_n is not None:
-            ranked = sorted(candidates, key=_by_reward)
+            ranked.sort(key=_by_reward)
         count = filters.first_n or filters.best_n or len(candidates)
         name = "first_n" if filters.first_n else "best_n"
         for candidate in ranked[count:]:
@@ -284,7 +299,7 @@ class _LeftOut(Exception):
 
 def _by_reward(candidate: Candidate) -> float:
     """Sorts the best first, and those without a reward last."""
-    reward = reward_of(candidate.record)
+    reward = judgement_of(candidate.record).reward
     return float("inf") if reward is None else -reward
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batch.checks import ended_by_wrong_answer, judgement_of
 from batch.errors import ConfigError
 from export.completion import answer_of
 from export.contamination import Questions, load_questions
 from export.recipe import AnswerCheck, Filters
 from export.replies import has_reasoning, hidden_reasoning, own_of
-from export.rewards import passed, reward_of
 from export.secrets import Scanner, make_scanner
 from export.texts import texts_of
 from export.verdicts import Verdicts
@@ -50,13 +50,20 @@ class RecordFilters:
     """The filters of a recipe that look at one record at a time."""
 
     def __init__(
-        self, filters: Filters, *, threshold: float, verdicts: Verdicts | None = None
+        self,
+        filters: Filters,
+        *,
+        threshold: float,
+        verdicts: Verdicts | None = None,
+        with_comparisons: bool = False,
     ) -> None:
         """Load what they need. Raises `ConfigError`.
 
-        `verdicts` are those of the judge, asked last; without them nothing is judged.
+        `verdicts` are those of the judge, asked last; without them nothing is judged. For an
+        export `with_comparisons`, records stay that are of use to those; see `only_compared`.
         """
         self._verdicts = verdicts
+        self._with_comparisons = with_comparisons
         self._filters = filters
         self._threshold = threshold
         self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
@@ -74,14 +81,30 @@ class RecordFilters:
         """The first filter that leaves the record out, None if none does."""
         return next(self._rejections(record), None)
 
+    def only_compared(self, record: Record) -> Rejection | None:
+        """Why a record is not for rows that are to be imitated, but only to be compared with."""
+        status = record["status"]
+        if self._filters.status is None and status != "completed":
+            return _by_status(record)
+        if self._filters.require_passed:
+            judgement = judgement_of(record)
+            if judgement.is_good(self._threshold) is False:
+                return Rejection("require_passed", f"did not pass, reward {judgement.reward:g}")
+        return None
+
     def _rejections(self, record: Record) -> Iterator[Rejection]:
         filters = self._filters
         status = record["status"]
         if status == "failed":
             error = record["error"] or {"class": "unknown", "message": ""}
             yield Rejection("failed", f"{error['class']}: {error['message']}")
-        if status not in filters.status and "any" not in filters.status:
-            yield Rejection("status", f"{status}: {record.get('status_reason') or 'ended early'}")
+        if filters.status is None:
+            if status != "completed" and not ended_by_wrong_answer(record):
+                yield _by_status(record)
+        elif status not in filters.status and "any" not in filters.status:
+            yield _by_status(record)
+        if not self._with_comparisons and (why := self.only_compared(record)) is not None:
+            yield why
         if filters.shortened_views == "reject" and record.get("view_compacted"):
             seen = views_of(record).get("view_compacted", 0)
             yield Rejection("shortened_views", f"{seen} replies did not see all that was said")
@@ -103,19 +126,25 @@ class RecordFilters:
 
     def _judged(self, record: Record) -> Iterator[Rejection]:
         filters = self._filters
-        reward = reward_of(record)
+        judgement = judgement_of(record)
+        reward = judgement.reward
         told = "no reward" if reward is None else f"reward {reward:g}"
         if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
             yield Rejection("min_reward", told)
         if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
             yield Rejection("max_reward", told)
         if filters.passed is not None:
-            found = passed(record, threshold=self._threshold)
+            found = judgement.is_good(self._threshold)
             if found is not filters.passed:
                 outcome = {None: "was not checked", True: "passed", False: "did not pass"}[found]
                 yield Rejection("passed", outcome)
         if self._wrong is not None and (wrong := self._wrong(record)):
             yield Rejection("answer", wrong)
+
+
+def _by_status(record: Record) -> Rejection:
+    reason = record.get("status_reason") or "ended early"
+    return Rejection("status", f"{record['status']}: {reason}")
 
 
 def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:

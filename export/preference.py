@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batch.checks import judgement_of
 from export.chat import messages_of, tools_json
 from export.conversation import Conversation, Turn, lineage_of, metadata_of
-from export.rewards import passed, reward_of
 from export.row_json import compact_json
 from export.row_rules import Reason, Rejected
 from export.style import Style
@@ -37,7 +37,7 @@ class Sample:
 
 def sample_of(conversation: Conversation, style: Style) -> Sample:
     """Read a conversation as a sample; raises Rejected where it has no reward."""
-    reward = reward_of(conversation.record)
+    reward = judgement_of(conversation.record).reward
     if reward is None:
         raise Rejected(Reason.NO_REWARD, "nothing judged this conversation")
     messages = messages_of(conversation, style)
@@ -119,7 +119,7 @@ def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
         "id": sample.id,
         "prompt": sample.prompt,
         "completion": sample.completion,
-        "label": bool(passed(sample.conversation.record, threshold=threshold)),
+        "label": bool(judgement_of(sample.conversation.record).is_good(threshold)),
         "tools": sample.tools,
         "metadata": compact_json({"reward": sample.reward, **metadata_of(sample.conversation)}),
     }

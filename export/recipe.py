@@ -142,10 +142,14 @@ class Judge(_Part):
 class Filters(_Part):
     """What leaves records out; those that are not given leave out nothing."""
 
-    status: Annotated[
-        tuple[Literal[Status, "any"], ...], BeforeValidator(split_commas), Field(min_length=1)
-    ] = ("completed",)
-    """Endings to keep; `any` keeps all but `failed`."""
+    status: (
+        Annotated[
+            tuple[Literal[Status, "any"], ...], BeforeValidator(split_commas), Field(min_length=1)
+        ]
+        | None
+    ) = None
+    """Endings to keep; `any` keeps all but `failed`. Left out: `completed`, and in dpo and kto also
+    conversations that ended because their answer was not the expected one."""
     min_reasoning: Share | None = None
     """Least share of the model's turns that hold reasoning in words."""
     hidden_reasoning: Literal["keep", "reject"] = "keep"
@@ -177,6 +181,9 @@ class Filters(_Part):
     max_reward: Number | None = None
     passed: bool | None = None
     """What the check of the record must have said; without a check it is left out."""
+    require_passed: bool = False
+    """Leave out what did not pass its check; without a check it stays. Not in dpo and kto, which
+    compare the good with the bad."""
     answer: AnswerCheck | None = None
     judge: Judge | None = None
     """Leave out what a judge model finds wrong, or could not judge."""
@@ -290,16 +297,25 @@ class Recipe(_Part):
     def compares(self) -> bool:
         """Whether samples of a prompt are looked at side by side."""
         chosen = self.filters.first_n or self.filters.best_n
-        return bool(chosen) or not set(GROUP_FORMATS).isdisjoint(self.formats)
+        return bool(chosen) or self.makes_comparisons
+
+    @property
+    def makes_comparisons(self) -> bool:
+        """Whether rows are made that compare the good with the bad."""
+        return not set(GROUP_FORMATS).isdisjoint(self.formats)
 
 
-def load_recipe(path: Path | None, flags: Mapping[str, Any]) -> Recipe:
+def load_recipe(
+    path: Path | None, flags: Mapping[str, Any], filters: Mapping[str, Any] | None = None
+) -> Recipe:
     """Read a recipe and put `flags` on top. Raises `ConfigError`, which names file and key.
 
-    Paths of `evaluation_files` are relative to the file that names them.
+    `filters` are flags too. Paths of `evaluation_files` are relative to the file that names them.
     """
     values = _read(path) if path is not None else {}
     values = {"formats": ("hermes",), **values, **flags}
+    if filters and isinstance(given := values.get("filters", {}), dict):
+        values["filters"] = {**given, **filters}
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:

@@ -60,6 +60,8 @@ class Reason(StrEnum):
     """No other sample of the prompt makes a pair with it."""
     NO_REASONING = "no_reasoning"
     """No turn of the model holds reasoning, and the run is exported with reasoning only."""
+    CHECK_FAILED = "check_failed"
+    """It did not pass its check, and the run is exported without those."""
 
 
 class Rejected(Exception):

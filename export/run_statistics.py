@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batch.checks import Checks, in_words, judgement_of
 from batch.index import own_work
 from batch.stored import stored_records
 from export.conversation import read_conversation
@@ -26,10 +27,13 @@ _SHARES = (0.5, 0.9, 0.99)
 class RunStatistics:
     """`Statistics`, and how turns, tokens, costs and durations are spread."""
 
-    def __init__(self, *, style: Style, require_reasoning: bool) -> None:
-        """Both are those of the run, by which it keeps conversations for training."""
+    def __init__(
+        self, *, style: Style, require_reasoning: bool, require_passed: bool = False
+    ) -> None:
+        """All are those of the run, by which it keeps conversations for training."""
         self._style = style
         self._require_reasoning = require_reasoning
+        self._require_passed = require_passed
         self._statistics = Statistics()
         self._spreads: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self._tool_seconds: dict[str, array[float]] = defaultdict(lambda: array("f"))
@@ -75,6 +79,8 @@ class RunStatistics:
     def _is_kept(self, record: Mapping[str, Any], own: Own) -> bool:
         if record["status"] != "completed":
             return False
+        if self._require_passed and judgement_of(record).passed is False:
+            return False
         try:
             conversation = read_conversation(record, own)
             self._style.tolerance.refuse(conversation.flaws)
@@ -106,9 +112,13 @@ class RunStatistics:
         }
 
 
-def statistics_of(run_dir: Path, *, style: Style, require_reasoning: bool) -> dict[str, Any]:
+def statistics_of(
+    run_dir: Path, *, style: Style, require_reasoning: bool, require_passed: bool = False
+) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`."""
-    statistics = RunStatistics(style=style, require_reasoning=require_reasoning)
+    statistics = RunStatistics(
+        style=style, require_reasoning=require_reasoning, require_passed=require_passed
+    )
     for stored in stored_records(run_dir):
         statistics.add(stored.record)
     return statistics.to_json()
@@ -118,6 +128,8 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
     """The statistics as tables; `asked` are the toolsets asked for, in percent."""
     statuses = ", ".join(f"{name} {count:,}" for name, count in found["rows"].items())
     yield f"{found['records']:,} records: {statuses or 'none'}; kept for training {found['kept']:,}"
+    if told := in_words(Checks(**found["checks"])):
+        yield told
     reasoning = found["reasoning"]
     if turns := reasoning["assistant_turns"]:
         share = 100 * reasoning["with_reasoning"] / turns

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from batch.checks import CheckSums, judgement_of
 from export.replies import Own, has_reasoning, hidden_reasoning
 
 _UNNAMED_FAILURE = "reported"
@@ -39,6 +41,7 @@ class Statistics:
         self._rows_with_reasoning = 0
         self._statuses: Counter[str] = Counter()
         self._toolsets: Counter[str] = Counter()
+        self._checks = CheckSums()
         self._turns = 0
         self._most_turns = 0
         self._tokens: Counter[str] = Counter()
@@ -49,6 +52,9 @@ class Statistics:
         """Count one record: of the conversation what is `own` alone."""
         turns = own.turns
         self._statuses[record["status"]] += 1
+        judgement = judgement_of(record)
+        if judgement.reward is not None:
+            self._checks.add(judgement.passed, judgement.reward)
         for toolset in record["toolsets"]:
             self._toolsets[toolset] += 1
         self._turns += len(turns)
@@ -64,6 +70,8 @@ class Statistics:
         """For statistics.json. Rates of tools are percentages of the calls that have a result.
 
         `hidden` is there if any: turns without reasoning in words, which were reasoned about.
+
+        `checks` are sums of `batch.checks.Checks`.
 
         `tokens` are of all that was paid for, as far as the endpoint told them;
         `cache_hit_rate` is the percentage of input tokens that came from a prompt cache.
@@ -82,6 +90,7 @@ class Statistics:
                 "rows_with_any": self._rows_with_reasoning,
             },
             "rows": dict(sorted(self._statuses.items())),
+            "checks": asdict(self._checks.sums()),
             "toolsets": [
                 {"toolset": name, "rows": count, "percent": _percent(count, rows)}
                 for name, count in sorted(self._toolsets.items())

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from batch.checks import judgement_of
 from batch.failures import load_failed_attempts
 from batch.files import (
     StorageError,
@@ -76,11 +77,12 @@ def route(
     *,
     style: Style = _PLAIN,
     require_reasoning: bool = False,
+    require_passed: bool = False,
 ) -> Routed:
     """Decide where a record goes and render its line; `own` is that of `read_conversation`.
 
     `style` is that of the run. `require_reasoning` keeps completed conversations without any
-    reasoning in words out of training.
+    reasoning in words out of training, `require_passed` those that did not pass their check.
     """
     if record["status"] == "failed":
         error = record["error"]
@@ -93,6 +95,9 @@ def route(
         return _reject(record, rejected.reason.value, detail)
     if require_reasoning and row["completed"] and not row["has_reasoning"]:
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
+    if require_passed and row["completed"] and (judgement := judgement_of(record)).passed is False:
+        told = f"it did not pass its check; reward {judgement.reward:g}"
+        return _reject(record, Reason.CHECK_FAILED.value, told)
     return Routed("training" if row["completed"] else "partial", dumps_row(row), None)
 
 
@@ -103,8 +108,9 @@ def export_run(
     num_samples: int,
     style: Style = _PLAIN,
     require_reasoning: bool = False,
+    require_passed: bool = False,
 ) -> None:
-    """Write all files of a run from its records; the last two are as for `route`.
+    """Write all files of a run from its records; the last three are as for `route`.
 
     Raises `StorageError`, and `EnvironmentStop` where a record has become unreadable.
 
@@ -134,7 +140,11 @@ def export_run(
                     statistics.add(record, own)
                 for record, own in zip(few, owns, strict=True):
                     place, line, reason = route(
-                        record, own, style=style, require_reasoning=require_reasoning
+                        record,
+                        own,
+                        style=style,
+                        require_reasoning=require_reasoning,
+                        require_passed=require_passed,
                     )
                     outputs[place].file.write(line)
                     outputs[place].rows += 1

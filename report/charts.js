@@ -152,7 +152,19 @@ function reasoningItems(list) {
   ];
 }
 
-// The charts of `list`; `pick` takes {status} or {tool} to filter by.
+function checkItems(list, pick) {
+  const item = (name, kind, of, flag) => {
+    const n = list.filter(of).length;
+    return { name, parts: [[kind, n]], words: `${short(n)}, ${percent(n, list.length)}`, pick: () => pick(flag) };
+  };
+  return [
+    item("passed", "good", (row) => row.passed === true, "check passed"),
+    item("failed", "bad", (row) => row.passed === false, "check failed"),
+    item("not checked", "rest", (row) => row.reward == null, "no check"),
+  ].filter(({ parts: [[, n]] }) => n);
+}
+
+// The charts of `list`; `pick` takes {status}, {tool} or {flag} to filter by.
 function drawCharts(list, pick) {
   if (!list.length) {
     $("charts").replaceChildren(h("p", { class: "soft" }, "Nothing to draw."));
@@ -160,11 +172,13 @@ function drawCharts(list, pick) {
   }
   const values = (key) => list.map((row) => row[key]);
   const failures = tally(list, (row) => Object.entries(row.failures));
-  $("charts").replaceChildren(
+  $("charts").replaceChildren(...[
     bars("Statuses", list.length === 1 ? "1 trajectory" : `${count(list.length)} trajectories`,
       tally(list, (row) => [[row.status, 1]]).map(([name, n]) => ({
         name, parts: [[statusKind(name), n]], words: `${short(n)}, ${percent(n, list.length)}`, pick: () => pick({ status: name }),
       }))),
+    isChecked && bars("Checks", meanReward(list), checkItems(list, (flag) => pick({ flag }))),
+    isChecked && histogram("Rewards", values("reward"), (n) => String(Number(n.toPrecision(3)))),
     timeline(list),
     bars("Tools", `${count(sum(list, "calls"))} calls, ${percent(sum(list, "failed_calls"), sum(list, "calls"))} failed`,
       toolItems(list, (tool) => pick({ tool }))),
@@ -176,7 +190,12 @@ function drawCharts(list, pick) {
     histogram("Tokens in", values("input_tokens"), (n) => short(Math.round(n))),
     histogram("Tokens out", values("output_tokens"), (n) => short(Math.round(n))),
     histogram("Cost", values("cost_usd"), dollars),
-  );
+  ].filter(Boolean));
+}
+
+function meanReward(list) {
+  const known = list.filter((row) => row.reward != null).length;
+  return known ? `mean reward ${Number((sum(list, "reward") / known).toPrecision(3))}` : "no reward";
 }
 
 function drawTiles(list) {
@@ -185,9 +204,12 @@ function drawTiles(list) {
   const unknown = (key) => (known(key) < list.length ? `, unknown for ${count(list.length - known(key))}` : "");
   const tile = (name, value, words) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, words)));
   const tokens = sum(list, "input_tokens");
+  const passed = list.filter((row) => row.passed === true).length;
+  const judged = list.filter((row) => row.passed != null).length;
   $("tiles").replaceChildren(
     tile("Trajectories", count(list.length), `of ${plural(meta.tasks, "task")}`),
     tile("Completed", percent(completed, list.length), count(completed)),
+    ...(isChecked ? [tile("Passed", percent(passed, judged), `${count(passed)} of ${count(judged)} checked, ${meanReward(list)}`)] : []),
     tile("Turns", short(sum(list, "turns")), list.length ? `${(sum(list, "turns") / list.length).toFixed(1)} each` : ""),
     tile("Tool calls", short(sum(list, "calls")), `${percent(sum(list, "failed_calls"), sum(list, "calls"))} failed`),
     tile("Tokens in", short(tokens), `${percent(sum(list, "cached_tokens"), tokens)} cached${unknown("input_tokens")}`),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from batch.checks import CheckSums
 from batch.records import Entry
 from batch.run_dir import read_run_json
 from report.stored import stored_entries
@@ -22,7 +24,8 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     Keys: `runs` (two sums: see `_sums`), `options` (those that decide what the data is and
     differ: {name: [first, second]}), `same_dataset`, `both` (tasks that have a record in both),
     `only` (two lists of ids), `changed` (a list of {"id", "from", "to"} in the order of the first
-    run), `paired` (see `_paired`).
+    run), `judged_otherwise` (the same for tasks that passed their check in one run alone, with
+    true or false), `paired` (see `_paired`).
     """
     runs = [read_run_json(path) for path in (first, second)]
     entries = [dict(stored_entries(path)) for path in (first, second)]
@@ -50,12 +53,24 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
             for task_id in both
             if before[task_id].status != after[task_id].status
         ],
+        "judged_otherwise": [
+            {"id": task_id, "from": before[task_id].passed, "to": after[task_id].passed}
+            for task_id in both
+            if {before[task_id].passed, after[task_id].passed} == {False, True}
+        ],
         "paired": _paired([(before[task_id], after[task_id]) for task_id in both]),
     }
 
 
 def _sums(entries: list[Entry]) -> dict[str, Any]:
-    """Of one run: records, statuses, and sums; tokens and dollars as far as they are known."""
+    """Of one run: records, statuses, and sums; tokens and dollars as far as they are known.
+
+    `checks` are those of `batch.checks`.
+    """
+    checks = CheckSums()
+    for entry in entries:
+        if entry.reward is not None:
+            checks.add(entry.passed, entry.reward)
     return {
         "records": len(entries),
         "statuses": dict(Counter(sorted(entry.status for entry in entries))),
@@ -67,13 +82,14 @@ def _sums(entries: list[Entry]) -> dict[str, Any]:
         "tokens_unknown": sum(None in (e.input_tokens, e.output_tokens) for e in entries),
         "cost_usd": sum(entry.cost_usd or 0.0 for entry in entries),
         "cost_unknown": sum(entry.cost_usd is None for entry in entries),
+        "checks": asdict(checks.sums()),
     }
 
 
 def _paired(pairs: list[tuple[Entry, Entry]]) -> dict[str, float | None]:
     """Means of second minus first over the tasks that both have and know the number of."""
     means: dict[str, float | None] = {}
-    for name in ("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd"):
+    for name in ("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "reward"):
         values = [(getattr(before, name), getattr(after, name)) for before, after in pairs]
         known = [b - a for a, b in values if a is not None and b is not None]
         means[name] = fmean(known) if known else None
@@ -97,6 +113,7 @@ def as_text(found: dict[str, Any]) -> str:
     rows.append(
         ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
     )
+    rows += _checks(found)
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
@@ -109,7 +126,7 @@ def as_text(found: dict[str, Any]) -> str:
         f"option {name}: {one_line(str(a), _VALUE_CHARS)} -> {one_line(str(b), _VALUE_CHARS)}"
         for name, (a, b) in found["options"].items()
     ]
-    return "\n".join(lines + _changes(found["changed"]))
+    return "\n".join(lines + _changes(found["changed"]) + _judged(found["judged_otherwise"]))
 
 
 def _changes(changed: list[dict[str, str]]) -> list[str]:
@@ -119,13 +136,43 @@ def _changes(changed: list[dict[str, str]]) -> list[str]:
     lines = [f"{count(len(changed))} of them have another status:"]
     for (before, after), number in kinds.most_common():
         ids = [
-            one_line(change["id"], _VALUE_CHARS)
-            for change in changed
-            if (change["from"], change["to"]) == (before, after)
+            change["id"] for change in changed if (change["from"], change["to"]) == (before, after)
         ]
-        more = f", and {count(len(ids) - _SHOWN)} more (--json has all)" if number > _SHOWN else ""
-        lines.append(f"  {before} -> {after}: {count(number)}: {', '.join(ids[:_SHOWN])}{more}")
+        lines.append(f"  {before} -> {after}: {count(number)}: {_listed(ids)}")
     return lines
+
+
+def _checks(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows of what was checked, where anything was."""
+    checks = [run["checks"] for run in found["runs"]]
+    if not any(one["checked"] for one in checks):
+        return []
+    passed = [
+        f"{count(one['passed'])} of {count(one['checked'])}"
+        + ("" if one["pass_rate"] is None else f" ({one['pass_rate']:.1f}%)")
+        for one in checks
+    ]
+    mean = found["paired"]["reward"]
+    rewards = ["-" if one["mean_reward"] is None else f"{one['mean_reward']:g}" for one in checks]
+    return [
+        ("passed", *passed, ""),
+        ("reward", *rewards, "" if mean is None else f"{mean:+,.4f}"),
+    ]
+
+
+def _judged(judged_otherwise: list[dict[str, Any]]) -> list[str]:
+    """Which tasks passed their check in one run alone."""
+    lines = []
+    for which, passed_later in (("first", False), ("second", True)):
+        ids = [change["id"] for change in judged_otherwise if change["to"] is passed_later]
+        if ids:
+            lines.append(f"passed only in the {which}: {count(len(ids))}: {_listed(ids)}")
+    return lines
+
+
+def _listed(ids: list[str]) -> str:
+    more = f", and {count(len(ids) - _SHOWN)} more (--json has all)" if len(ids) > _SHOWN else ""
+    return ", ".join(one_line(name, _VALUE_CHARS) for name in ids[:_SHOWN]) + more
 
 
 def _share(run: dict[str, Any], status: str) -> str:

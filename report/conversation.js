@@ -215,7 +215,7 @@ function conversation({ record, form }, row, { before, after, place }) {
       ["ended", moment(record.finished_at)], ["attempt", count(record.attempt)],
       ["sample", record.sample ? count(record.sample) : ""],
       ["toolsets", record.toolsets.join(", ")], ["sandbox", record.sandbox],
-      ["check", record.check && `${record.check.passed ? "passed" : "failed"}, reward ${record.check.reward}`],
+      ["check", row.reward != null && checkWords(row)],
       ["unusual", row.flags.join(", ")],
     ]),
     h("div", { class: "folds" },

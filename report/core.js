@@ -44,6 +44,11 @@ const short = (n) => (n == null ? "?" : n < 10000 ? grouped.format(n) : compact.
 const percent = (part, whole) => (whole ? `${Math.round((1000 * part) / whole) / 10}%` : "–");
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
+function checkWords(row) {
+  const reward = `reward ${row.reward}`;
+  return row.passed == null ? reward : `${row.passed ? "passed" : "failed"}, ${reward}`;
+}
+
 function dollars(usd) {
   if (usd == null) return "?";
   if (usd === 0) return "$0";

@@ -9,6 +9,7 @@ from typing import Any
 from agent.messages import Message
 from agent.reasoning import split_inline_reasoning
 from agent.tally import failure_of
+from batch.checks import judgement_of
 from batch.index import own_work
 from export.replies import Own, has_reasoning, own_of
 
@@ -30,6 +31,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     asked = _last_content(record["messages"][: own.start], "user")
     usage = record["usage"] or {}
     error = record["error"] or {}
+    judgement = judgement_of(record)
     tools = _tools(record, own)
     return {
         "id": record["id"],
@@ -49,6 +51,8 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "duration_s": round(seconds_at_work(record), 3),
         "started_at": turns[0]["started_at"] if turns else None,
         "finished_at": record["finished_at"],
+        "passed": judgement.passed,
+        "reward": judgement.reward,
         "reasoned": sum(has_reasoning(reply) for reply in replies if reply["role"] == "assistant"),
         "tools": tools,
         "failures": Counter(failure_of(m) or "reported" for m in replies if m.get("is_error")),
@@ -80,7 +84,7 @@ def flags_of(record: Mapping[str, Any]) -> list[str]:
 
     Of a branch without what it has from its parent.
     """
-    check = record["check"]
+    judgement = judgement_of(record)
     parents = record["fork"]["turn"] if "fork" in record else 0
     flags = {
         "inner conversations": record["inner"],
@@ -89,8 +93,8 @@ def flags_of(record: Mapping[str, Any]) -> list[str]:
         "discarded replies": any("inherited" not in reply for reply in record["discarded"]),
         "resumed": record["resumes"],
         "compacted": record["view_compacted"],
-        "check passed": check and check["passed"],
-        "check failed": check and not check["passed"],
+        "check passed": judgement.passed is True,
+        "check failed": judgement.passed is False,
     }
     return [name for name, is_set in flags.items() if is_set]
 

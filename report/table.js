@@ -7,7 +7,15 @@ const filters = { query: "", status: "", tool: "", flag: "", model: "" };
 const order = { key: null, down: false };
 let matching = [];
 let selected = -1;
+let isChecked = false; // something judged one of the rows at least
 let drawn = [-1, -1];
+
+// Only in runs of which something was checked, see startTable.
+const CHECK_COLUMN = {
+  key: "reward", name: "Check", number: true,
+  cell: (row) => row.reward == null ? null : h("span", { class: row.passed === false ? "failed" : false, title: checkWords(row) },
+    row.passed === false ? "✗ " : row.passed ? "✓ " : "", Number(row.reward.toPrecision(3))),
+};
 
 const COLUMNS = [
   { key: "status", name: "Status", cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
@@ -32,6 +40,7 @@ const FLAGS = {
   "a training row": (row) => row.exported === "training",
   "a partial row": (row) => row.exported === "partial",
   "no row: rejected": (row) => row.exported === "rejects",
+  "no check": (row) => row.reward == null && isChecked,
 };
 
 function link(row, turn) {
@@ -163,6 +172,8 @@ function choices(id, names) {
 }
 
 function startTable() {
+  isChecked = rows.some((row) => row.reward != null);
+  if (isChecked) COLUMNS.splice(-1, 0, CHECK_COLUMN);
   const names = (pick) => tally(rows, (row) => pick(row).map((name) => [name, 1])).map(([name]) => name);
   const models = names((row) => [row.model]);
   choices("by-status", names((row) => [row.status]));

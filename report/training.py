@@ -17,6 +17,7 @@ def training_form(
     number_of: Callable[[str], int],
     style: Style,
     require_reasoning: bool,
+    require_passed: bool = False,
 ) -> dict[str, Any]:
     """What the export makes of a record, JSON-ready.
 
@@ -28,7 +29,9 @@ def training_form(
     Loss is on the turns of `gpt`, whole: trainers mask by speaker, so also on those that the
     prompt brought along.
     """
-    routed = route(record, style=style, require_reasoning=require_reasoning)
+    routed = route(
+        record, style=style, require_reasoning=require_reasoning, require_passed=require_passed
+    )
     row = orjson.loads(routed.line)
     if routed.place == "rejects":
         found = {"reason": row["reason"], "detail": row["detail"], "system": None}

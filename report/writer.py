@@ -53,18 +53,15 @@ def write_report(
     directory = path.with_name(f"{path.stem}_files")
     pieces = Pieces(directory, report_id, inline_bytes=inline_bytes)
     tools, systems = _Once(), _Once()
-    require_reasoning = run["config"].get("require_reasoning", False)
+    required = {
+        name: run["config"].get(name, False) for name in ("require_reasoning", "require_passed")
+    }
     style = style_of_run(run["config"])
     columns: list[str] = []
     count = 0
     try:
         for record, _ in stored_records(run_dir):
-            form = training_form(
-                record,
-                number_of=systems.number,
-                style=style,
-                require_reasoning=require_reasoning,
-            )
+            form = training_form(record, **required, style=style, number_of=systems.number)
             row = row_of(record) | {"exported": form["file"]}
             columns = [*row, "chunk", "place"]
             shared = {"tools": list(map(tools.number, record["tools"]))}

@@ -156,6 +156,13 @@ class TestStatisticsFile:
                 "rows_with_any": 1,
             },
             "rows": {"completed": 2, "failed": 1, "max_turns": 1},
+            "checks": {
+                "checked": 0,
+                "passed": 0,
+                "failed": 0,
+                "pass_rate": None,
+                "mean_reward": None,
+            },
             "turns_per_row": {"mean": 1.0, "max": 2},
             "duration_s": {"first_started_at": 1.5, "last_ended_at": 1.75, "wall": 0.25},
         }

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batch.checks import judgement_of
 from export.chat import messages_of
 from export.conversation import Conversation, read_conversation
 from export.formats import ROW_FORMATS
 from export.hermes import to_row
 from export.llamafactory import dataset_info
-from export.rewards import passed, reward_of
 from export.row_json import dumps_row
 from export.row_rules import Rejected
 from export.style import Style, styled
@@ -351,8 +351,8 @@ class TestRewards:
     )
     def test_come_from_the_check(self, check: Any, reward: Any, has_passed: Any) -> None:
         record = worked(check=check)
-        assert reward_of(record) == reward
-        assert passed(record, threshold=0.5) is has_passed
+        assert judgement_of(record).reward == reward
+        assert judgement_of(record).is_good(0.5) is has_passed
 
     @pytest.mark.parametrize(
         ("changes", "reward"),
@@ -367,7 +367,7 @@ class TestRewards:
     )
     def test_else_from_the_expected_answer(self, changes: Any, reward: Any) -> None:
         told = {"options": {"check_expected": True}, "row": {"prompt": "Go.", "expected": "7"}}
-        assert reward_of(worked(**(told | changes))) == reward
+        assert judgement_of(worked(**(told | changes))).reward == reward
 
     def test_are_told_in_the_metadata_where_there_are_any(self) -> None:
         assert json.loads(row(judged(0.25, "Hi."))["metadata"])["reward"] == 0.25

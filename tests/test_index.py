@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batch.index import MARK, ROW_BYTES, Entry, Index, RowMaker, index_fields
+from batch.index import MARK, ROW_BYTES, Ending, Entry, Index, RowMaker, index_fields
 from batch.prompts import task_key
 from batch.records import RecordFile, load_index, parse_record
 
@@ -21,6 +21,9 @@ ENDINGS = [
     ("failed", "context_exceeded"),
     ("failed", "worker_died"),
 ]
+
+
+CHECKS = [{"passed": True, "reward": 0.25}, {"passed": False, "reward": 0.0}]
 
 
 def some_record(draw: random.Random, task: int) -> dict[str, Any]:
@@ -38,6 +41,8 @@ def some_record(draw: random.Random, task: int) -> dict[str, Any]:
         "cost_usd": draw.choice([None, 0.25, 0, 1e-9]),
         "messages": [],
         "tools": [],
+        "check": draw.choice([None, *CHECKS]),
+        "row": {},
         "text": "x" * draw.randrange(300),
     }
 
@@ -74,6 +79,8 @@ def from_records(run_dir: Path) -> dict[bytes, Entry]:
             usage.get("output_tokens"),
             record["cost_usd"],
             error.get("class"),
+            None if record["check"] is None else record["check"]["passed"],
+            None if record["check"] is None else record["check"]["reward"],
         )
         offset += len(line)
     return found
@@ -95,6 +102,7 @@ def put(at: int, content: bytes) -> Callable[[bytes], bytes]:
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "deleted": lambda index: None,
     "of an older form": lambda index: b'["7cea7e2e2b418070cf8398093a6dfb0f",0,1410]\n' * 40,
+    "of the format before": lambda index: index.replace(b"records index 2", b"records index 1"),
     "garbage": lambda index: b"\xff" * 5000,
     "half a mark": cut(ROW_BYTES // 2),
     "a mark alone": cut(ROW_BYTES),
@@ -201,7 +209,9 @@ def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None
     found = [index.entry(row) if row else None for row in rows]
     assert found == [expected.get(key) for key in keys]
     assert [index.get(key) for key in keys] == found
-    assert list(index.statuses(rows)) == [entry and entry.status for entry in found]
+    assert list(index.endings(rows)) == [
+        entry and Ending(entry.status, entry.passed, entry.error_class) for entry in found
+    ]
     assert others == len(expected) - len(known)
     assert len(index) == len(expected)
     assert sorted(entry.offset for _, entry in index.records())[0] == 0
