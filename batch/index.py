@@ -40,6 +40,7 @@ _ENDINGS: _Column = ("H", 14, 32)
 _BUCKETS: _Column = ("H", 0, 32)
 _COSTS: _Column = ("d", 7, 8)
 _MOST_ATTEMPTS = 2**16 - 1
+_LOW = 2**32 - 1
 _NO_TOKENS = 2**48 - 1
 """Stands for a number of tokens that is not known."""
 _MOST_REWARD = 3.4e38
@@ -142,7 +143,10 @@ class RowMaker:
                 min(attempt, _MOST_ATTEMPTS),
                 turns,
                 calls,
-                *_halves(read, written),
+                (read := _bounded(read)) >> 32,
+                (written := _bounded(written)) >> 32,
+                read & _LOW,
+                written & _LOW,
                 nan if reward is None else max(-_MOST_REWARD, min(reward, _MOST_REWARD)),
                 nan if cost is None else cost,
             )
@@ -326,13 +330,10 @@ def _endings_in(rows: memoryview) -> list[bytes]:
     return found
 
 
-def _halves(*counts: int | None) -> Iterator[int]:
-    """The bits from 32 on of each count, then the rest of each; what is too large is the most."""
-    known = [
-        _NO_TOKENS if count is None or count < 0 else min(count, _NO_TOKENS - 1) for count in counts
-    ]
-    yield from (count >> 32 for count in known)
-    yield from (count & 0xFFFFFFFF for count in known)
+def _bounded(tokens: int | None) -> int:
+    if tokens is None or tokens < 0:
+        return _NO_TOKENS
+    return tokens if tokens < _NO_TOKENS else _NO_TOKENS - 1
 
 
 def _words(ending: bytes) -> Ending:

@@ -67,6 +67,9 @@ class Conversation:
             yield plain(record["status_reason"])
         if error := record["error"]:
             yield self._paint(plain(f"{error['class']}: {error['message']}"), fg="red")
+        if row["reward"] is not None:
+            said = {True: "passed, ", False: "failed, ", None: ""}[row["passed"]]
+            yield f"check: {said}reward {row['reward']:g}"
         if flags := flags_of(record):
             yield f"unusual: {', '.join(flags)}"
 

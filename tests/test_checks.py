@@ -16,9 +16,10 @@ from batch.checks import Checks, CheckSums, in_words
 from batch.index import MARK, Index, RowMaker, index_fields
 from report.rows import row_of
 from tests.answering import JSON, answering
-from tests.exporting import judged, make_run, rejects, rows, worked
+from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.playing import say
 from tests.running import ROOT, SCRIPTED, lines, run, write_rows
+from tests.test_hermes import assistant, call
 
 ROWS: list[dict[str, Any]] = [
     {"id": "good", "check": "true"},
@@ -27,6 +28,8 @@ ROWS: list[dict[str, Any]] = [
     {"id": "plain"},
 ]
 CHECKS = {"checked": 3, "passed": 1, "failed": 2, "pass_rate": 33.33, "mean_reward": 0.5}
+EXPECTED = [{"expected": "4"}]
+"""The columns of a row whose answers are compared."""
 TOLD = "checked 3: passed 1 (33.3%), did not pass 2; mean reward 0.5"
 
 
@@ -267,3 +270,60 @@ class TestWrongAnswers:
         labels = [row["label"] for row in lines(dataset_dir / "kto" / "train.jsonl")]
         assert sorted(labels) == [False] * 4 + [True] * 2
         assert run(tmp_path, "export", "my_run", "--check").returncode == 0
+
+    @pytest.mark.parametrize(
+        ("status", "given"),
+        [(None, {"t0", "t0#s1"}), (["completed"], {"t0"}), (["any"], {"t0", "t0#s1", "t0#s2"})],
+    )
+    def test_a_status_that_is_named_holds_for_all_formats(
+        self, tmp_path: Path, status: Any, given: set[str]
+    ) -> None:
+        stopped = wrong("Hm.", status_reason="5 errors", notes=[{"reason": "expected"}])
+        records = (right("Four."), wrong("Five."), stopped)
+        source = make_run(tmp_path, *records, samples=3, prompts=EXPECTED)
+        filters = {"exact_duplicates": False, **({} if status is None else {"status": status})}
+        assert {row["id"] for row in rows(source, "kto", filters=filters)} == given
+        imitated = {row["id"] for row in rows(source, "openai", filters=filters)}
+        assert imitated == (given if status == ["any"] else {"t0"})
+
+    def test_beside_pairs_formats_to_imitate_have_the_same_rows(self, tmp_path: Path) -> None:
+        """What is wrong takes no place of what is right, neither as a sample nor as a likeness."""
+        pytest.importorskip("rensa")
+        answer = "It is the sum of two and two, which by all that is known to us makes"
+        samples = (wrong(f"{answer} five."), right(f"{answer} four."))
+        source = make_run(tmp_path, *samples, samples=2, prompts=EXPECTED)
+        for filters in ({"near_duplicates": 0.5}, {"first_n": 1}, {"best_n": 1}):
+            for formats in ("openai", "openai,dpo"):
+                directory, _ = exported(source, formats=formats, filters=filters)
+                found = lines(directory / "openai" / "train.jsonl")
+                assert [row["id"] for row in found] == ["t0#s1"]
+            assert len(lines(directory / "dpo" / "train.jsonl")) == 1
+
+    def test_one_that_was_given_by_a_call_is_told_as_text(self, tmp_path: Path) -> None:
+        """A pair must differ by what was answered, not by how."""
+        samples = (by_call(right("4"), "4"), by_call(wrong("5"), "5"))
+        source = make_run(tmp_path, *samples, samples=2, prompts=EXPECTED)
+        (pair,) = rows(source, "dpo")
+        for side, answer in (("chosen", "4"), ("rejected", "5")):
+            assert "tool_calls" not in pair[side][-1]
+            assert pair[side][-1]["content"] == answer
+
+
+def right(answer: str, **changes: Any) -> dict[str, Any]:
+    """A record whose answer was the expected one."""
+    return worked(answer, options={"check_expected": True}, **changes)
+
+
+def wrong(answer: str, **changes: Any) -> dict[str, Any]:
+    """A record that ended because its answer was not the expected one."""
+    given = {"status": "errors", "status_reason": "not the expected answer in 1 attempts"}
+    return right(answer, **(given | changes))
+
+
+def by_call(record: dict[str, Any], answer: str) -> dict[str, Any]:
+    """The same record, its answer given by a call of `final_answer`."""
+    asked = call(json.dumps({"answer": answer}), id="last", name="final_answer")
+    told = {"role": "tool", "tool_call_id": "last", "content": "Noted."}
+    messages = [*record["messages"][:-1], assistant("", asked), told]
+    own = {"type": "function", "function": {"name": "final_answer", "parameters": {}}}
+    return {**record, "messages": messages, "tools": [*record["tools"], own]}

@@ -40,6 +40,14 @@ def test_failures_are_counted_by_class(progress: Progress) -> None:
     assert progress.left == 93
 
 
+def test_what_was_checked_is_counted(progress: Progress) -> None:
+    assert "checked" not in in_words(state_of(progress))
+    for passed in (True, None, False):
+        progress.task_ended(failure=None, passed=passed)
+    progress.found_ended(done=3, failed=0, passed=2, not_passed=1)
+    assert "done 6, passed 3 of 5 checked, failed 0, running" in in_words(state_of(progress))
+
+
 def test_a_silent_endpoint_is_seen(progress: Progress) -> None:
     words = in_words(state_of(progress, running=2))
     assert words == "done 0, failed 0, running 2, $1.00, no reply yet"

@@ -243,6 +243,43 @@ def test_rows_are_found_by_where_they_were_exported_to(page: Page) -> None:
     assert shown_ids(page) == [visible(HOSTILE_ID)]
 
 
+def test_a_run_without_checks_has_no_place_for_them(page: Page) -> None:
+    names = page.locator("#tiles dt, #charts b, #heads button").all_text_contents()
+    assert not {"Passed", "Checks", "Rewards", "Check"} & set(names)
+
+
+def test_what_was_checked_is_seen_and_found(context: BrowserContext, tmp_path: Path) -> None:
+    """In a tile, two charts, a column to sort by, and the filters."""
+    rewards = {"bad": 0.25, "good": 1, "none": None}
+    script = [{"content": "Yes."}]
+    rows: list[dict[str, Any]] = [
+        {"id": name, "prompt": name, "script": script} for name in rewards
+    ]
+    for row, reward in zip(rows, rewards.values(), strict=True):
+        if reward is not None:
+            row["check"] = f"echo '{{\"reward\": {reward}}}'; test {reward} = 1"
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **{**SCRIPTED, "sandbox": "local"})
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "trajectories" / "r"
+    with opened(context, write_report(run_dir, run_dir / "report.html").path) as page:
+        tile = page.locator("#tiles div", has_text="Passed").locator("dd")
+        assert tile.text_content() == "50%1 of 2 checked, mean reward 0.625"
+        assert page.locator("#charts b", has_text="Rewards").count() == 1
+        page.get_by_role("button", name="Check", exact=True).click()
+        assert shown_ids(page) == ["good", "bad", "none"]
+        cells = page.locator("#rows tr:not(.gap) td:nth-child(9)").all_text_contents()
+        assert cells == ["✓ 1", "✗ 0.25", ""]
+        page.get_by_role("button", name="Filter by failed: 1").click()
+        assert shown_ids(page) == ["bad"]
+        assert page.input_value("#by-flag") == "check failed"
+        page.select_option("#by-flag", "no check")
+        assert shown_ids(page) == ["none"]
+        page.select_option("#by-flag", "check passed")
+        page.click("text=good")
+        assert "passed, reward 1" in (page.locator("#reader dl").first.text_content() or "")
+
+
 def test_raw_json_is_the_record(page: Page, run_dir: Path) -> None:
     go_to(page, "endless")
     page.keyboard.press("r")
