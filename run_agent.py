@@ -238,7 +238,7 @@ class AIAgent:
             "status": status,
         }
         try:
-            told = plain_ending(messages, session.schemas(), completed=row["completed"])
+            told = plain_ending(messages, session.schemas(), answered=row["completed"])
             if told.invented:
                 raise Rejected(Reason.UNKNOWN_TOOL, told.invented[0])
             turns = session.trajectory.replies

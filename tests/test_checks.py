@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from report.rows import row_of
 from tests.answering import JSON, answering
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.playing import say
-from tests.running import ROOT, SCRIPTED, lines, run, write_rows
+from tests.running import ROOT, SCRIPTED, lines, run, started, wait_until, write_rows
 from tests.test_hermes import assistant, call
 
 ROWS: list[dict[str, Any]] = [
@@ -50,7 +49,7 @@ def read(path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cwd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of all rows."""
     cwd = tmp_path_factory.mktemp("checks")
     write_dataset(cwd)
@@ -122,6 +121,25 @@ class TestARun:
         write_dataset(tmp_path)
         start(tmp_path, max_samples=2)
         assert TOLD in start(tmp_path).splitlines()
+
+    def test_tells_of_them_while_it_goes_on(self, tmp_path: Path) -> None:
+        """Those of earlier starts too."""
+        waiting = {"id": "waits", "check": f"until test -e {tmp_path / 'go'}; do sleep 0.01; done"}
+        script = {"prompt": "x", "script": [say("done")]}
+        rows = [{**script, **row} for row in (*ROWS[:3], waiting)]
+        write_rows(tmp_path / "p.jsonl", *rows)
+        start(tmp_path, max_samples=2)
+        progress = tmp_path / "trajectories" / "r" / "progress.json"
+
+        def has_counted() -> bool:
+            state = read(progress) if progress.exists() else {}
+            return (state.get("passed"), state.get("checked")) == (1, 3)
+
+        with started(tmp_path, "--row_setup", **{**SCRIPTED, "sandbox": "local"}) as process:
+            wait_until(has_counted)
+            assert "passed 1 of 3 checked" in run(tmp_path, "status", "r").stdout
+            (tmp_path / "go").touch()
+            assert process.wait() == 0
 
     def test_with_samples_says_how_many_prompts_passed(self, tmp_path: Path) -> None:
         """Like pass@k: one sample that passes is enough."""
@@ -219,7 +237,13 @@ class TestTheReport:
     def test_knows_of_each_row(
         self, changes: Any, passed: bool | None, reward: float | None, flag: str | None
     ) -> None:
-        known = {"check": None, "inner": [], "notes": [], "discarded": [], "resumes": []}
+        known: dict[str, Any] = {
+            "check": None,
+            "inner": [],
+            "notes": [],
+            "discarded": [],
+            "resumes": [],
+        }
         record = worked(**(known | {"view_compacted": False, "tool_calls": []} | changes))
         record |= {"cost_usd": None, "finished_at": 1.0, "error": None}
         record.setdefault("status_reason", None)
@@ -256,8 +280,17 @@ class TestWrongAnswers:
 
         begin, export = self.documented()
         with answering(answer) as (url, bodies):
-            given = {"base_url": f"{url}/v1", "model": "m", "key_env": "none", "num_samples": 2}
-            bounds = {"num_workers": 1, "concurrency": 1, "enabled_toolsets": "none"}
+            given: dict[str, Any] = {
+                "base_url": f"{url}/v1",
+                "model": "m",
+                "key_env": "none",
+                "num_samples": 2,
+            }
+            bounds: dict[str, Any] = {
+                "num_workers": 1,
+                "concurrency": 1,
+                "enabled_toolsets": "none",
+            }
             done = run(tmp_path, *begin, **given, **bounds)
         assert done.returncode == 0, done.stderr
         assert "checked 6: passed 2 (33.3%), did not pass 4" in done.stdout
