@@ -176,8 +176,11 @@ class ServedSandbox(ABC):
         if group is not None and group.was_out_of_memory():
             raise Gone(self._took_too_much())
         if group is None or not group.was_full():
-            words = "processes or memory were refused to this machine or container during a call"
-            raise HostError(f"{words}; {in_words(errno.EAGAIN)}; {in_words(errno.ENOMEM)}")
+            raise HostError(
+                "processes or memory were refused during a call, by the limits of this machine or "
+                "container; raise them (pids, memory), or run fewer conversations at a time "
+                "(--batch_size, --num_workers)"
+            )
 
     def _is_at_its_bound(self, channel: Channel, reply: Reply) -> bool:
         """Whether it was the task's own bound on processes that refused one."""

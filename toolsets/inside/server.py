@@ -279,7 +279,8 @@ class Server:
         begun = time.monotonic()
         taken = memory_of(self._max_memory)
         now = time.monotonic()
-        self._memory_due = now + max(_MEMORY_CHECK_S, 50 * (now - begun))
+        # An exact sum takes longer, where there is much; but then there is little time, too.
+        self._memory_due = now + max(_MEMORY_CHECK_S, min(50 * (now - begun), _CHECK_S))
         return bool(taken > self._max_memory)
 
     def _measure(self) -> None:
