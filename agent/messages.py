@@ -67,6 +67,10 @@ class Message(TypedDict, total=False):
     repairs: list[dict[str, str]]
 
 
+MOST_TOKENS = 2**44
+"""No call takes so many: a larger count is an endpoint's mistake, and its sums fit no 64 bits."""
+
+
 class Usage(TypedDict):
     """Tokens of one model call. Every count may be None: unknown is not zero.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from agent.completion import Finish, finish_in
 from agent.messages import (
+    MOST_TOKENS,
     Event,
     ForkedEvent,
     Message,
@@ -341,7 +342,7 @@ def _sum_known(usages: Sequence[Usage | None], key: str) -> int | None:
 
 def _count(usage: Mapping[str, Any], key: str) -> int | None:
     count = usage[key]
-    return count if isinstance(count, int) else None
+    return count if isinstance(count, int) and count < MOST_TOKENS else None
 
 
 Journal = Callable[[Event], None]

@@ -23,7 +23,8 @@ DEFECT = 70
 """A defect of this program (EX_SOFTWARE of sysexits.h)."""
 
 
-def end(outcome: Outcome, accounts: Accounts) -> NoReturn:
+def end(outcome: Outcome, accounts: Accounts, *, is_all: bool = True) -> NoReturn:
+    """The exit code of a start, and why it is not 0; `is_all` is whether it was to do all tasks."""
     if outcome.is_out_of_budget:
         fail(
             f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; raise it and run "
@@ -37,6 +38,13 @@ def end(outcome: Outcome, accounts: Accounts) -> NoReturn:
         fail(f"stopped: {reason}", 4)
     if outcome.signal is not None and (accounts.pending or accounts.to_retry):
         fail(interrupted(outcome.signal), SIGNALLED + outcome.signal)
+    if accounts.pending and is_all:
+        fail(
+            f"{accounts.pending:,} tasks have no record although the run has come to its end: "
+            "records.jsonl or the dataset was changed while it went on. Run the same command "
+            "again: it sets aside what is unreadable and does these tasks.",
+            4,
+        )
     sys.exit(1 if accounts.failed else 0)
 
 

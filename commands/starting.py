@@ -107,7 +107,7 @@ def estimate(
     if found is None:
         fail("no task of the sample has ended, so nothing can be forecast", 1)
     show(as_table(found))
-    end(outcome, accounts)
+    end(outcome, accounts, is_all=False)
 
 
 @click.command(cls=RunCommand, name="import_hermes")

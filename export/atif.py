@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from agent.models.replies import count_or_none
 from batch.checks import judgement_of
 from export.conversation import Conversation, Turn, metadata_of, read_entries, system_of
 from export.replies import own_of
@@ -185,9 +186,9 @@ def _metrics(replies: list[Mapping[str, Any]]) -> dict[str, Any]:
     usages = [reply["usage"] or {} for reply in replies]
     return _known(
         {
-            "prompt_tokens": _sum(usage.get("input_tokens") for usage in usages),
-            "completion_tokens": _sum(usage.get("output_tokens") for usage in usages),
-            "cached_tokens": _sum(usage.get("cache_read_tokens") for usage in usages),
+            "prompt_tokens": _sum(count_or_none(one.get("input_tokens")) for one in usages),
+            "completion_tokens": _sum(count_or_none(one.get("output_tokens")) for one in usages),
+            "cached_tokens": _sum(count_or_none(one.get("cache_read_tokens")) for one in usages),
             "cost_usd": _sum(reply.get("cost_usd") for reply in replies),
         }
     )

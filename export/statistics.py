@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from agent.messages import MOST_TOKENS
 from batch.checks import CheckSums, judgement_of
 from export.replies import Own, has_reasoning, hidden_reasoning
 
@@ -63,7 +64,7 @@ class Statistics:
         self._add_times(turns)
         usage = record["usage"] or {}
         for key, count in usage.items():
-            if count is not None:
+            if count is not None and count < MOST_TOKENS:
                 self._tokens[key] += count
 
     def to_json(self) -> dict[str, Any]:

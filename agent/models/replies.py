@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from agent.messages import FunctionCall, ToolCall, Usage
+from agent.messages import MOST_TOKENS, FunctionCall, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of
 from agent.nesting import MAX_NESTING, is_nested_deeper
 
@@ -120,10 +120,13 @@ def make_call(id: Any, name: Any, arguments: Any) -> ToolCall:
 
 
 def count_or_none(value: Any) -> int | None:
-    """`value` if it can be a count of tokens, else None; some servers write 12 as 12.0."""
+    """`value` if it can be a count of tokens, else None; some servers write 12 as 12.0.
+
+    Counts that earlier versions took over are read back through here too.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_TOKENS:
         return value
     return None
 
