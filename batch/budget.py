@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from agent.messages import Event
+from batch.checksum import DamagedLine, read_object, with_checksum
 from batch.files import AppendFile, repair_tail
 from batch.journal import Inflight
 from batch.purse import Amount
@@ -147,11 +148,11 @@ class Ledger:
         self.balance = Amount()
         """Lent and not given back."""
         lines = path.read_bytes().splitlines() if path.exists() else []
-        for number, line in enumerate(lines, 1):
-            try:
-                self._count(**orjson.loads(line))
-            except (ValueError, TypeError):
+        for number, text in enumerate(lines, 1):
+            if (line := _read_loan(text)) is None:
                 log.warning("%s:%d: passed over: no line of a ledger", path, number)
+            else:
+                self._count(**line)
         self._path = path
         self._file: AppendFile | None = None
 
@@ -161,7 +162,7 @@ class Ledger:
             self._file = AppendFile(self._path)
         self._file.check_is_there()
         line = {"kind": kind, "usd": amount.usd, "tokens": amount.tokens}
-        self._file.append(orjson.dumps(line) + b"\n")
+        self._file.append(with_checksum(orjson.dumps(line)))
         self._count(kind, amount.usd, amount.tokens)
 
     def close(self) -> None:
@@ -173,6 +174,25 @@ class Ledger:
     def _count(self, kind: str, usd: float, tokens: int) -> None:
         amount = Amount(usd, tokens)
         self.balance = self.balance + amount if kind == "lent" else self.balance - amount
+
+
+def is_loan(text: bytes) -> bool:
+    """Whether a line of `budget.jsonl` can be read."""
+    return _read_loan(text) is not None
+
+
+def _read_loan(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = read_object(text)
+    except DamagedLine:
+        return None
+    is_told = (
+        line.keys() == {"kind", "usd", "tokens"}
+        and line["kind"] in ("lent", "returned")
+        and isinstance(line["usd"], (int, float))
+        and isinstance(line["tokens"], int)
+    )
+    return line if is_told else None
 
 
 def spent_before(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batch.checksum import DamagedLine, read_object, with_checksum
 from batch.files import AppendFile, repair_tail
 from batch.prompts import task_key
 from batch.rows import BadRow
@@ -83,7 +84,7 @@ class FailureFile:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._count(line)
-        self._file.append(orjson.dumps(line) + b"\n")
+        self._file.append(with_checksum(orjson.dumps(line)))
 
     def _count(self, line: dict[str, Any]) -> None:
         match line.get("kind"):
@@ -107,13 +108,18 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
 def read_failure(text: bytes) -> dict[str, Any] | None:
     """What one line says, None where it is unreadable."""
     try:
-        line = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        line = read_object(text)
+    except DamagedLine:
         return None
-    return line if isinstance(line, dict) and _is_failure(line) else None
+    return line if _is_told(line) else None
 
 
-def _is_failure(line: dict[str, Any]) -> bool:
+def is_failure(text: bytes) -> bool:
+    """Whether a line can be read."""
+    return read_failure(text) is not None
+
+
+def _is_told(line: dict[str, Any]) -> bool:
     if line.get("kind") == "bad_row":
         return isinstance(line.get("line"), int) and _texts(line, "file", "reason")
     return _texts(line, "kind", "id", "input_digest", "class")

@@ -12,17 +12,18 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from batch.checksum import is_whole
 from batch.errors import EnvironmentStop, RunDirError, RunLocked
 
 _BLOCK = 1 << 16
 
 _PLAIN_FILES = (
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
-    *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl"),
+    *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl", "budget.jsonl"),
     "exports/manifest.json",
 )
 
@@ -83,16 +84,22 @@ class AppendFile:
             raise self._broken from error
 
     def check_is_there(self) -> None:
-        """Raise `StorageError` if the file was removed or replaced: all that follows would be lost.
+        """Raise `StorageError` if the file was removed, replaced or cut: what it held is lost.
 
         A file that has no name any more takes everything and keeps nothing.
         """
-        if self.was_removed():
-            msg = (
-                f"{self.path}: it was removed or replaced while the run wrote to it. What it held "
-                "is lost unless you put it back; then run the same command again to go on."
-            )
-            raise StorageError(msg)
+        found = os.fstat(self._fd)
+        if found.st_nlink == 0:
+            what = "removed or replaced"
+        elif found.st_size != self.size:
+            what = f"cut or changed (it has {found.st_size:,} bytes instead of {self.size:,})"
+        else:
+            return
+        msg = (
+            f"{self.path}: it was {what} while the run wrote to it. What it held is lost unless "
+            "you put it back; then run the same command again to go on."
+        )
+        raise StorageError(msg)
 
     def was_removed(self) -> bool:
         """Whether the file has no name any more, as after a removal or a replacement."""
@@ -122,21 +129,53 @@ def repair_tail(path: Path, quarantine: Path) -> int:
     """Set aside what follows the last newline of `path`; return how many bytes that was.
 
     A line is appended by one write that ends in its newline, so a line without one was cut off
-    by a crash and nothing was done yet with what it says.
+    by a crash and nothing was done yet with what it says. Where nothing but the newline is
+    missing, the line counts, and gets it.
     """
+    torn = tail_of(path)
+    if not torn:
+        return 0
+    with path.open("r+b") as file:
+        keep = file.seek(0, os.SEEK_END) - len(torn)
+        if is_whole(torn):
+            file.write(b"\n")
+            torn = b""
+        else:
+            set_aside(quarantine, f"{path.name}.{keep}.torn", torn)
+            file.truncate(keep)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(torn)
+
+
+def tail_of(path: Path) -> bytes:
+    """What follows the last newline of a file; nothing where there is no such file."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        return 0
-    with path.open("r+b") as file:
+        return b""
+    with path.open("rb") as file:
         keep = _end_of_last_line(file.fileno(), size)
-        if keep == size:
-            return 0
-        torn = os.pread(file.fileno(), size - keep, keep)
-        set_aside(quarantine, f"{path.name}.{keep}.torn", torn)
-        file.truncate(keep)
-        os.fsync(file.fileno())
-    return size - keep
+        return os.pread(file.fileno(), size - keep, keep)
+
+
+def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> list[str]:
+    """Set aside the lines of a file that are not readable; name them, as `failures.jsonl:7`."""
+    named = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
+    kept = []
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return named
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        if is_readable(line):
+            kept.append(line + b"\n")
+        else:
+            set_aside(quarantine, f"{path.name}.line{number}", line + b"\n")
+            named.append(f"{path.name}:{number}")
+    if b"".join(kept) != content:
+        replace_file(path, b"".join(kept))
+    return named
 
 
 def set_aside(quarantine: Path, name: str, content: bytes) -> Path:

@@ -12,14 +12,13 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
-import orjson
-
 from batch.accounts import Accounts
 from batch.failures import load_failed_attempts
 from batch.index import own_work
 from batch.limiter import Bounds
 from batch.prompts import Scan, tasks
 from batch.records import Entry, load_index
+from batch.stored import open_records, read_record
 
 _CONFIDENCE = 0.95
 _RESAMPLES = 2000
@@ -86,14 +85,15 @@ def forecast(
     sample: that it is so, only the run itself can show.
     """
     entries = load_index(run_dir)
-    ended = [entry for key in sorted(sample) if (entry := entries.get(key)) is not None]
+    found = {key: entry for key in sorted(sample) if (entry := entries.get(key)) is not None}
+    ended = list(found.values())
     failed_before = load_failed_attempts(run_dir).keys()
     unfinished = sum(key in failed_before and key not in entries for key in sample)
     failed = unfinished + sum(entry.status == "failed" for entry in ended)
     if not ended:
         return None
     left = accounts.pending + accounts.to_retry
-    seconds = _durations(run_dir, ended)
+    seconds = _durations(run_dir, found)
     draw = random.Random(seed)
 
     def of_all(numbers: Sequence[float | None], spent: float) -> Estimate | None:
@@ -162,12 +162,11 @@ class _Duration(NamedTuple):
     calls: int
 
 
-def _durations(run_dir: Path, entries: Sequence[Entry]) -> list[_Duration]:
+def _durations(run_dir: Path, entries: Mapping[bytes, Entry]) -> list[_Duration]:
     durations = []
-    with (run_dir / "records.jsonl").open("rb") as records:
-        for entry in entries:
-            records.seek(entry.offset)
-            record = orjson.loads(records.read(entry.length))
+    with open_records(run_dir) as records:
+        for key, entry in entries.items():
+            record = read_record(records, entry.offset, entry.length, key).record
             slowest: dict[int, float] = {}
             turns, calls = own_work(record)
             for call in calls:

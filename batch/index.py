@@ -1,10 +1,11 @@
 """The rows of `records.idx`: 64 bytes per record, so that a start takes in a million at once.
 
-Row 0 marks the format. A row holds the task key of a record, where the record lies, and what
-accounts need of it. How a conversation ended, and whether it passed its check, is words; each is
-told once, in a row of its own without a length, and numbered in the order of these rows. Rows
-divide the blocks of a disk, so a power loss takes them whole, and none that it left zeros in fits
-its place.
+Row 0 marks the format, and says how many bytes of the index have which checksum: an index with a
+changed row is not believed, and rows behind these bytes are made again. Any other row holds the
+task key of a record, where the record lies, and what accounts need of it. How a conversation
+ended, and whether it passed its check, is words; each is told once, in a row of its own without a
+length, and numbered in the order of these rows. Rows divide the blocks of a disk, so a power loss
+takes them whole, and none that it left zeros in fits its place.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from math import isnan, nan
 from struct import Struct, error
 from sys import intern
 from typing import Any, Literal, NamedTuple
+from zlib import crc32
 
+from agent.messages import MOST_TOKENS
 from batch.checks import judgement_of
 from batch.prompts import task_key
 
 ROW_BYTES = 64
-MARK = f"batch records index 2, {sys.byteorder}".encode().ljust(ROW_BYTES - 1) + b"\n"
+_FORMAT = f"batch records index 2, {sys.byteorder}".encode()
+MARK = _FORMAT.ljust(ROW_BYTES - 1) + b"\n"
+"""Row 0 of an index without a checksum."""
 
 _RECORD = Struct("=16sQIHHIIHHIIfd")
 """Task key, offset, length, ending, attempt, turns, tool calls, tokens in and out (the bits from 32
@@ -198,8 +203,8 @@ class Index(Mapping[bytes, Entry]):
             attempt,
             turns,
             calls,
-            None if read == _NO_TOKENS else read,
-            None if written == _NO_TOKENS else written,
+            read if read < MOST_TOKENS else None,
+            written if written < MOST_TOKENS else None,
             None if isnan(cost) else cost,
             error_class,
             passed,
@@ -286,14 +291,42 @@ class Index(Mapping[bytes, Entry]):
         return buckets
 
 
+def mark_for(size: int, checksum: int) -> bytes:
+    """Row 0 of an index: its first `size` bytes have, without this row, this CRC-32."""
+    return (b"%b %016x %08x" % (_FORMAT, size, checksum)).ljust(ROW_BYTES - 1) + b"\n"
+
+
+def is_index(content: bytes) -> bool:
+    """Whether this is an index of this version."""
+    return content.startswith(_FORMAT) and content[ROW_BYTES - 1 : ROW_BYTES] == b"\n"
+
+
+def checked_bytes(content: bytes) -> int:
+    """How many bytes of an index are what was written; 0 where it was changed or is not ours."""
+    if content.startswith(MARK):
+        return len(content)
+    try:
+        size, checksum = (int(word, 16) for word in content[len(_FORMAT) : ROW_BYTES].split())
+    except ValueError:
+        return 0
+    is_right = (
+        content.startswith(mark_for(size, checksum))
+        and size <= len(content)
+        and crc32(memoryview(content)[ROW_BYTES:size]) == checksum
+    )
+    return size if is_right else 0
+
+
 def right_rows(content: bytes, records_size: int) -> tuple[int, int]:
     """How many bytes of an index are right, and how many of `records_size` bytes they cover.
 
-    Each row must lie where the one before it ends. 0, 0 where the index is none of ours.
+    Each row must lie where the one before it ends. 0, 0 where the index is none of ours, or was
+    changed.
     """
-    if not content.startswith(MARK):
+    checked = checked_bytes(content)
+    if checked < ROW_BYTES:
         return 0, 0
-    view = memoryview(content)[: len(content) // ROW_BYTES * ROW_BYTES]
+    view = memoryview(content)[: checked // ROW_BYTES * ROW_BYTES]
     offsets, lengths = _column(view, _OFFSETS), _column(view, _LENGTHS)
     covered, right = 0, 1
     for start in range(1, len(offsets), _CHUNK):

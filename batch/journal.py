@@ -14,9 +14,8 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from agent.messages import Event
+from batch.checksum import DamagedLine, read_object
 from batch.files import StorageError, set_aside
 from batch.prompts import task_key
 
@@ -40,6 +39,9 @@ class Inflight:
         self._inflight = inflight
         self._places: dict[bytes, list[Place]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
+        self._quarantine = inflight.parent / "quarantine"
+        self.damaged: list[str] = []
+        """Unreadable lines that were met, as `worker-0-0.jsonl:7`."""
 
     def read(self, *, settled: Container[bytes]) -> None:
         """Read all segments, at the start of a run, but for tasks that need no more work."""
@@ -55,25 +57,24 @@ class Inflight:
     def _add(self, segment: Path, *, wanted: Callable[[bytes], bool]) -> None:
         """Note where the events of wanted tasks lie; delete a segment without any.
 
-        A torn last line was never used for anything and is passed over. A segment with other
-        unreadable lines is set aside in the quarantine once nobody needs it.
+        A torn last line was never used for anything and is passed over; a copy of any other
+        unreadable line is set aside in the quarantine (`set_aside_damaged` has taken out those
+        that a start finds).
         """
         tasks = set()
-        offset = damaged = 0
-        for line in segment.read_bytes().splitlines(keepends=True):
+        offset = 0
+        for number, line in enumerate(segment.read_bytes().splitlines(keepends=True), start=1):
             key, deal, position = key_and_order(line)
             if key is not None and wanted(key):
                 tasks.add(key)
                 place = Place(deal, position, segment, offset, len(line))
                 self._places.setdefault(key, []).append(place)
-            damaged += key is None and line.endswith(b"\n")
+            elif key is None and line.endswith(b"\n"):
+                set_aside(self._quarantine, f"{segment.name}.line{number}", line)
+                self.damaged.append(f"{segment.name}:{number}")
             offset += len(line)
         if tasks:
             self._open_tasks[segment] = tasks
-        elif damaged:
-            quarantine = self._inflight.parent / "quarantine"
-            set_aside(quarantine, segment.name, segment.read_bytes())
-            segment.unlink()
         else:
             segment.unlink()
 
@@ -120,8 +121,8 @@ def _read(place: Place) -> dict[str, Any]:
     try:
         with place.segment.open("rb") as file:
             file.seek(place.offset)
-            line: dict[str, Any] = orjson.loads(file.read(place.length))
-    except (FileNotFoundError, orjson.JSONDecodeError) as error:
+            line = read_object(file.read(place.length))
+    except (FileNotFoundError, DamagedLine) as error:
         msg = (
             f"{place.segment}: it was removed or changed while the run needed it. Put it back if "
             "you can; then run the same command again to go on."
@@ -193,8 +194,13 @@ def _worker_of(segment: Path) -> int:
 def key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
     """Task key, deal and position of a journal line; the key is None where it is unreadable."""
     try:
-        entry = orjson.loads(line)
+        entry = read_object(line)
         key = task_key(entry["task"], entry["input_digest"])
         return key, int(entry["deal"]), int(entry["position"])
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None, 0, 0
+
+
+def is_event(line: bytes) -> bool:
+    """Whether a line of a journal can be read."""
+    return key_and_order(line)[0] is not None

@@ -14,6 +14,7 @@ from typing import Protocol
 import orjson
 
 from agent.messages import Event
+from batch.checksum import with_checksum
 from batch.files import AppendFile, StorageError, storage_error
 from batch.prompts import task_key
 
@@ -194,4 +195,4 @@ def journal_line(
         "position": position,
         "event": event,
     }
-    return orjson.dumps(line | {"place": place} if place else line) + b"\n"
+    return with_checksum(orjson.dumps(line | {"place": place} if place else line))

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from batch.batched_model import task_of
 from batch.config import RunConfig
 from batch.config_file import load_config
 from batch.errors import ConfigError, RunDirError
 from batch.failures import read_failure
-from batch.files import AppendFile, replace_file, sync_directory, training_file_of
+from batch.files import AppendFile, sync_directory, training_file_of
 from batch.journal import turns_under_way
 from batch.prompts import Scan, task_key
 from batch.records import RecordFile, index_fields, lines_from, load_index, parse_record
-from batch.run_dir import dataset_of, locked
+from batch.run_dir import dataset_of, locked, write_run_json
 from batch.shards import check_shards
 from batch.wave_ledger import calls_kept
 from toolsets.removal import remove_tree
@@ -149,7 +147,7 @@ def _make(
         "dataset": dataset_of(scan),
         "history": [*first["history"], {"at": time.time(), "merged": sources}],
     }
-    replace_file(making / "run.json", orjson.dumps(identity, option=orjson.OPT_INDENT_2) + b"\n")
+    write_run_json(making, identity)
     return taken, equal
 
 

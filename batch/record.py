@@ -7,7 +7,7 @@ row's check judged the workspace; see `run_check`), `tools` (schemas as offered)
 of the conversation that are not the defaults), `view_compacted` (the model saw parts of it in short
 or as a summary), and where it came from: `model` (as
 asked), `api`, `endpoint`, `toolsets`, `sandbox`, `seed`, `config_digest`, `versions`,
-`finished_at` (epoch seconds), `schema_version`.
+`finished_at` (epoch seconds), `schema_version`. On disk a checksum follows (see `batch.checksum`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from agent.moves import End
 from agent.rules import Terms
 from agent.setup import Setup, schemas_for
 from agent.trajectory import Trajectory
+from batch.checksum import with_checksum
 from batch.failures import Failure
 from batch.prompts import Task
 from batch.row_fork import without_events
@@ -82,4 +83,4 @@ def make_record(
 
 def dump_record(record: dict[str, Any]) -> bytes:
     """One line of records.jsonl."""
-    return orjson.dumps(record) + b"\n"
+    return with_checksum(orjson.dumps(record))

@@ -10,18 +10,36 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from zlib import crc32
 
 import orjson
 
-from batch.errors import RunDirError
-from batch.files import AppendFile, repair_tail, set_aside, sync_directory, temporary_for
-from batch.index import MARK, ROW_BYTES, Index, RowMaker, right_rows
+from batch.checksum import DamagedLine, read_object
+from batch.errors import EnvironmentStop, RunDirError
+from batch.files import (
+    AppendFile,
+    repair_tail,
+    set_aside,
+    storage_error,
+    sync_directory,
+    temporary_for,
+)
+from batch.index import MARK, ROW_BYTES, Index, RowMaker, mark_for, right_rows
 from batch.index import Entry as Entry
 from batch.index import index_fields as index_fields
 
 _READ_AHEAD = 1 << 20
 _WRITE_BEHIND = 1 << 16
+
+
+HEAD = b'{"id":'
+"""How a record begins, see `batch/record.py`: its id can be read without the rest."""
+AFTER_ID = b'","status":'
+
+
+class UnreadableRecord(EnvironmentStop):
+    """In the place of a record lies something else."""
 
 
 class RecordFile:
@@ -32,11 +50,12 @@ class RecordFile:
         records, index = run_dir / "records.jsonl", run_dir / "records.idx"
         repair_tail(records, quarantine)
         self.unreadable = _bring_index_up_to_date(records, index, quarantine)
+        """The lines that were set aside, as `records.jsonl:7`."""
         rows = index.read_bytes()
         self._found: Index | None = Index(rows)
         self._maker = RowMaker(rows)
         self._records = AppendFile(records)
-        self._index = AppendFile(index)
+        self._index = _IndexFile(index, rows)
         self._rows = bytearray()
 
     def take_found(self) -> Index:
@@ -72,6 +91,81 @@ class RecordFile:
         self._index.append(rows)
 
 
+class _IndexFile:
+    """An index, open for appending, whose row 0 tells the checksum of all before."""
+
+    def __init__(self, path: Path, rows: bytes) -> None:
+        """`rows` are what the file holds."""
+        self._file = AppendFile(path)
+        self._checksum = crc32(memoryview(rows)[ROW_BYTES:])
+        try:
+            # What is open for appending can be written at its end alone.
+            self._mark_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise storage_error(path, error) from error
+        self._write_mark()
+
+    def append(self, rows: bytes) -> None:
+        """Append rows. Raises `StorageError`."""
+        if rows:
+            self._file.append(rows)
+            self._checksum = crc32(rows, self._checksum)
+            # After the rows: those that it does not speak of yet are made from the records again.
+            self._write_mark()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._mark_fd)
+        self._file.close()
+
+    def _write_mark(self) -> None:
+        try:
+            os.pwrite(self._mark_fd, mark_for(self._file.size, self._checksum), 0)
+        except OSError as error:
+            raise storage_error(self._file.path, error) from error
+
+
+def unreadable_record(
+    records: BinaryIO, offset: int, line: bytes, error: Exception | None = None
+) -> UnreadableRecord:
+    """What to say of the line at a place in the records, and what to do next.
+
+    `error` is what the caller met when it read the line.
+    """
+    try:
+        read_line(line)
+    except DamagedLine as damage:
+        error = damage
+    why = str(error) if isinstance(error, DamagedLine) else "it does not hold what a record holds"
+    named = id_in(line)
+    of_id = f" ({named!r})" if named else ""
+    return UnreadableRecord(
+        f"{records.name}:{_line_number(records, offset)}: the record{of_id} is unreadable: {why}. "
+        "`verify --repair` sets it aside, and the next start of the run does its task again."
+    )
+
+
+def id_in(line: bytes) -> str:
+    """The id of a record that may be damaged, as far as it can be told; else ""."""
+    end = line.find(AFTER_ID, len(HEAD))
+    try:
+        return str(orjson.loads(line[len(HEAD) : end + 1])) if end >= 0 else ""
+    except orjson.JSONDecodeError:
+        return ""
+
+
+def _line_number(records: BinaryIO, offset: int) -> int:
+    """Which line begins at `offset`, from 1."""
+    number, place = 1, 0
+    while place < offset:
+        block = os.pread(records.fileno(), min(_READ_AHEAD, offset - place), place)
+        if not block:
+            break
+        number += block.count(b"\n")
+        place += len(block)
+    return number
+
+
 def refuse_lost_records(run_dir: Path) -> None:
     """Raise `RunDirError` if all records are gone that the index tells of.
 
@@ -88,10 +182,11 @@ def refuse_lost_records(run_dir: Path) -> None:
         raise RunDirError(msg)
 
 
-def load_index(run_dir: Path) -> Index:
+def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
     """All records of a run by task key, the last one of each task; writes nothing.
 
-    What the index does not cover yet is read from the records themselves.
+    What the index does not cover yet is read from the records themselves. Raises
+    `UnreadableRecord` where that cannot be done; `lenient` leaves such a record out.
     """
     records = run_dir / "records.jsonl"
     rows, covered = _read_rows(run_dir / "records.idx", records)
@@ -100,6 +195,9 @@ def load_index(run_dir: Path) -> Index:
     for offset, line in lines_from(records, covered):
         if (record := parse_record(line)) is not None:
             behind += maker.rows(index_fields(record), offset, len(line))
+        elif not lenient:
+            with records.open("rb") as file:
+                raise unreadable_record(file, offset, line)
     return Index(rows + behind if behind else rows)
 
 
@@ -130,8 +228,8 @@ def _speaks_of(records: Path, rows: bytes, covered: int) -> bool:
     )
 
 
-def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> int:
-    """Cut the index to what is right and append what it lacks; return the unreadable records.
+def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> list[str]:
+    """Cut the index to what is right and append what it lacks; name the unreadable records.
 
     Unreadable lines of the records are set aside, named by line, and left out of the file.
     """
@@ -159,25 +257,32 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> int
         file.close()
     if unreadable:
         index.unlink()  # first, for it would speak of other bytes
-        take_out(records, unreadable, quarantine)
+        named = take_out(records, unreadable, quarantine)
         _bring_index_up_to_date(records, index, quarantine)
-    return len(unreadable)
+        return named
+    return []
 
 
-def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> None:
-    """Rewrite the records without the lines at these offsets, each kept in the quarantine."""
+def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> list[str]:
+    """Rewrite the records without the lines at these offsets, each kept in the quarantine.
+
+    Gives their names, as `records.jsonl:7`.
+    """
+    named = []
     replacement = temporary_for(records)
     replacement.unlink(missing_ok=True)
     kept = AppendFile(replacement)
     for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
         if offset in offsets:
             set_aside(quarantine, f"{records.name}.line{number}", line)
+            named.append(f"{records.name}:{number}")
         else:
             kept.append(line)
     kept.sync()
     kept.close()
     replacement.replace(records)
     sync_directory(records.parent)
+    return named
 
 
 def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
@@ -194,10 +299,15 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
+def read_line(line: bytes) -> dict[str, Any]:
+    """The record of one line. Raises `DamagedLine` where it is not what was written."""
+    return read_object(line)
+
+
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """The record of one line, None where it is not whole."""
     try:
-        record = orjson.loads(line)
+        record = read_line(line)
         RowMaker().rows(index_fields(record), 0, len(line))
         texts = isinstance(record["id"], str) and isinstance(record["input_digest"], str)
         whole = texts and isinstance(record["messages"], list) and isinstance(record["tools"], list)

@@ -6,21 +6,20 @@ set aside too. What is derived is not made here; see `export` and the next start
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
+from batch.checksum import is_whole
 from batch.config import RunConfig
-from batch.failures import read_failure
-from batch.files import repair_tail, replace_file, set_aside
-from batch.journal import Inflight, key_and_order, segments, turns_under_way
+from batch.damaged import set_aside_damaged
+from batch.files import keep_readable
+from batch.journal import Inflight, turns_under_way
 from batch.kept_scan import NAME
 from batch.prompts import Scan, tasks
-from batch.records import RecordFile, lines_from, load_index, take_out
+from batch.records import RecordFile, load_index, take_out
 from batch.run_dir import litter_of
 from batch.standing import NO_BOUND, Settled, is_settled
 from batch.verify import Report
 from batch.verify_batches import repair_batches
-from batch.wave_ledger import read_line
 from toolsets.removal import remove_tree
 
 _SHOWN = 20
@@ -42,12 +41,10 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     records.close()
     settled = Settled(records.take_found(), config.max_attempts)
     (path / NAME).unlink(missing_ok=True)
-    _keep_readable(path / "failures.jsonl", quarantine, lambda line: read_failure(line) is not None)
-    for segment in segments(path / "inflight"):
-        _keep_readable(segment, quarantine, lambda line: key_and_order(line)[0] is not None)
+    set_aside_damaged(path)
+    keep_readable(path / "verdicts.jsonl", quarantine, is_whole)
     if (path / "inflight").is_dir():
         Inflight(path / "inflight").read(settled=settled)
-    _keep_readable(path / "batches.jsonl", quarantine, lambda line: read_line(line) is not None)
     left = [one.file for one in report.problems if one.kind == "leftover"]
     repair_batches(
         path,
@@ -59,20 +56,6 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     for file in left:
         if file.parent == workspaces:
             remove_tree(file)
-
-
-def _keep_readable(file: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> None:
-    repair_tail(file, quarantine)
-    kept = []
-    damaged = False
-    for number, (_, line) in enumerate(lines_from(file, 0), start=1):
-        if is_readable(line):
-            kept.append(line)
-        else:
-            damaged = True
-            set_aside(quarantine, f"{file.name}.line{number}", line)
-    if damaged:
-        replace_file(file, b"".join(kept))
 
 
 def owed_in_words(path: Path, scan: Scan, config: RunConfig) -> str:

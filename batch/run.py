@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from agent.models.model import url_of
 from batch.batched_model import task_of
 from batch.budget import Ledger, spent_before
+from batch.damaged import listed_in_words, set_aside_damaged
 from batch.errors import DatasetChanged
 from batch.executors import open_executor
 from batch.failures import FailureFile
@@ -95,6 +96,7 @@ def _work(
 ) -> Outcome:
     config = plan.config
     records = RecordFile(run_dir.path, run_dir.quarantine)
+    damaged = set_aside_damaged(run_dir.path)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
     inflight = Inflight(run_dir.inflight)
     ledger = Ledger(run_dir.path, run_dir.quarantine)
@@ -106,8 +108,14 @@ def _work(
     try:
         if records.unreadable:
             progress.say(
-                f"{records.unreadable} unreadable records were set aside in {run_dir.quarantine}; "
-                "their tasks run again"
+                f"{len(records.unreadable)} unreadable records were set aside in "
+                f"{run_dir.quarantine}: {listed_in_words(records.unreadable)}; their tasks run "
+                "again"
+            )
+        if damaged:
+            progress.say(
+                f"{len(damaged)} damaged lines were set aside in {run_dir.quarantine}: "
+                f"{listed_in_words(damaged)}; what they told does not count"
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)

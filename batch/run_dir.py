@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import orjson
 
@@ -52,6 +53,8 @@ _RUN_KEYS = {
     "dataset": dict,
     "history": list,
 }
+
+_CHECKSUM = "crc32"
 
 _WHERE = ("model", "models", "base_url", "endpoints")
 """Keys of a config that say which endpoints are asked."""
@@ -166,7 +169,7 @@ def open_run(
             litter.unlink()
         before = read_run_json(path) if (path / "run.json").exists() else None
         run = _run_json(path, config, scan, before, accept_changes) | {"api": api}
-        replace_file(path / "run.json", orjson.dumps(run, option=orjson.OPT_INDENT_2) + b"\n")
+        write_run_json(path, run)
         keep_scan(path / NAME, scan)
     except BaseException as error:
         if lock_fd is not None:
@@ -199,6 +202,17 @@ def litter_of(path: Path) -> list[Path]:
     return left + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
 
 
+def write_run_json(path: Path, run: dict[str, Any]) -> None:
+    """Write the identity of a run, with a checksum of what it says. Raises `StorageError`."""
+    told = {**run, _CHECKSUM: _checksum_of(run)}
+    replace_file(path / "run.json", orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _checksum_of(run: dict[str, Any]) -> str:
+    """However the file is laid out."""
+    return f"{crc32(orjson.dumps(run)):08x}"
+
+
 def read_run_json(path: Path) -> dict[str, Any]:
     """The identity of a run. Raises `RunDirError` where `path` is no run directory of ours."""
     try:
@@ -213,6 +227,14 @@ def read_run_json(path: Path) -> dict[str, Any]:
         msg = f"{path}/run.json: cannot read it: {error}"
         raise RunDirError(msg) from error
     if isinstance(run, dict) and run.get("schema_version") == SCHEMA_VERSION:
+        if _CHECKSUM in run and run.pop(_CHECKSUM) != _checksum_of(run):
+            msg = (
+                f"{path}/run.json: changed since it was written: its checksum does not fit. Put "
+                "a copy of it back. If it was edited, or there is none, look it through, remove "
+                f'"{_CHECKSUM}" from it, and run the same command again: that compares it with the '
+                "config"
+            )
+            raise RunDirError(msg)
         if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
             msg = f"{path}/run.json: damaged ({', '.join(missing)}); --fresh begins anew"
             raise RunDirError(msg)

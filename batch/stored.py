@@ -10,11 +10,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from batch.errors import EnvironmentStop
+from batch.checksum import DamagedLine
 from batch.files import refuse_strange_files
 from batch.index import Index
 from batch.prompts import task_key
-from batch.records import load_index
+from batch.records import AFTER_ID, HEAD, load_index, read_line, unreadable_record
+
+_DIGEST = b',"input_digest":"'
+_HEAD_BYTES = 512
 
 
 class Stored(NamedTuple):
@@ -22,10 +25,6 @@ class Stored(NamedTuple):
 
     record: dict[str, Any]
     line: bytes
-
-
-class UnreadableRecord(EnvironmentStop):
-    """In the place of a record lies something else."""
 
 
 @contextmanager
@@ -43,26 +42,40 @@ def read_record(records: BinaryIO, offset: int, length: int, key: bytes) -> Stor
     """
     line = os.pread(records.fileno(), length, offset)
     try:
-        record: dict[str, Any] = orjson.loads(line)
+        record = read_line(line)
         if task_key(record["id"], record["input_digest"]) != key:
-            raise ValueError(offset)
-    except (ValueError, TypeError, KeyError) as error:
-        msg = (
-            f"{records.name}: the record at byte {offset} is unreadable. `verify --repair` sets "
-            "it aside, and the next start of the run does its task again."
-        )
-        raise UnreadableRecord(msg) from error
+            msg = "the index says that another record lies here"
+            raise DamagedLine(msg)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise unreadable_record(records, offset, line, error) from error
     return Stored(record, line)
 
 
+def read_id(records: BinaryIO, offset: int, length: int, key: bytes) -> str:
+    """The id of the record of a task, from its first bytes where these prove it.
+
+    Raises `UnreadableRecord`.
+    """
+    head = os.pread(records.fileno(), min(_HEAD_BYTES, length), offset)
+    digest = head.find(_DIGEST)
+    try:
+        found = str(orjson.loads(head[len(HEAD) : head.index(AFTER_ID, len(HEAD)) + 1]))
+        first = digest + len(_DIGEST)
+        if digest > 0 and task_key(found, head[first : head.index(b'"', first)].decode()) == key:
+            return found
+    except ValueError:
+        pass  # the id itself holds what looks like its end, or the head is too short
+    return str(read_record(records, offset, length, key).record["id"])
+
+
 @contextmanager
-def looking_at(run_dir: Path) -> Iterator[tuple[Index, BinaryIO]]:
+def looking_at(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index, BinaryIO]]:
     """The index of a run, which may go on meanwhile, and the file of the records that it names.
 
-    Raises `RunDirError` where a file of the run is no plain one.
+    Raises `RunDirError` where a file of the run is no plain one, and what `load_index` raises.
     """
     refuse_strange_files(run_dir)
-    index = load_index(run_dir)
+    index = load_index(run_dir, lenient=lenient)
     with open_records(run_dir) as records:
         yield index, records
 

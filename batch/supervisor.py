@@ -20,6 +20,7 @@ from agent.moves import End
 from batch.budget import Ledger, RunBudget
 from batch.config import RunConfig
 from batch.crew import KILL_AFTER_GRACE_S, Crew
+from batch.damaged import listed_in_words
 from batch.draw import setup_of_task
 from batch.errors import DatasetChanged, EnvironmentStop
 from batch.failures import Failure, FailureFile
@@ -288,6 +289,13 @@ class Supervisor:
         self._inflight.add_worker(
             worker.number, wanted=lambda key: key in worker.held or key in self._failed_now
         )
+        if damaged := self._inflight.damaged:
+            self._progress.say(
+                f"{len(damaged)} damaged lines of its journals were set aside in "
+                f"{self._run_dir.quarantine}: {listed_in_words(damaged)}; what they told is asked "
+                "again"
+            )
+            damaged.clear()
         for key, (task, attempt) in worker.held.items():
             failure = Failure(
                 task.id,

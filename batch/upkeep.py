@@ -17,7 +17,7 @@ from batch.errors import DatasetError, RunDirError
 from batch.files import refuse_strange_files
 from batch.kept_scan import NAME, scan_with
 from batch.prompts import Scan, scan
-from batch.records import refuse_lost_records
+from batch.records import UnreadableRecord, refuse_lost_records
 from batch.repair import owed_in_words, repair_run
 from batch.run_dir import locked, read_run_json, refuse_held
 from batch.shards import parse_shard
@@ -149,8 +149,12 @@ def _verified(
     if make is None:
         return verify(path, identity, found, config, made=None), found
     with _shadow_of(path) as made:
-        make(made, found, config)
-        return verify(path, identity, found, config, made=made), found
+        twin: Path | None = made
+        try:
+            make(made, found, config)
+        except UnreadableRecord:
+            twin = None  # the records are looked at one by one, and nothing is made of these
+        return verify(path, identity, found, config, made=twin), found
 
 
 @contextmanager

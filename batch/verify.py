@@ -9,9 +9,8 @@ the journals, workspaces and failures against what is settled.
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,15 +18,26 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from batch.accounts import Accounts, account
+from batch.budget import is_loan
+from batch.checksum import DamagedLine, is_whole
 from batch.config import RunConfig
-from batch.failures import read_failure
-from batch.files import listed
-from batch.index import MARK, ROW_BYTES, Entry, Index, RowMaker, index_fields
+from batch.failures import is_failure
+from batch.files import listed, tail_of
+from batch.index import (
+    MARK,
+    ROW_BYTES,
+    Entry,
+    Index,
+    RowMaker,
+    checked_bytes,
+    index_fields,
+    is_index,
+)
 from batch.journal import key_and_order, segments
 from batch.kept_scan import NAME, load_scan
 from batch.meaning import digest_of
 from batch.prompts import Scan
-from batch.records import lines_from, parse_record
+from batch.records import id_in, lines_from, parse_record, read_line
 from batch.run_dir import SCHEMA_VERSION, litter_of
 from batch.standing import NO_BOUND, Settled
 from batch.verify_batches import check_batches
@@ -80,7 +90,7 @@ def verify(
     report = Report()
     report.problems += _check_identity(path, identity)
     entries = _check_records(path, report)
-    report.problems += _check_failures(path)
+    report.problems += _check_logs(path)
     settled = Settled(entries, config.max_attempts)
     report.problems += _check_journals(path, settled)
     report.problems += _check_leftovers(path, settled)
@@ -118,8 +128,7 @@ def _check_records(path: Path, report: Report) -> Index:
         right = None if record is None else maker.rows(index_fields(record), offset, len(line))
         index.compare(number, right)
         if record is None or right is None:
-            message = "not a whole record: what it held is lost and its task will run again"
-            report.problems.append(Problem("unreadable", records, number, message))
+            report.problems.append(Problem("unreadable", records, number, _what_is_lost(line)))
             continue
         rows += right
         lines.extend([number] * (len(right) // ROW_BYTES))
@@ -150,6 +159,17 @@ def _check_records(path: Path, report: Report) -> Index:
     return found
 
 
+def _what_is_lost(line: bytes) -> str:
+    """What to say of a line that holds no record."""
+    words = [f"id {named!r}"] if (named := id_in(line)) else []
+    try:
+        read_line(line)
+    except DamagedLine as error:
+        words.append(str(error))
+    why = f" ({'; '.join(words)})" if words else ""
+    return f"not a whole record{why}: what it held is lost and its task will run again"
+
+
 def _id_of(records: Path, entry: Entry) -> str:
     with records.open("rb") as file:
         file.seek(entry.offset)
@@ -158,15 +178,21 @@ def _id_of(records: Path, entry: Entry) -> str:
 
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
     """What stands after the last newline was cut off while it was written."""
-    try:
-        with file.open("rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - 1))
-            if size and opened.read() != b"\n":
-                message = "a line that was cut off while it was written; nothing was done with it"
-                yield Problem("unreadable", file, lines + 1, message)
-    except FileNotFoundError:
-        return
+    if tail := tail_of(file):
+        message = "a line that was cut off while it was written; nothing was done with it"
+        if is_whole(tail):
+            message = "a whole line without its newline; the next start adds it, and it counts"
+        yield Problem("unreadable", file, lines + 1, message)
+
+
+def _check_lines(
+    file: Path, is_readable: Callable[[bytes], bool], message: str
+) -> Iterator[Problem]:
+    number = 0
+    for number, (_, line) in enumerate(lines_from(file, 0), start=1):
+        if not is_readable(line):
+            yield Problem("unreadable", file, number, message)
+    yield from _check_tail(file, number)
 
 
 class _Index:
@@ -178,8 +204,10 @@ class _Index:
         self._compared = len(MARK)
         self.problems: list[Problem] = []
         """At most one: what is wrong in one row is wrong in all that follow."""
-        if self._rows and not self._rows.startswith(MARK):
+        if self._rows and not is_index(self._rows):
             self._wrong(None, "not an index of this version; it will be made anew")
+        elif self._rows and not checked_bytes(self._rows):
+            self._wrong(None, "its checksum does not fit; it will be made anew")
 
     def compare(self, number: int, right: bytes | None) -> None:
         """Look at record `number`; `right` is what it gives, None if it is unreadable."""
@@ -200,14 +228,14 @@ class _Index:
         self.problems.append(Problem("derived", self._path, number, message))
 
 
-def _check_failures(path: Path) -> Iterator[Problem]:
-    failures = path / "failures.jsonl"
-    number = 0
-    for number, (_, line) in enumerate(lines_from(failures, 0), start=1):
-        if read_failure(line) is None:
-            message = "not a failure; it counts as no attempt"
-            yield Problem("unreadable", failures, number, message)
-    yield from _check_tail(failures, number)
+def _check_logs(path: Path) -> Iterator[Problem]:
+    """The files of lines that are not checked elsewhere."""
+    for name, is_readable, message in (
+        ("failures.jsonl", is_failure, "not a failure; it counts as no attempt"),
+        ("budget.jsonl", is_loan, "not a line of the budget; what it told does not count"),
+        ("verdicts.jsonl", is_whole, "not a verdict; its question is asked again"),
+    ):
+        yield from _check_lines(path / name, is_readable, message)
 
 
 def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import orjson
 
 from agent.models.batches import ItemResult
+from batch.checksum import DamagedLine, read_object, with_checksum
 from batch.files import AppendFile, StorageError, listed, repair_tail, sync_directory
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "live": {"calls": int},
 }
 """What each kind of line must hold."""
+
 
 _CALL = re.compile(r"[0-9a-f]{32}-[0-9a-f]+")
 """What a call's id looks like; see `item_id`."""
@@ -143,7 +145,7 @@ class WaveLedger:
         if self._file is None:
             self._file = AppendFile(self._path)
         self._file.check_is_there()
-        self._file.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        self._file.append(with_checksum(orjson.dumps(line)))
         self._file.sync()
 
     def items_file(self, wave: Wave) -> Path:
@@ -246,16 +248,21 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_line(text: bytes) -> dict[str, Any] | None:
     """What one line of a `batches.jsonl` says; None where it is none."""
     try:
-        line = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        line = read_object(text)
+    except DamagedLine:
         return None
-    fields = _FIELDS.get(str(line.get("kind"))) if isinstance(line, dict) else None
+    fields = _FIELDS.get(str(line.get("kind")))
     if fields is None or not all(isinstance(line.get(key), fields[key]) for key in fields):
         return None
     calls = line.get("items", [])
     most = line.get("most", [])
     are_calls = all(isinstance(id, str) and _CALL.fullmatch(id) for id in calls)
     return line if are_calls and _are_amounts(most, len(calls)) else None
+
+
+def is_step(text: bytes) -> bool:
+    """Whether a line of a `batches.jsonl` can be read."""
+    return read_line(text) is not None
 
 
 def _are_amounts(most: Any, calls: int) -> bool:

@@ -30,6 +30,7 @@ from typing import Any
 import click
 import orjson
 
+from batch.checksum import read_object, with_checksum
 from batch.config import RunConfig
 from batch.index import MARK, RowMaker, index_fields
 from batch.prompts import Scan, scan, tasks
@@ -202,7 +203,7 @@ def _make_run(
         argv += ["--key_env=none", "--sandbox=local", f"--enabled_toolsets={toolsets}"]
         subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     run_dir = folder / "r"
-    templates = [orjson.loads(line) for line in (run_dir / "records.jsonl").open("rb")]
+    templates = [read_object(line) for line in (run_dir / "records.jsonl").open("rb")]
     _write_prompts(dataset, rows)
     config = RunConfig.model_validate(read_run_json(run_dir)["config"])
     found = scan(dataset, max_samples=None, rules=config.row_rules("openai_chat"))
@@ -212,7 +213,7 @@ def _make_run(
         index.write(MARK)
         maker = RowMaker()
         for record in _copies(found, templates):
-            line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+            line = with_checksum(orjson.dumps(record))
             records.write(line)
             index.write(maker.rows(index_fields(record), offset, len(line)))
             offset += len(line)

@@ -18,10 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import orjson
-
+from batch.checksum import read_object
 from batch.kept_scan import NAME, keep_scan
 from batch.prompts import tasks
+from batch.record import dump_record
 from batch.records import RecordFile, index_fields
 from batch.upkeep import find_run, scan_of
 from benchmarks.fake_endpoint import FakeEndpoint
@@ -36,7 +36,7 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
     write_rows(dataset, 1)
     subprocess.run(given, cwd=cwd, check=True, capture_output=True)
     run_dir = cwd / "trajectories" / "r"
-    template = orjson.loads((run_dir / "records.jsonl").read_bytes())
+    template = read_object((run_dir / "records.jsonl").read_bytes())
     write_rows(dataset, records + 1)
     for name in ("records.jsonl", "records.idx"):
         (run_dir / name).unlink()
@@ -54,7 +54,7 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
             "input_digest": task.input_digest,
             "row": task.columns,
         }
-        file.append(orjson.dumps(record) + b"\n", index_fields(record))
+        file.append(dump_record(record), index_fields(record))
         if number % _CHUNK == 0:
             file.sync()
     file.sync()

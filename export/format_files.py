@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from batch.checksum import without_checksum
 from export.conversation import Conversation
 from export.formats import GROUP_FORMATS, ROW_FORMATS, TWINNED, Format
 from export.parquet import parquet_writer
@@ -174,7 +175,7 @@ class _RawFiles(_Files):
             if (why := left_out.get(candidate.record["id"])) is not None:
                 yield self.unused(candidate, why)
             else:
-                self.write(split, candidate.line)
+                self.write(split, without_checksum(candidate.line))
 
 
 class _PreferenceFiles(_Files):

@@ -20,6 +20,7 @@ import orjson
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, ModelSettings, Request
 from agent.models.names import open_model, read_key
+from batch.checksum import with_checksum
 from batch.console import say
 from batch.errors import ConfigError, EnvironmentStop
 from batch.files import AppendFile, alone_in, repair_tail
@@ -137,7 +138,7 @@ class _Asking:
         done, rest = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
         found = [task.result() for task in done]
         at = time.time()
-        lines = (orjson.dumps({**asked.line, "at": at}) + b"\n" for asked in found)
+        lines = (with_checksum(orjson.dumps({**asked.line, "at": at})) for asked in found)
         self._file.append(b"".join(lines))
         self._file.sync()
         self.asked += len(found)

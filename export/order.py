@@ -14,8 +14,8 @@ from itertools import groupby
 from pathlib import Path
 
 from batch.prompts import Scan
-from batch.records import load_index
-from batch.stored import Stored, UnreadableRecord, open_records, read_record
+from batch.records import UnreadableRecord, load_index
+from batch.stored import Stored, open_records, read_record
 
 _FEW = 8
 _FEW_BYTES = 1 << 17
@@ -26,11 +26,14 @@ class RecordOrder:
     """Where the records of a run lie, task by task, the samples of a prompt side by side."""
 
     def __init__(self, run_dir: Path, scan: Scan, *, num_samples: int) -> None:
-        """`num_samples` of each prompt are told; the scan must have been made for them."""
+        """`num_samples` of each prompt are told; the scan must have been made for them.
+
+        Raises `UnreadableRecord`.
+        """
         if num_samples != scan.num_samples:
             msg = f"a scan for {scan.num_samples} samples says nothing of {num_samples}"
             raise ValueError(msg)
-        index = load_index(run_dir)
+        index = load_index(run_dir, lenient=False)
         rows, self.gone = index.match(scan.keys)
         """How many tasks have a record and are not asked for any more."""
         self._run_dir = run_dir

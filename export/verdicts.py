@@ -19,6 +19,7 @@ import orjson
 
 from agent.models.model import ModelSettings
 from agent.models.names import known_at, resolve_model
+from batch.checksum import read_object
 from batch.errors import ConfigError
 from batch.records import lines_from
 from export.completion import answer_of
@@ -105,13 +106,14 @@ def read_verdicts(path: Path) -> Iterator[Kept]:
     """All lines, without what they say; raises `ConfigError` for one that is none of ours."""
     for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
         try:
-            line = orjson.loads(content)
+            line = read_object(content)
             key, said = line["key"], line["error"] if line["reply"] is None else line["reply"]
             if not (isinstance(key, str) and isinstance(said, str)):
                 raise TypeError(key)
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             msg = (
-                f"{path}:{number}: not a verdict; remove that line, and its question is asked again"
+                f"{path}:{number}: not a verdict; `verify --repair` sets it aside, and its "
+                "question is asked again"
             )
             raise ConfigError(msg) from error
         yield Kept(key, offset, line["reply"] is not None)

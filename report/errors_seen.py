@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
+from batch.checksum import DamagedLine, read_object
 
 
 def errors_seen(run_dir: Path) -> list[dict[str, Any]]:
@@ -33,10 +33,10 @@ def errors_seen(run_dir: Path) -> list[dict[str, Any]]:
 def _attempt(text: bytes) -> dict[str, Any] | None:
     """A line about an attempt; one that is torn only explains and is passed over."""
     try:
-        line = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        line = read_object(text)
+    except DamagedLine:
         return None
-    if not isinstance(line, dict) or line.get("kind") not in ("attempt", "death"):
+    if line.get("kind") not in ("attempt", "death"):
         return None
     is_whole = all(isinstance(line.get(key), str) for key in ("class", "id", "message"))
     return line if is_whole else None

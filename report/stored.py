@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import orjson
+from typing import Any
 
 from batch.errors import RunDirError
 from batch.index import Entry
-from batch.stored import UnreadableRecord, looking_at, read_record
+from batch.records import UnreadableRecord
+from batch.stored import looking_at, read_id, read_record
 
-_HEAD = b'{"id":'
-"""How a record begins, see `batch/record.py`: its id can be read without the rest."""
-
-_HEAD_BYTES = 512
 _IDS_SHOWN = 10
 _LAST_BYTES = 32 << 20
 
@@ -28,7 +22,7 @@ def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
     One that has become unreadable is left out: the next start of the run deals with it.
     """
     room = _LAST_BYTES
-    with looking_at(run_dir) as (index, records):
+    with looking_at(run_dir, lenient=True) as (index, records):
         for key, entry in index.latest():
             room -= entry.length
             if room < 0:
@@ -40,10 +34,13 @@ def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def stored_entries(run_dir: Path) -> Iterator[tuple[str, Entry]]:
-    """The id and the index entry of each record that counts, without reading the record."""
+    """The id and the index entry of each record that counts, without reading the record.
+
+    Raises `UnreadableRecord` where no such record lies in its place.
+    """
     with looking_at(run_dir) as (index, records):
         for key, entry in index.counting():
-            yield _read_id(records, key, entry), entry
+            yield read_id(records, entry.offset, entry.length, key), entry
 
 
 def last_entries(run_dir: Path, most: int | None) -> tuple[list[tuple[str, Entry]], int]:
@@ -70,7 +67,7 @@ def find_record(run_dir: Path, wanted: str) -> dict[str, Any]:
     longer: dict[str, tuple[bytes, Entry]] = {}
     with looking_at(run_dir) as (index, records):
         for key, entry in index.counting():
-            record_id = _read_id(records, key, entry)
+            record_id = read_id(records, entry.offset, entry.length, key)
             if record_id == wanted:
                 exact = key, entry
             elif record_id.startswith(wanted):
@@ -92,15 +89,3 @@ def _not_found(run_dir: Path, wanted: str, longer: list[str]) -> str:
     shown = ", ".join(longer[:_IDS_SHOWN])
     more = f" and {len(longer) - _IDS_SHOWN:,} more" if len(longer) > _IDS_SHOWN else ""
     return f"{run_dir}: {wanted!r} is the beginning of several ids: {shown}{more}; give one whole"
-
-
-def _read_id(records: BinaryIO, key: bytes, entry: Entry) -> str:
-    """The id alone, from the first bytes where it fits in there."""
-    head = os.pread(records.fileno(), min(_HEAD_BYTES, entry.length), entry.offset)
-    end = head.find(b'","status":', len(_HEAD))
-    if head.startswith(_HEAD + b'"') and end >= 0:
-        try:
-            return str(orjson.loads(head[len(_HEAD) : end + 1]))
-        except orjson.JSONDecodeError:
-            pass  # the id itself holds what looks like its end
-    return str(read_record(records, entry.offset, entry.length, key).record["id"])

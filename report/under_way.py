@@ -10,8 +10,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
+from batch.checksum import read_object
 from batch.prompts import task_key
 
 
@@ -88,11 +87,11 @@ def _state(lines: list[_Line], now: float) -> dict[str, Any]:
 def _read(text: bytes) -> _Line | None:
     """A whole line; one that is being written, or that a crash tore, says nothing yet."""
     try:
-        line = orjson.loads(text)
+        line = read_object(text)
         task, event = line["task"], line["event"]
         key = task_key(task, line["input_digest"])
         return _Line(task, key, line["deal"], line["position"], _seen(event))
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

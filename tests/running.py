@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from batch.checksum import without_checksum
+
 ROOT = Path(__file__).parent.parent
 
 WRITE_A_NOTE: dict[str, Any] = {
@@ -110,10 +112,10 @@ def wait_until(condition: Any, *, timeout_s: float = 30.0) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """All lines of a JSONL file; fails on any that is not whole JSON."""
+    """All lines of a JSONL file, without their checksums; fails on any that is not whole JSON."""
     content = path.read_bytes()
     assert content.endswith(b"\n") or not content
-    return [json.loads(line) for line in content.splitlines()]
+    return [json.loads(without_checksum(line)) for line in content.splitlines()]
 
 
 def ids(path: Path) -> Sequence[str]:

@@ -502,7 +502,7 @@ class TestManifest:
         first, second, last = path.read_bytes().splitlines(keepends=True)
         assert len(first) == len(second)
         path.write_bytes(second + first + last)
-        with pytest.raises(EnvironmentStop, match="byte 0 is unreadable"):
+        with pytest.raises(EnvironmentStop, match=r"jsonl:1: the record .* unreadable: the index"):
             exported(source, formats="openai")
 
     def test_equal_hashes_are_compared(self) -> None:

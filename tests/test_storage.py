@@ -15,6 +15,8 @@ import pytest
 
 from agent.messages import Event
 from batch.budget import Ledger
+from batch.checksum import with_checksum
+from batch.damaged import set_aside_damaged
 from batch.failures import Failure, FailureFile, load_failed_attempts
 from batch.files import AppendFile, StorageError, repair_tail, replace_file
 from batch.journal import Inflight, next_worker_number, turns_under_way, usable_prefix
@@ -94,7 +96,7 @@ def test_the_last_record_of_a_task_counts(records: Path) -> None:
     assert statuses(records)["a"] == "failed"
 
 
-@pytest.mark.parametrize("cut", range(1, 60))
+@pytest.mark.parametrize("cut", range(2, 60))
 def test_a_torn_last_record_is_set_aside_and_nothing_is_glued_to_it(
     records: Path, cut: int
 ) -> None:
@@ -107,6 +109,43 @@ def test_a_torn_last_record_is_set_aside_and_nothing_is_glued_to_it(
     assert statuses(records) == {"a": "completed", "b": "completed", "d": "completed"}
     assert [orjson.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["a", "b", "d"]
     assert len(list((records / "quarantine").iterdir())) == 1
+
+
+def test_a_last_record_without_its_newline_counts(records: Path) -> None:
+    """It was paid for, and nothing of what it says is missing."""
+    path = records / "records.jsonl"
+    before = path.read_bytes()
+    for sealed in (before, with_checksum(before.splitlines()[0]) * 3):
+        path.write_bytes(sealed[:-1])
+        file = open_records(records)
+        append(file, record("d"))
+        file.close()
+        assert path.read_bytes().startswith(sealed)
+        assert "d" in statuses(records)
+    assert not (records / "quarantine").exists()
+
+
+def test_damaged_lines_of_journals_and_ledgers_are_set_aside_and_named(tmp_path: Path) -> None:
+    """What can be read of them stays, and a whole last line gets its newline."""
+    inflight = tmp_path / "inflight"
+    inflight.mkdir()
+    journal(inflight, 0, ("a", reply(1)), ("b", reply(1)), ("a", reply(2)))
+    segment = inflight / "worker-0-0.jsonl"
+    first, second, third = segment.read_bytes().splitlines(keepends=True)
+    changed = second.replace(b'"task":"b"', b'"task":"c"')
+    segment.write_bytes(first + changed + third[:-1])
+    ledger = Ledger(tmp_path, tmp_path / "quarantine")
+    ledger.append("lent", Amount(1.5, 10))
+    ledger.append("returned", Amount(0.5, 5))
+    ledger.close()
+    budget = tmp_path / "budget.jsonl"
+    budget.write_bytes(budget.read_bytes().replace(b"0.5", b"0.7"))
+    assert set_aside_damaged(tmp_path) == ["budget.jsonl:2", "worker-0-0.jsonl:2"]
+    assert segment.read_bytes() == first + third
+    assert (tmp_path / "quarantine" / "worker-0-0.jsonl.line2").read_bytes() == changed
+    assert Ledger(tmp_path, tmp_path / "quarantine").balance == Amount(1.5, 10)
+    assert read_back(inflight, "a") == [reply(1), reply(2)]
+    assert set_aside_damaged(tmp_path) == []
 
 
 ODD_RECORDS = [
@@ -133,7 +172,7 @@ def test_unreadable_records_are_set_aside_and_the_rest_stays(records: Path, garb
     (records / "records.idx").unlink()
     file = open_records(records)
     file.close()
-    assert file.unreadable == 1
+    assert file.unreadable == ["records.jsonl:2"]
     assert statuses(records) == {"a": "completed", "c": "max_turns"}
     assert (records / "quarantine" / "records.jsonl.line2").read_bytes() == whole_garbage
 

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import orjson
 import pytest
 
+from batch.checksum import read_object, with_checksum
 from batch.config import RunConfig
-from batch.index import ROW_BYTES
+from batch.index import ROW_BYTES, mark_for
 from batch.prompts import task_key
 from batch.run_dir import locked, read_run_json
 from batch.upkeep import Checked, check
@@ -64,7 +66,7 @@ def edit(file: Path, change: Callable[[list[bytes]], Any]) -> None:
 
 
 def without(line: bytes, **changes: Any) -> bytes:
-    return orjson.dumps({**orjson.loads(line), **changes}) + b"\n"
+    return with_checksum(orjson.dumps({**read_object(line), **changes}))
 
 
 def put(number: int, line: bytes) -> Callable[[list[bytes]], Any]:
@@ -74,7 +76,14 @@ def put(number: int, line: bytes) -> Callable[[list[bytes]], Any]:
 def edit_last_row(index: Path, *, turns: int) -> None:
     content = bytearray(index.read_bytes())
     content[32 - ROW_BYTES : 36 - ROW_BYTES] = turns.to_bytes(4, sys.byteorder)
+    content[:ROW_BYTES] = mark_for(len(content), crc32(content[ROW_BYTES:]))
     index.write_bytes(content)
+
+
+def flip_a_bit(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
 
 
 def mix_up_kept_scan(kept: Path) -> None:
@@ -91,6 +100,15 @@ def append_a_row(index: Path) -> None:
 
 def change_record(number: int, **changes: Any) -> Callable[[list[bytes]], Any]:
     return lambda content: content.__setitem__(number, without(content[number], **changes))
+
+
+def in_record_of_p1(old: bytes, new: bytes) -> Callable[[list[bytes]], Any]:
+    def do(content: list[bytes]) -> None:
+        (number,) = (n for n, line in enumerate(content) if line.startswith(b'{"id":"p1"'))
+        assert old in content[number]
+        content[number] = content[number].replace(old, new)
+
+    return do
 
 
 def same_length_other_text(content: list[bytes]) -> None:
@@ -134,6 +152,8 @@ def all_of(*damages: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return do
 
 
+LOAN = with_checksum(orjson.dumps({"kind": "lent", "usd": 1.5, "tokens": 0}))
+VERDICT = with_checksum(orjson.dumps({"key": "k", "reply": "right", "error": None}))
 RESULT = orjson.dumps({"id": f"{UNFINISHED}-0a", "reply": {}}) + b"\n"
 ALL_STEPS = ("gathered", "sending", "created", "collected")
 
@@ -143,7 +163,9 @@ def replace_in(file: Path, old: bytes, new: bytes) -> None:
 
 
 def edit_json(file: Path, **changes: Any) -> None:
-    file.write_bytes(orjson.dumps({**orjson.loads(file.read_bytes()), **changes}))
+    said = orjson.loads(file.read_bytes())
+    said.pop("crc32", None)
+    file.write_bytes(orjson.dumps({**said, **changes}))
 
 
 class Damage(NamedTuple):
@@ -190,6 +212,36 @@ DAMAGES: dict[str, Damage] = {
     "a wrong index": Damage(
         lambda p: edit_last_row(p / "records.idx", turns=7),
         "records.idx:5: not what line 5 of records.jsonl says",
+    ),
+    "a flipped bit of the index": Damage(
+        lambda p: flip_a_bit(p / "records.idx", 3 * ROW_BYTES), "records.idx: its checksum"
+    ),
+    "a flipped bit of a text": Damage(
+        on("records.jsonl", in_record_of_p1(b'"content":"y1"', b'"content":"x1"')),
+        ": not a whole record (id 'p1'; it was changed since it was written",
+        again=1,
+    ),
+    "a flipped bit of an id": Damage(
+        on("records.jsonl", in_record_of_p1(b'"id":"p1"', b'"id":"q1"')),
+        ": not a whole record (id 'q1'",
+        again=1,
+    ),
+    "a flipped bit of a checksum": Damage(
+        on("records.jsonl", in_record_of_p1(b'"crc32"', b'"crc22"')),
+        ": not a whole record (id 'p1'",
+        again=1,
+    ),
+    "a record without its newline": Damage(
+        on("records.jsonl", lambda c: c.__setitem__(-1, c[-1][:-1])),
+        "records.jsonl:5: a whole line without its newline",
+    ),
+    "a changed loan": Damage(
+        lambda p: (p / "budget.jsonl").write_bytes(LOAN.replace(b"1.5", b"1.7")),
+        "budget.jsonl:1: not a line of the budget",
+    ),
+    "a changed verdict": Damage(
+        lambda p: (p / "verdicts.jsonl").write_bytes(VERDICT.replace(b"right", b"rigit")),
+        "verdicts.jsonl:1: not a verdict",
     ),
     "an index that goes on": Damage(
         lambda p: append_a_row(p / "records.idx"), "records.idx:6: it goes on"
@@ -444,7 +496,7 @@ def test_the_command_tells_by_its_exit_code(path: Path) -> None:
     """0 whole, 6 not, 5 worked on, 2 no run; and what --json holds."""
     cwd = path.parent.parent
     assert run(cwd, "verify", "r").returncode == 0
-    os.truncate(path / "records.jsonl", (path / "records.jsonl").stat().st_size - 1)
+    os.truncate(path / "records.jsonl", (path / "records.jsonl").stat().st_size - 2)
     told = run(cwd, "verify", "r", "--json")
     assert told.returncode == 6
     problem = json.loads(told.stdout)["problems"][0]

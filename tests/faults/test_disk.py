@@ -122,6 +122,48 @@ def test_what_a_power_loss_or_an_editor_left_costs_only_what_it_hit(
     assert any(run_dir.glob("quarantine/records.jsonl*")), "what was unreadable is kept"
 
 
+def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
+    tmp_path: Path,
+) -> None:
+    """F51: the line stays JSON, and would be replayed as what the model said."""
+    write_prompts(tmp_path / "p.jsonl", 8)
+    run_dir = tmp_path / "trajectories" / "r"
+    with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1, batch_size=8)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["replies"] >= 10)
+            os.killpg(process.pid, signal.SIGKILL)
+        assert_gone(process.pid)
+        (segment,) = run_dir.glob("inflight/*.jsonl")
+        lines = segment.read_bytes().splitlines(keepends=True)
+        number = next(n for n, line in enumerate(lines) if b'"kind":"reply"' in line)
+        lines[number] = lines[number].replace(b'"turn":1', b'"turn":5')
+        segment.write_bytes(b"".join(lines))
+        done = resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=3 + 8)
+    assert "1 damaged lines were set aside in" in done.stderr
+    assert f"quarantine: {segment.name}:{number + 1}; what they told does not" in done.stderr
+    aside = run_dir / "quarantine" / f"{segment.name}.line{number + 1}"
+    assert aside.read_bytes() == lines[number]
+
+
+def test_records_that_are_cut_under_a_run_stop_it(tmp_path: Path) -> None:
+    """F54: or it would go on, and end as if all was well."""
+    write_prompts(tmp_path / "p.jsonl", 24)
+    records = tmp_path / "trajectories" / "r" / "records.jsonl"
+    with FakeEndpoint(turns=2, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+        given = asking(endpoint, num_workers=1)
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: len(finished_lines(records)) >= 4)
+            os.truncate(records, 700)
+            assert process.wait(timeout=60) == 4
+        said = (tmp_path / "output.txt").read_text()
+        assert "records.jsonl: it was cut or changed (it has" in said
+        assert "Traceback" not in said
+        done = run(tmp_path, **given)
+        assert done.returncode == 0, done.stderr
+    judge_run_dir(records.parent, tasks=24)
+
+
 @pytest.mark.long
 def test_an_index_that_hides_damage_costs_one_more_start(tmp_path: Path) -> None:
     """F15: the data wins; the first start names the damage, the second mends it."""
