@@ -52,7 +52,7 @@ def last_entries(run_dir: Path, most: int | None) -> tuple[list[tuple[str, Entry
     with looking_at(run_dir) as (index, records):
         for key, entry in islice(index.latest(), most):
             try:
-                found.append((_read_id(records, key, entry), entry))
+                found.append((read_id(records, entry.offset, entry.length, key), entry))
             except UnreadableRecord:
                 found.append(("", entry))
         return found, len(index)
