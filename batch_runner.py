@@ -13,7 +13,7 @@ import sys
 from typing import NoReturn
 
 if __name__ == "__main__":
-    from toolsets.requirements import check_requirements
+    from batch.requirements import check_requirements
 
     check_requirements("batch_runner.py")
 

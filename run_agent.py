@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 if __name__ == "__main__":
-    from toolsets.requirements import check_requirements
+    from batch.requirements import check_requirements
 
     check_requirements("run_agent.py")
 

@@ -193,7 +193,7 @@ class Conversation:
                 self.journal(event)
                 self.trajectory.apply(event)
                 return None
-            if end.status == "budget":
+            if end.status in ("budget", "time_limit"):
                 return end
         why = f": {end.reason}" if end.reason else ""
         return End("errors", f"the preparation ended as {end.status}{why}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from agent.messages import Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
+from agent.messages import CutEvent, Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
 from agent.models.model import Completion
 from agent.tally import OWN_CHARS, OWN_FROM
 from toolsets.tool import ASKS, ToolResult
@@ -24,9 +24,14 @@ class Clock:
 
 
 def reply_event(
-    turn: int, completion: Completion, clock: Clock, *, discarded: str | None
+    turn: int,
+    completion: Completion,
+    clock: Clock,
+    *,
+    discarded: str | None,
+    waited_s: float = 0.0,
 ) -> ReplyEvent:
-    """The reply of turn `turn`; see `ReplyEvent` for `discarded`."""
+    """The reply of turn `turn`; see `ReplyEvent` for `discarded` and `waited_s`."""
     event = ReplyEvent(
         kind="reply",
         turn=turn,
@@ -41,8 +46,18 @@ def reply_event(
     )
     if discarded is not None:
         event["discarded"] = discarded
+    if waited_s:
+        event["waited_s"] = waited_s
     if completion.batch_item is not None:
         event["batch_item"] = completion.batch_item
+    return event
+
+
+def cut_event(turn: int, clock: Clock, *, waited_s: float) -> CutEvent:
+    """The call for turn `turn` was cut off; see `CutEvent`."""
+    event = CutEvent(kind="cut", turn=turn, started_at=clock.started_at, duration_s=clock.seconds())
+    if waited_s:
+        event["waited_s"] = waited_s
     return event
 
 

@@ -43,9 +43,10 @@ def completed_history(messages: Sequence[Message]) -> list[Message]:
 
     Raises `ValueError` as `check_history` does.
     """
-    copies = [
-        cast(Message, dict(plain_message(message)) if isinstance(message, Mapping) else message)
-        for message in copy.deepcopy(list(messages))
+    given: list[Any] = copy.deepcopy(list(messages))
+    copies: list[Message] = [
+        cast(Message, dict(plain_message(message))) if isinstance(message, dict) else message
+        for message in given
     ]
     for message in copies:
         # Other programs write null where there is nothing.

@@ -9,14 +9,23 @@ until then is where the next attempt goes on. What happens next is decided in `a
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from agent.acceptance import RUN_CALLS, make_ids_unique, repair_names, why_unusable
-from agent.events import Clock, continued_event, note_event, reply_event, result_event
+from agent.deadline import Deadline
+from agent.events import (
+    Clock,
+    continued_event,
+    cut_event,
+    note_event,
+    reply_event,
+    result_event,
+)
 from agent.messages import Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
 from agent.models.model import Model, Overtaken, Request
 from agent.moves import Answer, Ask, Continue, End, Note
-from agent.rules import Terms, next_move
+from agent.rules import Terms, next_move, over_time
 from agent.stream import StreamEvent, StreamHandler
 from agent.tools import AgentTools
 from agent.trajectory import Journal, Status, Trajectory
@@ -67,9 +76,9 @@ async def run_agent(
                         return End("context_exceeded", str(error))
                     raise
             case Answer(calls):
-                await _answer(calls, trajectory.turns, tools, terms, record, on_event)
+                await _answer(calls, trajectory, tools, terms, record, on_event)
             case Continue() as move:
-                record(await _continue(move, tools, on_event))
+                record(await _continue(move, trajectory, tools, terms, on_event))
             case Note(reason, text):
                 record(note_event(trajectory.turns, reason, text))
             case End() as end:
@@ -83,26 +92,50 @@ async def _ask(
     turn = trajectory.turns + 1
     if request.on_delta is not None and turn > 1:
         request.on_delta({"type": "turn_start", "turn_index": turn - 1})
+    deadline = _deadline(trajectory, terms)
     clock = Clock()
-    completion = await model.complete(request)
+    if deadline is None:
+        completion = await model.complete(request)
+        waited_s = 0.0
+    else:
+        try:
+            async with deadline:
+                completion = await model.complete(replace(request, deadline=deadline))
+        except TimeoutError:
+            if not deadline.has_passed:
+                raise
+            return cut_event(turn, clock, waited_s=deadline.waited_s)
+        waited_s = deadline.waited_s
     make_ids_unique(completion.message, trajectory.call_ids, turn=turn)
     why = why_unusable(completion, request, terms.options)
     if terms.options.repair_tool_names and why is None:
         repair_names(completion.message, tools.names)
-    return reply_event(turn, completion, clock, discarded=why)
+    return reply_event(turn, completion, clock, discarded=why, waited_s=waited_s)
+
+
+def _deadline(trajectory: Trajectory, terms: Terms) -> Deadline | None:
+    """When what is done next is to be cut off, if ever."""
+    limit = terms.options.max_conversation_s
+    if limit is None:
+        return None
+    return Deadline(limit - trajectory.outermost().at_work.seconds)
 
 
 async def _answer(
     calls: list[tuple[int, ToolCall]],
-    turn: int,
+    trajectory: Trajectory,
     tools: AgentTools,
     terms: Terms,
     record: Journal,
     on_event: StreamHandler | None,
 ) -> None:
+    turn = trajectory.turns
+
     async def answer(n: int, call: ToolCall) -> None:
         clock = Clock()
-        result = await tools.call(call) if n < RUN_CALLS else _ONE_TOO_MANY
+        result = _ONE_TOO_MANY
+        if n < RUN_CALLS:
+            result = await _call(call, None, tools, trajectory, terms)
         record(result_event(turn, n, call, result, clock))
         if on_event is not None:
             on_event(_told(call, result, clock))
@@ -110,6 +143,8 @@ async def _answer(
     if not terms.options.parallel_tools or tools.need_order(calls):
         for n, call in calls:
             await answer(n, call)
+            if over_time(trajectory, terms.options):
+                return
         return
     # Where one fails for good, what its neighbours are doing must still be recorded.
     done = await asyncio.gather(*(answer(n, call) for n, call in calls), return_exceptions=True)
@@ -118,9 +153,34 @@ async def _answer(
             raise failure
 
 
-async def _continue(move: Continue, tools: AgentTools, on_event: StreamHandler | None) -> Event:
+async def _call(
+    call: ToolCall, user_reply: str | None, tools: AgentTools, trajectory: Trajectory, terms: Terms
+) -> ToolResult:
+    """Run a call; a tool's is cut off when the time is over, a subagent sees to that itself."""
+    deadline = _deadline(trajectory, terms)
+    if deadline is None or tools.is_subagent(call["function"]["name"]):
+        return await tools.call(call, user_reply)
+    try:
+        async with deadline:
+            return await tools.call(call, user_reply)
+    except TimeoutError:
+        if not deadline.has_passed:
+            raise
+        words = _BROKEN_OFF.format("time_limit")
+        return ToolResult(words, True, {"failure": "interrupted"})
+
+
+async def _continue(
+    move: Continue,
+    trajectory: Trajectory,
+    tools: AgentTools,
+    terms: Terms,
+    on_event: StreamHandler | None,
+) -> Event:
     clock = Clock()
-    result = await tools.call(move.call, move.reply) if move.is_for_tool else None
+    result = None
+    if move.is_for_tool:
+        result = await _call(move.call, move.reply, tools, trajectory, terms)
     if result is not None and on_event is not None:
         on_event(_told(move.call, result, clock))
     return continued_event(move.result, move.reply, result, clock)

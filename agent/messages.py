@@ -106,8 +106,23 @@ class ReplyEvent(TypedDict):
     duration_s: float
     discarded: NotRequired[str]
     inherited: NotRequired[bool]
+    waited_s: NotRequired[float]
+    """How much of it was waiting for a turn; only where `max_conversation_s` needs to know."""
     batch_item: NotRequired[str]
     """The item of a batch that brought the reply, or should have: then a live call did."""
+
+
+class CutEvent(TypedDict):
+    """A model call that was cut off, because the time of the conversation was over.
+
+    Its reply would have been that of turn `turn`, and may have cost.
+    """
+
+    kind: Literal["cut"]
+    turn: int
+    started_at: float
+    duration_s: float
+    waited_s: NotRequired[float]
 
 
 class ResultEvent(TypedDict):
@@ -194,4 +209,13 @@ class SubEvent(TypedDict):
     event: Event
 
 
-Event = ReplyEvent | ResultEvent | NoteEvent | OpeningEvent | ResumedEvent | ForkedEvent | SubEvent
+Event = (
+    ReplyEvent
+    | CutEvent
+    | ResultEvent
+    | NoteEvent
+    | OpeningEvent
+    | ResumedEvent
+    | ForkedEvent
+    | SubEvent
+)

@@ -118,6 +118,12 @@ class AgentOptions(BaseModel):
     max_total_tokens: PositiveInt | None = meaning(
         None, "The same in tokens, read and written by all calls of the conversation."
     )
+    max_conversation_s: PositiveFloat | None = meaning(
+        None,
+        "Seconds per conversation, in model calls and tools, over all starts: at the end the "
+        "running call is cut off and the conversation ends as `time_limit`. Waiting for a turn "
+        "at the run's limits or for a batch does not count.",
+    )
     parallel_tools: bool = meaning(
         True, "Run the calls of one reply at the same time where their tools allow it."
     )

@@ -33,7 +33,8 @@ def take_up(
 
     move = next_move(trajectory, terms)
     calls = _under_way(move, tools, parallel=terms.options.parallel_tools)
-    interrupted, repeated = [], []
+    interrupted: list[tuple[int, ToolCall]] = []
+    repeated: list[tuple[int, ToolCall]] = []
     for n, call in calls:
         may_repeat = tools.is_idempotent(call["function"]["name"])
         (repeated if may_repeat else interrupted).append((n, call))

@@ -2,7 +2,7 @@
 
 A pure function of the trajectory, so that a conversation that was killed and replayed decides as
 it would have decided. Where several rules apply, the order in which they stand here decides:
-budget, length, completed, awaiting_input, repeat, errors, max_turns.
+budget, time_limit, length, completed, awaiting_input, repeat, errors, max_turns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Terms:
 def next_move(t: Trajectory, terms: Terms) -> Move:
     """Decide what happens next in conversation `t`."""
     options = terms.options
-    if end := _over_budget(t.outermost(), t.turns, options):
+    whole = t.outermost()
+    if end := _over_budget(whole, t.turns, options) or over_time(whole, options):
         # Subagents that a crash cut off end by themselves, as they would have ended without it.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return Answer(begun) if begun else end
@@ -99,6 +100,14 @@ def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> End | 
         spent = f"{whole.spent_tokens:,} tokens"
         return End("budget", f"{spent} are over the budget of {tokens:,} after turn {turns}")
     return None
+
+
+def over_time(t: Trajectory, options: AgentOptions) -> End | None:
+    """The end for the time that was taken: that of the outermost one, as the budget is."""
+    limit = options.max_conversation_s
+    if limit is None or (took_s := t.outermost().at_work.seconds) < limit:
+        return None
+    return End("time_limit", f"{took_s:.1f} s are over the limit of {limit:g} s")
 
 
 def _in_summary(t: Trajectory, options: AgentOptions) -> Move:

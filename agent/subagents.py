@@ -86,6 +86,7 @@ def options_of(subagent: Subagent, caller: AgentOptions) -> AgentOptions:
         repeat_limit=caller.repeat_limit,
         max_reasks=caller.max_reasks,
         max_cost_usd=caller.max_cost_usd,
+        max_conversation_s=caller.max_conversation_s,
         parallel_tools=caller.parallel_tools,
         bad_arguments=caller.bad_arguments,
         repair_tool_names=caller.repair_tool_names,

@@ -66,7 +66,7 @@ class SummarizingModel:
         if not self._is_long(shown) or not (upto := self._boundary(request.messages)):
             return await self._model.complete(asked)
         try:
-            await self._summarize(request.messages, upto)
+            await self._summarize(request, upto)
         except ModelError as error:
             if error.action == "stop_run":
                 raise
@@ -115,7 +115,8 @@ class SummarizingModel:
         gap = upto - max(self._trajectory.opening, *tried, 0)
         return upto if gap >= keep << failed else 0
 
-    async def _summarize(self, messages: Sequence[Message], upto: int) -> None:
+    async def _summarize(self, request: Request, upto: int) -> None:
+        messages, deadline = request.messages, request.deadline
         shown = self._shown(messages)
         older = shown[: len(shown) - (len(messages) - upto)]
         asked = [
@@ -125,10 +126,13 @@ class SummarizingModel:
         key = f"{STAGE}#{upto}"
         self._record_inner(key, STAGE, {"kind": "opening", "messages": asked})
         clock = Clock()
-        completion = await self._writer.complete(Request(asked))
+        waited_s = deadline.waited_s if deadline is not None else 0.0
+        completion = await self._writer.complete(Request(asked, deadline=deadline))
+        waited_s = deadline.waited_s - waited_s if deadline is not None else 0.0
         whole = completion.finish_reason == "stop" and completion.message["content"].strip()
         why = None if whole else _NO_SUMMARY
-        self._record_inner(key, STAGE, reply_event(1, completion, clock, discarded=why))
+        event = reply_event(1, completion, clock, discarded=why, waited_s=waited_s)
+        self._record_inner(key, STAGE, event)
 
 
 def latest_summary(t: Trajectory) -> tuple[int, str]:

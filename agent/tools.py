@@ -99,6 +99,10 @@ class AgentTools:
         """Answer a call. Every failure of the model or a tool is a result; see `Toolbox.call`."""
         return await self._call(call, user_reply)
 
+    def is_subagent(self, name: str) -> bool:
+        """Whether a conversation answers calls of this name."""
+        return name in self._subagents
+
     def is_idempotent(self, name: str) -> bool:
         """Whether a call may be repeated; a subagent goes on where it was instead."""
         return name in self._subagents or self._toolbox.is_idempotent(name)

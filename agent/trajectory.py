@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from agent.completion import Finish, finish_in
+from agent.deadline import TimeAtWork
 from agent.messages import (
     MOST_TOKENS,
+    CutEvent,
     Event,
     ForkedEvent,
     Message,
@@ -37,6 +39,7 @@ Status = Literal[
     "repeat",
     "errors",
     "budget",
+    "time_limit",
     "context_exceeded",
     "awaiting_input",
     "cannot_complete",
@@ -59,6 +62,8 @@ class Trajectory:
         """The replies that are part of the conversation."""
         self.discarded: list[ReplyEvent] = []
         """Replies that were unusable and asked for again."""
+        self.cut: list[CutEvent] = []
+        """Model calls that were cut off."""
         self.results: list[ResultEvent] = []
         self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
@@ -78,6 +83,8 @@ class Trajectory:
         """Tokens read and written by the same replies, as far as they are known."""
         self.uncounted = 0
         """Replies whose tokens are not all known."""
+        self.at_work = TimeAtWork()
+        """How long it was worked on, inner conversations included; see `max_conversation_s`."""
         self.reasks = 0
         """How many replies were discarded since the last one that was not."""
         self.noted: list[NoteEvent] = []
@@ -101,6 +108,9 @@ class Trajectory:
         match event["kind"]:
             case "reply":
                 self._apply_reply(event)
+            case "cut":
+                self._work(event)
+                self.cut.append(event)
             case "result":
                 self._apply_result(event)
             case "note":
@@ -112,6 +122,7 @@ class Trajectory:
                 self.resumes.append(event)
             case "forked":
                 self.forked = event
+                self.at_work = TimeAtWork()  # what came before was its parent's
             case "sub":
                 self.begin_inner(event["key"], event["name"]).apply(event["event"])
 
@@ -201,7 +212,7 @@ class Trajectory:
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
         response_id, started_at, duration_s; in runs by batches batch_item), `tool_calls` (one per
         result, in call order: turn, call, name, is_error, started_at, duration_s), `notes` (turn,
-        reason, text, at),
+        reason, text, at), `cut_calls` (model calls that were cut off, where there are any),
         `discarded` (replies that were asked for again, whole, with the reason), `inner` (one per
         subagent or stage: key, name, and the keys of a record), `resumes`, `api_calls`, `usage`
         and `cost_usd` (both with all that was paid for), `model_returned`, and of a branch `fork`
@@ -236,6 +247,8 @@ class Trajectory:
             "cost_usd": self.cost_usd(),
             "model_returned": self.replies[-1]["model"] if self.replies else None,
         }
+        if self.cut:
+            record["cut_calls"] = [_without_kind(cut) for cut in self.cut]
         return record if self.forked is None else record | {"fork": _without_kind(self.forked)}
 
     def _open(self, opening: Sequence[Message]) -> None:
@@ -248,6 +261,7 @@ class Trajectory:
 
     def _apply_reply(self, event: ReplyEvent) -> None:
         self._pay(event)
+        self._work(event)
         if "discarded" in event:
             self.discarded.append(event)
             self.reasks += 1
@@ -279,7 +293,15 @@ class Trajectory:
         if self._outer is not None:
             self._outer._pay(event)
 
+    def _work(self, event: ReplyEvent | CutEvent | ResultEvent) -> None:
+        ended = event["started_at"] + event["duration_s"]
+        waited_s = event.get("waited_s", 0.0)
+        assert isinstance(waited_s, float | int)
+        self.outermost().at_work.add(event["started_at"] + waited_s, ended)
+
     def _apply_result(self, event: ResultEvent) -> None:
+        if event["message"]["tool_call_id"] not in self.inner:
+            self._work(event)  # a subagent's own calls tell of its work
         self._results_of_turn[event["call"]] = event
         if "reply" in event:
             self._apply_continued(event)

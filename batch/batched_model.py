@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple
@@ -114,7 +115,8 @@ class BatchedModel:
             time += 1
         self._used.add(id)
         try:
-            completion = await self._by_batch(id, request)
+            with request.deadline.waiting() if request.deadline is not None else nullcontext():
+                completion = await self._by_batch(id, request)
             if completion is None:
                 completion = await self._live.complete(request)
         except BaseException:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from agent.deadline import Deadline
 from agent.messages import FinishReason, Message, Usage
 from agent.stream import StreamHandler
 
@@ -38,6 +39,8 @@ class Request:
     on_delta: StreamHandler | None = None
     """Told of the reply's parts as they arrive; None asks for the reply in one piece. It must not
     raise: see `agent.stream.guarded`."""
+    deadline: Deadline | None = None
+    """Told of the times in which others are waited for; None where nobody counts."""
 
 
 class Overtaken(Exception):

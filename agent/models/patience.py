@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
@@ -92,7 +93,8 @@ class PatientModel:
         if self._gate is None:
             return await self._attempt(request)
         came = time.monotonic()
-        permit = await self._gate.enter(lambda: claim(request, self._settings))
+        with request.deadline.waiting() if request.deadline is not None else nullcontext():
+            permit = await self._gate.enter(lambda: claim(request, self._settings))
         patience.waited_s += permit.sent_at - came
         outcome: Completion | ModelError | None = None
         try:
