@@ -31,6 +31,7 @@ class Group:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self.bounds_memory = any(map(_memory_limit, paths))
+        self._counters = [counter for path in paths for counter in _counters(path)]
 
     def joined(self, argv: Sequence[str]) -> list[str]:
         """Return a command that runs `argv` in the group."""
@@ -38,7 +39,7 @@ class Group:
 
     def refusals(self) -> int:
         """How often processes or memory were refused in it, by whosever limit."""
-        return sum(map(_refusals, self.paths))
+        return sum(map(_count, self._counters))
 
     def was_full(self) -> bool:
         """Whether it has ever held as many processes as it may."""
@@ -127,16 +128,39 @@ def can_bound_memory() -> bool:
 
 def refusals_here() -> int:
     """How often processes or memory were refused in the group of this process itself."""
-    return sum(map(_refusals, _own()))
+    return sum(map(_count, _own()))
 
 
-def _refusals(group: Path) -> int:
-    # With what is not local, newer systems count the groups beneath as well.
-    local = group / "pids.events.local"
-    pids = _value(local if local.exists() else group / "pids.events", "max")
-    local = group / "memory.events.local"
-    kills = _value(local if local.exists() else group / "memory.events", "oom_kill")
-    return pids + kills + _value(group / "memory.oom_control", "oom_kill")
+_Counter = tuple[str, bytes]
+"""A file, and what begins the line that counts."""
+
+
+def _counters(group: Path) -> list[_Counter]:
+    """What counts refusals in a group. Looked up once, because it is read around each call."""
+    found = []
+    for names, counts in (
+        # With what is not local, newer systems count the groups beneath as well.
+        (("pids.events.local", "pids.events"), b"max "),
+        (("memory.events.local", "memory.events", "memory.oom_control"), b"oom_kill "),
+    ):
+        there = [group / name for name in names if (group / name).exists()]
+        found += [(str(path), counts) for path in there[:1]]
+    return found
+
+
+def _count(counter: _Counter) -> int:
+    path, begins = counter
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        for line in os.read(fd, 4096).splitlines():
+            if line.startswith(begins):
+                return int(line[len(begins) :])
+    finally:
+        os.close(fd)
+    return 0
 
 
 def _memory_limit(group: Path) -> bool:
@@ -209,8 +233,8 @@ def _candidates(controller: str) -> Iterator[Path]:
 
 
 @cache
-def _own() -> tuple[Path, ...]:
-    """The groups of this process that count refusals."""
+def _own() -> tuple[_Counter, ...]:
+    """What counts refusals in the groups of this process."""
     found = []
     for controllers, own in _memberships():
         for controller in ("pids", "memory"):
@@ -220,4 +244,4 @@ def _own() -> tuple[Path, ...]:
         if not controllers:
             at = _ROOT / own
             found.append(at if at.is_dir() else _ROOT)
-    return tuple(found)
+    return tuple(counter for path in dict.fromkeys(found) for counter in _counters(path))
