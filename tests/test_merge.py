@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batch.checksum import without_checksum
+from batch.checksum import read_object, with_checksum
 from tests.faults.oracle import finished_lines, resume_and_judge
 from tests.running import SCRIPTED, ids, run, write_rows
 
@@ -70,8 +70,9 @@ def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -
     assert "2 of them were in two runs, equal" in merged.stdout
     resume_and_judge(cwd, {**SCRIPTED, "run_name": "m", "dataset_file": "a.jsonl"}, tasks=2)
     records = cwd / "trajectories" / "twin" / "records.jsonl"
-    changed = [without_checksum(line) for line in records.read_bytes().splitlines(keepends=True)]
-    records.write_bytes(b"".join(changed).replace(b'"y"', b'"z"', 1))
+    first, *rest = records.read_bytes().splitlines(keepends=True)
+    changed = orjson.dumps(read_object(first)).replace(b'"y"', b'"z"', 1)
+    records.write_bytes(b"".join([with_checksum(changed), *rest]))
     refused = run(cwd, "merge", "a", "twin", into="n")
     assert refused.returncode == 2
     assert "1 tasks have different records in two runs: p" in refused.stderr
