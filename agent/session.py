@@ -20,6 +20,7 @@ from agent.loop import close_calls
 from agent.messages import Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
+from agent.models.patience import Retry
 from agent.models.pool import ModelPool
 from agent.models.scripted import ScriptedTurn
 from agent.moves import End
@@ -57,7 +58,7 @@ class AgentSetup:
     system_prompt: str | None = None
     script: Sequence[ScriptedTurn] = ()
     on_event: StreamHandler | None = None
-    on_retry: Callable[[str], None] = lambda words: None
+    on_retry: Callable[[Retry], None] = lambda retry: None
     journal: Journal = lambda event: None
     """Told of every event as it happens."""
     transcript_dir: Path | None = None
@@ -246,7 +247,7 @@ class AgentSession:
             journal = self._open_journal(stack)
             pool = ModelPool(
                 key_of=lambda asked: key_for(asked, setup.settings, setup.api_key),
-                on_retry=lambda _, words: setup.on_retry(words),
+                on_retry=lambda _, retry: setup.on_retry(retry),
             )
             stack.push_async_callback(pool.close)
             home = Home(setup.common, space, pool, setup.call_timeout_s)

@@ -47,6 +47,7 @@ class CallGate:
         rpm: float | None = None,
         tpm: float | None = None,
         stock: float = 1.0,
+        has_answered: bool = False,
     ) -> None:
         """`on_refusal` is told of each refusal (429) at once: what the endpoint asked for, and when
         the call was sent. `rpm` and `tpm` bound requests and tokens per minute; with a `stock`
@@ -60,7 +61,7 @@ class CallGate:
         self._tokens_pace = Pace(tpm, now=now, stock=stock)
         self._has_tpm = tpm is not None
         self._mean_reply_tokens = 0.0
-        self.has_answered = False
+        self.has_answered = has_answered
         self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
         self._in_flight = 0
         self._not_before = 0.0

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
-from agent.models.model import Model, ModelSettings, url_of
+from agent.models.model import Model, url_of
 from agent.models.names import read_key
 from agent.models.patience import PatientModel
-from agent.models.pool import ModelPool
+from agent.models.pool import ModelPool, OnRetry
 from batch.batched_model import BatchedModel, Desk
 from batch.call_gate import CallGate, Load
 from batch.limiter import Bounds
@@ -34,23 +34,23 @@ class Calls:
         by_batch: bool,
         clock_offset_s: float,
         send: Callable[..., None],
-        on_retry: Callable[[ModelSettings, str], None],
+        on_retry: OnRetry,
     ) -> None:
         """`bounds` are those of the run, by endpoint; this is worker `number` of some `workers`.
         `proven` are the base URLs that have answered before. With `by_batch` calls go by batches
         first. See `WorkerSetup.clock_offset_s`.
 
-        `send(type, **fields)` reaches the parent. `on_retry` is told, in words, about every
-        failure that is waited out.
+        `send(type, **fields)` reaches the parent. `on_retry` is told of every failure that
+        is waited out.
         """
         self._send = send
         self._clock_offset_s = clock_offset_s
         self._part, self._stock = 1 / workers, 1 - number % workers / workers
         self._purse = Purse(bounds=budget, tell=lambda told: send("purse", told=told))
+        self._proven_before = frozenset(proven)
         self._gates = {
             endpoint: self._gate(endpoint, of_one) for endpoint, of_one in bounds.items()
         }
-        self._proven_before = frozenset(proven)
         self._desk = Desk(send) if by_batch else None
         self._loads = dict.fromkeys(bounds, Load())
         self.pool = ModelPool(
@@ -137,6 +137,7 @@ class Calls:
             tpm=bounds.tpm and bounds.tpm * self._part,
             stock=self._stock,
             purse=self._purse,
+            has_answered=url_of(endpoint) in self._proven_before,
             on_refusal=lambda retry_after_s, sent_at: self._send(
                 "refused",
                 endpoint=endpoint,

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from agent.models.model import url_of
 from agent.moves import End
 from batch.budget import Ledger, RunBudget
 from batch.config import RunConfig
@@ -29,6 +30,7 @@ from batch.index import PASSED
 from batch.journal import Inflight, next_worker_number
 from batch.limits import RunLimits
 from batch.models import Setups, bounds_of
+from batch.outages import Outages
 from batch.progress import Progress
 from batch.prompts import Task
 from batch.purse import Amount
@@ -90,7 +92,7 @@ class Supervisor:
         first_number = next_worker_number(run_dir.inflight)
         self._crew = Crew(executor, config, first_number=first_number)
         self._failed_starts = 0
-        self._noted = False
+        self._outages = Outages(setup.proven, say=progress.say)
         self._signals = 0
         self._stop_reason: str | None = None
         self.is_out_of_budget = False
@@ -117,13 +119,16 @@ class Supervisor:
                 self._keep_budget()
                 self._deal()
                 self._keep_waves()
-                words = (self._waves.in_words(), self.limits.in_words(), self.budget.in_words())
-                self._progress.show(self._crew.held, ", ".join(filter(None, words)))
+                self._progress.show(self._crew.held, self._in_words())
             self._dismiss_workers()
         finally:
             self._crew.kill()
             self._waves.close()
         return self._stop_reason
+
+    def _in_words(self) -> str:
+        parts = (self._outages, self._waves, self.limits, self.budget)
+        return ", ".join(filter(None, (part.in_words() for part in parts)))
 
     def _is_over(self) -> bool:
         if self._crew.held:
@@ -209,14 +214,16 @@ class Supervisor:
                 self._waves.ask(worker, header["id"], header["model"], payload, header["most"])
             case "load":
                 self.limits.on_load(worker, header["endpoint"], header["load"])
+                if header["load"]["replies"]:
+                    self._outages.on_replies(url_of(header["endpoint"]))
             case "refused":
                 self.limits.on_refusal(
                     header["endpoint"], header["retry_after_s"], header["sent_at"]
                 )
             case "purse":
                 self.budget.on_purse(worker, header["told"])
-            case "note":
-                self._note(header["message"])
+            case "outage":
+                self._outages.note(header["url"], header["words"], header["left_s"])
             case "say":
                 self._progress.say(header["message"])
             case "halt":
@@ -231,13 +238,6 @@ class Supervisor:
             )
         if len(self._failed_now) == _FAILURES_SHOWN:
             self._progress.say(f"further failures: {self._run_dir.path / 'failures.jsonl'}")
-
-    def _note(self, message: str) -> None:
-        if not self._noted:
-            self._noted = True
-            self._progress.say(
-                f"waiting for the endpoint: no call has succeeded yet (see --base_url): {message}"
-            )
 
     def _release(self, worker: WorkerLink, key: bytes) -> None:
         worker.held.pop(key, None)
@@ -381,6 +381,9 @@ class Supervisor:
         self._signals += 1
         if self._signals == 1 and self._stop_reason is not None:
             self._progress.say("already stopping; interrupt again to stop at once")
+        elif self._signals == 1 and self._outages.are_all():
+            self._progress.say("stopping: no call has succeeded, so there is nothing to wait for")
+            self._stop("", grace_s=0.0)
         elif self._signals == 1:
             self._progress.say(
                 f"stopping: running turns get {self._config.grace_s:g} s to finish; "
@@ -390,14 +393,16 @@ class Supervisor:
         else:
             self._crew.kill()
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, *, grace_s: float | None = None) -> None:
+        """Stop the run; turns get `grace_s` to finish, by default what the user says."""
+        grace_s = self._config.grace_s if grace_s is None else grace_s
         if self._stop_reason is not None:
             self._stop_reason = self._stop_reason or reason
             return
         self._stop_reason = reason
-        self._kill_at = time.monotonic() + self._config.grace_s + KILL_AFTER_GRACE_S
+        self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
         self._waves.stop()
-        self._crew.tell(pack("stop", grace_s=self._config.grace_s))
+        self._crew.tell(pack("stop", grace_s=grace_s))
 
     def _dismiss_workers(self) -> None:
         """Let the workers go, and hear what they say last of limits and money."""

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from agent.models.model import ModelSettings
+from agent.models.patience import Retry
 from batch.calls import Calls
 from batch.catalog import catalog_of
 from batch.files import StorageError
@@ -48,6 +49,8 @@ from toolsets.sandbox import sandbox_problem
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
+
+_TELL_EVERY_S = 1.0
 
 
 def worker_main(connection: Connection, setup: WorkerSetup) -> None:
@@ -105,7 +108,7 @@ class Worker:
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self.is_stopping = False
-        self._told = False
+        self._told_at: dict[str, float] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._exit = asyncio.Event()
         self._cpu_s, self._asked_at = time.process_time(), time.monotonic()
@@ -237,12 +240,20 @@ class Worker:
         for task in self._running.values():
             task.cancel()
 
-    def _on_retry(self, asked: ModelSettings, words: str) -> None:
-        """Log every retry; tell the user of the first while the endpoint has never answered."""
-        log.info("%s: %s", asked.base_url, words)
-        if asked.base_url not in self._calls.proven and not self._told:
-            self._told = True
-            self.send("note", message=f"{asked.base_url}: {words}")
+    def _on_retry(self, asked: ModelSettings, retry: Retry) -> None:
+        """Log every retry; tell the parent of one a second, which it shows while nothing answers.
+
+        That an endpoint which has answered wants fewer calls is no outage.
+        """
+        url = asked.base_url or ""
+        log.info("%s: %s", url, retry)
+        now = time.monotonic()
+        is_told = now - self._told_at.get(url, -_TELL_EVERY_S) < _TELL_EVERY_S
+        if is_told or (retry.kind == "rate_limited" and url in self._calls.proven):
+            return
+        self._told_at[url] = now
+        words = f"{retry.kind}: {retry.words}"
+        self.send("outage", url=url, words=words, left_s=retry.left_s)
 
     def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback failed, and what it was to do is lost: by the machine's fault, all stops."""

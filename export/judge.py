@@ -101,7 +101,9 @@ class _Asking:
 
     async def ask_all(self, questions: Iterable[tuple[str, Question]]) -> None:
         """Hold `max_in_flight` questions at the endpoint until none is left."""
-        model = open_model(self._settings, api_key=self._api_key, on_retry=say)
+        model = open_model(
+            self._settings, api_key=self._api_key, on_retry=lambda retry: say(str(retry))
+        )
         in_flight: set[asyncio.Task[_Asked]] = set()
         try:
             for record_id, question in questions:

@@ -183,6 +183,7 @@ class LateGate:
     """A gate at which a turn comes later than the conversation may last."""
 
     sent_at = 0.0
+    has_answered = False
 
     async def enter(self, claim: Any) -> LateGate:
         await asyncio.sleep(4.0)

@@ -779,7 +779,7 @@ def test_the_url_of_a_known_provider_means_that_provider(
     """Its key and its prices; so no name sends the key of one to another."""
     found = resolve(f"{prefix}m", base_url=url)
     assert (found.provider, found.key_env) == (provider, f"{provider.upper()}_API_KEY")
-    own = EndpointConfig(base_url=url).to_endpoint()
+    own = EndpointConfig.model_validate({"base_url": url}).to_endpoint()
     assert (own.provider, own.key_env) == (found.provider, found.key_env)
     assert resolve(f"{prefix}m", base_url=url, key_env="MINE").key_env == "MINE"
     if not prefix:
@@ -802,7 +802,7 @@ def test_the_url_of_a_known_provider_means_that_provider(
 def test_a_url_that_only_looks_like_a_known_provider_s_is_one_s_own(url: str) -> None:
     found = resolve("m", base_url=url)
     assert (found.provider, found.key_env, found.base_url) == (None, None, url)
-    assert EndpointConfig(base_url=url).to_endpoint().key_env == "none"
+    assert EndpointConfig.model_validate({"base_url": url}).to_endpoint().key_env == "none"
 
 
 def test_the_habits_of_a_known_provider_come_with_its_url() -> None:

@@ -48,7 +48,9 @@ def ask(root: str, api: str, *, times: int = 1, at_once: int = 1, **options: Any
     settings = ModelSettings(name="m", api=api, base_url=root + PATHS[api], key_env=None, **options)
 
     async def ask_all() -> Completion:
-        model = open_model(settings, api_key="sk-canary-refusals", on_retry=pytest.fail)
+        model = open_model(
+            settings, api_key="sk-canary-refusals", on_retry=lambda retry: pytest.fail(str(retry))
+        )
         request = Request([Message(role="user", content="temperature is not supported")])
         try:
             for _ in range(times):
@@ -283,7 +285,7 @@ def test_what_was_blamed_in_vain_is_not_remembered(caplog: pytest.LogCaptureFixt
         settings = ModelSettings(
             name="m", api="openai_chat", base_url=f"{root}/v1", key_env=None, temperature=0.5
         )
-        model = open_model(settings, api_key="k", on_retry=pytest.fail)
+        model = open_model(settings, api_key="k", on_retry=lambda retry: pytest.fail(str(retry)))
         for _ in range(2):
             with pytest.raises(ModelError):
                 await model.complete(Request([Message(role="user", content="x")]))
@@ -312,7 +314,9 @@ def test_a_stream_asks_again_too() -> None:
         )
 
         async def listen() -> Completion:
-            model = open_model(settings, api_key="k", on_retry=pytest.fail)
+            model = open_model(
+                settings, api_key="k", on_retry=lambda retry: pytest.fail(str(retry))
+            )
             try:
                 opening = [Message(role="user", content="x")]
                 return await model.complete(Request(opening, on_delta=lambda event: None))

@@ -689,7 +689,9 @@ def test_a_model_asked_beside_it_may_speak_the_other_dialect() -> None:
 def test_a_model_is_opened_by_its_dialect() -> None:
     async def ask() -> Completion:
         model = open_model(
-            replace(SETTINGS, base_url=endpoint.url), api_key=KEY, on_retry=pytest.fail
+            replace(SETTINGS, base_url=endpoint.url),
+            api_key=KEY,
+            on_retry=lambda retry: pytest.fail(str(retry)),
         )
         try:
             return await model.complete(Request([user("Go.")], TOOLS))

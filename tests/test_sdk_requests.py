@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class Sent(NamedTuple):
     body: Any
 
 
-def taken_down(send: Callable[[str], Awaitable[None]]) -> Sent:
+def taken_down(send: Callable[[str], Coroutine[Any, Any, None]]) -> Sent:
     """What comes of a request; all are refused."""
     sent: list[Sent] = []
 
@@ -370,7 +370,7 @@ def test_an_account_that_is_stopped_stops_the_run(
         return 200, reply
 
     with answering(answer) as (root, _):
-        given = {
+        given: dict[str, Any] = {
             **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
             **{"model": "anthropic:m", "base_url": root, "key_env": "none"},
             **{"num_workers": 1, "batch_size": 2},

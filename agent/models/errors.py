@@ -128,14 +128,20 @@ class ModelError(Exception):
         *,
         retry_after_s: float | None = None,
         was_sent: bool = True,
+        is_lasting: bool = False,
         code: str = "",
         param: str = "",
     ) -> None:
-        """`was_sent` False tells that the request certainly never reached the endpoint."""
+        """`was_sent` False tells that the request certainly never reached the endpoint.
+
+        `is_lasting` tells of what hardly passes by itself, such as a name that nobody knows: an
+        endpoint that has never answered is then given up sooner.
+        """
         super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
         self._was_sent = was_sent
+        self.is_lasting = is_lasting
         self.code = code
         """The code, or else the type, that the endpoint gave to the error; "" for none."""
         self.param = param

@@ -35,6 +35,11 @@ class Permit(Protocol):
 class Gate(Protocol):
     """Lets the attempts of one endpoint through."""
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether the endpoint has ever answered a call."""
+        ...
+
     async def enter(self, claim: Callable[[], Claim]) -> Permit:
         """Wait until an attempt may be made; may raise to call it off.
 

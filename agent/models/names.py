@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from agent.models.gate import Gate
 from agent.models.model import ModelSettings
-from agent.models.patience import PatientModel
+from agent.models.patience import PatientModel, Retry
 
 Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
 
@@ -86,7 +86,7 @@ def resolve_model(
     and, unless the name has a prefix, takes the price table's provider with it. One that is a
     known provider's brings that provider's key and prices, and its dialect to a bare name.
 
-    Raises `UnknownModel`.
+    Raises `UnknownModel`, and `UnusableProxy` where no call could leave.
     """
     prefix, colon, rest = _parts(name)
     if name == SCRIPTED:
@@ -94,6 +94,7 @@ def resolve_model(
             name=name, api=SCRIPTED, base_url=None, key_env=None, reference=name, **options
         )
     if colon and (own := endpoints.get(prefix)):
+        _check_proxy(own.base_url)
         return ModelSettings(
             name=rest,
             api=own.api,
@@ -117,16 +118,23 @@ def resolve_model(
     there = known_at(base_url) if base_url is not None else None
     endpoint = known or there or ENDPOINTS["openrouter"]
     payee = there or (None if own_endpoint and not known else endpoint)
-    api = api or endpoint.api
+    dialect = api or endpoint.api
+    _check_proxy(base_url or endpoint.base_url)
     return ModelSettings(
         name=rest if known else name,
-        api=api,
-        base_url=root_of(base_url or endpoint.base_url, api),
+        api=dialect,
+        base_url=root_of(base_url or endpoint.base_url, dialect),
         key_env=key_env or (payee and payee.key_env),
         provider=payee and payee.provider,
         reference=name,
         **options,
     )
+
+
+def _check_proxy(base_url: str) -> None:
+    from agent.models.proxies import proxy_for
+
+    proxy_for(base_url)
 
 
 def known_at(base_url: str) -> Endpoint | None:
@@ -221,11 +229,11 @@ def open_model(
     settings: ModelSettings,
     *,
     api_key: str,
-    on_retry: Callable[[str], None],
+    on_retry: Callable[[Retry], None],
     gate: Gate | None = None,
 ) -> PatientModel:
     """A model ready to be asked, in the running event loop; see `PatientModel`."""
     from agent.models.endpoint_model import EndpointModel
 
     adapter = EndpointModel(settings, api_key)
-    return PatientModel(adapter, settings, on_retry=on_retry, gate=gate)
+    return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)

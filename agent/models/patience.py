@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
 
-from agent.models.errors import ModelError
+from agent.models.errors import Kind, ModelError
 from agent.models.gate import Gate
+from agent.models.keys import Key
 from agent.models.model import Adapter, Completion, ModelSettings, Request
 from agent.models.prices import claim, priced
 from agent.stream import StreamEvent
@@ -22,6 +24,29 @@ MAX_WAIT_S = 60.0
 _backoff = wait_exponential_jitter(initial=1, max=MAX_WAIT_S, jitter=1)
 
 
+_LASTING_ATTEMPTS = 4
+"""Of a call that fails in a way which hardly passes, at an endpoint that has never answered: some
+ten seconds, in which a network may come up."""
+
+
+class Retry(NamedTuple):
+    """A failure that is waited out."""
+
+    kind: Kind
+    words: str
+    attempt: int
+    """The number of the one that failed."""
+    wait_s: float
+    left_s: float
+    """For about how long the call will still be tried."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: {self.words}; attempt {self.attempt}, next in {self.wait_s:.1f} s, "
+            f"given up in {self.left_s:.0f} s"
+        )
+
+
 class PatientModel:
     """A model whose passing failures are waited out, and whose replies carry their price."""
 
@@ -30,21 +55,24 @@ class PatientModel:
         adapter: Adapter,
         settings: ModelSettings,
         *,
-        on_retry: Callable[[str], None],
+        api_key: str,
+        on_retry: Callable[[Retry], None],
         gate: Gate | None = None,
     ) -> None:
-        """`on_retry` is told, in words, about every failure that is waited out.
+        """`on_retry` is told of every failure that is waited out.
 
-        Each attempt passes `gate`, if there is one.
+        `api_key` is taken out of error messages, of whatever adapter they are. Each attempt passes
+        `gate`, if there is one.
         """
         self._adapter = adapter
+        self._key = Key(api_key)
+        self._has_answered = False
         self._on_retry = on_retry
         self._settings = settings
         self._gate = gate
         self._retrying = AsyncRetrying(
             retry=retry_if_exception(_is_passing),
             wait=_wait,
-            before_sleep=self._tell,
             reraise=True,
         )
 
@@ -62,7 +90,7 @@ class PatientModel:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
         if self._settings.stream_replies and request.on_delta is None:
             request = replace(request, on_delta=_to_nobody)
-        patience = _Patience(self._settings)
+        patience = _Patience(self._settings, self._most_attempts)
         try:
             return await self._ask(request, patience)
         except ModelError as error:
@@ -85,7 +113,10 @@ class PatientModel:
                 raise failed.pop()
             return await self._ask(request, patience)
 
-        retrying = self._retrying.copy(stop=patience.is_at_its_end)
+        def tell(state: RetryCallState) -> None:
+            self._on_retry(patience.retry(state))
+
+        retrying = self._retrying.copy(stop=patience.is_at_its_end, before_sleep=tell)
         completion: Completion = await retrying(attempt)
         return completion
 
@@ -110,16 +141,18 @@ class PatientModel:
         try:
             completion = await self._adapter.complete(request)
         except ModelError as error:
+            error.args = (self._key.out_of_text(str(error)),)
             error.endpoint = self._settings.base_url
             error.key_env = self._settings.key_variable
             raise
+        self._has_answered = True
         return priced(completion, self._settings)
 
-    def _tell(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        wait_s = state.next_action.sleep if state.next_action else 0.0
-        kind = error.kind if isinstance(error, ModelError) else "?"
-        self._on_retry(f"{kind}: {error}; attempt {state.attempt_number}, next in {wait_s:.1f} s")
+    def _most_attempts(self, error: ModelError) -> int:
+        """How often a call is tried that fails so, as far as failures count."""
+        most = self._settings.call_attempts
+        answered = self._has_answered or (self._gate is not None and self._gate.has_answered)
+        return min(most, _LASTING_ATTEMPTS) if error.is_lasting and not answered else most
 
 
 def _to_nobody(event: StreamEvent) -> None:
@@ -129,8 +162,10 @@ def _to_nobody(event: StreamEvent) -> None:
 class _Patience:
     """How long one call is tried."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelSettings, most: Callable[[ModelError], int]) -> None:
+        """`most` tells how many attempts there are for a call that fails in some way."""
         self._settings = settings
+        self._most = most
         self._failures = 0
         self._began_at = time.monotonic()
         self.waited_s = 0.0
@@ -138,14 +173,35 @@ class _Patience:
 
     def is_at_its_end(self, state: RetryCallState) -> bool:
         """A rate limit says nothing about the task either, so it only counts against the clock."""
-        tried_s = time.monotonic() - self._began_at - self.waited_s
-        if tried_s >= self._settings.call_timeout_s:
+        if self._left_s() <= 0:
             return True
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, ModelError) and error.kind == "rate_limited":
+        error = _error(state)
+        if error.kind == "rate_limited":
             return False
         self._failures += 1
-        return self._failures >= self._settings.call_attempts
+        return self._failures >= self._most(error)
+
+    def retry(self, state: RetryCallState) -> Retry:
+        """What is said of a failure, once it is decided that it is waited out."""
+        error = _error(state)
+        wait_s = state.next_action.sleep if state.next_action else 0.0
+        left_s = self._left_s()
+        if error.kind != "rate_limited":
+            later = range(self._failures + 1, self._most(error))
+            pauses = (min(2.0 ** (n - 1), MAX_WAIT_S) for n in later)
+            left_s = min(left_s, wait_s + sum(pauses))
+        return Retry(error.kind, str(error), state.attempt_number, wait_s, left_s)
+
+    def _left_s(self) -> float:
+        tried_s = time.monotonic() - self._began_at - self.waited_s
+        return self._settings.call_timeout_s - tried_s
+
+
+def _error(state: RetryCallState) -> ModelError:
+    """What failed the last attempt; nothing else is tried again."""
+    error = state.outcome.exception() if state.outcome else None
+    assert isinstance(error, ModelError)
+    return error
 
 
 def _is_passing(error: BaseException) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from agent.models.gate import Gate
 from agent.models.model import ModelSettings
 from agent.models.names import open_model
-from agent.models.patience import PatientModel
+from agent.models.patience import PatientModel, Retry
 
 KeyOf = Callable[[ModelSettings], str]
-OnRetry = Callable[[ModelSettings, str], None]
+OnRetry = Callable[[ModelSettings, Retry], None]
 
 
 class ModelPool:
@@ -25,7 +25,7 @@ class ModelPool:
     ) -> None:
         """`key_of` gives the API key for a model's endpoint, `gate_of` where its calls wait.
 
-        `on_retry` is told, in words, about every failure that is waited out.
+        `on_retry` is told of every failure that is waited out.
         """
         self._key_of = key_of
         self._on_retry = on_retry
@@ -38,7 +38,7 @@ class ModelPool:
             model = self._open[settings] = open_model(
                 settings,
                 api_key=self._key_of(settings),
-                on_retry=lambda words: self._on_retry(settings, words),
+                on_retry=lambda retry: self._on_retry(settings, retry),
                 gate=self._gate_of(settings),
             )
         return model

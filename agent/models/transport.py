@@ -13,8 +13,8 @@ import json
 import logging
 import os
 import ssl
-import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -25,6 +25,7 @@ from yarl import URL
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
+from agent.models.proxies import proxy_for
 from agent.models.replies import error_behind_200, refusal_of
 from agent.models.streaming import Assembly
 from toolsets.errors import HOST_ERRNOS, HostError, in_words
@@ -43,6 +44,9 @@ _CONNECT_S = 60.0
 _TAIL_S = 0.1
 """For what follows the last event of a stream; without its end a connection is not used again."""
 
+_OF_GATEWAYS = frozenset({502, 503, 504})
+"""What a proxy says of an endpoint that it does not reach."""
+
 _END_OF_STREAM = "[DONE]"
 
 
@@ -54,6 +58,7 @@ class Transport:
         self._base_url = (base_url or "").rstrip("/")
         self._key = Key(secret)
         self._was_echoed = False
+        self._proxy = proxy_for(self._base_url)
         # Not the session's own: aiohttp tells those to a proxy too, in the clear, and so the key.
         self._headers = {
             "Accept": "application/json",
@@ -68,7 +73,7 @@ class Transport:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             # Not `trust_env`, which reads the environment and a file for each call.
-            proxy=_proxy_for(URL(self._base_url)),
+            proxy=self._proxy and self._proxy.url,
         )
 
     async def post(
@@ -156,23 +161,47 @@ class Transport:
         headers = {
             name.lower(): self._key.out_of_text(value) for name, value in response.headers.items()
         }
-        return refusal_of(response.status, headers, self.clean(body))
+        error = refusal_of(response.status, headers, self.clean(body))
+        if response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+            return self._refusal_of_the_proxy(response.status, response.reason or "")
+        if self._proxy and response.status in _OF_GATEWAYS:
+            error.args = (f"{error} (by way of {self._proxy.words})",)
+        return error
+
+    def _refusal_of_the_proxy(self, status: int, reason: str) -> ModelError:
+        words = f"{self._proxy.words if self._proxy else 'a proxy'}: HTTP {status} {reason}".strip()
+        if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+            words += "; it wants a user and a password, as in http://USER:PASSWORD@HOST:PORT"
+        return ModelError("connection", words, was_sent=False, is_lasting=True)
 
     def _of_the_connection(self, error: aiohttp.ClientError | OSError) -> ModelError | HostError:
         """A failure to connect, a cut connection, or what came was no HTTP or beyond measure."""
-        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        if isinstance(error, aiohttp.ClientHttpProxyError):
+            return self._refusal_of_the_proxy(error.status, error.message)
+        cause: BaseException = error
+        is_lasting = False
+        while isinstance(cause, aiohttp.ClientConnectorError):
+            is_lasting = is_lasting or isinstance(cause, aiohttp.ClientConnectorDNSError)
+            cause = cause.os_error
         unsent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
         was_sent = not isinstance(error, unsent)
+        words = ""
         if isinstance(cause, OSError):
+            if cause.errno in HOST_ERRNOS:
+                return HostError(f"model call: {in_words(cause.errno)}")
             # asyncio puts an address where the system's words belong; look-ups of names have none.
             number = cause.errno or 0
-            words = os.strerror(number) if number > 0 else cause.strerror
-            if cause.errno in HOST_ERRNOS:
-                return HostError(f"model call: {in_words(number)}")
-            if words:
-                return ModelError("connection", words, was_sent=was_sent)
-        words = ": ".join(filter(None, (type(cause).__name__, str(cause))))
-        return ModelError("connection", self._key.out_of_text(words), was_sent=was_sent)
+            words = (os.strerror(number) if number > 0 else cause.strerror) or ""
+        words = words or ": ".join(filter(None, (type(cause).__name__, str(cause))))
+        if is_lasting:
+            words = f"its name cannot be resolved ({words})"
+        of_the_way = (aiohttp.ClientProxyConnectionError, aiohttp.ClientConnectorDNSError)
+        if self._proxy and isinstance(error, of_the_way):
+            words = f"{self._proxy.words}: {words}"
+        elif self._proxy:
+            words += f" (by way of {self._proxy.words})"
+        words = self._key.out_of_text(words)
+        return ModelError("connection", words, was_sent=was_sent, is_lasting=is_lasting)
 
     async def _read_stream(
         self, response: aiohttp.ClientResponse, assembly: Assembly, idle_timeout_s: float
@@ -260,12 +289,3 @@ async def _events(
     except httpx2.SSEError as error:
         words = f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
         raise ModelError("malformed", words) from error
-
-
-def _proxy_for(url: URL) -> str | None:
-    """The proxy that the environment names for an endpoint, by the usual variables."""
-    if not url.host or urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
-        return None
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(url.scheme, proxies.get("all"))
-    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"

@@ -1,0 +1,308 @@
+"""Endpoints that cannot be reached: what is said, how long it is waited for, and how to end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from agent.models.endpoint_model import EndpointModel
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.names import UnknownModel, resolve_model
+from agent.models.patience import PatientModel, Retry
+from agent.models.proxies import UnusableProxy
+from batch.outages import Outages
+from run_agent import AIAgent
+from tests.answering import listening
+from tests.running import run, started, wait_until, write_prompts
+
+NOBODY = "http://a-name-that-is-none.invalid/v1"
+URL = "http://127.0.0.1:1/v1"
+SETTINGS = ModelSettings(name="m", api="openai_chat", base_url=URL, key_env=None)
+GO = Request([{"role": "user", "content": "Go."}])
+OPTIONS = {"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"}
+VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts follow each other at once."""
+
+    async def sleep(seconds: float) -> None:
+        """No time passes."""
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+
+
+class Unreachable:
+    """An adapter whose attempts fail as told, unless they are to be answered."""
+
+    settings = SETTINGS
+
+    def __init__(self, error: ModelError) -> None:
+        self.error: ModelError | None = error
+        self.attempts = 0
+
+    async def complete(self, request: Request) -> Completion:
+        self.attempts += 1
+        if self.error is not None:
+            raise self.error
+        return Completion({"role": "assistant", "content": "hi"}, "stop", None, None, None, 0.0)
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+class OpenGate:
+    """Lets every attempt through, to an endpoint that has answered somebody."""
+
+    has_answered = True
+
+    @property
+    def sent_at(self) -> float:
+        return time.monotonic()
+
+    async def enter(self, claim: Callable[[], Any]) -> OpenGate:
+        return self
+
+    def leave(self, outcome: object) -> None:
+        """Nothing is counted."""
+
+
+async def attempts_of(model: PatientModel, adapter: Unreachable) -> int:
+    before = adapter.attempts
+    with suppress(ModelError):
+        await model.complete(GO)
+    return adapter.attempts - before
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_what_hardly_passes_is_given_up_sooner_until_the_endpoint_has_answered() -> None:
+    lasting = ModelError("connection", "no such name", is_lasting=True)
+    passing = ModelError("connection", "refused")
+
+    async def ask() -> list[int]:
+        adapter = Unreachable(lasting)
+        model = PatientModel(adapter, SETTINGS, api_key="", on_retry=retries.append)
+        counts = [await attempts_of(model, adapter)]
+        adapter.error = passing
+        counts.append(await attempts_of(model, adapter))
+        adapter.error = None
+        counts.append(await attempts_of(model, adapter))
+        adapter.error = lasting
+        counts.append(await attempts_of(model, adapter))
+        gated = PatientModel(
+            adapter, SETTINGS, api_key="", on_retry=retries.append, gate=OpenGate()
+        )
+        return [*counts, await attempts_of(gated, adapter)]
+
+    retries: list[Retry] = []
+    assert asyncio.run(ask()) == [4, 8, 1, 8, 8]
+    assert [retry.attempt for retry in retries[:3]] == [1, 2, 3]
+    assert [round(retry.left_s - retry.wait_s) for retry in retries[:3]] == [6, 4, 0]
+    assert re.fullmatch(
+        r"connection: no such name; attempt 1, next in .* s, given up in \d+ s", str(retries[0])
+    )
+
+
+def test_a_name_that_nobody_knows_stops_a_new_run_after_few_attempts(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 3)
+    given: dict[str, Any] = {**OPTIONS}
+    done = run(tmp_path, **given, model="openai:m", base_url=NOBODY, key_env="none")
+    assert done.returncode == 4
+    assert "its name cannot be resolved" in done.stderr
+    log = (tmp_path / "trajectories/r/run.log").read_text()
+    assert "attempt 3," in log
+    assert "attempt 4," not in log
+
+
+def limit_told(run_dir: Path) -> str:
+    with suppress(FileNotFoundError, orjson.JSONDecodeError):
+        return str(orjson.loads((run_dir / "progress.json").read_bytes())["limit"])
+    return ""
+
+
+def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
+    tmp_path: Path,
+) -> None:
+    """It asks for a minute's pause; neither that nor the grace is waited for."""
+    write_prompts(tmp_path / "p.jsonl", 3)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(503)
+            self.send_header("retry-after", "60")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nobody reads it."""
+
+    def seconds() -> int:
+        found = re.search(r"\(giving up in (\d+) s\)", limit_told(tmp_path / "trajectories/r"))
+        return int(found[1]) if found else 0
+
+    with listening(Handler) as root:
+        given = {
+            **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
+            **{"model": "openai:m", "base_url": f"{root}/v1", "key_env": "none", "grace_s": 300},
+        }
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: seconds() > 0)
+            first = seconds()
+            assert f"waiting for {root}/v1: overloaded: HTTP 503" in limit_told(
+                tmp_path / "trajectories/r"
+            )
+            wait_until(lambda: seconds() < first)
+            os.kill(process.pid, signal.SIGTERM)
+            process.wait(timeout=45)
+    output = (tmp_path / "output.txt").read_text()
+    assert "no call has succeeded yet" in output
+    assert "nothing to wait for" in output
+    summary = orjson.loads((tmp_path / "trajectories/r/summary.json").read_bytes())
+    assert (summary["pending"], summary["failed"]) == (3, 0)
+
+
+def test_outages_are_told_until_calls_are_answered() -> None:
+    told: list[str] = []
+    outages = Outages((), say=told.append)
+    assert (outages.in_words(), outages.are_all()) == ("", False)
+    outages.note(URL, "connection: refused", 50.4)
+    outages.note(URL, "connection: reset", 500.0)
+    assert outages.in_words() == f"waiting for {URL}: connection: reset (giving up in 50 s)"
+    assert outages.are_all()
+    assert len(told) == 1
+    outages.on_replies(URL)
+    assert (outages.in_words(), outages.are_all()) == ("", False)
+    outages.note(URL, "connection: refused", 9.4)
+    assert outages.in_words().endswith("refused (giving up in 9 s)")
+    assert not outages.are_all()
+    assert len(told) == 1
+
+
+def test_an_outage_of_an_endpoint_that_has_answered_is_shown_but_no_new_message() -> None:
+    outages = Outages((URL,), say=pytest.fail)
+    outages.note(URL, "connection: refused", 50.4)
+    assert outages.in_words()
+    assert not outages.are_all()
+
+
+def ask(base_url: str) -> ModelError:
+    async def complete() -> None:
+        settings = ModelSettings(name="m", api="openai_chat", base_url=base_url, key_env=None)
+        adapter = EndpointModel(settings, "sk-of-the-test-1")
+        try:
+            await adapter.complete(GO)
+        finally:
+            await adapter.close()
+
+    with pytest.raises(ModelError) as caught:
+        asyncio.run(complete())
+    return caught.value
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize(
+    ("proxy", "words"),
+    [
+        ("http://me:hidden@127.0.0.1:1", "refused"),
+        ("http://me:hidden@a-proxy-that-is-none.invalid:3128", "its name cannot be resolved"),
+    ],
+)
+def test_a_proxy_that_cannot_be_reached_is_named(
+    scheme: str, proxy: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"{scheme}_proxy"
+    monkeypatch.setenv(variable, proxy)
+    error = ask(f"{scheme}://a-name-that-is-none.invalid/v1")
+    assert str(error).startswith(f"the proxy http://{proxy.rpartition('@')[2]} ({variable}): ")
+    assert words in str(error)
+    assert (error.kind, error.is_lasting) == ("connection", "invalid" in proxy)
+    assert "hidden" not in str(error)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize(
+    ("status", "words"), [(407, "wants a user and a password"), (502, ""), (504, "")]
+)
+def test_a_proxy_that_refuses_is_named(
+    scheme: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_CONNECT = do_POST
+
+        def log_message(self, *_: Any) -> None:
+            """Nobody reads it."""
+
+    with listening(Handler) as proxy:
+        monkeypatch.setenv("ALL_PROXY", proxy)
+        error = ask(f"{scheme}://a-name-that-is-none.invalid/v1")
+    assert f"the proxy {proxy} (ALL_PROXY)" in str(error)
+    assert words in str(error)
+    assert f"HTTP {status}" in str(error)
+    assert error.action == "retry"
+    assert error.is_lasting == (status == 407 or scheme == "https")
+
+
+SOCKS = ("socks5://me:hidden@127.0.0.1:1080", "socks5h://127.0.0.1:1080", "socks4://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("proxy", SOCKS)
+@pytest.mark.parametrize("variable", ["all_proxy", "ALL_PROXY", "http_proxy"])
+def test_socks_is_refused_by_name(
+    proxy: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An HTTP request to such a port would show it the key."""
+    monkeypatch.setenv(variable, proxy)
+    words = rf"the proxy socks\S+ \({variable}\) cannot be used for {URL}.* SOCKS .*NO_PROXY"
+    where: dict[str, Any] = {"base_url": URL, "api": None, "key_env": None}
+    with pytest.raises(UnusableProxy, match=words) as caught:
+        resolve_model("m", **where)
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(ValueError, match=words):
+        AIAgent("m", base_url=URL, api_key="k")
+    with pytest.raises(UnusableProxy):
+        EndpointModel(SETTINGS, "k")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert resolve_model("m", **where).base_url == URL
+
+
+def test_a_run_is_refused_before_any_call_where_only_socks_leads_out(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 3)
+    given: dict[str, Any] = {**OPTIONS}
+    done = run(tmp_path, **given, model="m", base_url=URL, env={"ALL_PROXY": SOCKS[0]})
+    assert done.returncode == 2
+    assert "SOCKS" in done.stderr
+    assert "hidden" not in done.stderr
+
+
+def test_a_model_without_an_endpoint_needs_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", SOCKS[0])
+    assert resolve_model("scripted", base_url=None, api=None, key_env=None).base_url is None
+    with pytest.raises(UnknownModel):
+        resolve_model("what:m", base_url=None, api=None, key_env=None)
