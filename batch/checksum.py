@@ -53,8 +53,8 @@ def read_object(line: bytes) -> dict[str, Any]:
     tail = end - _TAIL
     is_sealed = line.startswith(_MEMBER, tail)
     if is_sealed:
-        told = line[end - len(_CLOSE) - _DIGITS : end - len(_CLOSE)]
-        if b"%08x" % crc32(memoryview(line)[:tail]) != told:
+        written = line[end - len(_CLOSE) - _DIGITS : end - len(_CLOSE)]
+        if b"%08x" % crc32(memoryview(line)[:tail]) != written:
             raise DamagedLine(_CHANGED)
     elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
         raise DamagedLine(_CHANGED)
@@ -68,8 +68,8 @@ def read_object(line: bytes) -> dict[str, Any]:
         raise DamagedLine(msg)
     if found.pop(_KEY, None) is not None and not is_sealed:
         raise DamagedLine(_CHANGED)
-    told: dict[str, Any] = found
-    return told
+    content: dict[str, Any] = found
+    return content
 
 
 def is_whole(line: bytes) -> bool:
