@@ -118,7 +118,7 @@ def _deadline(trajectory: Trajectory, terms: Terms) -> Deadline | None:
     limit = terms.options.max_conversation_s
     if limit is None:
         return None
-    return Deadline(limit - trajectory.outermost().at_work.seconds)
+    return Deadline(limit - trajectory.outermost().seconds_at_work())
 
 
 async def _answer(

@@ -105,7 +105,7 @@ def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> End | 
 def over_time(t: Trajectory, options: AgentOptions) -> End | None:
     """The end for the time that was taken: that of the outermost one, as the budget is."""
     limit = options.max_conversation_s
-    if limit is None or (took_s := t.outermost().at_work.seconds) < limit:
+    if limit is None or (took_s := t.outermost().seconds_at_work()) < limit:
         return None
     return End("time_limit", f"{took_s:.1f} s are over the limit of {limit:g} s")
 

@@ -83,8 +83,9 @@ class Trajectory:
         """Tokens read and written by the same replies, as far as they are known."""
         self.uncounted = 0
         """Replies whose tokens are not all known."""
-        self.at_work = TimeAtWork()
-        """How long it was worked on, inner conversations included; see `max_conversation_s`."""
+        self._at_work = TimeAtWork()
+        self._not_added: list[ReplyEvent | CutEvent | ResultEvent] = []
+        """What `seconds_at_work` has yet to take in: most conversations never ask for it."""
         self.reasks = 0
         """How many replies were discarded since the last one that was not."""
         self.noted: list[NoteEvent] = []
@@ -109,7 +110,7 @@ class Trajectory:
             case "reply":
                 self._apply_reply(event)
             case "cut":
-                self._work(event)
+                self.outermost()._not_added.append(event)
                 self.cut.append(event)
             case "result":
                 self._apply_result(event)
@@ -122,7 +123,7 @@ class Trajectory:
                 self.resumes.append(event)
             case "forked":
                 self.forked = event
-                self.at_work = TimeAtWork()  # what came before was its parent's
+                self._not_added.clear()  # that was its parent's work
             case "sub":
                 self.begin_inner(event["key"], event["name"]).apply(event["event"])
 
@@ -136,6 +137,16 @@ class Trajectory:
     def outermost(self) -> Trajectory:
         """The conversation that this one is inside of, at whatever depth, or this one."""
         return self if self._outer is None else self._outer.outermost()
+
+    def seconds_at_work(self) -> float:
+        """How long model calls and tools took, those of inner conversations included."""
+        for event in self._not_added:
+            began, ended = event["started_at"], event["started_at"] + event["duration_s"]
+            if event["kind"] != "result":
+                began += event.get("waited_s", 0.0)
+            self._at_work.add(began, ended)
+        self._not_added.clear()
+        return self._at_work.seconds
 
     def notes_of(self, reason: str) -> int:
         """How many notes rule `reason` has written."""
@@ -261,7 +272,7 @@ class Trajectory:
 
     def _apply_reply(self, event: ReplyEvent) -> None:
         self._pay(event)
-        self._work(event)
+        self.outermost()._not_added.append(event)
         if "discarded" in event:
             self.discarded.append(event)
             self.reasks += 1
@@ -293,15 +304,10 @@ class Trajectory:
         if self._outer is not None:
             self._outer._pay(event)
 
-    def _work(self, event: ReplyEvent | CutEvent | ResultEvent) -> None:
-        ended = event["started_at"] + event["duration_s"]
-        waited_s = event.get("waited_s", 0.0)
-        assert isinstance(waited_s, float | int)
-        self.outermost().at_work.add(event["started_at"] + waited_s, ended)
-
     def _apply_result(self, event: ResultEvent) -> None:
         if event["message"]["tool_call_id"] not in self.inner:
-            self._work(event)  # a subagent's own calls tell of its work
+            # Of what a subagent does, its own calls tell.
+            self.outermost()._not_added.append(event)
         self._results_of_turn[event["call"]] = event
         if "reply" in event:
             self._apply_continued(event)
