@@ -364,9 +364,7 @@ def _endings_in(rows: memoryview) -> list[bytes]:
 
 
 def _bounded(tokens: int | None) -> int:
-    if tokens is None or tokens < 0:
-        return _NO_TOKENS
-    return tokens if tokens < _NO_TOKENS else _NO_TOKENS - 1
+    return tokens if tokens is not None and 0 <= tokens < MOST_TOKENS else _NO_TOKENS
 
 
 def _words(ending: bytes) -> Ending:
