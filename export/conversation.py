@@ -223,7 +223,10 @@ def with_hidden_reasoning(
 
     `messages` are those of the record, of whose replies `turns` are the last ones.
     """
-    if all(isinstance(entry, str) or entry.reasoning for entry in entries):
+    for entry in entries:
+        if not isinstance(entry, str) and not entry.reasoning:
+            break
+    else:
         return entries
     replies = [message for message in messages if message["role"] == "assistant"]
     # Those of the prompt come first, and cost nothing here.
@@ -393,7 +396,7 @@ def _metadata(
 def metadata_of(conversation: Conversation) -> dict[str, Any]:
     """What a row says of its run and of the reasoning that it has, after all styling."""
     said = conversation.own_turns
-    with_reasoning = sum([bool(turn.reasoning) for turn in said])
+    with_reasoning = len([None for turn in said if turn.reasoning])
     reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
     if with_reasoning < len(said) and (hidden := sum(turn.hides_reasoning for turn in said)):
         reasoning["hidden"] = hidden

@@ -11,7 +11,8 @@ import pytest
 from agent.models import anthropic_messages, openai_chat, openai_responses
 from agent.models.model import Completion
 from export.hermes import to_row
-from export.run_statistics import as_text
+from export.run_statistics import as_text, statistics_of
+from export.style import Style
 from export.training_files import route
 from tests.exporting import exported, make_run, rejects, rows
 from tests.running import SCRIPTED, lines, run, write_rows
@@ -169,14 +170,12 @@ def test_a_filter_leaves_conversations_with_it_out(tmp_path: Path) -> None:
 
 def test_statistics_and_the_card_count_it(tmp_path: Path) -> None:
     plain, hidden = chat(reasoning="Hm."), HIDDEN["encrypted item"]
-    directory, manifest = exported(
-        make_run(tmp_path, record_with(hidden, plain, chat())), formats="hermes"
-    )
+    source = make_run(tmp_path, record_with(hidden, plain, chat()))
+    directory, manifest = exported(source, formats="hermes")
     counts = {"assistant_turns": 3, "with_reasoning": 1, "without_reasoning": 2, "hidden": 1}
     assert manifest["statistics"]["reasoning"] == {**counts, "rows_with_any": 1}
     assert "1 more turns had some that nobody can read" in (directory / "README.md").read_text()
-    found = {"records": 1, "kept": 1, "rows": {}, "reasoning": counts, "tools": [], "toolsets": [],
-             "cost_usd": {"records_of_unknown_cost": 1}, "per_record": {}}  # fmt: skip
+    found = statistics_of(source.run_dir, style=Style(), require_reasoning=False)
     assert "reasoning in 33.3% of 3 turns, hidden by the API in 33.3%" in list(as_text(found, {}))
 
 
