@@ -26,11 +26,12 @@ def refuse_narrowing(
 ) -> None:
     """Raise `ConfigError` where finished tasks of the run in `path` would leave its training file.
 
-    `before` is its run.json. Options may leave out none of them, an edited dataset at most half,
-    unless `accepted` names why.
+    `before` is its run.json. Options may leave out none of them, and a dataset that has become
+    shorter at most half, unless `accepted` names why.
     """
     narrowed = _narrowed(before["config"], config)
-    if not narrowed and before["dataset"]["sha256"] == scan.sha256:
+    fewer = scan.rows < before["dataset"]["rows"]  # as many, and others, are an edit
+    if not narrowed and not fewer:
         return
     rows, gone = load_index(path).match(scan.keys)
     kept = len(rows) - rows.count(0)
