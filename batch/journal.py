@@ -229,7 +229,9 @@ def turns_under_way(inflight: Path, *, settled: Container[bytes]) -> dict[bytes,
 def damaged_replies(content: bytes) -> set[bytes]:
     """The lines of a segment that held a reply and are unreadable."""
     lines = content.splitlines(keepends=True)
-    return {line for line in lines if _REPLY in line and not is_event(line)}
+    # One that is torn at the end was never used for anything, nor has it a price.
+    whole = (line for line in lines if _REPLY in line and line.endswith(b"\n"))
+    return {line for line in whole if not is_event(line)}
 
 
 def cost_of_damaged(line: bytes) -> float | None:

@@ -356,7 +356,8 @@ def test_replies_behind_a_hole_are_paid_for_and_stay_so_in_all_deals_that_follow
     assert read_back(tmp_path, "a") == [*given, result(1, 0), reply(2), reply(3)]
     trajectory = Trajectory([])
     for event in (*given, reply(2)):
-        priced: Any = {**event, "cost_usd": 0.25, "usage": None}
+        times = {"started_at": 0.0, "duration_s": 0.0}
+        priced: Any = {**event, "cost_usd": 0.25, "usage": None, **times}
         trajectory.apply(priced)
     assert (trajectory.cost_usd(), trajectory.reasks, len(trajectory.messages)) == (1.0, 0, 2)
 
