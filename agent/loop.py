@@ -21,9 +21,9 @@ from agent.events import (
     reply_event,
     result_event,
 )
-from agent.messages import Event, SubEvent, ToolCall
+from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
-from agent.models.model import Model, Overtaken, Request
+from agent.models.model import Completion, Model, Overtaken, Request
 from agent.moves import Answer, Ask, Continue, End, Note
 from agent.rules import Terms, next_move, over_time
 from agent.stream import StreamEvent, StreamHandler
@@ -68,7 +68,7 @@ async def run_agent(
             case Ask(tool_choice):
                 request = Request(trajectory.messages, tools.schemas, tool_choice, on_event)
                 try:
-                    record(await _ask(model, request, trajectory, tools, terms))
+                    record(await _ask(model, request, trajectory, tools, terms, record))
                 except Overtaken:
                     continue
                 except ModelError as error:
@@ -87,13 +87,24 @@ async def run_agent(
 
 
 async def _ask(
-    model: Model, request: Request, trajectory: Trajectory, tools: AgentTools, terms: Terms
+    model: Model,
+    request: Request,
+    trajectory: Trajectory,
+    tools: AgentTools,
+    terms: Terms,
+    record: Journal,
 ) -> Event:
     turn = trajectory.turns + 1
     if request.on_delta is not None and turn > 1:
         request.on_delta({"type": "turn_start", "turn_index": turn - 1})
     deadline = _deadline(trajectory, terms)
     clock = Clock()
+
+    def pay(unreadable: Completion) -> None:
+        # A clock of its own: the time until then is that of the reply that comes in its place.
+        record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
+
+    request = replace(request, on_unreadable=pay)
     if deadline is None:
         completion = await model.complete(request)
         waited_s = 0.0

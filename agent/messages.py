@@ -85,6 +85,16 @@ class Usage(TypedDict):
     reasoning_tokens: int | None
 
 
+UNREADABLE = "unreadable"
+"""A reply whose body was charged for and holds no reply: asked for again at once."""
+
+OUT_OF_PLACE = "out_of_place"
+"""A reply whose ground in the journal was lost, by a power loss or damage: asked for again."""
+
+PAID_ALONE = frozenset({UNREADABLE, OUT_OF_PLACE})
+"""Why replies were discarded that are held for what they cost alone: no rule looks at them."""
+
+
 class ReplyEvent(TypedDict):
     """One model reply. `turn` counts from 1; times are epoch seconds and seconds.
 
@@ -219,3 +229,8 @@ Event = (
     | ForkedEvent
     | SubEvent
 )
+
+
+def is_paid_alone(event: Event) -> bool:
+    """Whether an event is a reply that is held for what it cost alone; see `PAID_ALONE`."""
+    return event["kind"] == "reply" and event.get("discarded") in PAID_ALONE

@@ -66,7 +66,9 @@ class ReActModel:
                 handler(event)
 
         view = to_view(request, max_turns=self._max_turns)
-        reply = await self._inner.complete(Request(view, on_delta=handler and tell))
+        reply = await self._inner.complete(
+            Request(view, on_delta=handler and tell, on_unreadable=request.on_unreadable)
+        )
         return read_completion(reply, request)
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.interaction import waiting_call, wants_other_work
+from agent.messages import PAID_ALONE
 from agent.moves import Answer, Ask, Continue, End, Move, Note
 from agent.options import AgentOptions
 from agent.plan import PLAN, plan_note
@@ -120,7 +121,7 @@ def _in_summary(t: Trajectory, options: AgentOptions) -> Move:
 def _too_many_reasks(t: Trajectory, options: AgentOptions) -> End | None:
     if t.reasks <= options.max_reasks:
         return None
-    why = t.discarded[-1]["discarded"]
+    why = next(r["discarded"] for r in reversed(t.discarded) if r["discarded"] not in PAID_ALONE)
     return End("errors", f"{t.reasks} unusable replies in a row, the last one {why}")
 
 

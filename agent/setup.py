@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from agent.messages import is_paid_alone
 from agent.models.model import Model, ModelSettings
 from agent.models.names import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.pool import ModelPool
@@ -207,7 +208,8 @@ class Home:
 
 def replies_played(conversation: Trajectory, setup: Setup) -> int:
     """How many turns of its script a conversation has used up, with what it lent to others."""
-    played = len(conversation.replies) + len(conversation.discarded)
+    played = len(conversation.replies)
+    played += sum(not is_paid_alone(reply) for reply in conversation.discarded)
     for inner in conversation.inner.values():
         subagent = setup.subagents.get(inner.name)
         if subagent is None or subagent.settings is None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import orjson
 
 from agent.events import Clock, note_event, reply_event
-from agent.messages import Event, Message
+from agent.messages import UNREADABLE, Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, Overtaken, Request
 from agent.options import AgentOptions
@@ -127,7 +127,13 @@ class SummarizingModel:
         self._record_inner(key, STAGE, {"kind": "opening", "messages": asked})
         clock = Clock()
         waited_s = deadline.waited_s if deadline is not None else 0.0
-        completion = await self._writer.complete(Request(asked, deadline=deadline))
+
+        def pay(unreadable: Completion) -> None:
+            event = reply_event(1, unreadable, Clock(), discarded=UNREADABLE)
+            self._record_inner(key, STAGE, event)
+
+        request = Request(asked, deadline=deadline, on_unreadable=pay)
+        completion = await self._writer.complete(request)
         waited_s = deadline.waited_s - waited_s if deadline is not None else 0.0
         whole = completion.finish_reason == "stop" and completion.message["content"].strip()
         why = None if whole else _NO_SUMMARY

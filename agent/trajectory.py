@@ -14,6 +14,7 @@ from agent.completion import Finish, finish_in
 from agent.deadline import TimeAtWork
 from agent.messages import (
     MOST_TOKENS,
+    PAID_ALONE,
     CutEvent,
     Event,
     ForkedEvent,
@@ -275,7 +276,7 @@ class Trajectory:
         self.outermost()._not_added.append(event)
         if "discarded" in event:
             self.discarded.append(event)
-            self.reasks += 1
+            self.reasks += event["discarded"] not in PAID_ALONE
             return
         message = event["message"]
         if any(note["reason"] == CONTINUE_CUT for note in self.noted):

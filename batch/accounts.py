@@ -16,10 +16,11 @@ from batch.checks import Checks, CheckSums, in_words
 from batch.config import RunConfig
 from batch.failures import load_failed_attempts
 from batch.index import Entry, Index
-from batch.journal import turns_under_way
+from batch.journal import under_way
 from batch.prompts import Scan
 from batch.records import load_index
-from batch.standing import WORKER_DIED, is_settled
+from batch.spending import sum_up_spending
+from batch.standing import WORKER_DIED, Settled, is_settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,13 @@ class Accounts:
     tokens_unknown: int
     """Records whose token counts the endpoint did not tell; they count in no sum."""
     cost_usd: float
+    """What the records that count cost."""
     cost_unknown: int
     """Records whose cost is unknown; they count in no sum."""
+    spent_usd: float
+    """What the run has spent in all, whatever became of it; see `batch.spending`."""
+    spent_unknown: int
+    """Records and replies, of all of these, whose cost is unknown."""
     checks: Checks
     """What judged the records that count, see `batch.checks`."""
     prompts_checked: int
@@ -84,9 +90,12 @@ def account(
 
     `index` are the records that count, for a caller that knows them already.
     """
+    # Before the records: what ends meanwhile has its record by then.
+    journaled = under_way(run_dir / "inflight")
     if index is None:
         index = load_index(run_dir)
-    turns_in_journal = turns_under_way(run_dir / "inflight", settled=index)
+    spent = sum_up_spending(run_dir, index, journaled, Settled(index, config.max_attempts))
+    turns_in_journal = {key: len(one.replies) for key, one in journaled.tasks.items()}
     failed_attempts = load_failed_attempts(run_dir)
     counts: Counter[str] = Counter()
     statuses: Counter[str] = Counter()
@@ -145,6 +154,8 @@ def account(
         tokens_unknown=counts["tokens_unknown"],
         cost_usd=cost,
         cost_unknown=counts["cost_unknown"],
+        spent_usd=spent.usd,
+        spent_unknown=spent.unknown,
         checks=checks.sums(),
         prompts_checked=counts["prompts_checked"],
         prompts_passed=counts["prompts_passed"],
@@ -204,10 +215,15 @@ def _checked(accounts: Accounts) -> list[str]:
 
 
 def _cost(accounts: Accounts) -> str:
-    if accounts.cost_unknown and not accounts.cost_usd:
-        return "cost unknown"
-    unknown = f" and unknown for {accounts.cost_unknown:,} tasks" if accounts.cost_unknown else ""
-    return f"cost ${accounts.cost_usd:,.4f}{unknown}"
+    rows = _dollars(accounts.cost_usd, accounts.cost_unknown, "tasks")
+    spent = _dollars(accounts.spent_usd, accounts.spent_unknown, "records and replies")
+    return f"cost {rows} for these, {spent} spent by the run in all"
+
+
+def _dollars(known: float, unknown: int, what: str) -> str:
+    if unknown and not known:
+        return "unknown"
+    return f"${known:,.4f}" + (f" (and unknown for {unknown:,} {what})" if unknown else "")
 
 
 def _listed(counts: Mapping[str, int], leave_out: str = "") -> str:

@@ -141,7 +141,7 @@ class BatchedModel:
         try:
             answer = await self._ask(id, request, most if self._purse.is_kept else None)
             may_cost = answer.how == "reply"
-            completion = self._read(answer.reply) if may_cost else None
+            completion = self._read(answer.reply, request) if may_cost else None
         finally:
             if self._purse.is_kept:
                 if may_cost:
@@ -157,11 +157,13 @@ class BatchedModel:
             if answer.how != "again":
                 return answer
 
-    def _read(self, reply: bytes) -> Completion | None:
+    def _read(self, reply: bytes, request: Request) -> Completion | None:
         """None for a reply that nobody can use: it is asked for live."""
         try:
             completion = read_reply(reply, self._settings)
-        except ModelError:
+        except ModelError as error:
+            if error.paid is not None and request.on_unreadable is not None:
+                request.on_unreadable(priced(error.paid, self._settings, by_batch=True))
             return None
         self._gate.has_answered = True
         return priced(completion, self._settings, by_batch=True)

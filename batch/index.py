@@ -43,6 +43,7 @@ _OFFSETS: _Column = ("Q", 2, 8)
 _LENGTHS: _Column = ("I", 6, 16)
 _ENDINGS: _Column = ("H", 14, 32)
 _BUCKETS: _Column = ("H", 0, 32)
+_TURNS: _Column = ("I", 8, 16)
 _COSTS: _Column = ("d", 7, 8)
 _MOST_ATTEMPTS = 2**16 - 1
 _LOW = 2**32 - 1
@@ -241,14 +242,21 @@ class Index(Mapping[bytes, Entry]):
         """Whether any record holds a reply of the model."""
         return any(entry.turns for _, entry in self.records())
 
-    def known_cost_usd(self) -> float:
-        """What the records cost together, as far as that is known."""
-        columns = _column(self._view, _LENGTHS)[1:], _column(self._view, _COSTS)[1:]
-        total = 0.0
-        for length, cost in zip(*columns, strict=True):
-            if length and not isnan(cost):
-                total += cost
-        return total
+    def costs(self) -> tuple[float, int]:
+        """What all records cost together, and how many have turns whose price is not known.
+
+        Those that later ones replaced are counted too: they were paid for.
+        """
+        columns = [_column(self._view, column) for column in (_LENGTHS, _TURNS, _COSTS)]
+        total, unknown = 0.0, 0
+        for start in range(1, len(columns[0]), _CHUNK):
+            chunk = (column[start : start + _CHUNK].tolist() for column in columns)
+            for length, turns, cost in zip(*chunk, strict=True):
+                if not isnan(cost):
+                    total += cost if length else 0.0
+                elif length and turns:
+                    unknown += 1
+        return total, unknown
 
     def repeated(self) -> Iterator[tuple[int, int]]:
         """The rows of each two records of one task that follow each other."""

@@ -11,13 +11,17 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-from agent.messages import Event
+from agent.messages import OUT_OF_PLACE, Event, ForkedEvent, ReplyEvent, is_paid_alone
 from batch.checksum import DamagedLine, read_object
 from batch.files import StorageError, set_aside
 from batch.prompts import task_key
+
+_REPLY = b'"kind":"reply"'
+_COST = re.compile(rb'"cost_usd":(\d[0-9.eE+-]*)')
 
 _SEGMENT_NAME = re.compile(r"worker-(\d+)-(\d+)\.jsonl")
 
@@ -42,6 +46,8 @@ class Inflight:
         self._quarantine = inflight.parent / "quarantine"
         self.damaged: list[str] = []
         """Unreadable lines that were met, as `worker-0-0.jsonl:7`."""
+        self.paid_usd = 0.0
+        """Dollars of the replies that were read, as far as they are known."""
 
     def read(self, *, settled: Container[bytes]) -> None:
         """Read all segments, at the start of a run, but for tasks that need no more work."""
@@ -64,8 +70,12 @@ class Inflight:
         tasks = set()
         offset = 0
         for number, line in enumerate(segment.read_bytes().splitlines(keepends=True), start=1):
-            key, deal, position = key_and_order(line)
-            if key is not None and wanted(key):
+            entry = _parsed(line)
+            key = None if entry is None else task_key(entry["task"], entry["input_digest"])
+            if entry is not None and key is not None and wanted(key):
+                deal, position = entry["deal"], entry["position"]
+                if _REPLY in line and (reply := _reply_in(entry["event"])) is not None:
+                    self.paid_usd += reply.get("cost_usd") or 0.0
                 tasks.add(key)
                 place = Place(deal, position, segment, offset, len(line))
                 self._places.setdefault(key, []).append(place)
@@ -82,14 +92,23 @@ class Inflight:
         """The journaled events of one task, as far as they follow from each other.
 
         A deal goes on from the events that its parent could use, so where it begins, what older
-        deals left beyond that point no longer counts.
+        deals left beyond that point no longer counts. Its replies were paid for all the same, so
+        they follow as discarded ones, which the deal has from there on.
         """
         events: list[Event] = []
+        beyond: list[Event] = []
+        deal = 0
         for place in sorted(self._places.get(key, ())):
+            if place.deal != deal:
+                events, deal = _dealt(events, beyond), place.deal
+                # More than its parent could use is there where it ran an older version.
+                beyond = events[place.position :]
+            event = _read(place)["event"]
             if place.position > len(events):
-                continue  # it stands behind a hole that a power loss left
-            events[place.position :] = [_read(place)["event"]]
-        return usable_prefix(events)
+                beyond.append(event)  # it stands behind a hole that a power loss left
+            else:
+                events[place.position :] = [event]
+        return _dealt(events, beyond)
 
     def workspace_place(self, key: bytes) -> str:
         """Where the workspace is that the task's last events were made in; "" for the run's own
@@ -116,6 +135,31 @@ class Inflight:
                 del self._open_tasks[segment]
 
 
+def _dealt(events: list[Event], beyond: list[Event]) -> list[Event]:
+    """What a deal is given of the events before it, and of those that stand behind a hole."""
+    usable = usable_prefix(events)
+    lost = [*events[len(usable) :], *beyond]
+    if not lost:
+        return usable
+    turn = 1 + max((one["turn"] for one in usable if _is_turn(one)), default=0)
+    for event in lost:
+        reply = _reply_in(event)
+        if reply is not None and "batch_item" not in reply:  # that can be had again for nothing
+            usable.append({**reply, "turn": turn, "discarded": OUT_OF_PLACE})
+    return usable
+
+
+def _is_turn(event: Event) -> TypeGuard[ReplyEvent | ForkedEvent]:
+    return event["kind"] == "forked" or (event["kind"] == "reply" and "discarded" not in event)
+
+
+def _reply_in(event: Event) -> ReplyEvent | None:
+    """The reply that an event is, in a conversation at whatever depth; None where it is none."""
+    while event["kind"] == "sub":
+        event = event["event"]
+    return event if event["kind"] == "reply" else None
+
+
 def _read(place: Place) -> dict[str, Any]:
     """One line of a segment. Raises `StorageError` where it is not there any more."""
     try:
@@ -136,19 +180,64 @@ def next_worker_number(inflight: Path) -> int:
     return max(map(_worker_of, segments(inflight)), default=-1) + 1
 
 
-def turns_under_way(inflight: Path, *, settled: Container[bytes]) -> dict[bytes, int]:
-    """How many replies are journaled for each unfinished task; writes nothing."""
-    turns: defaultdict[bytes, set[int]] = defaultdict(set)
-    for segment in segments(inflight):
+@dataclass(slots=True)
+class UnderWay:
+    """What the journals hold of one task."""
+
+    replies: set[int] = field(default_factory=set)
+    """Where in the conversation they stand: a later deal may have replaced what stood there."""
+    costs: list[float | None] = field(default_factory=list)
+    """Dollars of each reply, those that were replaced included; None where that is unknown."""
+
+
+class Journaled(NamedTuple):
+    """What all journals hold."""
+
+    tasks: dict[bytes, UnderWay]
+    damaged: set[bytes]
+    """Lines that held a reply and are unreadable; nobody can tell whose they are."""
+
+
+def under_way(inflight: Path) -> Journaled:
+    """The replies that are journaled, also those of tasks that have a record; writes nothing."""
+    tasks: defaultdict[bytes, UnderWay] = defaultdict(UnderWay)
+    damaged = set()
+    for segment in sorted(segments(inflight)):
         try:
             content = segment.read_bytes()
         except FileNotFoundError:
             continue  # its last task has just got its record
-        for line in content.splitlines():
-            key, _, position = key_and_order(line)
-            if key is not None and key not in settled and b'"kind":"reply"' in line:
-                turns[key].add(position)  # a later deal may have replaced what stood there
-    return {key: len(positions) for key, positions in turns.items()}
+        for line in content.splitlines(keepends=True):
+            if _REPLY not in line:
+                continue
+            if (entry := _parsed(line)) is None:
+                # One that is torn at the end was never used for anything, nor has it a price.
+                damaged |= {line} if line.endswith(b"\n") else set()
+            elif (reply := _reply_in(entry["event"])) is not None:
+                one = tasks[task_key(entry["task"], entry["input_digest"])]
+                one.replies.add(entry["position"])
+                one.costs.append(reply.get("cost_usd"))
+    return Journaled(dict(tasks), damaged)
+
+
+def turns_under_way(inflight: Path, *, settled: Container[bytes]) -> dict[bytes, int]:
+    """How many replies are journaled for each unfinished task; writes nothing."""
+    tasks = under_way(inflight).tasks
+    return {key: len(one.replies) for key, one in tasks.items() if key not in settled}
+
+
+def damaged_replies(content: bytes) -> set[bytes]:
+    """The lines of a segment that held a reply and are unreadable."""
+    lines = content.splitlines(keepends=True)
+    # One that is torn at the end was never used for anything, nor has it a price.
+    whole = (line for line in lines if _REPLY in line and line.endswith(b"\n"))
+    return {line for line in whole if not is_event(line)}
+
+
+def cost_of_damaged(line: bytes) -> float | None:
+    """What the reply cost that such a line held, None where that is unreadable too."""
+    cost = _COST.search(line)
+    return None if cost is None else float(cost[1])
 
 
 def usable_prefix(events: list[Event]) -> list[Event]:
@@ -163,6 +252,8 @@ def usable_prefix(events: list[Event]) -> list[Event]:
     for event in events:
         if event["kind"] == "forked":
             turn = event["turn"]  # what came before it is in the row
+        elif is_paid_alone(event):
+            pass  # nothing follows from it, so it follows from anything
         elif event["kind"] == "reply":
             if event["turn"] != turn + 1 or len(results) < calls:
                 break
@@ -193,14 +284,23 @@ def _worker_of(segment: Path) -> int:
 
 def key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
     """Task key, deal and position of a journal line; the key is None where it is unreadable."""
-    try:
-        entry = read_object(line)
-        key = task_key(entry["task"], entry["input_digest"])
-        return key, int(entry["deal"]), int(entry["position"])
-    except (KeyError, TypeError, ValueError, AttributeError):
+    if (entry := _parsed(line)) is None:
         return None, 0, 0
+    return task_key(entry["task"], entry["input_digest"]), entry["deal"], entry["position"]
 
 
 def is_event(line: bytes) -> bool:
     """Whether a line of a journal can be read."""
-    return key_and_order(line)[0] is not None
+    return _parsed(line) is not None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A journal line, None where it is unreadable."""
+    try:
+        entry = read_object(line)
+        entry["deal"], entry["position"] = int(entry["deal"]), int(entry["position"])
+        task_key(entry["task"], entry["input_digest"])
+        is_event = isinstance(entry["event"]["kind"], str)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return entry if is_event else None

@@ -79,15 +79,9 @@ def keep_scan(kept: Path, found: Scan) -> None:
 
 def load_scan(kept: Path, path: Path, **asked: Unpack[Asked]) -> Scan | None:
     """What `kept` holds of the scan of a dataset, None where that is not what it holds."""
-    try:
-        content = memoryview(kept.read_bytes())
-    except OSError:
+    if (content := _read(kept)) is None:
         return None
-    digest, rest = content[: 2 * _DIGEST_BYTES], content[2 * _DIGEST_BYTES + 1 :]
-    if _digest(rest) != digest:
-        return None
-    told, body = bytes(rest).split(b"\n", 1)
-    said = orjson.loads(told)
+    said, body = content
     if said["for"] != _valid_for(**asked):
         return None
     if not is_as_read(path, said["size"], said["content_digest"], may_go_on=said["may_go_on"]):
@@ -105,6 +99,25 @@ def load_scan(kept: Path, path: Path, **asked: Unpack[Asked]) -> Scan | None:
         keys=body[12 * rows :],
         **{name: said[name] for name in _IN_THE_FILE},
     )
+
+
+def kept_keys(kept: Path) -> bytes | None:
+    """The keys of the tasks that the scan in `kept` found, whatever the dataset holds now."""
+    content = _read(kept)
+    return None if content is None else content[1][12 * content[0]["rows"] :]
+
+
+def _read(kept: Path) -> tuple[dict[str, Any], bytes] | None:
+    """The line of JSON and what follows it, None where the file is not whole."""
+    try:
+        content = memoryview(kept.read_bytes())
+    except OSError:
+        return None
+    digest, rest = content[: 2 * _DIGEST_BYTES], content[2 * _DIGEST_BYTES + 1 :]
+    if _digest(rest) != digest:
+        return None
+    told, body = bytes(rest).split(b"\n", 1)
+    return orjson.loads(told), body
 
 
 def _is_whole(kept: Path, digest: bytes) -> bool:

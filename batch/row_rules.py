@@ -160,6 +160,18 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
     return messages
 
 
+def unused_turns(columns: Mapping[str, Any]) -> int | None:
+    """How many turns of the user a row holds behind those that are sent; None for no turns at all.
+
+    `opening_messages` took the row.
+    """
+    if "prompt" in columns:
+        return None
+    roles = [_role(item) for item in columns[_chat_column(columns)]]
+    behind = roles[roles.index("user") + 1 :]
+    return behind.count("user") if behind else None
+
+
 def with_plain_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """The columns with the messages of the prompt in plain words (see `plain_message`).
 

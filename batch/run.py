@@ -193,7 +193,7 @@ class _Stock(NamedTuple):
     held: dict[bytes, dict[str, list[Any]]]
     """What of that is set aside for calls in batches, by task and call; see `held_in`."""
     cost_usd: float
-    """What the records cost, as far as that is known."""
+    """What the run has spent, as far as that is known."""
 
 
 def _take_stock(
@@ -244,7 +244,7 @@ def _take_stock(
         found.has_turns(),
         spent,
         held,
-        found.known_cost_usd(),
+        found.costs()[0] + inflight.paid_usd,
     )
 
 

@@ -36,9 +36,10 @@ import orjson
 
 from batch.config import RunConfig
 from batch.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
-from batch.files import refuse_strange_files, replace_file, storage_error, training_file_of
+from batch.files import listed, refuse_strange_files, replace_file, storage_error, training_file_of
 from batch.kept_scan import NAME, keep_scan
 from batch.meaning import default_meaning, digest_of, meaning_of
+from batch.narrowing import NARROWING, refuse_narrowing
 from batch.prompts import Scan
 from batch.records import refuse_lost_records
 
@@ -167,8 +168,8 @@ def open_run(
             (path / name).mkdir(exist_ok=True, mode=0o700)
         for litter in litter_of(path):
             litter.unlink()
-        before = read_run_json(path) if (path / "run.json").exists() else None
-        run = _run_json(path, config, scan, before, accept_changes) | {"api": api}
+        before, run = _identity(config, scan, accept_changes)
+        run["api"] = api
         write_run_json(path, run)
         keep_scan(path / NAME, scan)
     except BaseException as error:
@@ -191,6 +192,29 @@ def open_run(
         for name in ("inflight", "workspaces")
     }
     return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd, fds)
+
+
+def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
+    """Raise what `open_run` would refuse of an existing run; return whether there is one."""
+    if not (config.run_dir / "run.json").exists():
+        return False
+    refuse_strange_files(config.run_dir)
+    refuse_lost_records(config.run_dir)
+    _identity(config, scan, accept_changes)
+    return True
+
+
+def _identity(
+    config: RunConfig, scan: Scan, accept_changes: Sequence[str]
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The run.json that there is, None for none, and the one of this start. Raises `ConfigError`
+    where this start may not go on with the run."""
+    path = config.run_dir
+    before = read_run_json(path) if (path / "run.json").exists() else None
+    run = _run_json(path, config, scan, before, accept_changes)
+    if before is not None:
+        refuse_narrowing(path, scan, config, before, accept_changes)
+    return before, run
 
 
 def litter_of(path: Path) -> list[Path]:
@@ -346,10 +370,11 @@ def _run_json(
     accept_changes: Sequence[str],
 ) -> dict[str, Any]:
     meaning = meaning_of(config)
-    if unknown := [key for key in accept_changes if key not in meaning]:
+    known = (*meaning, *NARROWING)
+    if unknown := [key for key in accept_changes if key not in known]:
         msg = (
             f"--accept_config_change: {', '.join(unknown)}: no such key; those that it can name "
-            f"are {', '.join(meaning)}"
+            f"are {', '.join(known)}"
         )
         raise ConfigError(msg)
     history: list[dict[str, Any]] = []
@@ -412,7 +437,7 @@ def _holds_work(path: Path) -> bool:
     records = path / "records.jsonl"
     if records.exists() and records.stat().st_size:
         return True
-    return any(segment.stat().st_size for segment in (path / "inflight").iterdir())
+    return any(segment.stat().st_size for segment in listed(path / "inflight"))
 
 
 def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:

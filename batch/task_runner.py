@@ -11,7 +11,7 @@ from typing import Any
 
 from agent.conversation import Conversation
 from agent.loop import close_calls
-from agent.messages import Event
+from agent.messages import Event, is_paid_alone
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.names import SCRIPTED
@@ -126,7 +126,7 @@ class TaskRunner:
         Raises what `run` has to sort out.
         """
         row = self._rules.read(task.columns)
-        space = self._spaces.open(task.key, row, resumed=bool(deal["events"]))
+        space = self._spaces.open(task.key, row, resumed=_has_begun(deal))
         trajectory = row.trajectory(deal["events"])
         self._trajectories[task.key] = trajectory
         end = End("failed")
@@ -241,7 +241,7 @@ class TaskRunner:
             approve=setup.approve,
             kept=kept,
         )
-        return await conversation.run(taken_up=bool(deal["events"]))
+        return await conversation.run(taken_up=_has_begun(deal))
 
     async def _replay(
         self, setup: Setup, home: TaskHome, trajectory: Trajectory, fork: Fork
@@ -275,3 +275,8 @@ class TaskRunner:
             return ()
         own = task.columns.get("script")
         return self._setup.script or () if own is None else parse_script(own)
+
+
+def _has_begun(deal: Deal) -> bool:
+    """Whether the task goes on from something, and not only paid for what is lost."""
+    return not all(map(is_paid_alone, deal["events"]))

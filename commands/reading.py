@@ -44,10 +44,14 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
 
     With any of the options below, make a dataset of it instead: see docs/export.md.
     """
+    from batch.narrowing import refuse_narrowing
+    from batch.run_dir import read_run_json
+
     with errors_as_exit_codes():
         path, scan, config = open_for_reading(run, output_dir)
         if asks_for_dataset(flags):
             sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
+        refuse_narrowing(path, scan, config, read_run_json(path), accepted=())
         accounts = export_and_account(path, scan, config)
     if accounts.pending:
         click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)

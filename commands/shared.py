@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,9 @@ def starting_options(function: Any) -> Any:
                 "--accept_config_change",
                 multiple=True,
                 metavar="KEY,...",
-                help="Resume although these keys, which decide what the data is, have changed.",
+                help="Resume although these keys, which decide what the data is, have changed; "
+                "max_samples, num_samples, dataset_file: although finished rows leave the training "
+                "file by it.",
             ),
         ]
     ):
@@ -149,9 +151,14 @@ def opened(plan: Plan, fresh: bool, accept_config_change: tuple[str, ...]) -> cl
             plan.scan,
             api=plan.api,
             fresh=fresh,
-            accept_changes=[key for key in ",".join(accept_config_change).split(",") if key],
+            accept_changes=accepted(accept_config_change),
         )
     )
+
+
+def accepted(accept_config_change: Sequence[str]) -> list[str]:
+    """The keys that the option names, which can be given more than once."""
+    return [key for key in ",".join(accept_config_change).split(",") if key]
 
 
 def open_for_reading(run: str, output_dir: Path) -> tuple[Path, Scan, RunConfig]:

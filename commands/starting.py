@@ -11,6 +11,7 @@ from batch.console import show
 from commands.command_line import EXAMPLES, RunCommand
 from commands.ending import end, errors_as_exit_codes, fail
 from commands.shared import (
+    accepted,
     export_and_account,
     live_option,
     make_plan_of,
@@ -39,6 +40,7 @@ def run(
 ) -> None:
     """Run all prompts of a dataset, or resume doing so (the default command)."""
     from batch.plan import describe, show_bad_rows, warn
+    from batch.preview import preview
 
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags)
@@ -46,6 +48,8 @@ def run(
             warn(plan)
             show_bad_rows(plan.scan)
             show(describe(plan))
+            changes = accepted(accept_config_change)
+            show(preview(plan, fresh=fresh, accept_changes=changes))
             return
         started = start(plan, fresh=fresh, accept_config_change=accept_config_change, live=live)
     end(*started)

@@ -29,6 +29,7 @@ def stats(run: str, output_dir: Path, as_json: bool) -> None:
             style=style_of_run(config.to_json()),
             require_reasoning=config.require_reasoning,
             require_passed=config.require_passed,
+            max_attempts=config.max_attempts,
         )
         if as_json:
             show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())

@@ -14,6 +14,8 @@ from typing import Any
 
 from batch.checks import Checks, in_words, judgement_of
 from batch.index import own_work
+from batch.spending import spent_by
+from batch.standing import NO_BOUND
 from batch.stored import stored_records
 from export.conversation import read_conversation
 from export.replies import Own, own_of
@@ -113,15 +115,26 @@ class RunStatistics:
 
 
 def statistics_of(
-    run_dir: Path, *, style: Style, require_reasoning: bool, require_passed: bool = False
+    run_dir: Path,
+    *,
+    style: Style,
+    require_reasoning: bool,
+    require_passed: bool = False,
+    max_attempts: int = NO_BOUND,
 ) -> dict[str, Any]:
-    """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`."""
+    """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
+
+    `max_attempts` is that of the run, for what it has spent in all.
+    """
     statistics = RunStatistics(
         style=style, require_reasoning=require_reasoning, require_passed=require_passed
     )
     for stored in stored_records(run_dir):
         statistics.add(stored.record)
-    return statistics.to_json()
+    spent = spent_by(run_dir, max_attempts)
+    found = statistics.to_json()
+    found["cost_usd"] |= {"spent_in_all": spent.usd, "spent_unknown": spent.unknown}
+    return found
 
 
 def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[str]:
@@ -143,7 +156,7 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
             told += f", ${cost['per_kept']:.4f} per kept trajectory"
         if unknown := cost["records_of_unknown_cost"]:
             told += f"; unknown for {unknown:,} records"
-        yield told
+        yield f"{told}; the run has spent ${cost['spent_in_all']:.4f} in all"
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)

@@ -215,5 +215,7 @@ function drawTiles(list) {
     tile("Tokens in", short(tokens), `${percent(sum(list, "cached_tokens"), tokens)} cached${unknown("input_tokens")}`),
     tile("Tokens out", short(sum(list, "output_tokens")), unknown("output_tokens").slice(2)),
     tile("Cost", known("cost_usd") || !list.length ? dollars(sum(list, "cost_usd")) : "?", unknown("cost_usd").slice(2)),
+    tile("Spent", meta.spent.usd || !meta.spent.unknown ? dollars(meta.spent.usd) : "?",
+      meta.spent.unknown ? `by the run in all, unknown for ${count(meta.spent.unknown)}` : "by the run in all"),
   );
 }

@@ -11,6 +11,8 @@ from typing import Any
 from batch.checks import CheckSums
 from batch.records import Entry
 from batch.run_dir import read_run_json
+from batch.spending import spent_by
+from batch.standing import NO_BOUND
 from report.stored import stored_entries
 from report.words import count, dollars, one_line
 
@@ -34,8 +36,8 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     both = [task_id for task_id in before if task_id in after]
     return {
         "runs": [
-            {"run_dir": str(path), **_sums(list(found.values()))}
-            for path, found in zip((first, second), entries, strict=True)
+            {"run_dir": str(path), **_sums(list(found.values())), **_spent(path, run)}
+            for path, run, found in zip((first, second), runs, entries, strict=True)
         ],
         "options": {
             name: [meaning.get(name) for meaning in meanings]
@@ -86,6 +88,12 @@ def _sums(entries: list[Entry]) -> dict[str, Any]:
     }
 
 
+def _spent(path: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """What a run has spent in all, beside what its records that count cost."""
+    spent = spent_by(path, run["config"].get("max_attempts", NO_BOUND))
+    return {"spent_usd": spent.usd, "spent_unknown": spent.unknown}
+
+
 def _paired(pairs: list[tuple[Entry, Entry]]) -> dict[str, float | None]:
     """Means of second minus first over the tasks that both have and know the number of."""
     means: dict[str, float | None] = {}
@@ -113,6 +121,7 @@ def as_text(found: dict[str, Any]) -> str:
     rows.append(
         ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
     )
+    rows.append(("spent in all", *map(_spent_in_words, found["runs"]), ""))
     rows += _checks(found)
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [
@@ -181,8 +190,15 @@ def _share(run: dict[str, Any], status: str) -> str:
 
 
 def _cost(run: dict[str, Any]) -> str:
-    unknown = f" + {count(run['cost_unknown'])} unknown" if run["cost_unknown"] else ""
-    return f"{dollars(run['cost_usd'])}{unknown}"
+    return _dollars(run["cost_usd"], run["cost_unknown"])
+
+
+def _spent_in_words(run: dict[str, Any]) -> str:
+    return _dollars(run["spent_usd"], run["spent_unknown"])
+
+
+def _dollars(known: float, unknown: int) -> str:
+    return dollars(known) + (f" + {count(unknown)} unknown" if unknown else "")
 
 
 def _beside(only: list[list[str]]) -> str:

@@ -13,6 +13,8 @@ import orjson
 from batch.errors import RunDirError
 from batch.files import StorageError, replace_file
 from batch.run_dir import holder_of, read_run_json
+from batch.spending import spent_by
+from batch.standing import NO_BOUND
 from batch.stored import stored_records
 from export.style import style_of_run
 from report.errors_seen import errors_seen
@@ -107,6 +109,7 @@ def _about(run: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         "history": run["history"],
         "versions": run["versions"],
         "errors": errors_seen(run_dir),
+        "spent": spent_by(run_dir, run["config"].get("max_attempts", NO_BOUND))._asdict(),
     }
 
 

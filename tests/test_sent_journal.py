@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from agent.events import Clock, note_event, reply_event
-from agent.messages import Event, Message
+from agent.messages import Event, Message, is_paid_alone
 from agent.models.model import Completion
 from batch.journal import Inflight
 from batch.journal_writer import JournalWriter
@@ -110,7 +110,7 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     assert inflight.workspace_place(KEY) == "there"
     assert inflight.workspace_place(task_key("q", "d")) == ""
     assert inflight.workspace_place(task_key("r", "d")) == ""
-    assert [event["kind"] for event in inflight.events(KEY)] == ["reply"]
+    assert [is_paid_alone(event) for event in inflight.events(KEY)] == [False, True]
     assert not errors
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import Event
+from agent.messages import OUT_OF_PLACE, Event
+from agent.trajectory import Trajectory
 from batch.budget import Ledger
 from batch.checksum import with_checksum
 from batch.damaged import set_aside_damaged
@@ -212,6 +213,11 @@ def reply(turn: int, calls: int = 0) -> Any:
     return {"kind": "reply", "turn": turn, "message": message}
 
 
+def paid(lost: Any, turn: int) -> Any:
+    """A reply that is held for what it cost alone."""
+    return {**lost, "turn": turn, "discarded": OUT_OF_PLACE}
+
+
 def result(turn: int, call: int) -> Any:
     return {"kind": "result", "turn": turn, "call": call}
 
@@ -272,11 +278,11 @@ def test_events_are_in_order_whichever_worker_wrote_them(tmp_path: Path) -> None
 
 
 def test_a_later_deal_counts_from_where_it_went_on(tmp_path: Path) -> None:
-    """What an older deal left beyond a hole was not used, and is not used later either."""
+    """What an older deal left beyond a hole is not used later either, but was paid for."""
     old, new = reply(2), {**reply(2), "model": "new"}
     journal(tmp_path, 0, ("a", reply(1)), ("a", old), ("a", reply(3)))
     journal(tmp_path, 1, ("a", new), deal=2, first=1)
-    assert read_back(tmp_path, "a") == [reply(1), new]
+    assert read_back(tmp_path, "a") == [reply(1), new, paid(old, 3), paid(reply(3), 3)]
 
 
 def test_a_segment_is_deleted_when_all_its_tasks_have_records(tmp_path: Path) -> None:
@@ -327,7 +333,41 @@ def test_a_hole_in_an_older_deal_does_not_hide_what_later_deals_did(tmp_path: Pa
     writer.close()
     journal(tmp_path, 1, ("a", reply(2)), ("a", reply(3)), deal=2, first=1)
     journal(tmp_path, 2, ("a", reply(4)), deal=3, first=3)
-    assert turns_of(read_back(tmp_path, "a")) == [1, 2, 3, 4]
+    lost = [paid(reply(3), 5), paid(reply(4), 5)]
+    assert read_back(tmp_path, "a") == [*map(reply, range(1, 5)), *lost]
+
+
+def test_replies_behind_a_hole_are_paid_for_and_stay_so_in_all_deals_that_follow(
+    tmp_path: Path,
+) -> None:
+    """Also those of inner conversations; results and notes cost nothing."""
+    inner: Any = {"kind": "sub", "key": "k", "name": "n", "event": reply(1)}
+    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
+    for position, event in ((0, reply(1, calls=1)), (2, result(1, 0)), (3, reply(2)), (4, inner)):
+        writer.append("a", "d", event, deal=1, position=position)
+    writer.close()
+    lost = [paid(reply(2), 2), paid(reply(1), 2)]
+    given = [reply(1, calls=1), *lost]
+    assert read_back(tmp_path, "a") == given
+    # The next deal begins behind them, and the one after it finds all where it was.
+    journal(tmp_path, 1, ("a", result(1, 0)), ("a", reply(2)), deal=2, first=len(given))
+    assert read_back(tmp_path, "a") == [*given, result(1, 0), reply(2)]
+    journal(tmp_path, 2, ("a", reply(3)), deal=3, first=len(given) + 2)
+    assert read_back(tmp_path, "a") == [*given, result(1, 0), reply(2), reply(3)]
+    trajectory = Trajectory([])
+    for event in (*given, reply(2)):
+        times = {"started_at": 0.0, "duration_s": 0.0}
+        priced: Any = {**event, "cost_usd": 0.25, "usage": None, **times}
+        trajectory.apply(priced)
+    assert (trajectory.cost_usd(), trajectory.reasks, len(trajectory.messages)) == (1.0, 0, 2)
+
+
+def test_a_reply_that_a_batch_can_bring_again_is_not_paid_twice(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
+    brought: Any = {**reply(2), "batch_item": "i"}
+    writer.append("a", "d", brought, deal=1, position=1)
+    writer.close()
+    assert read_back(tmp_path, "a") == []
 
 
 def test_full_segments_are_followed_by_new_ones(

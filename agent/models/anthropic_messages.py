@@ -207,7 +207,7 @@ def read_reply(body: bytes) -> Completion:
     return Completion(
         message=read_blocks(blocks),
         finish_reason=finish_reason,
-        usage=_read_usage(reply.get("usage")),
+        usage=usage_in(reply),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
     )
@@ -252,8 +252,12 @@ def _read_call(block: Mapping[str, Any]) -> ToolCall:
     return make_call(block.get("id"), block.get("name"), given)
 
 
-def _read_usage(raw: Any) -> Usage | None:
-    """Here `input_tokens` excludes what went through the cache; the record's includes it."""
+def usage_in(reply: Mapping[str, Any]) -> Usage | None:
+    """The tokens that a reply's body tells.
+
+    Here `input_tokens` excludes what went through the cache; the record's includes it.
+    """
+    raw = reply.get("usage")
     if not isinstance(raw, dict):
         return None
     fresh = count_or_none(raw.get("input_tokens"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import orjson
 
+from agent.models import dialects
 from agent.models.batches import Batches
-from agent.models.dialects import DIALECTS
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import SCRIPTED
 
@@ -28,9 +28,9 @@ def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
 
 def body_of(request: Request, settings: ModelSettings) -> bytes:
     """The body that a live call would send, in one piece."""
-    return orjson.dumps(DIALECTS[settings.api].body(settings, request))
+    return orjson.dumps(dialects.DIALECTS[settings.api].body(settings, request))
 
 
 def read_reply(body: bytes, settings: ModelSettings) -> Completion:
     """The reply in the body of an item's result, without its price. Raises `ModelError`."""
-    return DIALECTS[settings.api].read(body)
+    return dialects.read_reply(settings.api, body)

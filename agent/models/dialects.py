@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from agent.messages import Message, Usage
 from agent.models import anthropic_messages, openai_chat, openai_responses
 from agent.models.anthropic_stream import MessagesAssembly
+from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_stream import ChatAssembly
+from agent.models.replies import load_object, text_or_none
 from agent.models.responses_stream import ResponsesAssembly
 from agent.models.streaming import Assembly
 from agent.stream import StreamHandler
@@ -25,6 +28,8 @@ class Dialect(NamedTuple):
     """Of one request, to be sent as JSON."""
     read: Callable[[bytes], Completion]
     """What the body of a reply says; raises `ModelError`."""
+    usage: Callable[[Mapping[str, Any]], Usage | None]
+    """The tokens that such a body tells, whatever else is wrong with it."""
     assembly: Callable[[StreamHandler], Assembly]
     """Puts a streamed reply together, and tells the handler of its parts."""
 
@@ -35,6 +40,7 @@ DIALECTS: Mapping[str, Dialect] = {
         openai_chat.headers_of,
         openai_chat.request_body,
         openai_chat.read_reply,
+        openai_chat.usage_in,
         ChatAssembly,
     ),
     openai_responses.API: Dialect(
@@ -42,6 +48,7 @@ DIALECTS: Mapping[str, Dialect] = {
         openai_chat.headers_of,
         openai_responses.request_body,
         openai_responses.read_reply,
+        openai_responses.usage_in,
         ResponsesAssembly,
     ),
     anthropic_messages.API: Dialect(
@@ -49,7 +56,40 @@ DIALECTS: Mapping[str, Dialect] = {
         anthropic_messages.headers_of,
         anthropic_messages.request_body,
         anthropic_messages.read_reply,
+        anthropic_messages.usage_in,
         MessagesAssembly,
     ),
 }
 """By what settings call their `api`."""
+
+
+def read_reply(api: str, body: bytes) -> Completion:
+    """What the body of a reply says in the dialect `api`.
+
+    Raises `ModelError`, which has what was charged for the reply where the body says that.
+    """
+    dialect = DIALECTS[api]
+    try:
+        return dialect.read(body)
+    except ModelError as error:
+        error.paid = _paid(dialect, body)
+        raise
+
+
+def _paid(dialect: Dialect, body: bytes) -> Completion | None:
+    """A reply without its words, None where its body tells of no tokens."""
+    try:
+        reply = load_object(body)
+    except ModelError:
+        return None
+    usage = dialect.usage(reply)
+    if usage is None or not (usage["input_tokens"] or usage["output_tokens"]):
+        return None
+    return Completion(
+        message=Message(role="assistant", content=""),
+        finish_reason="stop",
+        usage=usage,
+        model=text_or_none(reply.get("model")),
+        response_id=text_or_none(reply.get("id")),
+        cost_usd=openai_chat.reported_cost(reply),
+    )

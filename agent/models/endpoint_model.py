@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.models.dialects import DIALECTS
+from agent.models.dialects import DIALECTS, read_reply
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.refusals import Refusals
 from agent.models.transport import Transport
@@ -30,7 +30,8 @@ class EndpointModel:
         dialect = self._dialect
         assembly = None if request.on_delta is None else dialect.assembly(request.on_delta)
         body = dialect.body(settings, request)
-        return dialect.read(await self._transport.post(dialect.path, body, settings, assembly))
+        reply = await self._transport.post(dialect.path, body, settings, assembly)
+        return read_reply(settings.api, reply)
 
     async def close(self) -> None:
         """See `Model.close`."""

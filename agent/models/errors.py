@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from agent.models.model import Completion
 
 Action = Literal["retry", "end", "fail_task", "stop_run"]
 
@@ -148,6 +151,8 @@ class ModelError(Exception):
         """The field of the request that the endpoint named beside it; "" for none."""
         self.endpoint: str | None = None
         """The base URL that was asked, where it is known."""
+        self.paid: Completion | None = None
+        """What the reply that could not be used cost all the same, where it says so; no text."""
         self.key_env: str | None = None
         """The environment variable of the key that it was asked with."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -41,6 +41,8 @@ class Request:
     raise: see `agent.stream.guarded`."""
     deadline: Deadline | None = None
     """Told of the times in which others are waited for; None where nobody counts."""
+    on_unreadable: Callable[[Completion], None] | None = None
+    """Told of each reply that was charged for and cannot be read, before it is asked for again."""
 
 
 class Overtaken(Exception):

@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from agent.messages import FinishReason, Message, ToolCall
+from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.replies import (
     make_call,
+    object_of,
     parse_object,
     read_usage,
     text_or_none,
@@ -192,10 +193,10 @@ def read_reply(body: bytes) -> Completion:
     return Completion(
         message=message,
         finish_reason=finish_reason,
-        usage=read_usage(reply.get("usage"), given="prompt", made="completion"),
+        usage=usage_in(reply),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
-        cost_usd=_reported_cost(reply.get("usage")),
+        cost_usd=reported_cost(reply),
     )
 
 
@@ -249,8 +250,14 @@ def _flat_text(content: Any) -> str:
     return ""
 
 
-def _reported_cost(raw: Any) -> float | None:
-    cost = raw.get("cost") if isinstance(raw, dict) else None
+def usage_in(reply: Mapping[str, Any]) -> Usage | None:
+    """The tokens that a reply's body tells."""
+    return read_usage(reply.get("usage"), given="prompt", made="completion")
+
+
+def reported_cost(reply: Mapping[str, Any]) -> float | None:
+    """What a reply's body says that it cost; None where it says nothing that can be."""
+    cost = object_of(reply, "usage").get("cost")
     if isinstance(cost, bool) or not isinstance(cost, int | float):
         return None
     return float(cost) if math.isfinite(cost) and cost >= 0 else None

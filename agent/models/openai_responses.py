@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from agent.messages import FinishReason, Message, ToolCall
+from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.openai_chat import cache_key, is_openai
@@ -164,10 +164,15 @@ def read_reply(body: bytes) -> Completion:
     return Completion(
         message=message,
         finish_reason=finish_reason,
-        usage=read_usage(reply.get("usage"), given="input", made="output"),
+        usage=usage_in(reply),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
     )
+
+
+def usage_in(reply: Mapping[str, Any]) -> Usage | None:
+    """The tokens that a reply's body tells."""
+    return read_usage(reply.get("usage"), given="input", made="output")
 
 
 def _raise_if_failed(body: bytes) -> None:

@@ -144,6 +144,8 @@ class PatientModel:
             error.args = (self._key.out_of_text(str(error)),)
             error.endpoint = self._settings.base_url
             error.key_env = self._settings.key_variable
+            if error.paid is not None and request.on_unreadable is not None:
+                request.on_unreadable(priced(error.paid, self._settings))
             raise
         self._has_answered = True
         return priced(completion, self._settings)

@@ -1,0 +1,147 @@
+"""What a dry run tells of a run and its first prompt, and what a slip may not take away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch.row_rules import unused_turns
+from tests.running import SCRIPTED, lines, run, write_rows
+
+ROWS = [{"id": f"p{n}", "prompt": f"Say {n}", "script": [{"content": "y"}]} for n in range(8)]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A directory with a finished run of eight rows."""
+    write_rows(tmp_path / "p.jsonl", *ROWS)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    return tmp_path
+
+
+def training(directory: Path) -> int:
+    return len(lines(directory / "trajectories" / "r.jsonl"))
+
+
+class TestNarrowing:
+    @pytest.mark.parametrize("dry", [(), ("--dry_run",)])
+    def test_a_bound_for_a_trial_takes_no_row_away(
+        self, finished: Path, dry: tuple[str, ...]
+    ) -> None:
+        refused = run(finished, *dry, **SCRIPTED, max_samples=2)
+        assert refused.returncode == 2
+        assert "--max_samples=2 leaves out 6 of the 8 finished tasks" in refused.stderr
+        assert "give max_samples as before (not at all)" in refused.stderr
+        assert "--accept_config_change=max_samples" in refused.stderr
+        assert training(finished) == 8
+        assert run(finished, **SCRIPTED).returncode == 0
+
+    def test_fewer_samples_are_no_less(self, tmp_path: Path) -> None:
+        write_rows(tmp_path / "p.jsonl", *ROWS)
+        assert run(tmp_path, **SCRIPTED, num_samples=3).returncode == 0
+        refused = run(tmp_path, **SCRIPTED, num_samples=2)
+        assert "--num_samples=2 leaves out 8 of the 24 finished" in refused.stderr
+        assert "as before (3)" in refused.stderr
+        assert training(tmp_path) == 24
+
+    def test_who_wants_it_says_so_once(self, finished: Path) -> None:
+        wanted: dict[str, Any] = {**SCRIPTED, "max_samples": 5}
+        accepted = run(finished, **wanted, accept_config_change="max_samples")
+        assert accepted.returncode == 0, accepted.stderr
+        assert training(finished) == 5
+        assert run(finished, **wanted).returncode == 0
+        assert run(finished, "export", "r").returncode == 0
+        # What is left counts anew.
+        less = run(finished, **{**wanted, "max_samples": 4})
+        assert "leaves out 1 of the 5 finished tasks of this run, and its row would" in less.stderr
+        assert run(finished, **SCRIPTED).returncode == 0
+        assert training(finished) == 8
+
+    def test_a_bound_that_leaves_out_nothing_finished_is_none(self, tmp_path: Path) -> None:
+        write_rows(tmp_path / "p.jsonl", *ROWS)
+        assert run(tmp_path, **SCRIPTED, max_samples=3).returncode == 0
+        assert run(tmp_path, **SCRIPTED, max_samples=5).returncode == 0
+        assert training(tmp_path) == 5
+
+    def test_an_edit_of_the_dataset_is_one_and_a_cut_file_is_not(self, finished: Path) -> None:
+        write_rows(finished / "p.jsonl", *ROWS[2:])
+        assert run(finished, **SCRIPTED).returncode == 0
+        assert training(finished) == 6
+        write_rows(finished / "p.jsonl", *ROWS[2:4])
+        for refused in (run(finished, **SCRIPTED), run(finished, "export", "r")):
+            assert refused.returncode == 2
+            assert "it no longer holds 4 of the 6 finished tasks" in refused.stderr
+            assert "was it cut off?" in refused.stderr
+        assert training(finished) == 6
+        given = {**SCRIPTED, "accept_config_change": "dataset_file"}
+        assert run(finished, **given).returncode == 0
+        assert training(finished) == 2
+
+    def test_a_run_anew_is_nobodys_loss(self, finished: Path) -> None:
+        seen = run(finished, "--dry_run", "--fresh", **SCRIPTED, max_samples=2)
+        assert "moves trajectories/r aside" in seen.stdout
+        assert run(finished, "--fresh", **SCRIPTED, max_samples=2).returncode == 0
+        assert training(finished) == 2
+
+
+class TestDryRun:
+    def test_of_an_existing_run_it_says_what_is_done_owed_new_and_gone(
+        self, tmp_path: Path
+    ) -> None:
+        reads = {"name": "read_file", "arguments": {"path": "x"}}
+        failing = {"id": "bad", "prompt": "x", "script": [{"tool_calls": [reads]}]}
+        write_rows(tmp_path / "p.jsonl", *ROWS, failing)
+        assert run(tmp_path, **SCRIPTED).returncode == 1
+        new = {"id": "new", "prompt": "z", "script": [{"content": "y"}]}
+        write_rows(tmp_path / "p.jsonl", *ROWS[3:], failing, new)
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        seen = run(tmp_path, "--dry_run", **SCRIPTED)
+        assert seen.returncode == 0, seen.stderr
+        assert "on disk    5 tasks done; $0.0000 spent so far" in seen.stdout
+        tried = "2 tasks: 1 failed and are tried again, 1 new since the last start"
+        assert f"to do      {tried}" in seen.stdout
+        assert "gone       3 finished tasks are no longer asked for" in seen.stdout
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+    def test_it_refuses_what_the_start_would(self, finished: Path) -> None:
+        for option in ("--dry_run", "--on_bad_row=skip"):
+            refused = run(finished, option, **SCRIPTED, temperature=0.5)
+            assert refused.returncode == 2
+            assert "temperature: the run has None, now asked: 0.5" in refused.stderr
+
+    def test_it_shows_the_first_prompt_as_the_model_gets_it(self, tmp_path: Path) -> None:
+        turns = ("user", "first"), ("assistant", "no"), ("user", "second"), ("user", "third")
+        row = {
+            "id": "a",
+            "messages": [{"role": role, "content": text} for role, text in turns],
+            "script": [{"content": "y"}],
+        }
+        write_rows(tmp_path / "p.jsonl", row, ROWS[0])
+        flags = ("--dry_run", "--state_max_turns")
+        seen = run(tmp_path, *flags, **SCRIPTED, system_prompt="Be\x1b brief.")
+        assert seen.returncode == 0, seen.stderr
+        assert "first      a, as the model gets it:\n  system: Be  brief." in seen.stdout
+        assert "20" in seen.stdout.partition("system: ")[2].partition("  user: ")[0]
+        assert "  user: first\n  tools offered: " in seen.stdout
+        assert "read_file" in seen.stdout.partition("tools offered: ")[2]
+        assert "1 rows hold turns behind their first user message, which are" in seen.stdout
+        assert "not sent: 2 of them the user's (a: 2)" in seen.stdout
+        assert not (tmp_path / "trajectories").exists()
+        react = run(tmp_path, "--dry_run", **SCRIPTED, text_protocol="react")
+        assert "Action:" in react.stdout
+        assert "tools offered: none" in react.stdout
+
+    @pytest.mark.parametrize(
+        ("columns", "unused"),
+        [
+            ({"prompt": "x", "messages": [{"role": "user", "content": "y"}] * 2}, None),
+            ({"messages": [{"role": "user", "content": "y"}]}, None),
+            ({"messages": [{"role": "user"}, {"role": "assistant"}]}, 0),
+            ({"conversations": [{"from": "human"}, {"from": "gpt"}, {"from": "human"}]}, 1),
+            ({"messages": [{"role": "user"}, 3, None]}, 0),
+        ],
+    )
+    def test_turns_that_are_not_sent_are_counted(self, columns: Any, unused: int | None) -> None:
+        assert unused_turns(columns) == unused

@@ -1,0 +1,194 @@
+"""What a run has spent in all, by the count of the endpoint that charged for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import orjson
+import pytest
+
+from agent.messages import UNREADABLE
+from agent.models.dialects import DIALECTS, read_reply
+from agent.models.errors import ModelError
+from batch.files import set_aside
+from batch.spending import Spent, spent_by
+from batch.standing import NO_BOUND
+from tests.answering import JSON, answering
+from tests.running import lines, run, session_of, started, wait_until, write_rows
+
+IN, OUT = 70, 30
+PRICE = orjson.dumps({"m": {"input": 1_000_000, "output": 1_000_000}}).decode()
+"""A dollar per token, so that sums are exact."""
+
+USAGE = {"prompt_tokens": IN, "completion_tokens": OUT}
+CALL = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "write_file", "arguments": '{"path": "a", "content": "b"}'},
+}
+
+
+class Charging:
+    """An endpoint that plays by the words of the prompt, and counts what it charges for."""
+
+    def __init__(self) -> None:
+        self.replies = 0
+        self.asked: Counter[tuple[str, int]] = Counter()
+        self.is_held, self.let_go = Event(), Event()
+        self.is_mended = False
+
+    @property
+    def charged(self) -> float:
+        return float(self.replies * (IN + OUT))
+
+    def __call__(self, path: str, body: JSON) -> tuple[int, JSON]:
+        prompt = next(one["content"] for one in body["messages"] if one["role"] == "user")
+        turn = sum(one["role"] == "assistant" for one in body["messages"])
+        self.asked[prompt, turn] += 1
+        time = self.asked[prompt, turn]
+        message: JSON = {"role": "assistant", "content": "Done."}
+        choices: list[JSON] = [{"message": message, "finish_reason": "stop"}]
+        if prompt in ("fails once", "fails twice", "held") and turn == 0:
+            message |= {"content": "", "tool_calls": [CALL]}
+            choices[0]["finish_reason"] = "tool_calls"
+        elif prompt == "held" and time == 1:
+            self.is_held.set()
+            self.let_go.wait(60)
+            return 500, {"error": {"message": "whoever asked is gone"}}
+        elif (prompt == "fails once" and time == 1) or (prompt == "fails twice" and time <= 2):
+            return 400, {"error": {"message": "no"}}
+        elif prompt == "unreadable" and time == 1:
+            choices = []
+        elif prompt == "blank" and time == 1:
+            message["content"] = " "
+        self.replies += 1
+        return 200, {"model": "m", "choices": choices, "usage": USAGE}
+
+
+PROMPTS = ("plain", "fails once", "fails twice", "unreadable", "blank", "held", "goes", "damaged")
+
+
+def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Path) -> None:
+    rows = [{"id": f"r{n}", "prompt": prompt} for n, prompt in enumerate(PROMPTS)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    run_dir = tmp_path / "trajectories" / "r"
+    records = run_dir / "records.jsonl"
+    endpoint = Charging()
+    with answering(endpoint) as (url, _):
+        asked: dict[str, Any] = {
+            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file", "model": "m",
+            "base_url": url, "key_env": "none", "num_workers": 1, "prices": PRICE,
+        }  # fmt: skip
+
+        def spent() -> float:
+            shown = run(tmp_path, "status", "r", "--json")
+            found = orjson.loads(shown.stdout)
+            assert found["spent_unknown"] == 0
+            return float(found["spent_usd"])
+
+        # A kill while all but one have ended, and two have failed.
+        with started(tmp_path, **asked, max_attempts=2) as process:
+            endpoint.is_held.wait(60)
+            failures = run_dir / "failures.jsonl"
+            wait_until(lambda: records.exists() and records.read_bytes().count(b"\n") == 5)
+            wait_until(lambda: failures.exists() and failures.read_bytes().count(b"\n") == 2)
+            for pid in session_of(process.pid):
+                os.kill(pid, signal.SIGKILL)
+        endpoint.let_go.set()
+        assert spent() == endpoint.charged == 1000.0
+
+        # What failed goes on, one of them to a record of its failure.
+        run(tmp_path, **asked, max_attempts=2)
+        summary = orjson.loads((run_dir / "summary.json").read_bytes())
+        assert (summary["done"], summary["failed"]) == (7, 1)
+        assert summary["cost_usd"] == summary["spent_usd"] == endpoint.charged
+        assert spent() == endpoint.charged
+
+        # That record is replaced by a better one.
+        run(tmp_path, **asked, max_attempts=3)
+        summary = orjson.loads((run_dir / "summary.json").read_bytes())
+        assert (summary["done"], summary["failed"]) == (8, 0)
+        assert summary["spent_usd"] == endpoint.charged
+        assert summary["cost_usd"] == endpoint.charged - 100
+
+        # A row leaves the dataset, and another's record is damaged and made anew.
+        write_rows(tmp_path / "p.jsonl", *(row for row in rows if row["prompt"] != "goes"))
+        number = [line["prompt_id"] for line in lines(records)].index("r7")
+        content = records.read_bytes().splitlines(keepends=True)
+        content[number] = content[number].replace(b'{"id":', b'{"id" ', 1)
+        records.write_bytes(b"".join(content))
+        repaired = run(tmp_path, "verify", "r", "--repair")
+        assert "not a whole record" in repaired.stdout
+        assert spent() == endpoint.charged
+        done = run(tmp_path, **asked, max_attempts=3)
+        assert done.returncode == 0, done.stderr
+        summary = orjson.loads((run_dir / "summary.json").read_bytes())
+        assert (summary["done"], summary["gone"]) == (7, 1)
+        assert summary["spent_usd"] == endpoint.charged
+        assert summary["cost_usd"] == endpoint.charged - 300
+    in_all = f"${endpoint.charged:,.4f} spent by the run in all"
+    assert f"cost ${endpoint.charged - 300:,.4f} for these, {in_all}" in done.stdout
+
+    # Wherever the cost is shown.
+    stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
+    assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
+    assert f"spent ${endpoint.charged:.4f} in all" in run(tmp_path, "stats", "r").stdout
+    compared = run(tmp_path, "compare", "r", "r")
+    assert re.search(r"spent in all +\$1,?500", compared.stdout), compared.stdout
+    run(tmp_path, "report", "r")
+    assert b'"spent":{"usd":1500.0,"unknown":0}' in (run_dir / "report.html").read_bytes()
+    assert run(tmp_path, "verify", "r", "--read_data").returncode == 0
+
+    # The record holds what was charged for nothing, and no rule took it for a bad reply.
+    [record] = [line for line in lines(records) if line["prompt_id"] == "r3"]
+    [discarded] = record["discarded"]
+    assert discarded["discarded"] == UNREADABLE
+    assert discarded["usage"]["output_tokens"] == OUT
+    assert (record["api_calls"], record["cost_usd"], len(record["turns"])) == (2, 200.0, 1)
+
+
+@pytest.mark.parametrize("api", DIALECTS)
+def test_an_unreadable_reply_tells_what_it_cost_in_every_dialect(api: str) -> None:
+    told = {
+        "openai_chat": {"prompt_tokens": 7, "completion_tokens": 3, "cost": 0.5},
+        "openai_responses": {"input_tokens": 7, "output_tokens": 3},
+        "anthropic_messages": {"input_tokens": 7, "output_tokens": 3},
+    }[api]
+    with pytest.raises(ModelError) as caught:
+        read_reply(api, orjson.dumps({"model": "m", "usage": told}))
+    assert caught.value.paid is not None
+    assert caught.value.paid.usage is not None
+    assert caught.value.paid.usage["input_tokens"] == 7
+    assert caught.value.paid.cost_usd == (0.5 if api == "openai_chat" else None)
+    for nothing in (b"no json", b"[]", b"{}", b'{"usage": {}}', b'{"usage": 3}'):
+        with pytest.raises(ModelError) as caught:
+            read_reply(api, nothing)
+        assert caught.value.paid is None
+
+
+def test_damaged_lines_count_as_far_as_their_price_can_be_read(tmp_path: Path) -> None:
+    """In the journal, and in what was set aside; whole lines there stand in records."""
+    whole = (
+        b'{"task":"a","input_digest":"d","deal":1,"position":0,"event":{"kind":"reply","turn":1,'
+    )
+    damaged = whole.replace(b'"task"', b'"task', 1)
+    priced, unpriced = damaged + b'"cost_usd":0.25}}\n', damaged + b'"cost_usd":null}}\n'
+    inflight, quarantine = tmp_path / "inflight", tmp_path / "quarantine"
+    inflight.mkdir()
+    segment = inflight / "worker-0-0.jsonl"
+    segment.write_bytes(priced + unpriced + whole + b'"cost_usd":4.0}}\n' + priced[:-1])
+    assert spent_by(tmp_path, NO_BOUND) == Spent(4.25, 1)
+    set_aside(quarantine, segment.name, segment.read_bytes())
+    segment.unlink()
+    assert spent_by(tmp_path, NO_BOUND) == Spent(0.25, 1)
+    record = b'{"turns":[{"cost_usd":7.0}],"inner":[{"cost_usd":1.0,"model_returned":"m"}],'
+    set_aside(quarantine, "records.jsonl.line3", record + b'"cost_usd":8.0,"model_returned":"m"}}')
+    set_aside(quarantine, "records.jsonl.line3", b"\0" * 20)
+    set_aside(quarantine, "records.jsonl.900.torn", record + b'"cost_usd":8.0,"model_returned"')
+    assert spent_by(tmp_path, NO_BOUND) == Spent(8.25, 2)
