@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import orjson
-
 from agent.flat import FlatMessage, check_messages, is_assistants, is_foreign, with_time
 from agent.messages import Message, ProviderBlocks, ToolCall
 from agent.models import anthropic_messages, openai_chat
 from agent.models.model import Completion
 from agent.models.replies import parse_object
 from agent.nesting import MAX_NESTING, is_nested_deeper
+from toolsets import exact_json
 
 JSON_OUTPUT = "json_output"
 """In the details of a tool message: its content is the JSON of an output that was no text."""
@@ -160,7 +159,7 @@ def _heard(item: FlatMessage, names: Mapping[str, str]) -> Message:
         role="tool",
         tool_call_id=item["id"],
         name=names[item["id"]],
-        content=output if isinstance(output, str) else orjson.dumps(output).decode(),
+        content=output if isinstance(output, str) else exact_json.dumps(output).decode(),
         is_error=item.get("is_error", False),
     )
     if not isinstance(output, str):
@@ -249,8 +248,8 @@ def _read_arguments(arguments: str) -> Any:
     if is_nested_deeper(arguments.encode(errors="replace"), MAX_NESTING):
         return arguments
     try:
-        return orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
+        return exact_json.loads(arguments or "{}")
+    except exact_json.JSONDecodeError:
         return arguments
 
 
@@ -258,14 +257,14 @@ def _write_arguments(given: Any) -> str:
     """The text that `_read_arguments` reads `given` from."""
     if isinstance(given, str) and _read_arguments(given) == given:
         return given
-    return orjson.dumps(given).decode()
+    return exact_json.dumps(given).decode()
 
 
 def _read_output(message: Message) -> Any:
     if JSON_OUTPUT in message.get("details", {}):
         try:
-            return orjson.loads(message["content"])
-        except orjson.JSONDecodeError:
+            return exact_json.loads(message["content"])
+        except exact_json.JSONDecodeError:
             # A note of the runtime stands behind it now, and was shown to the model like this.
             pass
     return message["content"]

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import orjson
-
 from agent.messages import FunctionCall, Message
 from agent.models.model import Completion, Model, Request
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.stream import StreamEvent
+from toolsets import exact_json
 
 API = "react"
 _RULES = """\
@@ -101,7 +100,7 @@ def _rules(tools: Sequence[Mapping[str, Any]], max_turns: int | None) -> str:
     lines = []
     for function in (tool["function"] for tool in tools):
         description = " ".join(function.get("description", "").split())
-        schema = orjson.dumps(function.get("parameters", {})).decode()
+        schema = exact_json.dumps(function.get("parameters", {})).decode()
         lines.append(f"- {function['name']}: {description} {schema}")
     bound = "" if max_turns is None else _BOUND.format(max_turns)
     return _RULES.format(tools="\n".join(lines)) + bound
@@ -243,7 +242,7 @@ def _arguments(given: str, name: str, tools: Sequence[Mapping[str, Any]]) -> str
     if len(strings) != 1:
         return text
     try:
-        loaded = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        loaded = exact_json.loads(text)
+    except exact_json.JSONDecodeError:
         loaded = None
-    return orjson.dumps({strings[0]: loaded if isinstance(loaded, str) else text}).decode()
+    return exact_json.dumps({strings[0]: loaded if isinstance(loaded, str) else text}).decode()

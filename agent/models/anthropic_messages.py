@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
@@ -17,6 +15,7 @@ from agent.models.replies import (
     parse_object,
     text_or_none,
 )
+from toolsets import exact_json
 
 API = "anthropic_messages"
 
@@ -163,7 +162,7 @@ def _with_object(block: dict[str, Any]) -> dict[str, Any]:
     if "input" not in block or isinstance(block["input"], dict):
         return block
     given = block["input"]
-    text = given if isinstance(given, str) else orjson.dumps(given).decode()
+    text = given if isinstance(given, str) else exact_json.dumps(given).decode()
     return {**block, "input": _input_object(text)}
 
 
@@ -175,9 +174,9 @@ def _is_blank(block: Mapping[str, Any]) -> bool:
 def _input_object(arguments: str) -> dict[str, Any]:
     """This API takes objects only: broken arguments travel inside one, the record keeps them."""
     try:
-        parsed = orjson.loads(arguments or "{}")
-        orjson.dumps(parsed)  # which refuses a nesting that reading takes
-    except (orjson.JSONDecodeError, TypeError):
+        parsed = exact_json.loads(arguments or "{}")
+        exact_json.dumps(parsed)  # which refuses a nesting that reading takes
+    except (exact_json.JSONDecodeError, TypeError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from agent.models.streaming import Growing, to_body
 from agent.stream import StreamHandler
+from toolsets import exact_json
 
 _INPUT = "partial_json"
 """Where a block holds the text of its input until it is whole."""
@@ -103,7 +104,7 @@ def _built(block: Growing) -> dict[str, Any]:
     text = built.pop(_INPUT, "")
     if text.strip():
         try:
-            given = json.loads(text)
+            given = exact_json.loads_with_halves(text)
         except ValueError:
             given = text
         built["input"] = given if isinstance(given, dict) else text
