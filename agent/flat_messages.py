@@ -143,11 +143,36 @@ def _assistant_messages(part: Sequence[FlatMessage]) -> list[Message]:
             message["provider_blocks"] = {"api": anthropic_messages.API, "blocks": blocks}
         return [message]
     verbatim = ProviderBlocks(api=foreign[0]["api"], blocks=[_to_block(item) for item in foreign])
-    message["provider_blocks"] = verbatim
+    of_message = verbatim["blocks"][: -_add_to_calls(message, verbatim["blocks"][-1]) or None]
+    if of_message:
+        message["provider_blocks"] = ProviderBlocks(api=verbatim["api"], blocks=of_message)
     if _items(message) == untimed:
         return [message]
     lead = Message(role="assistant", content="", provider_blocks=verbatim)
     return [lead, *_assistant_messages(said)]
+
+
+def _add_to_calls(message: Message, block: Mapping[str, Any]) -> bool:
+    """Whether a block is what `_of_calls` wrote of the calls of the message, who then have it."""
+    calls, fields = message.get("tool_calls", []), block.get("tool_calls")
+    if not calls or block.keys() != {"tool_calls"} or not isinstance(fields, list):
+        return False
+    objects = [one for one in fields if isinstance(one, dict)]
+    fit = [one for one in objects if isinstance(one.get("function", {}), dict)]
+    if not len(fit) == len(fields) == len(calls):
+        return False
+    for call, unknown in zip(calls, fields, strict=True):
+        openai_chat.add_to_call(call, unknown)
+    return True
+
+
+def _of_calls(message: Message) -> list[FlatMessage]:
+    """What calls hold that the flat format has no field for, as a block of its own."""
+    unknown = [openai_chat.unknown_of_call(call) for call in message.get("tool_calls", ())]
+    if not any(unknown):
+        return []
+    block = {"tool_calls": copy.deepcopy(unknown)}
+    return [{"type": "opaque", "api": openai_chat.API, "block": block}]
 
 
 def _heard(item: FlatMessage, names: Mapping[str, str]) -> Message:
@@ -215,6 +240,7 @@ def _assistant_items(message: Message) -> list[FlatMessage]:
             {"type": "opaque", "api": verbatim["api"], "block": copy.deepcopy(block)}
             for block in verbatim["blocks"]
         ]
+    items += _of_calls(message)
     if reasoning:
         items.append({"type": "thinking", "content": reasoning})
     if message["content"]:

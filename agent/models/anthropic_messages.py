@@ -15,6 +15,7 @@ from agent.models.replies import (
     parse_object,
     text_or_none,
 )
+from agent.models.unknown import extra_of, uncounted_in, unknown_in
 from toolsets import exact_json
 
 API = "anthropic_messages"
@@ -36,6 +37,19 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
     "pause_turn": "pause",
     "model_context_window_exceeded": "context_exceeded",
 }
+
+
+_REPLY_FIELDS = frozenset(
+    {"id", "type", "role", "model", "content", "stop_reason", "usage", "error"}
+)
+_USAGE_FIELDS: Mapping[str, Sequence[str]] = {
+    "input_tokens": (),
+    "output_tokens": (),
+    "cache_read_input_tokens": (),
+    "cache_creation_input_tokens": (),
+    "output_tokens_details": ("thinking_tokens",),
+}
+"""What is read of a reply; all else is kept as it came."""
 
 
 def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
@@ -209,6 +223,10 @@ def read_reply(body: bytes) -> Completion:
         usage=_read_usage(reply.get("usage")),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
+        extra=extra_of(
+            reply=unknown_in(reply, _REPLY_FIELDS),
+            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+        ),
     )
 
 
