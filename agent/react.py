@@ -132,6 +132,9 @@ def read_completion(completion: Completion, request: Request) -> Completion:
     if reasoning := "\n\n".join(dict.fromkeys(filter(None, thoughts))):
         message["reasoning"] = reasoning
     message["content"] = step.content
+    extra = dict(completion.extra or {})
+    if held := _beyond_text(message):
+        extra["message"] = held
     message["provider_blocks"] = {"api": API, "blocks": [{"text": written.removesuffix(step.cut)}]}
     if step.cut:
         message["repairs"] = [*message.get("repairs", ()), {"call": "", "cut": step.cut}]
@@ -146,7 +149,17 @@ def read_completion(completion: Completion, request: Request) -> Completion:
         message["unusable"] = "no_action"
     if is_whole:
         finish_reason = "tool_calls" if step.action else "stop"
-    return dataclasses.replace(completion, message=message, finish_reason=finish_reason)
+    return dataclasses.replace(
+        completion, message=message, finish_reason=finish_reason, extra=extra or None
+    )
+
+
+def _beyond_text(message: Message) -> list[dict[str, Any]]:
+    """What the wrapped model's reply held beside its words, of which none goes back."""
+    blocks = message.get("provider_blocks", {"blocks": []})["blocks"]
+    words = ("content", "reasoning", "reasoning_content", "text")
+    found = [{key: block[key] for key in block if key not in words} for block in blocks]
+    return [block for block in found if block.keys() - {"type"}]
 
 
 class Step(NamedTuple):

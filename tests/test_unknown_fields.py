@@ -18,6 +18,7 @@ from agent.models.openai_chat import to_api, to_api_messages
 from agent.models.openai_stream import ChatAssembly
 from agent.models.responses_stream import ResponsesAssembly
 from agent.models.unknown import merge
+from agent.react import read_completion
 from agent.views import compact
 from tests.answering import JSON, answering
 from tests.running import lines, run, write_rows
@@ -254,6 +255,18 @@ def test_a_flat_block_that_only_looks_like_that_stays_a_block() -> None:
         assert all(view.get("tool_calls") != fields for view in to_api_messages(messages))
     alone = {"type": "opaque", "api": "openai_chat", "block": {"tool_calls": []}}
     assert from_messages(to_messages([alone])) == [alone]
+
+
+def test_the_text_protocol_keeps_what_it_does_not_send() -> None:
+    plain = {**CHAT["choices"][0]["message"], "content": "Final Answer: 4", "tool_calls": None}
+    choice = {"message": {**plain, "reasoning": "Hm."}, "finish_reason": "stop"}
+    tools = [{"function": {"name": "f"}}]
+    request = Request([Message(role="user", content="Go.")], tools)
+    reply = read_completion(whole({**CHAT, "choices": [choice], "usage": None}), request)
+    assert reply.message["content"] == "4"
+    assert reply.extra is not None
+    assert reply.extra["reply"]["system_fingerprint"] == "fp_1"
+    assert reply.extra["message"] == [{key: plain[key] for key in ("extra_content", "annotations")}]
 
 
 ANTHROPIC: JSON = {
