@@ -17,6 +17,7 @@ from agent.stream import StreamHandler
 _CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_FIELDS = frozenset({"name", "arguments"})
 _CHOICE_FIELDS = frozenset({"index", "delta", "finish_reason"})
+_PLAIN_CHOICE = _CHOICE_FIELDS | {"logprobs"}  # which is mostly there, and null
 _PART_FIELDS = frozenset(
     {"id", "object", "created", "model", "choices", "usage", "error", "obfuscation"}
 )
@@ -54,7 +55,8 @@ class ChatAssembly:
         for key in ("id", "model", "usage"):
             if part.get(key):
                 self._reply[key] = part[key]
-        merge(self._reply, unknown_in(part, _PART_FIELDS))
+        if not part.keys() <= _PART_FIELDS:
+            merge(self._reply, unknown_in(part, _PART_FIELDS))
         for choice in _objects(part.get("choices")):
             if index := choice.get("index"):
                 # Further ones, where the user's own fields ask for them.
@@ -63,7 +65,8 @@ class ChatAssembly:
                 self._others[index].add({"choices": [{**choice, "index": 0}]})
                 continue
             self._has_choice = True
-            merge(self._choice, unknown_in(choice, _CHOICE_FIELDS))
+            if choice.get("logprobs") or not choice.keys() <= _PLAIN_CHOICE:
+                merge(self._choice, unknown_in(choice, _CHOICE_FIELDS))
             if isinstance(delta := choice.get("delta"), dict):
                 self._add_delta(delta)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -90,7 +93,8 @@ class ChatAssembly:
         return {**self._reply, "choices": choices}
 
     def _add_delta(self, delta: Mapping[str, Any]) -> None:
-        merge(self._unknown, unknown_in(delta, _DELTA_FIELDS))
+        if not delta.keys() <= _DELTA_FIELDS:
+            merge(self._unknown, unknown_in(delta, _DELTA_FIELDS))
         texts = {key: text for key in _TEXTS if (text := _text_of(delta.get(key)))}
         for key, text in texts.items():
             self._message.append(key, text)
@@ -142,8 +146,10 @@ class ChatAssembly:
             known = self._by_id.get(call.id)
             if known is None or known.place < call.place:
                 self._by_id[call.id] = call
-        merge(call.unknown, unknown_in(part, _CALL_FIELDS))
-        merge(call.unknown_of_function, unknown_in(function, _FUNCTION_FIELDS))
+        if not part.keys() <= _CALL_FIELDS:
+            merge(call.unknown, unknown_in(part, _CALL_FIELDS))
+        if not function.keys() <= _FUNCTION_FIELDS:
+            merge(call.unknown_of_function, unknown_in(function, _FUNCTION_FIELDS))
         if not call.name and (name := function.get("name")):
             call.name = str(name)
             self._tell({"type": "tool_use_start", "tool_id": call.id, "tool_name": call.name})
