@@ -163,7 +163,7 @@ def test_a_run_keeps_every_digit(module: Path, api: str) -> None:
 
 def test_an_anthropic_stream_keeps_every_digit() -> None:
     assembly = MessagesAssembly(lambda _: None)
-    for part in (
+    parts: tuple[JSON, ...] = (
         {"type": "message_start", "message": {"id": "m", "usage": {}}},
         {
             "type": "content_block_start",
@@ -179,7 +179,8 @@ def test_an_anthropic_stream_keeps_every_digit() -> None:
             for piece in (ARGUMENTS[:9], ARGUMENTS[9:])
         ),
         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}},
-    ):
+    )
+    for part in parts:
         assembly.add(part)
     message = read_reply(assembly.finish()).message
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == json.loads(ARGUMENTS)

@@ -19,6 +19,7 @@ from agent.models.openai_stream import ChatAssembly
 from agent.models.responses_stream import ResponsesAssembly
 from agent.models.unknown import merge
 from agent.react import read_completion
+from agent.reasoning import hides_reasoning
 from agent.views import compact
 from tests.answering import JSON, answering
 from tests.running import lines, run, write_rows
@@ -154,6 +155,12 @@ def test_what_belongs_to_a_message_goes_back_and_what_describes_it_does_not() ->
     }
 
 
+def test_a_signed_text_tells_that_the_model_reasoned() -> None:
+    reply = whole({**CHAT, "choices": [{**CHAT["choices"][0], "finish_reason": "stop"}]})
+    del reply.message["tool_calls"]
+    assert hides_reasoning(reply.message, None)
+
+
 def test_further_choices_are_kept_streamed_or_not() -> None:
     other = {"index": 1, "message": {"role": "assistant", "content": "Or so."}}
     other |= {"finish_reason": "stop", "token_ids": [9, 9]}
@@ -166,11 +173,13 @@ def test_further_choices_are_kept_streamed_or_not() -> None:
     ]
     streamed = chat(*CHUNKS[:3], *(part(choices=[one]) for one in of_other), *CHUNKS[3:])
     assert streamed == reply
+    odd: tuple[Any, ...] = ("1", [1], {"a": 1}, 1.5)
+    assert chat(*(part(choices=[{"index": n, "delta": {}}]) for n in odd), *CHUNKS) == whole()
 
 
 def test_a_plain_reply_has_nothing_more() -> None:
     """What says nothing costs a record nothing."""
-    message = {"role": "assistant", "content": "Hi.", "refusal": None, "annotations": []}
+    message: JSON = {"role": "assistant", "content": "Hi.", "refusal": None, "annotations": []}
     message |= {"function_call": None, "tool_calls": [{**signed_call(), "index": 0}]}
     del message["tool_calls"][0]["extra_content"], message["tool_calls"][0]["function"]["strict"]
     choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
@@ -248,7 +257,8 @@ def test_a_flat_session_keeps_what_calls_hold() -> None:
 
 def test_a_flat_block_that_only_looks_like_that_stays_a_block() -> None:
     call = {"type": "tool_call", "name": "f", "id": "c", "input": {}}
-    for fields in ("x", [], [1], [{"function": 2}], [{}, {}]):
+    strange: tuple[Any, ...] = ("x", [], [1], [{"function": 2}], [{}, {}])
+    for fields in strange:
         block = {"type": "opaque", "api": "openai_chat", "block": {"tool_calls": fields}}
         messages = to_messages([block, call])
         assert from_messages(messages) == [block, call]
@@ -390,9 +400,19 @@ def test_a_resumed_run_and_its_forks_send_back_what_came(tmp_path: Path) -> None
             return 200, CHAT
         return (401, {"error": {"message": "no"}}) if refused else (200, answer(CHAT))
 
-    options = {"model": "m", "key_env": "none", "enabled_toolsets": "file", "num_workers": 1}
+    options: dict[str, Any] = {
+        "model": "m",
+        "key_env": "none",
+        "enabled_toolsets": "file",
+        "num_workers": 1,
+    }
     with answering(endpoint) as (root, asked):
-        given = {**options, "base_url": f"{root}/v1", "run_name": "r", "dataset_file": "p.jsonl"}
+        given: dict[str, Any] = {
+            **options,
+            "base_url": f"{root}/v1",
+            "run_name": "r",
+            "dataset_file": "p.jsonl",
+        }
         assert run(tmp_path, **given).returncode != 0
         refused = False
         before = len(asked)

@@ -23,6 +23,9 @@ _PART_FIELDS = frozenset(
 )
 """What is put together by rules of its own, or says nothing; all else is merged as it comes."""
 
+_MAX_OTHERS = 127
+"""Further choices of one reply that are kept, which is all that OpenAI gives."""
+
 _TEXTS = ("content", "refusal", "reasoning_content", "reasoning")
 _DELTA_FIELDS = frozenset(
     {"role", "type", "tool_calls", "reasoning_details", "thinking_blocks", *_TEXTS}
@@ -39,7 +42,7 @@ class ChatAssembly:
         self._reply: dict[str, Any] = {}
         self._choice: dict[str, Any] = {}
         self._has_choice = False
-        self._others: dict[Any, ChatAssembly] = {}
+        self._others: dict[int, ChatAssembly] = {}
         self._message = Growing({"role": "assistant"})
         self._unknown: dict[str, Any] = {}
         """Fields of the message that are not known here."""
@@ -59,10 +62,7 @@ class ChatAssembly:
             merge(self._reply, unknown_in(part, _PART_FIELDS))
         for choice in _objects(part.get("choices")):
             if index := choice.get("index"):
-                # Further ones, where the user's own fields ask for them.
-                if index not in self._others:
-                    self._others[index] = ChatAssembly(lambda _: None)
-                self._others[index].add({"choices": [{**choice, "index": 0}]})
+                self._add_other(index, choice)
                 continue
             self._has_choice = True
             if choice.get("logprobs") or not choice.keys() <= _PLAIN_CHOICE:
@@ -91,6 +91,13 @@ class ChatAssembly:
         for index, other in self._others.items():
             choices += [{"index": index, **choice} for choice in other._built()["choices"]]
         return {**self._reply, "choices": choices}
+
+    def _add_other(self, index: Any, choice: Mapping[str, Any]) -> None:
+        """Take a part of a further choice, where the user's own fields ask for several."""
+        if isinstance(index, int) and index not in self._others and len(self._others) < _MAX_OTHERS:
+            self._others[index] = ChatAssembly(lambda _: None)
+        if isinstance(index, int) and index in self._others:
+            self._others[index].add({"choices": [{**choice, "index": 0}]})
 
     def _add_delta(self, delta: Mapping[str, Any]) -> None:
         if not delta.keys() <= _DELTA_FIELDS:
