@@ -10,12 +10,11 @@ import difflib
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
-import orjson
-
 from agent.messages import Message
 from agent.models.model import Completion, Request
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning, split_inline_reasoning
+from toolsets import exact_json
 
 _CLOSE = 0.8
 """How alike a misspelt name must be (ratio of difflib) to be taken for another."""
@@ -94,8 +93,8 @@ def _new_id(wanted: str, taken: Collection[str], used: Collection[str]) -> str:
 
 def _is_object(arguments: str) -> bool:
     try:
-        return not arguments.strip() or isinstance(orjson.loads(arguments), dict)
-    except orjson.JSONDecodeError:
+        return not arguments.strip() or isinstance(exact_json.loads(arguments), dict)
+    except exact_json.JSONDecodeError:
         return False
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import orjson
-
 from agent.messages import ToolCall
+from toolsets import exact_json
 
 FINAL_ANSWER = "final_answer"
 CANNOT_COMPLETE = "cannot_complete"
@@ -71,8 +70,8 @@ def finish_in(call: ToolCall) -> Finish | None:
 
 def _text(arguments: str, key: str) -> str:
     try:
-        loaded = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        loaded = exact_json.loads(arguments)
+    except exact_json.JSONDecodeError:
         return ""
     text = loaded.get(key) if isinstance(loaded, dict) else None
     return text.strip() if isinstance(text, str) else ""

@@ -48,6 +48,8 @@ def reply_event(
         event["discarded"] = discarded
     if waited_s:
         event["waited_s"] = waited_s
+    if completion.extra:
+        event["extra"] = dict(completion.extra)
     if completion.batch_item is not None:
         event["batch_item"] = completion.batch_item
     return event

@@ -19,10 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-import orjson
-
 from agent.models.anthropic_messages import API
 from agent.nesting import MAX_NESTING, is_nested_deeper
+from toolsets import exact_json
 
 FlatMessage = dict[str, Any]
 """One message in one of the shapes above."""
@@ -128,10 +127,10 @@ def _check_shape(message: Any) -> None:
 
 def _is_json(value: Any) -> bool:
     try:
-        written = orjson.dumps(value)
+        written = exact_json.dumps(value)
     except TypeError:
         return False
-    return not is_nested_deeper(written, MAX_NESTING) and bool(orjson.loads(written) == value)
+    return not is_nested_deeper(written, MAX_NESTING) and bool(exact_json.loads(written) == value)
 
 
 def check_messages(flat: Sequence[FlatMessage]) -> None:

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import orjson
-
 from agent.flat import FlatMessage, check_messages, is_assistants, is_foreign, with_time
 from agent.messages import Message, ProviderBlocks, ToolCall
 from agent.models import anthropic_messages, openai_chat
 from agent.models.model import Completion
 from agent.models.replies import parse_object
 from agent.nesting import MAX_NESTING, is_nested_deeper
+from toolsets import exact_json
 
 JSON_OUTPUT = "json_output"
 """In the details of a tool message: its content is the JSON of an output that was no text."""
@@ -144,11 +143,36 @@ def _assistant_messages(part: Sequence[FlatMessage]) -> list[Message]:
             message["provider_blocks"] = {"api": anthropic_messages.API, "blocks": blocks}
         return [message]
     verbatim = ProviderBlocks(api=foreign[0]["api"], blocks=[_to_block(item) for item in foreign])
-    message["provider_blocks"] = verbatim
+    of_message = verbatim["blocks"][: -_add_to_calls(message, verbatim["blocks"][-1]) or None]
+    if of_message:
+        message["provider_blocks"] = ProviderBlocks(api=verbatim["api"], blocks=of_message)
     if _items(message) == untimed:
         return [message]
     lead = Message(role="assistant", content="", provider_blocks=verbatim)
     return [lead, *_assistant_messages(said)]
+
+
+def _add_to_calls(message: Message, block: Mapping[str, Any]) -> bool:
+    """Whether a block is what `_of_calls` wrote of the calls of the message, who then have it."""
+    calls, fields = message.get("tool_calls", []), block.get("tool_calls")
+    if not calls or block.keys() != {"tool_calls"} or not isinstance(fields, list):
+        return False
+    objects = [one for one in fields if isinstance(one, dict)]
+    fit = [one for one in objects if isinstance(one.get("function", {}), dict)]
+    if not len(fit) == len(fields) == len(calls):
+        return False
+    for call, unknown in zip(calls, fields, strict=True):
+        openai_chat.add_to_call(call, unknown)
+    return True
+
+
+def _of_calls(message: Message) -> list[FlatMessage]:
+    """What calls hold that the flat format has no field for, as a block of its own."""
+    unknown = [openai_chat.unknown_of_call(call) for call in message.get("tool_calls", ())]
+    if not any(unknown):
+        return []
+    block = {"tool_calls": copy.deepcopy(unknown)}
+    return [{"type": "opaque", "api": openai_chat.API, "block": block}]
 
 
 def _heard(item: FlatMessage, names: Mapping[str, str]) -> Message:
@@ -160,7 +184,7 @@ def _heard(item: FlatMessage, names: Mapping[str, str]) -> Message:
         role="tool",
         tool_call_id=item["id"],
         name=names[item["id"]],
-        content=output if isinstance(output, str) else orjson.dumps(output).decode(),
+        content=output if isinstance(output, str) else exact_json.dumps(output).decode(),
         is_error=item.get("is_error", False),
     )
     if not isinstance(output, str):
@@ -216,6 +240,7 @@ def _assistant_items(message: Message) -> list[FlatMessage]:
             {"type": "opaque", "api": verbatim["api"], "block": copy.deepcopy(block)}
             for block in verbatim["blocks"]
         ]
+    items += _of_calls(message)
     if reasoning:
         items.append({"type": "thinking", "content": reasoning})
     if message["content"]:
@@ -249,8 +274,8 @@ def _read_arguments(arguments: str) -> Any:
     if is_nested_deeper(arguments.encode(errors="replace"), MAX_NESTING):
         return arguments
     try:
-        return orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
+        return exact_json.loads(arguments or "{}")
+    except exact_json.JSONDecodeError:
         return arguments
 
 
@@ -258,14 +283,14 @@ def _write_arguments(given: Any) -> str:
     """The text that `_read_arguments` reads `given` from."""
     if isinstance(given, str) and _read_arguments(given) == given:
         return given
-    return orjson.dumps(given).decode()
+    return exact_json.dumps(given).decode()
 
 
 def _read_output(message: Message) -> Any:
     if JSON_OUTPUT in message.get("details", {}):
         try:
-            return orjson.loads(message["content"])
-        except orjson.JSONDecodeError:
+            return exact_json.loads(message["content"])
+        except exact_json.JSONDecodeError:
             # A note of the runtime stands behind it now, and was shown to the model like this.
             pass
     return message["content"]

@@ -24,7 +24,11 @@ class FunctionCall(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """One tool call of an assistant message; `id` is unique within its conversation."""
+    """One tool call of an assistant message; `id` is unique within its conversation.
+
+    Fields that are not known here (such as `extra_content`, which holds signatures) stand in it and
+    in its function as they came, and go back with it to the API that they came from.
+    """
 
     id: str
     type: Literal["function"]
@@ -34,6 +38,7 @@ class ToolCall(TypedDict):
 class ProviderBlocks(TypedDict):
     """Parts of a reply that go back to the provider verbatim (signatures, encrypted thoughts).
 
+    In the chat dialect it is one object with all fields of the message that are not known here.
     `api` names the adapter that wrote `blocks` and that alone may read them; whether they hold
     thoughts that nobody can read, `agent.reasoning` knows.
     """
@@ -115,6 +120,8 @@ class ReplyEvent(TypedDict):
     started_at: float
     duration_s: float
     discarded: NotRequired[str]
+    extra: NotRequired[dict[str, Any]]
+    """What the reply held beyond that, such as token ids; see `Completion.extra`."""
     inherited: NotRequired[bool]
     waited_s: NotRequired[float]
     """How much of it was waiting for a turn; only where `max_conversation_s` needs to know."""

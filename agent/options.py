@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -21,6 +20,7 @@ from pydantic import (
 )
 
 from agent.completion import RESERVED
+from toolsets import exact_json
 from toolsets.text import clip
 
 MAX_COUNT = 10**9
@@ -44,8 +44,8 @@ def parse_json(value: Any) -> Any:
     """Before-validator: JSON text, as flags give it, becomes the value it stands for."""
     if isinstance(value, str):
         try:
-            return orjson.loads(value)
-        except orjson.JSONDecodeError as error:
+            return exact_json.loads(value)
+        except exact_json.JSONDecodeError as error:
             msg = f"not JSON: {error}"
             raise ValueError(msg) from error
     return value

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import orjson
-
 from agent.messages import FunctionCall, Message
 from agent.models.model import Completion, Model, Request
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.stream import StreamEvent
+from toolsets import exact_json
 
 API = "react"
 _RULES = """\
@@ -103,7 +102,7 @@ def _rules(tools: Sequence[Mapping[str, Any]], max_turns: int | None) -> str:
     lines = []
     for function in (tool["function"] for tool in tools):
         description = " ".join(function.get("description", "").split())
-        schema = orjson.dumps(function.get("parameters", {})).decode()
+        schema = exact_json.dumps(function.get("parameters", {})).decode()
         lines.append(f"- {function['name']}: {description} {schema}")
     bound = "" if max_turns is None else _BOUND.format(max_turns)
     return _RULES.format(tools="\n".join(lines)) + bound
@@ -135,6 +134,9 @@ def read_completion(completion: Completion, request: Request) -> Completion:
     if reasoning := "\n\n".join(dict.fromkeys(filter(None, thoughts))):
         message["reasoning"] = reasoning
     message["content"] = step.content
+    extra = dict(completion.extra or {})
+    if held := _beyond_text(message):
+        extra["message"] = held
     message["provider_blocks"] = {"api": API, "blocks": [{"text": written.removesuffix(step.cut)}]}
     if step.cut:
         message["repairs"] = [*message.get("repairs", ()), {"call": "", "cut": step.cut}]
@@ -149,7 +151,17 @@ def read_completion(completion: Completion, request: Request) -> Completion:
         message["unusable"] = "no_action"
     if is_whole:
         finish_reason = "tool_calls" if step.action else "stop"
-    return dataclasses.replace(completion, message=message, finish_reason=finish_reason)
+    return dataclasses.replace(
+        completion, message=message, finish_reason=finish_reason, extra=extra or None
+    )
+
+
+def _beyond_text(message: Message) -> list[dict[str, Any]]:
+    """What the wrapped model's reply held beside its words, of which none goes back."""
+    blocks = message.get("provider_blocks", {"blocks": []})["blocks"]
+    words = ("content", "reasoning", "reasoning_content", "text")
+    found = [{key: block[key] for key in block if key not in words} for block in blocks]
+    return [block for block in found if block.keys() - {"type"}]
 
 
 class Step(NamedTuple):
@@ -245,7 +257,7 @@ def _arguments(given: str, name: str, tools: Sequence[Mapping[str, Any]]) -> str
     if len(strings) != 1:
         return text
     try:
-        loaded = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        loaded = exact_json.loads(text)
+    except exact_json.JSONDecodeError:
         loaded = None
-    return orjson.dumps({strings[0]: loaded if isinstance(loaded, str) else text}).decode()
+    return exact_json.dumps({strings[0]: loaded if isinstance(loaded, str) else text}).decode()

@@ -68,6 +68,8 @@ def _seals(block: Mapping[str, Any]) -> Iterator[str]:
         if block.get("encrypted_content"):
             yield "reasoning"
     elif kind is None:  # a message of the OpenAI chat dialect
+        if _is_signed(block):
+            yield "reasoning"
         for thought in _objects(block.get("thinking_blocks")):
             yield from _seals(thought)
         for detail in _objects(block.get("reasoning_details")):
@@ -75,9 +77,9 @@ def _seals(block: Mapping[str, Any]) -> Iterator[str]:
                 yield "reasoning"
 
 
-def _is_signed(call: Mapping[str, Any]) -> bool:
-    """Whether a call bears the signature of a thought, which Gemini puts there."""
-    extra = call.get("extra_content")
+def _is_signed(said: Mapping[str, Any]) -> bool:
+    """Whether a call or a message bears the signature of a thought, which Gemini puts there."""
+    extra = said.get("extra_content")
     google = extra.get("google") if isinstance(extra, dict) else None
     return isinstance(google, dict) and bool(google.get("thought_signature"))
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import orjson
-
 from agent.messages import ToolCall
 from agent.tally import OWN_CHARS, OWN_FROM
 from agent.trajectory import Trajectory
+from toolsets import exact_json
 
 STORED_AS = "stored_as"
 """In the details of a result: its name."""
@@ -64,8 +63,8 @@ def resolve(arguments: str, t: Trajectory) -> str:
         return value
 
     try:
-        return orjson.dumps(resolved(orjson.loads(arguments))).decode()
-    except (orjson.JSONDecodeError, TypeError, RecursionError):
+        return exact_json.dumps(resolved(exact_json.loads(arguments))).decode()
+    except (exact_json.JSONDecodeError, TypeError, RecursionError):
         return arguments
 
 

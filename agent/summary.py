@@ -11,14 +11,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import orjson
-
 from agent.events import Clock, note_event, reply_event
 from agent.messages import UNREADABLE, Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, Overtaken, Request
 from agent.options import AgentOptions
 from agent.trajectory import Trajectory
+from toolsets import exact_json
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ def _summaries(t: Trajectory) -> list[tuple[int, str]]:
 
 
 def _estimated_tokens(messages: Sequence[Message]) -> int:
-    return -(-len(orjson.dumps(messages)) // _CHARS_PER_TOKEN)
+    return -(-len(exact_json.dumps(messages)) // _CHARS_PER_TOKEN)
 
 
 def _as_text(message: Message) -> str:

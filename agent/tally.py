@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import orjson
 
 from agent.messages import Message, ToolCall
+from toolsets import exact_json
 
 OWN_CHARS = "own_chars"
 """In the details of a result: where in its content what the tool said ends, if not at its end."""
@@ -79,6 +80,6 @@ def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bo
 def _canonical(arguments: str) -> str | bytes:
     """One spelling for arguments that differ in white space or in the order of their keys."""
     try:
-        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS)
-    except (orjson.JSONDecodeError, TypeError):
+        return exact_json.dumps(exact_json.loads(arguments), option=orjson.OPT_SORT_KEYS)
+    except (exact_json.JSONDecodeError, TypeError):
         return arguments.strip()

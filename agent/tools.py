@@ -20,6 +20,7 @@ from agent.options import AgentOptions
 from agent.references import STORED_AS, UnusableReference, name_for, resolve, tag
 from agent.tally import OWN_CHARS
 from agent.trajectory import Trajectory
+from toolsets import exact_json
 from toolsets.errors import machine_failure
 from toolsets.text import clip, valid_utf8
 from toolsets.tool import ToolResult
@@ -179,8 +180,8 @@ def _approving(next_caller: Caller, approve: Approve, approved: set[bytes]) -> C
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         name, written = call["function"]["name"], call["function"]["arguments"]
         try:
-            arguments = orjson.loads(written) if written.strip() else {}
-        except orjson.JSONDecodeError:
+            arguments = exact_json.loads(written) if written.strip() else {}
+        except exact_json.JSONDecodeError:
             # The check of arguments, with the same parser, will refuse them.
             return await next_caller(call, user_reply)
         why = await _why_denied(approve, name, arguments, approved)
@@ -201,7 +202,7 @@ async def _why_denied(
     A hook that fails has not approved.
     """
     try:
-        key = orjson.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
+        key = exact_json.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
     except TypeError:
         log.warning("a call of %s is denied: its arguments are nested too deep to be shown", name)
         return ""

@@ -222,7 +222,8 @@ class Trajectory:
         """The conversation's part of a record: JSON-ready, lossless.
 
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
-        response_id, started_at, duration_s; in runs by batches batch_item), `tool_calls` (one per
+        response_id, started_at, duration_s; in runs by batches batch_item; extra, see
+        `ReplyEvent`), `tool_calls` (one per
         result, in call order: turn, call, name, is_error, started_at, duration_s), `notes` (turn,
         reason, text, at), `cut_calls` (model calls that were cut off, where there are any),
         `discarded` (replies that were asked for again, whole, with the reason), `inner` (one per

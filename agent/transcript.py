@@ -13,9 +13,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from agent.messages import Event
+from toolsets import exact_json
 
 _TYPES = {"reply": "response", "result": "tool_result"}
 
@@ -34,7 +33,7 @@ class Transcript:
 
     def write(self, type: str, **fields: Any) -> None:
         """Append one line."""
-        os.write(self._fd, orjson.dumps({"type": type, **fields}) + b"\n")
+        os.write(self._fd, exact_json.dumps({"type": type, **fields}) + b"\n")
 
     def write_event(self, event: Event) -> None:
         """Append one event of the conversation."""

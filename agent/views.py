@@ -97,7 +97,7 @@ def _in_short(message: Message) -> Message:
             {
                 **call,
                 "function": {
-                    "name": call["function"]["name"],
+                    **call["function"],
                     "arguments": _short_arguments(call["function"]["arguments"]),
                 },
             }

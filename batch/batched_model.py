@@ -25,6 +25,7 @@ from agent.models.prices import claim, priced
 from batch.call_gate import CallGate
 from batch.purse import Amount, Purse
 from batch.stopped import Stopped
+from toolsets import exact_json
 
 _HASH_BYTES = 10
 
@@ -106,7 +107,7 @@ class BatchedModel:
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
         # What is asked, rather than its body: options of the transport may change between starts.
-        asked = orjson.dumps(
+        asked = exact_json.dumps(
             [name_of(self._settings), request.messages, request.tools, request.tool_choice],
             option=orjson.OPT_SORT_KEYS,
         )

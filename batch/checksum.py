@@ -16,7 +16,7 @@ from operator import eq
 from typing import Any
 from zlib import crc32
 
-import orjson
+from toolsets import exact_json
 
 _KEY = "crc32"
 _MEMBER = b',"crc32":"'
@@ -59,8 +59,8 @@ def read_object(line: bytes) -> dict[str, Any]:
     elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
         raise DamagedLine(_CHANGED)
     try:
-        found: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        found: Any = exact_json.loads(line)
+    except exact_json.JSONDecodeError as error:
         msg = f"no JSON: {error}"
         raise DamagedLine(msg) from error
     if not isinstance(found, dict):

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
 import yaml
 from pydantic import ValidationError
 
@@ -15,6 +14,7 @@ from agent.options import split_commas
 from batch.config import RunConfig
 from batch.endpoint import HOLDS_SECRET
 from batch.errors import ConfigError
+from toolsets import exact_json
 from toolsets.text import clip, valid_utf8
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
@@ -63,8 +63,8 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
 
 def _read_json(path: Path) -> Any:
     try:
-        return orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
+        return exact_json.loads(path.read_bytes())
+    except (OSError, exact_json.JSONDecodeError) as error:
         msg = f"{path}: cannot read it as JSON: {error}"
         raise ConfigError(msg) from error
 

@@ -16,8 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from agent.prefix import NotForkable, events_until, paid_for
 from batch.config import RunConfig
 from batch.config_file import load_config
@@ -26,6 +24,7 @@ from batch.files import open_temporary, sync_directory, temporary_for
 from batch.row_fork import FORK_COLUMN
 from batch.row_rules import RowRules
 from batch.run_dir import read_run_json
+from toolsets import exact_json
 
 _OF_THE_FORK = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
 """What of the config follows from the fork."""
@@ -130,7 +129,7 @@ def write_forks(
                 except NotForkable as error:
                     forked.left_out[str(error)] += 1
                 else:
-                    file.write(orjson.dumps(row) + b"\n")
+                    file.write(exact_json.dumps(row) + b"\n")
                     forked.rows += 1
             file.flush()
             os.fsync(file.fileno())

@@ -24,6 +24,7 @@ from batch.record import dump_record
 from batch.records import RecordFile, index_fields
 from batch.run_dir import SCHEMA_VERSION, RunDir
 from batch.sharegpt import Conversation, read_conversation
+from toolsets import exact_json
 
 _BATCH = re.compile(r"batch_(\d+)\.jsonl")
 _SHOWN = 20
@@ -152,7 +153,7 @@ def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
             seen.add(line)
             place = f"{file.name}:{number}"
             try:
-                fields = orjson.loads(line)
+                fields = exact_json.loads(line)
                 metadata = fields.get("metadata") or {}
                 conversation = read_conversation(
                     fields["conversations"], model=metadata.get("model"), at=_time(metadata)

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-import orjson
-
 from agent.messages import Event
 from batch.checksum import with_checksum
 from batch.files import AppendFile, StorageError, storage_error
 from batch.prompts import task_key
+from toolsets import exact_json
 
 _SYNC_EVERY_S = 0.02
 _SEGMENT_BYTES = 16 << 20
@@ -195,4 +194,4 @@ def journal_line(
         "position": position,
         "event": event,
     }
-    return with_checksum(orjson.dumps(line | {"place": place} if place else line))
+    return with_checksum(exact_json.dumps(line | {"place": place} if place else line))

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from batch.config import RunConfig
+from toolsets import exact_json
 from toolsets.mcp_settings import McpServer
 
 
@@ -56,7 +57,7 @@ def default_meaning() -> dict[str, Any]:
 
 def digest_of(meaning: Mapping[str, Any]) -> str:
     """The semantic digest: 16 hex digits over the meaning of a config."""
-    canonical = orjson.dumps(meaning, option=orjson.OPT_SORT_KEYS)
+    canonical = exact_json.dumps(meaning, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(canonical).hexdigest()[:16]
 
 
@@ -78,7 +79,7 @@ def _meaning_of_server(server: McpServer) -> dict[str, Any]:
         [tool.name, tool.description, tool.input_schema]
         for tool in sorted(server.listed or (), key=lambda tool: tool.name)
     ]
-    schemas = orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)
+    schemas = exact_json.dumps(tools, option=orjson.OPT_SORT_KEYS)
     return {
         "command": list(server.argv),
         "per_task": server.is_per_task,

@@ -28,6 +28,7 @@ from batch.row_rules import RowRules, with_plain_prompt
 from batch.row_setup import SIGNS
 from batch.rows import BadRow, Reading, read_again, read_rows
 from batch.shards import Shard
+from toolsets import exact_json
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
@@ -289,7 +290,7 @@ def _base_id(columns: dict[str, Any]) -> str:
 
 
 def _canonical(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    return exact_json.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def _short_hash(value: str) -> int:

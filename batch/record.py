@@ -16,8 +16,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from agent.conversation import was_compacted
 from agent.moves import End
 from agent.rules import Terms
@@ -28,6 +26,7 @@ from batch.failures import Failure
 from batch.prompts import Task
 from batch.row_fork import without_events
 from batch.run_dir import SCHEMA_VERSION
+from toolsets import exact_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +82,4 @@ def make_record(
 
 def dump_record(record: dict[str, Any]) -> bytes:
     """One line of records.jsonl."""
-    return with_checksum(orjson.dumps(record))
+    return with_checksum(exact_json.dumps(record))

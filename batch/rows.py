@@ -5,25 +5,20 @@ Memory holds one line, whatever the size of the file.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import orjson
-
 from agent.nesting import MAX_NESTING, is_nested_deeper
 from batch.errors import DatasetError
 from batch.row_rules import RowRules, kind_of
+from toolsets import exact_json
 
 MAX_LINE_BYTES = 256 << 20
 """A longer line is a bad row: it is no prompt, and memory must stay bounded."""
 
 _BLOCK = 1 << 20
-_LONG_INTEGER = re.compile(rb"\d{19,}")
-_INT64 = range(-(2**63), 2**64)
 
 
 class Row(NamedTuple):
@@ -77,8 +72,8 @@ def read_again(file: BinaryIO, offset: int) -> dict[str, Any] | None:
     """The columns of the row at `offset`; None where no row is there any more."""
     file.seek(offset)
     try:
-        columns = orjson.loads(file.readline(MAX_LINE_BYTES).strip())
-    except orjson.JSONDecodeError:
+        columns = exact_json.loads(file.readline(MAX_LINE_BYTES).strip())
+    except exact_json.JSONDecodeError:
         return None
     return columns if isinstance(columns, dict) else None
 
@@ -138,13 +133,11 @@ def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, int, bytes]]:
 
 def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | BadRow:
     try:
-        columns = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        columns = exact_json.loads(text)
+    except exact_json.JSONDecodeError as error:
         return BadRow(line, _why_not_json(text, error))
     if not isinstance(columns, dict):
         return BadRow(line, f"the line is {kind_of(columns)}; it must be a JSON object")
-    if _LONG_INTEGER.search(text) and (number := _integer_beyond_64_bits(text)):
-        return BadRow(line, f"the integer {number}… does not fit 64 bits; write it as text")
     if is_nested_deeper(text, MAX_NESTING):
         return BadRow(line, f"nested deeper than {MAX_NESTING} levels")
     try:
@@ -154,7 +147,7 @@ def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | Bad
     return Row(line, columns, offset)
 
 
-def _why_not_json(text: bytes, error: orjson.JSONDecodeError) -> str:
+def _why_not_json(text: bytes, error: exact_json.JSONDecodeError) -> str:
     try:
         text.decode()
     except UnicodeDecodeError as decoding:
@@ -162,20 +155,3 @@ def _why_not_json(text: bytes, error: orjson.JSONDecodeError) -> str:
     if text[:1] == b"[" or text in (b"]", b"],"):
         return "not a JSON object: this looks like a JSON array; write one object per line"
     return f"not JSON: {error}"
-
-
-def _integer_beyond_64_bits(text: bytes) -> str | None:
-    """The parser turns such integers into floats without a word, so they are looked for."""
-    found: list[str] = []
-
-    def check(digits: str) -> int:
-        # int() refuses thousands of digits, which no 64-bit integer has.
-        if len(digits) > 20 or int(digits) not in _INT64:
-            found.append(digits[:20])
-        return 0
-
-    try:
-        json.loads(text, parse_int=check)
-    except RecursionError:
-        return None
-    return found[0] if found else None

@@ -42,6 +42,7 @@ from batch.meaning import default_meaning, digest_of, meaning_of
 from batch.narrowing import NARROWING, refuse_narrowing
 from batch.prompts import Scan
 from batch.records import refuse_lost_records
+from toolsets import exact_json
 
 SCHEMA_VERSION = 2
 """Of records and run.json; raised when a reader of the older form would misread the newer."""
@@ -229,18 +230,18 @@ def litter_of(path: Path) -> list[Path]:
 def write_run_json(path: Path, run: dict[str, Any]) -> None:
     """Write the identity of a run, with a checksum of what it says. Raises `StorageError`."""
     told = {**run, _CHECKSUM: _checksum_of(run)}
-    replace_file(path / "run.json", orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+    replace_file(path / "run.json", exact_json.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def _checksum_of(run: dict[str, Any]) -> str:
     """However the file is laid out."""
-    return f"{crc32(orjson.dumps(run)):08x}"
+    return f"{crc32(exact_json.dumps(run)):08x}"
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
     """The identity of a run. Raises `RunDirError` where `path` is no run directory of ours."""
     try:
-        run = orjson.loads((path / "run.json").read_bytes())
+        run = exact_json.loads((path / "run.json").read_bytes())
     except FileNotFoundError:
         msg = f"{path}: no run here (it has no run.json)"
         raise RunDirError(msg) from None

@@ -42,6 +42,7 @@ from batch.run_dir import SCHEMA_VERSION, litter_of
 from batch.standing import NO_BOUND, Settled
 from batch.verify_batches import check_batches
 from batch.verify_exports import check_exports
+from toolsets import exact_json
 
 Kind = Literal["unreadable", "contradiction", "derived", "leftover"]
 """unreadable: bytes that say nothing; contradiction: two truths about one task; derived: a file
@@ -173,7 +174,7 @@ def _what_is_lost(line: bytes) -> str:
 def _id_of(records: Path, entry: Entry) -> str:
     with records.open("rb") as file:
         file.seek(entry.offset)
-        return str(orjson.loads(file.read(entry.length))["id"])
+        return str(exact_json.loads(file.read(entry.length))["id"])
 
 
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ import orjson
 from agent.models.batches import ItemResult
 from batch.checksum import DamagedLine, read_object, with_checksum
 from batch.files import AppendFile, StorageError, listed, repair_tail, sync_directory
+from toolsets import exact_json
 
 log = logging.getLogger(__name__)
 
@@ -166,12 +167,12 @@ class WaveLedger:
         try:
             with self._results_file(wave).open("rb") as file:
                 file.seek(place[0])
-                line = orjson.loads(file.read(place[1]))
+                line = exact_json.loads(file.read(place[1]))
         except OSError as error:
             msg = f"{self._results_file(wave)}: cannot read: {error.strerror or error}"
             raise StorageError(msg) from error
         if "reply" in line:
-            return ItemResult(id, orjson.dumps(line["reply"]))
+            return ItemResult(id, exact_json.dumps(line["reply"]))
         return ItemResult(id, None, line["why"])
 
     def remove(self, wave: Wave) -> None:
@@ -281,7 +282,7 @@ def index_of(results: Path, wave: Wave) -> dict[str, tuple[int, int]]:
     offset = replies = 0
     with results.open("rb") as file:
         for line in file:
-            result = orjson.loads(line)
+            result = exact_json.loads(line)
             if not isinstance(result, dict) or "id" not in result:
                 msg = "a line that is no result"
                 raise ValueError(msg)

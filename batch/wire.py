@@ -22,9 +22,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-import orjson
-
 from agent.messages import Event
+from toolsets import exact_json
 
 
 class Deal(TypedDict):
@@ -54,13 +53,13 @@ class Counters(TypedDict):
 
 def pack(type: str, payload: bytes = b"", **fields: Any) -> bytes:
     """Encode one message."""
-    return orjson.dumps({"type": type, **fields}) + b"\n" + payload
+    return exact_json.dumps({"type": type, **fields}) + b"\n" + payload
 
 
 def unpack(message: bytes) -> tuple[dict[str, Any], bytes]:
     """Decode one message into its header and its payload."""
     header, _, payload = message.partition(b"\n")
-    return orjson.loads(header), payload
+    return exact_json.loads(header), payload
 
 
 def no_counters() -> Counters:

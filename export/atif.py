@@ -23,6 +23,7 @@ from export.replies import own_of
 from export.row_rules import Reason, Rejected
 from export.style import Style, styled
 from export.tolerance import STRICT, Flaw
+from toolsets.exact_json import within_64_bits
 
 SCHEMA_VERSION = "ATIF-v1.8"
 
@@ -42,11 +43,13 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
         "tool_definitions": list(conversation.tools),
     }
     reward = judgement_of(record).reward
-    extra = {
-        "completed": conversation.completed,
-        **({} if reward is None else {"reward": reward}),
-        **metadata_of(conversation),
-    }
+    extra = within_64_bits(
+        {
+            "completed": conversation.completed,
+            **({} if reward is None else {"reward": reward}),
+            **metadata_of(conversation),
+        }
+    )
     return _document(
         conversation, style, record["id"], session=record["id"], agent=agent, extra=extra
     )

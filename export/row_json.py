@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from export.row_rules import Reason, Rejected
+from toolsets.exact_json import has_long_digits, within_64_bits
 
 _TEMPLATE_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>"
 _CONTROL_TAILS = rf"{_TEMPLATE_TAILS}|/?s>|(?:bos|eos|pad|unk)>"
@@ -167,7 +168,9 @@ def _has_in_brackets(text: str) -> bool:
 def read_arguments(call: Mapping[str, Any], *, where: str) -> tuple[str, Mapping[str, Any]]:
     """The arguments of a call: JSON text of an object, and its value; raises Rejected.
 
-    The text has every number in the digits it came in. Blank arguments are an empty object.
+    The text has every number in the digits it came in. In the value an integer beyond 64 bits is
+    the text of its digits: one alone would have loaders refuse the whole file, or round it. Blank
+    arguments are an empty object.
     """
     sent = call["function"]["arguments"]
     if not sent.strip():
@@ -180,7 +183,9 @@ def read_arguments(call: Mapping[str, Any], *, where: str) -> tuple[str, Mapping
     if not text.startswith("{"):
         place = f"{where} ({call['function']['name']})"
         raise Rejected(Reason.ARGUMENTS_NOT_OBJECT, f"{place}: {text[:40]!r}")
-    return text, json.loads(text) if value is None else value
+    if value is None:
+        value = json.loads(text)
+    return text, within_64_bits(value) if has_long_digits(text) else value
 
 
 def content_json(text: str) -> str:

@@ -7,13 +7,13 @@ from textwrap import indent
 from typing import Any
 
 import click
-import orjson
 
 from agent.reasoning import split_inline_reasoning
 from batch.errors import ConfigError
 from export.replies import first_reply
 from report.rows import flags_of, row_of
 from report.words import count, dollars, moment, one_line, plain, plural, seconds
+from toolsets import exact_json
 
 _STEP = "    "
 _ID_CHARS = 200
@@ -172,14 +172,14 @@ def _facts(turn: Mapping[str, Any]) -> str:
 def _arguments(text: str) -> Iterable[str]:
     """Each argument by name; what is no JSON object as it was written."""
     try:
-        values = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        values = exact_json.loads(text)
+    except exact_json.JSONDecodeError:
         values = None
     if not isinstance(values, dict):
         yield indent(plain(text), _STEP)
         return
     for name, value in values.items():
-        shown = value if isinstance(value, str) else orjson.dumps(value).decode()
+        shown = value if isinstance(value, str) else exact_json.dumps(value).decode()
         if "\n" in shown:
             yield f"{_STEP}{plain(name)}:"
             yield indent(plain(shown), _STEP * 2)

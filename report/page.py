@@ -12,7 +12,7 @@ import hashlib
 from importlib import resources
 from typing import Any
 
-import orjson
+from toolsets import exact_json
 
 _SCRIPTS = ("core.js", "charts.js", "table.js", "conversation.js", "main.js")
 
@@ -32,7 +32,7 @@ def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
         "POLICY": policy.encode(),
         "TITLE": _as_text(meta["run_name"]).encode(),
         "STYLE": style.encode(),
-        "META": embedded(orjson.dumps(meta)),
+        "META": embedded(exact_json.dumps(meta)),
         "ROWS": embedded(rows),
         "RECORDS": embedded(records),
         "SCRIPT": script.encode(),

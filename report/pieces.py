@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from batch.files import open_temporary
+from toolsets import exact_json
 
 INLINE_BYTES = 4 << 20
 """How much data goes into the page itself."""
@@ -43,7 +44,7 @@ class Pieces:
 
     def add(self, row: dict[str, Any], record: bytes) -> None:
         """Take one trajectory; `record` is its JSON. Adds to the row where its record lies."""
-        line = orjson.dumps([*row.values(), self._chunks, len(self._records)])
+        line = exact_json.dumps([*row.values(), self._chunks, len(self._records)])
         self._rows.append(line)
         self._records.append(record)
         self._rows_size += len(line)

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from batch.errors import RunDirError
 from batch.files import StorageError, replace_file
 from batch.run_dir import holder_of, read_run_json
@@ -22,6 +20,7 @@ from report.page import render_page
 from report.pieces import INLINE_BYTES, Pieces
 from report.rows import row_of
 from report.training import training_form
+from toolsets import exact_json
 
 _BEGINNING = b"<!doctype html>"
 
@@ -67,7 +66,7 @@ def write_report(
             row = row_of(record) | {"exported": form["file"]}
             columns = [*row, "chunk", "place"]
             shared = {"tools": list(map(tools.number, record["tools"]))}
-            pieces.add(row, orjson.dumps({**record, **shared, "training_form": form}))
+            pieces.add(row, exact_json.dumps({**record, **shared, "training_form": form}))
             count += 1
         rows, records, row_pieces = pieces.finish()
     except OSError as error:
@@ -122,7 +121,7 @@ class _Once:
 
     def number(self, value: Any) -> int:
         """The place of `value` in the list of all."""
-        key = orjson.dumps(value)
+        key = exact_json.dumps(value)
         if key not in self._numbers:
             self._numbers[key] = len(self.values)
             self.values.append(value)

@@ -135,15 +135,17 @@ def is_alive(pid: int) -> bool:
 def test_a_server_of_the_sdk(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SDK_SERVER)
     own = McpServer(command=(sys.executable, str(tmp_path / "server.py")))
-    added, wrong, unknown, failed = play(
+    added, long, wrong, unknown, failed = play(
         tmp_path,
         {"own": own},
         ("t", "own__add", {"a": 2}),
+        ("t", "own__add", {"a": 10**30}),
         ("t", "own__add", {"a": "two"}),
         ("t", "own__nope", {}),
         ("t", "own__fail", {}),
     )
     assert (added.content, added.is_error) == ("3", False)
+    assert long.content == str(10**30 + 1), "an integer keeps its digits on both ways"
     assert wrong.content.startswith("Error: invalid arguments for own__add: a: 'two' is not of")
     assert wrong.details["failure"] == "invalid_arguments"
     assert unknown.details["failure"] == "unknown_tool"

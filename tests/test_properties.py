@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import orjson
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -39,6 +38,7 @@ from export.row_rules import Reason, Rejected
 from run_agent import AIAgent
 from tests import playing
 from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
+from toolsets import exact_json
 from toolsets.tool import Tool
 
 CALM = settings(deadline=None, derandomize=True, database=None)
@@ -401,7 +401,7 @@ OPENAI = ModelSettings(name="m", api="openai_chat", base_url=None, key_env=None)
 
 def check_anthropic(request: Request, *, may_be_open: bool) -> None:
     body = anthropic_messages.request_body(ANTHROPIC, request)
-    orjson.dumps(body)
+    exact_json.dumps(body)
     sent = body["messages"]
     assert [m["role"] for m in sent] == (["user", "assistant"] * len(sent))[: len(sent)]
     called: list[str] = []
@@ -418,7 +418,7 @@ def check_anthropic(request: Request, *, may_be_open: bool) -> None:
 
 def check_openai(request: Request, *, may_be_open: bool) -> None:
     body = openai_chat.request_body(OPENAI, request)
-    orjson.dumps(body)
+    exact_json.dumps(body)
     sent = [message for message in body["messages"] if message["role"] != "system"]
     assert sent[0]["role"] == "user"
     called: list[str] = []
@@ -467,8 +467,8 @@ def state(trajectory: Trajectory) -> dict[str, Any]:
 def test_record_and_journal_give_the_conversation_back(stage: Stage, scene: Scene) -> None:
     played = stage.play(scene)
     record = played.trajectory.to_record()
-    assert orjson.loads(orjson.dumps(record)) == record
-    journaled = orjson.loads(orjson.dumps(played.events))
+    assert exact_json.loads(exact_json.dumps(record)) == record
+    journaled = exact_json.loads(exact_json.dumps(played.events))
     assert journaled == played.events
     replayed = Trajectory(scene.options.get("opening", OPENING), usable_prefix(journaled))
     assert replayed.to_record() == record
@@ -513,7 +513,7 @@ def test_killed_anywhere_and_taken_up_it_comes_to_the_same(
     whole = stage.play(scene, tools=ECHO)
     asked = len(whole.requests)
     for length in range(1, len(whole.events)):
-        past = orjson.loads(orjson.dumps(whole.events[:length]))
+        past = exact_json.loads(exact_json.dumps(whole.events[:length]))
         assert usable_prefix(past) == past
         resumed = stage.play(scene, tools=ECHO, past=past)
         again = stage.play(scene, tools=ECHO, past=resumed.events[: length + later])
@@ -570,7 +570,7 @@ def check_not_again(resumed: Played, past: Sequence[Event], scene: Scene) -> Non
 
 def arguments_of(scripted: Mapping[str, Any]) -> str:
     arguments = scripted.get("arguments", {})
-    return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return arguments if isinstance(arguments, str) else exact_json.dumps(arguments).decode()
 
 
 def check_reply(reply: ReplyEvent, turn: Mapping[str, Any]) -> None:
@@ -597,7 +597,7 @@ def check_step(reply: ReplyEvent, turn: Mapping[str, Any]) -> None:
         assert function["name"] in text or "repairs" in message
         given = function["arguments"]
         # An input that is no object is the value of the only parameter.
-        assert given in text or all(value in text for value in orjson.loads(given).values())
+        assert given in text or all(value in text for value in exact_json.loads(given).values())
 
 
 def check_replies(events: Sequence[Event], scene: Scene) -> None:
@@ -718,12 +718,12 @@ def test_a_session_and_its_fork_never_change_each_other(
             assert fork.messages == session.messages
             for is_forks, text in prompts:
                 one, other = (fork, session) if is_forks else (session, fork)
-                before = orjson.dumps([other.messages, other.trajectory.to_record()])
+                before = exact_json.dumps([other.messages, other.trajectory.to_record()])
                 one.new_prompt(text)
-                assert orjson.dumps([other.messages, other.trajectory.to_record()]) == before
-            before = orjson.dumps([session.messages, session.trajectory.to_record()])
+                assert exact_json.dumps([other.messages, other.trajectory.to_record()]) == before
+            before = exact_json.dumps([session.messages, session.trajectory.to_record()])
             scribble(fork.messages)
-            assert orjson.dumps([session.messages, session.trajectory.to_record()]) == before
+            assert exact_json.dumps([session.messages, session.trajectory.to_record()]) == before
 
 
 @settings(CALM, max_examples=150)
@@ -789,14 +789,14 @@ def test_a_record_is_rejected_or_becomes_a_row_in_which_everyone_speaks_in_turn(
     stage: Stage, scene: Scene
 ) -> None:
     played = stage.play(scene)
-    record = orjson.loads(record_of(played, scene))
+    record = exact_json.loads(record_of(played, scene))
     try:
         row = to_row(record)
     except Rejected as rejected:
         if rejected.reason in NEVER:
             raise
         return
-    assert orjson.loads(dumps_row(row)).keys() == row.keys()
+    assert exact_json.loads(dumps_row(row)).keys() == row.keys()
     entries = row["conversations"]
     said = (split_inline_reasoning(entry["value"]).rest for entry in entries)
     assert all(text.strip() for text in said), "a turn of thoughts alone says nothing"

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from toolsets import exact_json
 from toolsets.cgroup import Group
 from toolsets.errors import HostError, failure_told, machine_failure
 from toolsets.execution import SandboxError
@@ -134,7 +134,7 @@ class Channel:
         After any exception, cancellation too, the channel is good for nothing but closing.
         """
         async with asyncio.timeout(timeout_s):
-            raw = orjson.dumps(request)
+            raw = exact_json.dumps(request)
             try:
                 send = asyncio.get_running_loop().sock_sendall
                 await send(self._socket, LENGTH.pack(len(raw)) + raw)

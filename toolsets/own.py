@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from toolsets import exact_json
 from toolsets.registry import Toolset
 from toolsets.tool import Tool, tool
 
@@ -103,7 +104,7 @@ def as_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
 def schemas_digest(tools: Sequence[Tool]) -> str:
     """A digest of all that a model is told of some tools."""
     schemas = sorted((tool.schema for tool in tools), key=lambda one: str(one["function"]["name"]))
-    return hashlib.sha256(orjson.dumps(schemas, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return hashlib.sha256(exact_json.dumps(schemas, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _toolset(name: str, found: Any) -> Toolset:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from toolsets import exact_json
 from toolsets.docstring import read_docstring
 from toolsets.errors import ToolError
 from toolsets.signature import PREFIX, arguments_model, schema_of
@@ -89,7 +90,7 @@ class Tool:
         one line per problem.
         """
         try:
-            loaded = orjson.loads(raw) if raw.strip() else {}
+            loaded = exact_json.loads(raw) if raw.strip() else {}
         except RecursionError:
             raise ArgumentsError("the JSON is nested too deeply") from None
         except ValueError as error:

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
+from toolsets import exact_json
 from toolsets.errors import HostError, ToolError, has_memory, machine_failure
 from toolsets.space import TaskSpace
 from toolsets.text import clip, valid_utf8
@@ -162,7 +161,7 @@ def _tidy(result: ToolResult) -> ToolResult:
         content = f"Tool error: {content}"
     details = dict(result.details)
     try:
-        orjson.dumps(details)
+        exact_json.dumps(details)
     except (TypeError, RecursionError):
         details = {"details": clip(valid_utf8(repr(details)), max_chars=_MAX_MESSAGE_CHARS)}
     return ToolResult(content, is_error=bool(result.is_error), details=details)

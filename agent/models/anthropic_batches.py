@@ -20,6 +20,7 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.replies import load_object, object_of
 from agent.models.transport import Transport
+from toolsets import exact_json
 
 _PATH = "/v1/messages/batches"
 
@@ -154,7 +155,7 @@ def _read_result(line: Mapping[str, Any]) -> ItemResult:
     result = object_of(line, "result")
     message = result.get("message")
     if result.get("type") == "succeeded" and isinstance(message, dict):
-        return ItemResult(id, orjson.dumps(message))
+        return ItemResult(id, exact_json.dumps(message))
     error = object_of(object_of(result, "error"), "error")
     told = f"{error.get('type')}: {error.get('message')}" if error else ""
     return ItemResult(id, None, told or str(result.get("type")))

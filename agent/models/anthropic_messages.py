@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
@@ -17,6 +15,8 @@ from agent.models.replies import (
     parse_object,
     text_or_none,
 )
+from agent.models.unknown import extra_of, uncounted_in, unknown_in
+from toolsets import exact_json
 
 API = "anthropic_messages"
 
@@ -37,6 +37,19 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
     "pause_turn": "pause",
     "model_context_window_exceeded": "context_exceeded",
 }
+
+
+_REPLY_FIELDS = frozenset(
+    {"id", "type", "role", "model", "content", "stop_reason", "usage", "error"}
+)
+_USAGE_FIELDS: Mapping[str, Sequence[str]] = {
+    "input_tokens": (),
+    "output_tokens": (),
+    "cache_read_input_tokens": (),
+    "cache_creation_input_tokens": (),
+    "output_tokens_details": ("thinking_tokens",),
+}
+"""What is read of a reply; all else is kept as it came."""
 
 
 def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
@@ -163,7 +176,7 @@ def _with_object(block: dict[str, Any]) -> dict[str, Any]:
     if "input" not in block or isinstance(block["input"], dict):
         return block
     given = block["input"]
-    text = given if isinstance(given, str) else orjson.dumps(given).decode()
+    text = given if isinstance(given, str) else exact_json.dumps(given).decode()
     return {**block, "input": _input_object(text)}
 
 
@@ -175,9 +188,9 @@ def _is_blank(block: Mapping[str, Any]) -> bool:
 def _input_object(arguments: str) -> dict[str, Any]:
     """This API takes objects only: broken arguments travel inside one, the record keeps them."""
     try:
-        parsed = orjson.loads(arguments or "{}")
-        orjson.dumps(parsed)  # which refuses a nesting that reading takes
-    except (orjson.JSONDecodeError, TypeError):
+        parsed = exact_json.loads(arguments or "{}")
+        exact_json.dumps(parsed)  # which refuses a nesting that reading takes
+    except (exact_json.JSONDecodeError, TypeError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}
 
@@ -210,6 +223,10 @@ def read_reply(body: bytes) -> Completion:
         usage=usage_in(reply),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
+        extra=extra_of(
+            reply=unknown_in(reply, _REPLY_FIELDS),
+            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+        ),
     )
 
 

@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from agent.models.streaming import Growing, to_body
+from agent.models.unknown import merge, unknown_in
 from agent.stream import StreamHandler
+from toolsets import exact_json
 
 _INPUT = "partial_json"
 """Where a block holds the text of its input until it is whole."""
+
+_KNOWN_DELTAS = frozenset({"text_delta", "thinking_delta", "input_json_delta", "citations_delta"})
+_DELTA_FIELDS = frozenset({"type", "text", "thinking", "citation", _INPUT})
+_DELTA_EVENT_FIELDS = frozenset({"type", "delta", "usage"})
+"""What is put together by rules of its own; all else is merged as it comes."""
 
 
 class MessagesAssembly:
@@ -29,6 +36,7 @@ class MessagesAssembly:
                 self._take_head(message, message.get("usage"))
             case {"type": "message_delta", "delta": dict(delta)}:
                 self._take_head(delta, part.get("usage"))
+                merge(self._message, unknown_in(part, _DELTA_EVENT_FIELDS))
             case {"type": "content_block_start", "index": int(n), "content_block": dict(block)}:
                 self._blocks[n] = Growing(block)
                 self._tell_start(block)
@@ -63,6 +71,8 @@ class MessagesAssembly:
             self._tell({"type": "text_delta", "text": text})
 
     def _add_delta(self, block: Growing, delta: Mapping[str, Any]) -> None:
+        if not delta.keys() <= _DELTA_FIELDS and delta.get("type") in _KNOWN_DELTAS:
+            merge(block.fields, unknown_in(delta, _DELTA_FIELDS))
         match delta.get("type"):
             case "text_delta":
                 if text := _text(delta, "text"):
@@ -103,7 +113,7 @@ def _built(block: Growing) -> dict[str, Any]:
     text = built.pop(_INPUT, "")
     if text.strip():
         try:
-            given = json.loads(text)
+            given = exact_json.loads_with_halves(text)
         except ValueError:
             given = text
         built["input"] = given if isinstance(given, dict) else text

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import orjson
-
 from agent.models import dialects
 from agent.models.batches import Batches
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.names import SCRIPTED
+from toolsets import exact_json
 
 
 def has_batches(settings: ModelSettings) -> bool:
@@ -28,7 +27,7 @@ def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
 
 def body_of(request: Request, settings: ModelSettings) -> bytes:
     """The body that a live call would send, in one piece."""
-    return orjson.dumps(dialects.DIALECTS[settings.api].body(settings, request))
+    return exact_json.dumps(dialects.DIALECTS[settings.api].body(settings, request))
 
 
 def read_reply(body: bytes, settings: ModelSettings) -> Completion:

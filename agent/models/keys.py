@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import quote
 
-import orjson
+from toolsets import exact_json
 
 MARK = "[API key]"
 """Stands where a key stood."""
@@ -51,7 +51,7 @@ class Key:
         if any(form in body for form in self._wide):
             return True
         try:
-            plain = orjson.dumps(orjson.loads(body))
+            plain = exact_json.dumps(exact_json.loads(body))
         except (ValueError, TypeError):
             return False
         return any(form in plain for form in self._forms)

@@ -23,6 +23,10 @@ class Completion:
     response_id: str | None
     cost_usd: float | None = None
     """What this call cost, where the endpoint said so or its price is known."""
+    extra: Mapping[str, Any] | None = None
+    """What the reply held beyond all that is read of it, by what it stood in: "reply", "choice",
+    "choices" (further ones) and "usage", and under the text protocol "message". It describes the
+    reply and is never sent; what belongs to the message or to a call of it is there."""
     batch_item: str | None = None
     """Which item of a batch was to bring it, in runs that ask by batches; see `batch.waves`."""
 

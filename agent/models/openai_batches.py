@@ -22,6 +22,7 @@ from agent.models.model import ModelSettings
 from agent.models.openai_chat import headers_of
 from agent.models.replies import load_object, object_of
 from agent.models.transport import Transport
+from toolsets import exact_json
 
 _OVER = frozenset({"completed", "failed", "expired", "cancelled"})
 
@@ -145,7 +146,7 @@ def _read_result(line: Mapping[str, Any]) -> ItemResult:
     response = object_of(line, "response")
     body = response.get("body")
     if response.get("status_code") == 200 and isinstance(body, dict):
-        return ItemResult(id, orjson.dumps(body))
+        return ItemResult(id, exact_json.dumps(body))
     error = object_of(line, "error") or object_of(object_of(response, "body"), "error")
     why = f"{error.get('code') or response.get('status_code')}: {error.get('message')}"
     return ItemResult(id, None, why)

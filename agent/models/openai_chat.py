@@ -25,6 +25,7 @@ from agent.models.replies import (
     read_usage,
     text_or_none,
 )
+from agent.models.unknown import extra_of, uncounted_in, unknown_in
 from agent.reasoning import split_inline_reasoning
 
 API = "openai_chat"
@@ -42,6 +43,28 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details")
 
 _VERBATIM_FIELDS = (*_REASONING_FIELDS, "thinking_blocks")
 """What goes back as it came. LiteLLM puts signed thoughts of other APIs beside their text."""
+
+_CALL_FIELDS = frozenset({"id", "type", "function", "index"})
+_FUNCTION_FIELDS = frozenset({"name", "arguments"})
+_MESSAGE_FIELDS = frozenset({"role", "type", "content", "tool_calls", "refusal", *_VERBATIM_FIELDS})
+_CHOICE_FIELDS = frozenset({"index", "message", "finish_reason"})
+_REPLY_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage", "error"})
+"""What is read of each, or says nothing of the reply. All else is kept as it came."""
+
+_USAGE_FIELDS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens", "cost"), ()),
+    "prompt_tokens_details": ("cached_tokens", "cache_write_tokens"),
+    "completion_tokens_details": ("reasoning_tokens",),
+}
+
+_NOT_SENT = frozenset(
+    {
+        *("annotations", "content_filter_results", "logprobs", "prompt_token_ids", "token_ids"),
+        "tool_calls",
+    }
+)
+"""Fields of a message that describe it: they are kept, and no endpoint wants them back. Calls are
+sent from where they are recorded."""
 
 _PAYS = (("OpenAI-Organization", "OPENAI_ORG_ID"), ("OpenAI-Project", "OPENAI_PROJECT_ID"))
 """Headers, and the variables that OpenAI's own clients read them from."""
@@ -154,7 +177,8 @@ def to_api(message: Message) -> dict[str, Any]:
                 view["content"] = message["content"] or None
             blocks = message.get("provider_blocks")
             if blocks is not None and blocks["api"] == API:
-                view.update(blocks["blocks"][0])
+                block = blocks["blocks"][0]
+                view.update((key, block[key]) for key in block if key not in _NOT_SENT)
             elif reasoning := message.get("reasoning"):
                 view["reasoning_content"] = reasoning
             return view
@@ -197,6 +221,12 @@ def read_reply(body: bytes) -> Completion:
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
         cost_usd=reported_cost(reply),
+        extra=extra_of(
+            reply=unknown_in(reply, _REPLY_FIELDS),
+            choice=unknown_in(choice, _CHOICE_FIELDS),
+            choices=choices[1:],
+            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+        ),
     )
 
 
@@ -211,6 +241,7 @@ def _read_message(raw: Mapping[str, Any]) -> Message:
             raise ModelError("malformed", "the reply's tool_calls are not a list")
         message["tool_calls"] = [_read_call(call) for call in calls]
     verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
+    verbatim |= unknown_in(raw, _MESSAGE_FIELDS)
     if inline is not None:
         verbatim["content"] = received
     if verbatim:
@@ -235,7 +266,24 @@ def _read_call(call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise ModelError("malformed", "a tool call of the reply has no function")
-    return make_call(call.get("id"), function.get("name"), function.get("arguments"))
+    made = make_call(call.get("id"), function.get("name"), function.get("arguments"))
+    made.update(unknown_in(call, _CALL_FIELDS))  # type: ignore[typeddict-item]
+    made["function"].update(unknown_in(function, _FUNCTION_FIELDS))  # type: ignore[typeddict-item]
+    return made
+
+
+def unknown_of_call(call: ToolCall) -> dict[str, Any]:
+    """What a call holds beyond what every API has; `add_to_call` puts it back."""
+    found = unknown_in(call, _CALL_FIELDS)
+    if of_function := unknown_in(call["function"], _FUNCTION_FIELDS):
+        found["function"] = of_function
+    return found
+
+
+def add_to_call(call: ToolCall, unknown: Mapping[str, Any]) -> None:
+    """Give a call what `unknown_of_call` said of it."""
+    call["function"].update(unknown.get("function", {}))
+    call.update(unknown_in(unknown, _CALL_FIELDS))  # type: ignore[typeddict-item]
 
 
 def _flat_text(content: Any) -> str:

@@ -23,6 +23,7 @@ from agent.models.replies import (
     read_usage,
     text_or_none,
 )
+from agent.models.unknown import extra_of, uncounted_in, unknown_in
 from agent.reasoning import split_inline_reasoning
 
 API = "openai_responses"
@@ -52,6 +53,26 @@ _PLAIN_FIELDS: Mapping[str, frozenset[str]] = {
     "output_text": frozenset({"type", "text"}),
 }
 """What an item or a part may hold that the record holds too, or that nobody needs again."""
+
+
+_REPLY_FIELDS = frozenset(
+    {
+        *("id", "object", "created_at", "completed_at", "model", "status", "output", "output_text"),
+        *("usage", "error", "incomplete_details"),
+        # What follows repeats the request.
+        *("background", "conversation", "include", "instructions", "max_output_tokens"),
+        *("max_tool_calls", "metadata", "parallel_tool_calls", "previous_response_id", "prompt"),
+        *("prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier", "store"),
+        *("temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation"),
+        *("user",),
+    }
+)
+_USAGE_FIELDS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), ()),
+    "input_tokens_details": ("cached_tokens", "cache_write_tokens"),
+    "output_tokens_details": ("reasoning_tokens",),
+}
+"""What is read of a reply, or known already; all else is kept as it came."""
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
@@ -128,13 +149,31 @@ def _assistant_items(message: Message) -> list[dict[str, Any]]:
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        return _without_open_thought(blocks["blocks"])
+        return [*map(_without_logprobs, _without_open_thought(blocks["blocks"]))]
     items: list[dict[str, Any]] = []
     if message["content"]:
         items.append({"role": "assistant", "content": message["content"]})
     for call in message.get("tool_calls", ()):
-        items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        item = {"type": "function_call", "call_id": call["id"]}
+        items.append({**item, "name": name, "arguments": arguments})
     return items
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """They describe what was said, and can be many times as long."""
+    parts = item.get("content")
+    if not isinstance(parts, list) or not any(part.get("logprobs") for part in _objects(parts)):
+        return item
+    shown = [
+        {key: part[key] for key in part if key != "logprobs"} if isinstance(part, dict) else part
+        for part in parts
+    ]
+    return {**item, "content": shown}
+
+
+def _objects(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    return [part for part in parts if isinstance(part, dict)]
 
 
 def _without_open_thought(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -167,6 +206,10 @@ def read_reply(body: bytes) -> Completion:
         usage=usage_in(reply),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
+        extra=extra_of(
+            reply=unknown_in(reply, _REPLY_FIELDS),
+            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+        ),
     )
 
 

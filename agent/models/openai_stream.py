@@ -11,9 +11,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.models.streaming import Growing, to_body
+from agent.models.unknown import merge, unknown_in
 from agent.stream import StreamHandler
 
+_CALL_FIELDS = frozenset({"id", "type", "function", "index"})
+_FUNCTION_FIELDS = frozenset({"name", "arguments"})
+_CHOICE_FIELDS = frozenset({"index", "delta", "finish_reason"})
+_PLAIN_CHOICE = _CHOICE_FIELDS | {"logprobs"}  # which is mostly there, and null
+_PART_FIELDS = frozenset(
+    {"id", "object", "created", "model", "choices", "usage", "error", "obfuscation"}
+)
+"""What is put together by rules of its own, or says nothing; all else is merged as it comes."""
+
+_MAX_OTHERS = 127
+"""Further choices of one reply that are kept, which is all that OpenAI gives."""
+
 _TEXTS = ("content", "refusal", "reasoning_content", "reasoning")
+_DELTA_FIELDS = frozenset(
+    {"role", "type", "tool_calls", "reasoning_details", "thinking_blocks", *_TEXTS}
+)
 _DETAIL_TEXTS = {"reasoning.text": "text", "reasoning.summary": "summary"}
 """Kinds of reasoning details that arrive in parts, and the field that grows."""
 
@@ -23,8 +39,13 @@ class ChatAssembly:
 
     def __init__(self, on_delta: StreamHandler) -> None:
         self._tell = on_delta
-        self._reply: dict[str, Any] = {"choices": []}
+        self._reply: dict[str, Any] = {}
+        self._choice: dict[str, Any] = {}
+        self._has_choice = False
+        self._others: dict[int, ChatAssembly] = {}
         self._message = Growing({"role": "assistant"})
+        self._unknown: dict[str, Any] = {}
+        """Fields of the message that are not known here."""
         self._details: list[Growing] = []
         self._blocks: list[Growing] = []
         self._calls: list[_Call] = []
@@ -37,10 +58,15 @@ class ChatAssembly:
         for key in ("id", "model", "usage"):
             if part.get(key):
                 self._reply[key] = part[key]
+        if not part.keys() <= _PART_FIELDS:
+            merge(self._reply, unknown_in(part, _PART_FIELDS))
         for choice in _objects(part.get("choices")):
-            if choice.get("index"):
+            if index := choice.get("index"):
+                self._add_other(index, choice)
                 continue
-            self._reply["choices"] = [{}]
+            self._has_choice = True
+            if choice.get("logprobs") or not choice.keys() <= _PLAIN_CHOICE:
+                merge(self._choice, unknown_in(choice, _CHOICE_FIELDS))
             if isinstance(delta := choice.get("delta"), dict):
                 self._add_delta(delta)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -50,18 +76,32 @@ class ChatAssembly:
         if self._finish_reason is not None:
             for call in self._calls:
                 self._tell({"type": "tool_use_stop", "tool_id": call.id, "tool_name": call.name})
-        message = self._message.build()
+        return to_body(self._built())
+
+    def _built(self) -> dict[str, Any]:
+        message = self._message.build() | self._unknown
         if self._details:
             message["reasoning_details"] = [detail.build() for detail in self._details]
         if self._blocks:
             message["thinking_blocks"] = [block.build() for block in self._blocks]
         if self._calls:
             message["tool_calls"] = [call.build() for call in self._calls]
-        for choice in self._reply["choices"]:
-            choice.update(message=message, finish_reason=self._finish_reason)
-        return to_body(self._reply)
+        whole = {**self._choice, "message": message, "finish_reason": self._finish_reason}
+        choices = [whole] if self._has_choice else []
+        for index, other in self._others.items():
+            choices += [{"index": index, **choice} for choice in other._built()["choices"]]
+        return {**self._reply, "choices": choices}
+
+    def _add_other(self, index: Any, choice: Mapping[str, Any]) -> None:
+        """Take a part of a further choice, where the user's own fields ask for several."""
+        if isinstance(index, int) and index not in self._others and len(self._others) < _MAX_OTHERS:
+            self._others[index] = ChatAssembly(lambda _: None)
+        if isinstance(index, int) and index in self._others:
+            self._others[index].add({"choices": [{**choice, "index": 0}]})
 
     def _add_delta(self, delta: Mapping[str, Any]) -> None:
+        if not delta.keys() <= _DELTA_FIELDS:
+            merge(self._unknown, unknown_in(delta, _DELTA_FIELDS))
         texts = {key: text for key in _TEXTS if (text := _text_of(delta.get(key)))}
         for key, text in texts.items():
             self._message.append(key, text)
@@ -113,6 +153,10 @@ class ChatAssembly:
             known = self._by_id.get(call.id)
             if known is None or known.place < call.place:
                 self._by_id[call.id] = call
+        if not part.keys() <= _CALL_FIELDS:
+            merge(call.unknown, unknown_in(part, _CALL_FIELDS))
+        if not function.keys() <= _FUNCTION_FIELDS:
+            merge(call.unknown_of_function, unknown_in(function, _FUNCTION_FIELDS))
         if not call.name and (name := function.get("name")):
             call.name = str(name)
             self._tell({"type": "tool_use_start", "tool_id": call.id, "tool_name": call.name})
@@ -151,10 +195,13 @@ class _Call:
         self.id = ""
         self.name = ""
         self.arguments: list[str] = []
+        self.unknown: dict[str, Any] = {}
+        self.unknown_of_function: dict[str, Any] = {}
 
     def build(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": "".join(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+        function |= self.unknown_of_function
+        return {"id": self.id, "type": "function", "function": function, **self.unknown}
 
 
 def _place(detail: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -12,11 +12,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import orjson
-
 from agent.messages import Usage as Counts
 from agent.models.gate import Claim
 from agent.models.model import Completion, ModelSettings, Price, Request
+from toolsets import exact_json
 
 if TYPE_CHECKING:
     from genai_prices import Usage as Tokens
@@ -88,7 +87,7 @@ def claim(request: Request, settings: ModelSettings, *, by_batch: bool = False) 
     than the marks that a chat template puts there. All input may be new to the provider's cache,
     and written into it at a higher price.
     """
-    asked = orjson.dumps([request.messages, request.tools, settings.extra_body])
+    asked = exact_json.dumps([request.messages, request.tools, settings.extra_body])
     most_in, most_out = len(asked) + _UNSEEN_TOKENS, settings.reply_bound
     likely_in = len(asked) // _BYTES_PER_TOKEN
     if most_out is None:

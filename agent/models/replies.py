@@ -14,6 +14,7 @@ import orjson
 from agent.messages import MOST_TOKENS, FunctionCall, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of
 from agent.nesting import MAX_NESTING, is_nested_deeper
+from toolsets import exact_json
 
 _SHOWN = 500
 """Characters of a foreign text that an error message repeats."""
@@ -22,8 +23,9 @@ _SHOWN = 500
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a reply body that must be a JSON object.
 
-    Lone surrogate escapes (an emoji cut in half by a token limit) are replaced rather than
-    refused: asking again would pay twice for the same answer.
+    Lone surrogate escapes (an emoji cut in half by a token limit) are replaced and numbers that
+    nothing holds are kept as text rather than refused: asking again would pay twice for the same
+    answer.
 
     Raises `ModelError("malformed")` for anything else.
     """
@@ -38,12 +40,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def load_object(body: bytes) -> dict[str, Any]:
     """Read a JSON object with no look at what it says; as `parse_object` otherwise."""
     try:
-        reply = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        reply = exact_json.loads(body)
+    except exact_json.JSONDecodeError:
         try:
-            text = json.dumps(json.loads(body.decode()), ensure_ascii=False)
-            reply = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-            orjson.dumps(reply)  # what cannot be written again must not be taken in
+            reply = exact_json.loads_leniently(body)
+            exact_json.dumps(reply)  # what cannot be written again must not be taken in
         except (ValueError, TypeError, RecursionError) as error:
             raise ModelError("malformed", f"not JSON: {_excerpt(body)}") from error
     if not isinstance(reply, dict):
@@ -114,7 +115,7 @@ def make_call(id: Any, name: Any, arguments: Any) -> ToolCall:
     Some servers send the arguments as an object; the text form is the one that is recorded.
     """
     if not isinstance(arguments, str):
-        arguments = "" if arguments is None else orjson.dumps(arguments).decode()
+        arguments = "" if arguments is None else exact_json.dumps(arguments).decode()
     function = FunctionCall(name=str(name or ""), arguments=arguments)
     return ToolCall(id=str(id or ""), type="function", function=function)
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
 from agent.stream import StreamHandler
+from toolsets import exact_json
 
 API = "scripted"
 
@@ -55,7 +55,7 @@ def parse_script(turns: Any) -> list[ScriptedTurn]:
     Raises `ValueError` naming the turn and key that is wrong.
     """
     try:
-        orjson.dumps(turns)
+        exact_json.dumps(turns)
         return _SCRIPT.validate_python(turns)
     except TypeError as error:
         msg = f"script: it cannot be written as JSON: {error}"
@@ -119,7 +119,7 @@ _NO_USAGE: Usage = {
 def _to_call(call: ScriptedCall, id: str) -> ToolCall:
     arguments = call.arguments
     if not isinstance(arguments, str):
-        arguments = orjson.dumps(arguments).decode()
+        arguments = exact_json.dumps(arguments).decode()
     return {
         "id": id,
         "type": "function",

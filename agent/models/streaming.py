@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import orjson
+
 
 class Assembly(Protocol):
     """Puts one streamed reply together."""
@@ -43,5 +45,8 @@ class Growing:
 
 
 def to_body(reply: Mapping[str, Any]) -> bytes:
-    """Escaped to ASCII, which joins an emoji that two parts held a half of each."""
-    return json.dumps(reply).encode()
+    """The body; where parts held halves of an emoji, escaped to ASCII, which joins them."""
+    try:
+        return orjson.dumps(reply)
+    except TypeError:
+        return json.dumps(reply).encode()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-import json
 import logging
 import os
 import ssl
@@ -18,7 +17,6 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
-import orjson
 import truststore
 from yarl import URL
 
@@ -28,6 +26,7 @@ from agent.models.model import ModelSettings
 from agent.models.proxies import proxy_for
 from agent.models.replies import error_behind_200, refusal_of
 from agent.models.streaming import Assembly
+from toolsets import exact_json
 from toolsets.errors import HOST_ERRNOS, HostError, in_words
 
 log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class Transport:
         # A redirect would take the key along to wherever it points.
         sending = self._session.post(
             URL(self._base_url + path),
-            data=orjson.dumps(request),
+            data=exact_json.dumps(request),
             headers=self._headers,
             allow_redirects=False,
         )
@@ -223,7 +222,7 @@ class Transport:
                     if data.startswith(_END_OF_STREAM):
                         break
                     data = self._key.out_of_text(data)
-                    part = json.loads(data)  # which takes a half of an emoji, as parts bring it
+                    part = exact_json.loads_part(data)
                     if isinstance(part, dict):
                         if part.get("error"):
                             raise error_behind_200(part["error"], "the stream")
