@@ -13,22 +13,22 @@ import sys
 from typing import NoReturn
 
 if __name__ == "__main__":
-    from batch.requirements import check_requirements
+    from runs.process.requirements import check_requirements
 
     check_requirements("batch_runner.py")
 
 import click
 
-from batch.console import open_missing_streams
-from batch.first_process import leave_first_place
-from commands.command_line import EXAMPLES, Commands
-from commands.ending import SIGNALLED, fail
-from commands.forking import fork
-from commands.lists import distributions, errors, tools
-from commands.looking import compare, report, show_one
-from commands.reading import export, merge, status, verify
-from commands.starting import estimate, import_hermes, run
-from commands.statistics import stats
+from cli.command_line import EXAMPLES, Commands
+from cli.exit_codes import SIGNALLED, fail
+from cli.fork import fork
+from cli.inspect_runs import export, merge, status, verify
+from cli.lists import distributions, errors, tools
+from cli.look import compare, report, show_one
+from cli.run import estimate, import_hermes, run
+from cli.stats import stats
+from runs.process.console import open_missing_streams
+from runs.process.first_process import leave_first_place
 
 
 def _underscored(name: str) -> str:

@@ -18,38 +18,38 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 if __name__ == "__main__":
-    from batch.requirements import check_requirements
+    from runs.process.requirements import check_requirements
 
     check_requirements("run_agent.py")
 
 import click
 from pydantic import TypeAdapter, ValidationError
 
+from agent.loop.tools import Approve
 from agent.messages import Event, Message
 from agent.models.model import ModelSettings
-from agent.models.names import Api, read_key, resolve_model
+from agent.models.resolve import Api, read_key, resolve_model
 from agent.models.scripted import parse_script
 from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
-from agent.stream import StreamHandler
-from agent.tools import Approve
-from batch.endpoint import check_url
-from batch.files import AppendFile, StorageError
-from batch.first_process import leave_first_place
-from export.completion import plain_ending
-from export.hermes import to_conversations
-from export.row_json import dumps_row
-from export.row_rules import Reason, Rejected, check_finished
-from toolsets.browser_process import Browsers
-from toolsets.catalog import catalog
-from toolsets.mcp_servers import McpError, McpServers, list_servers
-from toolsets.mcp_settings import McpServer, ServerName
-from toolsets.own import as_toolsets, load_own
-from toolsets.registry import Toolset
-from toolsets.sandbox import SandboxError, sandbox_problem
+from agent.stream_events import StreamHandler
+from export.conversation.ending import plain_ending
+from export.conversation.row_json import dumps_row
+from export.conversation.validity import Reason, Rejected, check_finished
+from export.formats.hermes import to_conversations
+from runs.config.endpoints import check_url
+from runs.process.first_process import leave_first_place
+from runs.store.files import AppendFile, StorageError
+from toolsets.browser.process import Browsers
+from toolsets.catalog.custom import as_toolsets, load_own
+from toolsets.catalog.lookup import catalog
+from toolsets.catalog.registry import Toolset
+from toolsets.mcp.mcp_settings import McpServer, ServerName
+from toolsets.mcp.servers import McpError, McpServers, list_servers
+from toolsets.net.web_settings import WebSettings
+from toolsets.sandbox.factory import SandboxError, sandbox_problem
 from toolsets.text import join_commas
-from toolsets.web_settings import WebSettings
 
 log = logging.getLogger("run_agent")
 

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from agent.completion import RESERVED
+from agent.state.final_answer import RESERVED
 from toolsets import exact_json
 from toolsets.text import clip
 

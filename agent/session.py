@@ -13,32 +13,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from agent.conversation import Conversation
-from agent.events import note_event
-from agent.history import completed_history
-from agent.loop import close_calls
+from agent.loop.loop import close_calls
+from agent.loop.opening import with_bound_stated
+from agent.loop.rules import Terms
+from agent.loop.steps import End
+from agent.loop.tools import check_names
 from agent.messages import Event, Message
+from agent.models.client.pool import ModelPool
+from agent.models.client.retrying import Retry
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
-from agent.models.patience import Retry
-from agent.models.pool import ModelPool
 from agent.models.scripted import ScriptedTurn
-from agent.moves import End
-from agent.opening import with_bound_stated
 from agent.options import AgentOptions
-from agent.rules import Terms
+from agent.runner import Conversation
 from agent.setup import Home, Setup, key_for, replies_played, schemas_for
-from agent.stream import StreamHandler
-from agent.tools import check_names
-from agent.trajectory import Journal, Trajectory
-from agent.transcript import Transcript
-from toolsets.browser_process import Browsers
-from toolsets.execution import Limits
-from toolsets.mcp_servers import McpServers
-from toolsets.sandbox import make_sandbox
+from agent.state.events import note_event
+from agent.state.history import completed_history
+from agent.state.trajectory import Journal, Trajectory
+from agent.state.transcript import Transcript
+from agent.stream_events import StreamHandler
+from toolsets.browser.process import Browsers
+from toolsets.mcp.servers import McpServers
+from toolsets.net.web_settings import WebSettings
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.factory import make_sandbox
 from toolsets.space import TaskSpace
-from toolsets.web_settings import WebSettings
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 T = TypeVar("T")
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from agent.loop.subagents import schema_of
+from agent.loop.tools import Approve, check_names, offered
 from agent.messages import is_paid_alone
+from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
-from agent.models.names import SCRIPTED, Endpoint, read_key, resolve_sibling
-from agent.models.pool import ModelPool
 from agent.models.prices import is_known
+from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions, Subagent
-from agent.subagents import schema_of
-from agent.tools import Approve, check_names, offered
-from agent.trajectory import Trajectory
-from toolsets.own import import_place
-from toolsets.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
+from agent.state.trajectory import Trajectory
+from toolsets.catalog.custom import import_place
+from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
 from toolsets.space import TaskSpace
 from toolsets.tool import Tool
 from toolsets.toolbox import Toolbox

@@ -25,14 +25,14 @@ from typing import Any
 
 import click
 
-from batch.config import RunConfig
-from batch.prompts import scan
-from batch.run_dir import read_run_json
 from benchmarks.consuming.rows import rows
-from export.dataset import Source
-from export.dataset_directory import export_dataset
+from export.dataset.build import Source
+from export.dataset.directory import export_dataset
+from export.dataset.rendering import load_template
 from export.recipe import FormatName, Recipe
-from export.rendering import load_template
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import scan
+from runs.run_dir import read_run_json
 
 ROOT = Path(__file__).resolve().parents[1]
 _FORMATS: tuple[FormatName, ...] = ("hermes", "openai", "llamafactory", "atif", "dpo", "kto")

@@ -24,26 +24,26 @@ from pathlib import Path
 
 import orjson
 
-from agent.conversation import Conversation
+from agent.loop.rules import Terms
 from agent.messages import Event, Message
+from agent.models.client.pool import ModelPool
 from agent.models.model import ModelSettings
-from agent.models.names import read_key
-from agent.models.pool import ModelPool
+from agent.models.resolve import read_key
 from agent.options import AgentOptions
-from agent.rules import Terms
+from agent.runner import Conversation
 from agent.setup import Home, Setup, set_up
-from agent.trajectory import Trajectory
-from batch.files import AppendFile
-from batch.index import index_fields
-from batch.journal_writer import JournalWriter
-from batch.prompts import Task
-from batch.record import Provenance, dump_record, make_record
-from batch.wire import pack
+from agent.state.trajectory import Trajectory
 from benchmarks.engines import SYSTEM
 from benchmarks.quick_endpoint import QuickEndpoint, scripted_replies
+from runs.dataset.scan import Task
+from runs.protocol.messages import pack
+from runs.record import Provenance, dump_record, make_record
+from runs.store.files import AppendFile
+from runs.store.index import index_fields
+from runs.store.journal_writer import JournalWriter
 from toolsets.space import TaskSpace
 from toolsets.tool import tool
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 KEPT = Path(__file__).with_suffix(".json")
 TOLERANCE = 1.03

@@ -30,12 +30,12 @@ from typing import Any
 import click
 import orjson
 
-from batch.checksum import read_object, with_checksum
-from batch.config import RunConfig
-from batch.index import MARK, RowMaker, index_fields
-from batch.prompts import Scan, scan, tasks
-from batch.run_dir import read_run_json
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import Scan, scan, tasks
+from runs.run_dir import read_run_json
+from runs.store.checksum import read_object, with_checksum
+from runs.store.index import MARK, RowMaker, index_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES: dict[str, tuple[int, int, int, str]] = {
@@ -123,8 +123,8 @@ def _work(run_dir: Path, found: Scan, kind: str) -> Callable[[], float]:
         from export.training_files import export_run
 
         return lambda: _timed(lambda: export_run(run_dir, found, num_samples=1))
-    from export.dataset import Source
-    from export.dataset_directory import export_dataset
+    from export.dataset.build import Source
+    from export.dataset.directory import export_dataset
     from export.recipe import load_recipe
 
     source, recipe = Source(run_dir, found, 1), load_recipe(None, {"formats": kind})

@@ -19,20 +19,20 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from agent.conversation import Conversation
+from agent.loop.rules import Terms
 from agent.messages import Message
+from agent.models.client.pool import ModelPool
 from agent.models.model import ModelSettings, Request
-from agent.models.names import read_key
-from agent.models.pool import ModelPool
+from agent.models.resolve import read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions
-from agent.rules import Terms
+from agent.runner import Conversation
 from agent.setup import Home, Setup, set_up
-from agent.trajectory import Trajectory
+from agent.state.trajectory import Trajectory
 from toolsets.space import TaskSpace
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 SETTINGS = ModelSettings(name="scripted", api="scripted", base_url=None, key_env=None)
 MANY = AgentOptions(

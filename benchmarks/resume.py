@@ -18,13 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from batch.checksum import read_object
-from batch.kept_scan import NAME, keep_scan
-from batch.prompts import tasks
-from batch.record import dump_record
-from batch.records import RecordFile, index_fields
-from batch.upkeep import find_run, scan_of
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.dataset.scan import tasks
+from runs.dataset.scan_cache import NAME, keep_scan
+from runs.maintenance.upkeep import find_run, scan_of
+from runs.record import dump_record
+from runs.store.checksum import read_object
+from runs.store.records import RecordFile, index_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 _CHUNK = 10_000

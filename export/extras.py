@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch.errors import ConfigError
+from runs.errors import ConfigError
 from toolsets.extras import install
 
 

@@ -24,13 +24,13 @@ from pydantic import (
 )
 
 from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, Seed, split_commas
-from agent.trajectory import Status
-from batch.config import AcceptedRows
-from batch.config_file import read_mapping
-from batch.errors import ConfigError
-from export.formats import GROUP_FORMATS, KNOWN, ROW_FORMATS, TWINNED
-from export.style import CallStyle, EmptyThink, ReasoningStyle, Style, SystemStyle
-from export.tolerance import HOLDS, Tokens, Tolerance, accepted
+from agent.state.trajectory import Status
+from export.conversation.style import CallStyle, EmptyThink, ReasoningStyle, Style, SystemStyle
+from export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
+from export.formats.registry import GROUP_FORMATS, KNOWN, ROW_FORMATS, TWINNED
+from runs.config.loading import read_mapping
+from runs.config.run_config import AcceptedRows
+from runs.errors import ConfigError
 from toolsets.text import clip
 
 FormatName = Literal["hermes", "llamafactory", "openai", "atif", "parquet", "dpo", "kto", "raw"]

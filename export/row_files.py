@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from batch.files import open_temporary, sync_directory
+from runs.store.files import open_temporary, sync_directory
 
 
 class Written(NamedTuple):

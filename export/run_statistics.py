@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from batch.checks import Checks, in_words, judgement_of
-from batch.index import own_work
-from batch.spending import spent_by
-from batch.standing import NO_BOUND
-from batch.stored import stored_records
-from export.conversation import read_conversation
-from export.replies import Own, own_of
-from export.row_rules import Rejected
+from export.conversation.own_work import Own, own_of
+from export.conversation.reading import read_conversation
+from export.conversation.style import Style
+from export.conversation.validity import Rejected
 from export.statistics import Statistics
-from export.style import Style
+from runs.store.checks import Checks, in_words, judgement_of
+from runs.store.index import own_work
+from runs.store.reader import stored_records
+from runs.store.settled import NO_BOUND
+from runs.totals.spending import spent_by
 
 _SHARES = (0.5, 0.9, 0.99)
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from agent.messages import MOST_TOKENS
-from batch.checks import CheckSums, judgement_of
-from export.replies import Own, has_reasoning, hidden_reasoning
+from export.conversation.own_work import Own, has_reasoning, hidden_reasoning
+from runs.store.checks import CheckSums, judgement_of
 
 _UNNAMED_FAILURE = "reported"
 """The kind of a failure that the tool itself reported, without an exception."""
@@ -72,7 +72,7 @@ class Statistics:
 
         `hidden` is there if any: turns without reasoning in words, which were reasoned about.
 
-        `checks` are sums of `batch.checks.Checks`.
+        `checks` are sums of `runs.store.checks.Checks`.
 
         `tokens` are of all that was paid for, as far as the endpoint told them;
         `cache_hit_rate` is the percentage of input tokens that came from a prompt cache.

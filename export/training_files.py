@@ -22,9 +22,19 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from batch.checks import judgement_of
-from batch.failures import load_failed_attempts
-from batch.files import (
+from export.conversation.own_work import Own, own_of
+from export.conversation.row_json import dumps_row
+from export.conversation.style import Style
+from export.conversation.tolerance import how_to_keep
+from export.conversation.validity import Reason, Rejected
+from export.formats.hermes import to_row
+from export.record_order import RecordOrder
+from export.row_files import Hashing
+from export.statistics import Statistics
+from runs.dataset.scan import Scan
+from runs.store.checks import judgement_of
+from runs.store.failures import load_failed_attempts
+from runs.store.files import (
     StorageError,
     open_temporary,
     replace_file,
@@ -32,16 +42,6 @@ from batch.files import (
     temporary_for,
     training_file_of,
 )
-from batch.prompts import Scan
-from export.hermes import to_row
-from export.order import RecordOrder
-from export.replies import Own, own_of
-from export.row_files import Hashing
-from export.row_json import dumps_row
-from export.row_rules import Reason, Rejected
-from export.statistics import Statistics
-from export.style import Style
-from export.tolerance import how_to_keep
 
 _PLAIN = Style()
 

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from agent.reasoning import split_inline_reasoning
-from batch.errors import ConfigError
-from export.replies import first_reply
-from report.rows import flags_of, row_of
-from report.words import count, dollars, moment, one_line, plain, plural, seconds
+from export.conversation.own_work import first_reply
+from report.facts import flags_of, row_of
+from report.formatting import count, dollars, moment, one_line, plain, plural, seconds
+from runs.errors import ConfigError
 from toolsets import exact_json
 
 _STEP = "    "

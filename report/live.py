@@ -16,11 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from batch.console import say
-from batch.errors import RunError
-from batch.process import hide_environment
-from batch.upkeep import find_run, scan_of
-from report.run_status import Status, look, sections
+from report.status import Status, look, sections
+from runs.errors import RunError
+from runs.maintenance.upkeep import find_run, scan_of
+from runs.process.console import say
+from runs.process.startup import hide_environment
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batch.config import RunConfig
-from batch.prompts import Scan, scan, tasks
-from batch.run_dir import SCHEMA_VERSION
-from export.dataset import Source
-from export.dataset_directory import export_dataset
+from export.dataset.build import Source
+from export.dataset.directory import export_dataset
 from export.recipe import Recipe
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import Scan, scan, tasks
+from runs.run_dir import SCHEMA_VERSION
 from tests.running import lines, write_rows
 from tests.test_hermes import assistant, call, record_of, result, user
 

@@ -9,7 +9,7 @@ import click
 
 from agent.options import AgentOptions
 from batch_runner import main
-from commands.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
+from cli.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
 
 HEAD = """\
 # All options

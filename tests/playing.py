@@ -12,23 +12,23 @@ from typing import Annotated, Any, NamedTuple
 import orjson
 from pydantic import Field
 
-from agent.conversation import Conversation
+from agent.loop.rules import Terms
+from agent.loop.steps import End
+from agent.loop.tools import Approve
 from agent.messages import Event, Message, Usage
+from agent.models.client.pool import ModelPool
 from agent.models.model import Completion, Model, ModelSettings, Request
-from agent.models.names import read_key
-from agent.models.pool import ModelPool
+from agent.models.resolve import read_key
 from agent.models.scripted import ScriptedModel, parse_script
-from agent.moves import End
 from agent.options import AgentOptions
-from agent.rules import Terms
+from agent.runner import Conversation
 from agent.setup import Home, Setup, replies_played, set_up
-from agent.stream import StreamEvent
-from agent.tools import Approve
-from agent.trajectory import Trajectory
-from toolsets.sandbox import Limits, make_sandbox
+from agent.state.trajectory import Trajectory
+from agent.stream_events import StreamEvent
+from toolsets.sandbox.factory import Limits, make_sandbox
 from toolsets.space import TaskSpace
 from toolsets.tool import Tool, ToolResult, tool
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 OPENING = [Message(role="user", content="go")]
 SETTINGS = ModelSettings(name="scripted", api="scripted", base_url=None, key_env=None)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from batch.checksum import without_checksum
+from runs.store.checksum import without_checksum
 
 ROOT = Path(__file__).parent.parent
 

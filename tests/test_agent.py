@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from agent.messages import Message
-from agent.models.names import UnknownModel
+from agent.models.resolve import UnknownModel
 from benchmarks.fake_endpoint import FakeEndpoint
 from run_agent import COMPLETED_FILE, FAILED_FILE, AIAgent
 from tests.running import ROOT, WRITE_A_NOTE, lines
-from toolsets.registry import UnknownToolset
+from toolsets.catalog.registry import UnknownToolset
 
 ANSWER = [{"reasoning": "easy", "content": "42"}]
 LOOK = {"tool_calls": [{"name": "list_files", "arguments": {}}]}

@@ -13,12 +13,12 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "toolsets": set(),
     "agent": {"toolsets"},
-    "batch": {"agent", "toolsets"},
-    "export": {"agent", "batch", "toolsets"},
-    "report": {"agent", "batch", "export", "toolsets"},
-    "run_agent": {"agent", "batch", "export", "toolsets"},
-    "commands": {"agent", "batch", "export", "report", "toolsets"},
-    "batch_runner": {"batch", "commands"},
+    "runs": {"agent", "toolsets"},
+    "export": {"agent", "runs", "toolsets"},
+    "report": {"agent", "runs", "export", "toolsets"},
+    "run_agent": {"agent", "runs", "export", "toolsets"},
+    "cli": {"agent", "runs", "export", "report", "toolsets"},
+    "batch_runner": {"runs", "cli"},
 }
 """What each room may import beside itself; imports run one way, down."""
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from batch.budget import Ledger
-from batch.wave_ledger import waves_in
 from benchmarks.fake_batches import FakeBatches
 from benchmarks.fake_script import Options
+from runs.batch_api.ledger import waves_in
+from runs.supervisor.budget import Ledger
 from tests.faults.oracle import check_run, finished_lines
 from tests.running import (
     WRITE_A_NOTE,

@@ -23,16 +23,16 @@ from tests.playing import call as planned
 from tests.playing import calls, say
 from tests.running import lines, run, write_rows
 from tests.websites import Answer, Site, site
-from toolsets.browser import BROWSER_TOOLS
-from toolsets.browser_process import VARIABLE, Browsers, browser_problem
-from toolsets.browser_proxy import REFUSED, Proxy
-from toolsets.registry import UnavailableToolset, resolve_toolsets
+from toolsets.browser.browser_tools import BROWSER_TOOLS
+from toolsets.browser.process import VARIABLE, Browsers, browser_problem
+from toolsets.browser.proxy import REFUSED, Proxy
+from toolsets.catalog.registry import UnavailableToolset, resolve_toolsets
+from toolsets.net.guard import Guard
+from toolsets.net.web_settings import WebSettings
 from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
-from toolsets.web_guard import Guard
-from toolsets.web_settings import WebSettings
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 needs_browser = pytest.mark.skipif(browser_problem() is not None, reason=str(browser_problem()))
 

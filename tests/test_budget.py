@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.messages import Message
+from agent.models.admission import Claim
+from agent.models.dialects.openai_chat import read_reply
 from agent.models.errors import ModelError
-from agent.models.gate import Claim
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.openai_chat import read_reply
 from agent.models.prices import claim
-from batch.budget import Ledger, RunBudget, spent_before
-from batch.journal import Inflight
-from batch.purse import Amount, Purse
-from batch.records import load_index
-from batch.stopped import Stopped
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.process.stopped import Stopped
+from runs.store.journal import Inflight
+from runs.store.records import load_index
+from runs.supervisor.budget import Ledger, RunBudget, spent_before
+from runs.worker.budget_share import Amount, Purse
 from tests.running import (
     WRITE_A_NOTE,
     lines,

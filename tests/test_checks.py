@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from batch.checks import Checks, CheckSums, in_words
-from batch.index import MARK, Index, RowMaker, index_fields
-from report.rows import row_of
+from report.facts import row_of
+from runs.store.checks import Checks, CheckSums, in_words
+from runs.store.index import MARK, Index, RowMaker, index_fields
 from tests.answering import JSON, answering
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.playing import say

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agent.options import AgentOptions
-from batch.config import RunConfig
 from batch_runner import main
-from commands.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
+from cli.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
+from runs.config.run_config import RunConfig
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, command, lines, run, write_rows
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from batch.config_file import load_config
-from batch.errors import ConfigError
+from runs.config.loading import load_config
+from runs.errors import ConfigError
 from tests.running import command, run, write_prompts
 
 FLAGS: dict[str, Any] = {"run_name": "r", "dataset_file": "p.jsonl"}

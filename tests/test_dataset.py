@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from batch.errors import DatasetChanged, DatasetError
-from batch.prompts import Task, scan, tasks, tasks_at
-from batch.row_rules import RowRules, opening_messages
-from batch.rows import BadRow, Reading, Row, read_rows
+from runs.dataset.lines import BadRow, Reading, Row, read_rows
+from runs.dataset.row import RowRules, opening_messages
+from runs.dataset.scan import Task, scan, tasks, tasks_at
+from runs.errors import DatasetChanged, DatasetError
 
 
 def write(path: Path, *lines: object) -> Path:

@@ -12,13 +12,13 @@ import orjson
 import pytest
 
 from agent.deadline import TimeAtWork
-from agent.loop import run_agent
+from agent.loop.loop import run_agent
+from agent.loop.rules import Terms
+from agent.loop.tools import AgentTools
 from agent.messages import Event, Message
-from agent.models.names import open_model, resolve_model
+from agent.models.resolve import open_model, resolve_model
 from agent.options import AgentOptions
-from agent.rules import Terms
-from agent.tools import AgentTools
-from agent.trajectory import Trajectory
+from agent.state.trajectory import Trajectory
 from run_agent import AIAgent
 from tests.answering import JSON, answering
 from tests.playing import TOOLS, call, calls, play, say
@@ -26,7 +26,7 @@ from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.space import TaskSpace
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 ENOUGH = 3600.0
 SOON = 0.3

@@ -12,13 +12,13 @@ import yaml
 
 from tests.playing import say
 from tests.running import lines, run, write_rows
-from toolsets.distributions import (
+from toolsets.catalog.distributions import (
     DISTRIBUTIONS,
     UnknownDistribution,
     draw_toolsets,
     load_distribution,
 )
-from toolsets.registry import TOOLSETS, UnknownToolset
+from toolsets.catalog.registry import TOOLSETS, UnknownToolset
 
 SCRIPTED: dict[str, Any] = {
     "run_name": "r",

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from batch.row_rules import RowRules
+from runs.dataset.row import RowRules
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.execution import Limits, SandboxError
-from toolsets.sandbox import make_sandbox, sandbox_problem
-from toolsets.workspace import Workspace
+from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.factory import make_sandbox, sandbox_problem
+from toolsets.workspace.workspace import Workspace
 
 ENGINE = """\
 #!{python}

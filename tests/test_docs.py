@@ -14,11 +14,11 @@ import click
 import pytest
 import yaml
 
-from batch.config import RunConfig
-from batch.config_file import load_config
 from batch_runner import main
 from export.recipe import Recipe
 from run_agent import AIAgent
+from runs.config.loading import load_config
+from runs.config.run_config import RunConfig
 from tests.option_docs import page as option_page
 from tests.running import ROOT, ids, run
 
@@ -166,7 +166,7 @@ def test_every_option_has_a_sentence_of_help() -> None:
 
 
 def test_the_readme_names_every_exit_code_of_the_errors() -> None:
-    from batch import errors
+    from runs import errors
 
     codes = {e.exit_code for e in vars(errors).values() if hasattr(e, "exit_code")}
     for code in codes:

@@ -10,15 +10,15 @@ import orjson
 import pytest
 import yaml
 
-from agent.models.names import read_key
-from batch.config import RunConfig
-from batch.config_file import load_config
-from batch.draw import setup_of_task
-from batch.errors import ConfigError
-from batch.meaning import meaning_of
-from batch.models import asked, bounds_of, set_up_models
-from batch.prompts import Task
+from agent.models.resolve import read_key
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.config.fingerprint import meaning_of
+from runs.config.loading import load_config
+from runs.config.models import asked, bounds_of, set_up_models
+from runs.config.run_config import RunConfig
+from runs.config.sampling import setup_of_task
+from runs.dataset.scan import Task
+from runs.errors import ConfigError
 from tests.running import WRITE_A_NOTE, lines, run, write_rows
 
 

@@ -13,21 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.flat import extend_session, init_session
-from agent.flat_messages import from_messages, to_messages
-from agent.models.anthropic_messages import API as ANTHROPIC
-from agent.models.anthropic_messages import read_reply, to_api_messages
-from agent.models.anthropic_stream import MessagesAssembly
-from agent.references import resolve
-from agent.tally import Tally
-from agent.trajectory import Trajectory
-from export.row_json import read_arguments
+from agent.flat.convert import from_messages, to_messages
+from agent.flat.format import extend_session, init_session
+from agent.loop.references import resolve
+from agent.models.dialects.anthropic_messages import API as ANTHROPIC
+from agent.models.dialects.anthropic_messages import read_reply, to_api_messages
+from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
+from agent.state.tally import Tally
+from agent.state.trajectory import Trajectory
+from export.conversation.row_json import read_arguments
 from tests.answering import JSON, answering
 from tests.exporting import make_run, rows, worked
 from tests.running import lines, run, write_rows
 from tests.test_hermes import assistant, call, record_of, result, user
 from toolsets import exact_json
-from toolsets.own import as_toolsets
+from toolsets.catalog.custom import as_toolsets
 
 LONG = 123456789012345678901234
 SMALL = -9223372036854775809
@@ -233,7 +233,7 @@ def test_a_schema_may_hold_long_bounds() -> None:
 
     made = as_toolsets([("own", f)])[0].tools[0]
     made.parameters["properties"]["n"]["maximum"] = LONG
-    from toolsets.own import schemas_digest
+    from toolsets.catalog.custom import schemas_digest
 
     assert len(schemas_digest([made])) == 64
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from batch.prompts import scan, tasks
-from export.replies import own_of
+from export.conversation.own_work import own_of
 from export.statistics import Statistics
 from export.training_files import export_run, route
+from runs.dataset.scan import scan, tasks
 from tests.running import ids, lines, write_rows
 from tests.test_hermes import (
     OFFERED,

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from export.command import dataset_options
-from export.formats import KNOWN
+from cli.export_options import dataset_options
+from export.formats.registry import KNOWN
 from export.recipe import AnswerCheck, Card, Filters, Judge, Preference, Recipe, load_recipe
 from tests.running import ROOT
 

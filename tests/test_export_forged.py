@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from export.formats import KNOWN
+from export.formats.registry import KNOWN
 from tests.exporting import exported, make_run
 from tests.running import lines
 from tests.test_hermes import assistant, call, record_of, result, user

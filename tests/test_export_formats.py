@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batch.checks import judgement_of
-from export.chat import messages_of
-from export.conversation import Conversation, read_conversation
-from export.formats import ROW_FORMATS
-from export.hermes import to_row
-from export.llamafactory import dataset_info
-from export.row_json import dumps_row
-from export.row_rules import Rejected
-from export.style import Style, styled
+from export.conversation.reading import Conversation, read_conversation
+from export.conversation.row_json import dumps_row
+from export.conversation.style import Style, styled
+from export.conversation.validity import Rejected
+from export.formats.hermes import to_row
+from export.formats.llamafactory import dataset_info
+from export.formats.openai_chat import messages_of
+from export.formats.registry import ROW_FORMATS
+from runs.store.checks import judgement_of
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.running import lines
 from tests.test_hermes import (

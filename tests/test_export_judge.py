@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from batch.errors import ConfigError, EnvironmentStop, RunLocked
 from benchmarks.fake_endpoint import FakeEndpoint
-from export.checking import findings
-from export.dataset import Source
+from export.dataset.build import Source
+from export.dataset.checking import findings
+from export.filters.verdicts import Questions
 from export.recipe import Judge, load_recipe
-from export.verdicts import Questions
+from runs.errors import ConfigError, EnvironmentStop, RunLocked
 from tests.exporting import exported, make_run, rejects, worked
 from tests.running import command, lines, run, wait_until
 from tests.test_hermes import assistant, record_of, user

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from batch.errors import ConfigError
-from export.rendering import Rendered, load_template
+from export.dataset.rendering import Rendered, load_template
+from runs.errors import ConfigError
 from tests.exporting import exported, make_run, worked
 from tests.running import lines, run
 from tests.test_hermes import assistant, call, record_of, result, user

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from export.conversation.style import Style
 from export.run_statistics import statistics_of
-from export.style import Style
 from tests.exporting import make_run, worked
 from tests.running import run
 from tests.test_hermes import assistant, record_of, user

@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 import pytest
 
-from batch.config import RowFlaw
-from export.checking import findings
-from export.hermes import to_conversations
+from export.conversation.style import Style, style_of_run
+from export.conversation.tolerance import HOLDS, how_to_keep
+from export.dataset.checking import findings
+from export.formats.hermes import to_conversations
 from export.run_statistics import statistics_of
-from export.style import Style, style_of_run
-from export.tolerance import HOLDS, how_to_keep
+from runs.config.run_config import RowFlaw
 from tests.exporting import exported, make_run, rows
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.test_export_formats import MARKUP, TEXT_FORMATS

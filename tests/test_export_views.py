@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.conversation import was_compacted
 from agent.messages import Message
 from agent.options import AgentOptions
-from agent.views import compact, compacted_from
-from export.hermes import to_row
+from agent.runner import was_compacted
+from agent.views.views import compact, compacted_from
+from export.formats.hermes import to_row
 from tests.exporting import judged, make_run, rejects, rows
 from tests.playing import Played, play, say
 from tests.running import SCRIPTED, lines, run, write_rows

@@ -14,16 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.flat import (
-    FlatMessage,
-    Session,
-    extend_session,
-    fork_session,
-    init_session,
-    response,
-    send,
-)
-from agent.flat_messages import (
+from agent.flat.convert import (
     from_messages,
     parse_openai_response,
     parse_response,
@@ -32,10 +23,19 @@ from agent.flat_messages import (
     to_messages,
     to_openai_messages,
 )
+from agent.flat.format import (
+    FlatMessage,
+    Session,
+    extend_session,
+    fork_session,
+    init_session,
+    response,
+    send,
+)
 from agent.messages import Message
-from agent.models.anthropic_messages import API as ANTHROPIC
+from agent.models.dialects.anthropic_messages import API as ANTHROPIC
+from agent.models.dialects.openai_chat import API as OPENAI
 from agent.models.errors import ModelError
-from agent.models.openai_chat import API as OPENAI
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 USER = {"role": "user", "content": "Go."}

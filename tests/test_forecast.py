@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from batch.forecast import _share, _total, sample_tasks
-from batch.prompts import scan, tasks
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.dataset.scan import scan, tasks
+from runs.totals.forecast import _share, _total, sample_tasks
 from tests.running import lines, run, write_prompts, write_rows
 
 

@@ -17,21 +17,21 @@ import orjson
 import pytest
 from hypothesis import given, settings
 
+from agent.loop.rules import next_move
 from agent.messages import Event
-from agent.prefix import NotForkable, events_until, paid_for
-from agent.rules import next_move
-from agent.trajectory import Trajectory
-from batch.catalog import catalog_of
-from batch.config import RunConfig
-from batch.draw import setup_of_task
-from batch.errors import ConfigError
-from batch.fork import forked_config
-from batch.models import set_up_models
-from batch.prompts import Task
-from batch.row_fork import read_fork
-from batch.run_dir import locked, read_run_json
-from commands.forking import chosen_records
-from report.rows import row_of
+from agent.state.forking import NotForkable, events_until, paid_for
+from agent.state.trajectory import Trajectory
+from cli.fork import chosen_records
+from report.facts import row_of
+from runs.config.models import set_up_models
+from runs.config.run_config import RunConfig
+from runs.config.sampling import setup_of_task
+from runs.config.toolsets import catalog_of
+from runs.dataset.row_fork import read_fork
+from runs.dataset.scan import Task
+from runs.errors import ConfigError
+from runs.maintenance.fork import forked_config
+from runs.run_dir import locked, read_run_json
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir
 from tests.playing import OPENING, call, calls, play, say

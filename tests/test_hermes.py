@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.hermes import to_conversations, to_row
-from export.row_json import content_json, dumps_row
-from export.row_rules import Reason, Rejected, check_finished
+from export.conversation.row_json import content_json, dumps_row
+from export.conversation.validity import Reason, Rejected, check_finished
+from export.formats.hermes import to_conversations, to_row
 
 TEMP: dict[str, Any] = {
     "type": "function",

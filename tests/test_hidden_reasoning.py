@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from agent.models import anthropic_messages, openai_chat, openai_responses
+from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.model import Completion
-from export.hermes import to_row
+from export.conversation.style import Style
+from export.formats.hermes import to_row
 from export.run_statistics import as_text, statistics_of
-from export.style import Style
 from export.training_files import route
 from tests.exporting import exported, make_run, rejects, rows
 from tests.running import SCRIPTED, lines, run, write_rows

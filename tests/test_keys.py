@@ -13,13 +13,13 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.models.batch_transfer import get_lines
-from agent.models.dialects import DIALECTS
-from agent.models.endpoint_model import EndpointModel
+from agent.models.batches.transfer import get_lines
+from agent.models.client.endpoint import EndpointModel
+from agent.models.client.transport import Transport
+from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.keys import MARK, Key
 from agent.models.model import ModelSettings, Request
-from agent.models.transport import Transport
 from tests.answering import listening
 from tests.running import run, write_prompts
 

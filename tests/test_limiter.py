@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.messages import Message
+from agent.models.admission import Claim
 from agent.models.errors import ModelError
-from agent.models.gate import Claim
 from agent.models.model import Completion
-from batch.call_gate import CallGate
-from batch.limiter import MAX_COOL_DOWN_S, Bounds, Limiter, share_out
-from batch.limits import RunLimits
-from batch.pace import Pace
-from batch.purse import Purse
-from batch.stopped import Stopped
-from batch.wire import unpack
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.process.stopped import Stopped
+from runs.protocol.messages import unpack
+from runs.supervisor.limiter import MAX_COOL_DOWN_S, Bounds, Limiter, share_out
+from runs.supervisor.limits import RunLimits
+from runs.worker.budget_share import Purse
+from runs.worker.call_gate import CallGate
+from runs.worker.token_bucket import Pace
 from tests.running import lines, run, write_prompts
 
 

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 
 from agent.messages import Event, Message, NoteEvent, ReplyEvent, ResultEvent, SubEvent
-from batch.errors import ConfigError, EnvironmentStop, RunDirError
-from batch.failures import Failure, FailureFile
-from batch.journal_writer import JournalWriter
-from batch.prompts import task_key
-from batch.run_dir import locked
-from batch.standing import WORKER_DIED
-from report.compared import as_text, compare
+from report.comparison import as_text, compare
 from report.conversation_text import Conversation, turn_as_json
-from report.errors_seen import errors_seen
-from report.run_status import run_status
-from report.stored import find_record
-from report.under_way import conversations_under_way
-from report.writer import write_report
+from report.failures_seen import errors_seen
+from report.in_flight import conversations_under_way
+from report.lookup import find_record
+from report.page.writer import write_report
+from report.status import run_status
+from runs.dataset.scan import task_key
+from runs.errors import ConfigError, EnvironmentStop, RunDirError
+from runs.run_dir import locked
+from runs.store.failures import Failure, FailureFile
+from runs.store.journal_writer import JournalWriter
+from runs.store.settled import WORKER_DIED
 from tests.running import SCRIPTED, command, lines, run, started, wait_until, write_rows
 from tests.test_report import HOSTILE_ID, ROWS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.acceptance import MAX_CALLS, RUN_CALLS, make_ids_unique
+from agent.loop.acceptance import MAX_CALLS, RUN_CALLS, make_ids_unique
 from agent.models.errors import ModelError
 from tests.playing import Played, call, calls, say
 from tests.playing import play as play_with

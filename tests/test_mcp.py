@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
-from batch.config_file import load_config
-from batch.errors import ConfigError
-from batch.meaning import meaning_of
-from batch.plan import make_plan
-from batch.tool_list import as_text
+from cli.tool_list import as_text
 from run_agent import AIAgent
+from runs.config.fingerprint import meaning_of
+from runs.config.loading import load_config
+from runs.errors import ConfigError
+from runs.planning.plan import make_plan
 from tests.playing import call, calls, say
 from tests.running import (
     SCRIPTED,
@@ -32,13 +32,13 @@ from tests.running import (
     workers_of,
     write_rows,
 )
-from toolsets.mcp_servers import McpError, McpServers, list_servers
-from toolsets.mcp_settings import McpServer
-from toolsets.registry import tools_of
+from toolsets.catalog.registry import tools_of
+from toolsets.mcp.mcp_settings import McpServer
+from toolsets.mcp.servers import McpError, McpServers, list_servers
 from toolsets.space import TaskSpace
 from toolsets.tool import MAX_RESULT_CHARS, ToolResult
 from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
 

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batch.checksum import read_object, with_checksum
+from runs.store.checksum import read_object, with_checksum
 from tests.faults.oracle import finished_lines, resume_and_judge
 from tests.running import SCRIPTED, ids, run, write_rows
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from agent.messages import Message
-from agent.models.batch_calls import open_batches
-from agent.models.dialects import DIALECTS
-from agent.models.endpoint_model import EndpointModel
+from agent.models.batches.calls import open_batches
+from agent.models.client.endpoint import EndpointModel
+from agent.models.client.transport import MAX_REPLY_BYTES
+from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.transport import MAX_REPLY_BYTES
-from agent.stream import StreamEvent
+from agent.stream_events import StreamEvent
 from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.fake_faults import BROKEN, FAULTS, REPLY_FAULTS, RETRY_AFTER
 

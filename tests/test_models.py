@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given as given_any
 from hypothesis import strategies as st
 
+from agent.json_depth import is_nested_deeper
 from agent.messages import Message
-from agent.models import anthropic_messages, openai_chat, openai_responses
-from agent.models.batch_calls import has_batches
-from agent.models.endpoint_model import EndpointModel
+from agent.models.batches.calls import has_batches
+from agent.models.client.endpoint import EndpointModel
+from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.errors import RULES, ModelError, kind_of
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.names import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
+from agent.models.parsing import parse_object, retry_after_s
 from agent.models.prices import is_known, price
-from agent.models.replies import parse_object, retry_after_s
+from agent.models.resolve import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.scripted import parse_script
-from agent.nesting import is_nested_deeper
 from agent.reasoning import split_inline_reasoning
-from batch.endpoint import EndpointConfig
+from runs.config.endpoints import EndpointConfig
 from tests.answering import answering
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)

@@ -13,7 +13,7 @@ import pytest
 from agent.messages import Message
 from agent.options import AgentOptions, of_row
 from agent.setup import set_up
-from agent.views import compact, compacted_from
+from agent.views.views import compact, compacted_from
 from run_agent import AIAgent
 from tests.answering import JSON, answering
 from tests.playing import SETTINGS, call, calls, play, say

@@ -16,14 +16,14 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.models.endpoint_model import EndpointModel
+from agent.models.client.endpoint import EndpointModel
+from agent.models.client.retrying import PatientModel, Retry
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.names import UnknownModel, resolve_model
-from agent.models.patience import PatientModel, Retry
 from agent.models.proxies import UnusableProxy
-from batch.outages import Outages
+from agent.models.resolve import UnknownModel, resolve_model
 from run_agent import AIAgent
+from runs.supervisor.outages import Outages
 from tests.answering import listening
 from tests.running import run, started, wait_until, write_prompts
 

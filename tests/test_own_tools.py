@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from batch.config_file import load_config
-from batch.errors import ConfigError
-from batch.plan import make_plan
 from run_agent import AIAgent
+from runs.config.loading import load_config
+from runs.errors import ConfigError
+from runs.planning.plan import make_plan
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.own import OwnToolError, as_toolsets, load_own
-from toolsets.registry import Toolset
+from toolsets.catalog.custom import OwnToolError, as_toolsets, load_own
+from toolsets.catalog.registry import Toolset
 from toolsets.space import TaskSpace
 from toolsets.tool import Tool, tool
 
@@ -137,7 +137,7 @@ NUMBER = 3
 
 
 TAKEN = '''
-from toolsets.registry import Toolset
+from toolsets.catalog.registry import Toolset
 from toolsets.tool import tool
 
 

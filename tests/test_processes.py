@@ -29,8 +29,8 @@ else:
     sys.exit(f"process {pid} was left with {status}")
 """
 SANDBOX = """
-from toolsets.sandbox import Limits, make_sandbox
-from toolsets.workspace import Workspace
+from toolsets.sandbox.factory import Limits, make_sandbox
+from toolsets.workspace.workspace import Workspace
 
 async def work(name, root, command):
     sandbox = make_sandbox(name, Workspace(Path(root)), Limits())
@@ -44,12 +44,12 @@ async def work(name, root, command):
     await sandbox.stop()
 """
 MCP = """
-from toolsets.mcp_servers import McpServers, list_servers
-from toolsets.mcp_settings import McpServer
-from toolsets.registry import tools_of
+from toolsets.mcp.servers import McpServers, list_servers
+from toolsets.mcp.mcp_settings import McpServer
+from toolsets.catalog.registry import tools_of
 from toolsets.space import TaskSpace
 from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 async def work(root, *argv):
     Path(root).mkdir()
@@ -118,7 +118,7 @@ needs_first_place = pytest.mark.skipif(
 
 def as_first(code: str) -> list[str]:
     head = "import os, signal, subprocess, sys, time; from pathlib import Path; "
-    leave = "from batch.first_process import leave_first_place; leave_first_place()\n"
+    leave = "from runs.process.first_process import leave_first_place; leave_first_place()\n"
     return [*AS_FIRST, sys.executable, "-c", head + leave + code]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from batch.progress import PROGRESS_FILE, Progress, in_words
-from batch.wire import Counters
+from runs.protocol.messages import Counters
+from runs.supervisor.progress import PROGRESS_FILE, Progress, in_words
 from tests.running import SCRIPTED, run, write_rows
 from tests.test_looking import on_terminal
 

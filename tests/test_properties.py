@@ -15,27 +15,27 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agent.conversation import Conversation
-from agent.history import check_history
+from agent.loop.rules import Terms, next_move
+from agent.loop.steps import End
+from agent.loop.tools import Approve
 from agent.messages import Event, FinishReason, ReplyEvent
-from agent.models import anthropic_messages, openai_chat
+from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
-from agent.moves import End
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning, split_inline_reasoning
-from agent.rules import Terms, next_move
+from agent.runner import Conversation
 from agent.session import AgentSession
 from agent.setup import set_up
-from agent.tools import Approve
-from agent.trajectory import Journal, Status, Trajectory
-from batch.journal import usable_prefix
-from batch.prompts import Task
-from batch.record import Provenance, dump_record, make_record
-from export.hermes import to_row
-from export.row_json import dumps_row
-from export.row_rules import Reason, Rejected
+from agent.state.history import check_history
+from agent.state.trajectory import Journal, Status, Trajectory
+from export.conversation.row_json import dumps_row
+from export.conversation.validity import Reason, Rejected
+from export.formats.hermes import to_row
 from run_agent import AIAgent
+from runs.dataset.scan import Task
+from runs.record import Provenance, dump_record, make_record
+from runs.store.journal import usable_prefix
 from tests import playing
 from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
 from toolsets import exact_json

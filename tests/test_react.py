@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from agent.messages import FinishReason, Message
 from agent.models.model import Completion, Request
 from agent.models.scripted import ScriptedModel, parse_script
-from agent.react import ReActModel, parse_step, read_completion, to_view
-from agent.stream import StreamEvent
+from agent.stream_events import StreamEvent
+from agent.views.react import ReActModel, parse_step, read_completion, to_view
 
 
 def schema(name: str, required: list[str], **properties: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from agent.messages import Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.names import open_model
+from agent.models.resolve import open_model
 from tests.answering import JSON, answering
 
 Refuse = Callable[[JSON], JSON | None]

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from batch.errors import RunDirError
-from export.style import Style
-from report.page import embedded
-from report.rows import row_of, seconds_at_work
-from report.training import training_form
-from report.writer import write_report
+from export.conversation.style import Style
+from report.facts import row_of, seconds_at_work
+from report.page.page import embedded
+from report.page.training_form import training_form
+from report.page.writer import write_report
+from runs.errors import RunDirError
 from tests.running import SCRIPTED, lines, run, write_rows
 
 HOSTILE = (

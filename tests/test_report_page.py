@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from report.writer import write_report
+from report.page.writer import write_report
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.test_report import HOSTILE_ID, ROWS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.requirements import OLDEST, PACKAGES, requirements_problem
+from runs.process.requirements import OLDEST, PACKAGES, requirements_problem
 from tests.running import ROOT
 
 PROGRAMS = ("batch_runner.py", "run_agent.py")
@@ -37,7 +37,7 @@ def test_an_old_python_is_named_with_the_one_that_is_needed() -> None:
     assert requirements_problem("batch_runner.py", OLDEST) is None
 
 
-@pytest.mark.parametrize("module", [*PROGRAMS, "batch/__init__.py", "batch/requirements.py"])
+@pytest.mark.parametrize("module", [*PROGRAMS, "batch/__init__.py", "runs/process/requirements.py"])
 def test_an_old_python_can_read_so_far(module: str) -> None:
     ast.parse((ROOT / module).read_text(), feature_version=(3, 8))
 

@@ -15,15 +15,15 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.acceptance import make_ids_unique
+from agent.loop.acceptance import make_ids_unique
 from agent.messages import Message
-from agent.models.endpoint_model import EndpointModel
+from agent.models.client.endpoint import EndpointModel
+from agent.models.dialects.openai_responses import API, read_reply, request_body
+from agent.models.dialects.openai_responses_stream import ResponsesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.names import open_model, resolve_model, resolve_sibling
-from agent.models.openai_responses import API, read_reply, request_body
-from agent.models.responses_stream import ResponsesAssembly
-from agent.stream import StreamEvent, StreamHandler
+from agent.models.resolve import open_model, resolve_model, resolve_sibling
+from agent.stream_events import StreamEvent, StreamHandler
 from run_agent import AIAgent
 from tests.answering import listening
 from tests.test_streaming import held, nobody, told

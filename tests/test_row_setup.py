@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from batch.row_rules import RowRules
-from batch.row_setup import read_row_setup
+from runs.dataset.row import RowRules
+from runs.dataset.row_setup import read_row_setup
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 

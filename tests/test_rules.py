@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent.options import AgentOptions
-from batch.row_rules import RowRules
+from runs.dataset.row import RowRules
 from tests.playing import TOOLS, call, calls, play, say
 from toolsets.space import TaskSpace
 from toolsets.tool import tool

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from toolsets.execution import ExecResult, Limits
-from toolsets.inside.outputs import HeadTail
-from toolsets.sandbox import SANDBOXES, SandboxError, make_sandbox, sandbox_problem
+from toolsets.sandbox.base import ExecResult, Limits
+from toolsets.sandbox.factory import SANDBOXES, SandboxError, make_sandbox, sandbox_problem
+from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.text import output_text
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 BWRAP_PROBLEM = sandbox_problem("bwrap")
 needs_bwrap = pytest.mark.skipif(BWRAP_PROBLEM is not None, reason=str(BWRAP_PROBLEM))
@@ -218,8 +218,8 @@ def test_commands_die_with_a_worker_that_is_killed(
 ) -> None:
     worker = f"""
 import asyncio, pathlib
-from toolsets.sandbox import Limits, make_sandbox
-from toolsets.workspace import Workspace
+from toolsets.sandbox.factory import Limits, make_sandbox
+from toolsets.workspace.workspace import Workspace
 sandbox = make_sandbox({name!r}, Workspace(pathlib.Path({str(workspace.root)!r})), Limits())
 asyncio.run(sandbox.exec(["sh", "-c", {f"( {KEEP_ALIVE} ) & wait"!r}]))
 """

@@ -14,11 +14,11 @@ import pytest
 
 from tests.running import ROOT
 from tests.test_sandbox import BOTH, needs_bwrap, run, workspace
-from toolsets import cgroup, served
-from toolsets.cgroup import can_bound_memory
-from toolsets.execution import Limits, SandboxError
-from toolsets.sandbox import make_sandbox
-from toolsets.workspace import Workspace
+from toolsets.sandbox import cgroup, served
+from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.cgroup import can_bound_memory
+from toolsets.sandbox.factory import make_sandbox
+from toolsets.workspace.workspace import Workspace
 
 __all__ = ["workspace"]  # a fixture
 
@@ -184,9 +184,9 @@ WORK = """
 import asyncio, os, sys
 from pathlib import Path
 from toolsets.errors import HostError
-from toolsets.execution import Limits, SandboxError
-from toolsets.sandbox import make_sandbox
-from toolsets.workspace import Workspace
+from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.factory import make_sandbox
+from toolsets.workspace.workspace import Workspace
 
 name, root, group, limit, command, *more = sys.argv[1:]
 async def main():

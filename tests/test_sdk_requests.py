@@ -20,12 +20,12 @@ from anthropic._error_classes import ERROR_CLASSES
 from openai import APIStatusError as OpenAIStatusError
 from openai import AsyncOpenAI
 
-from agent.models.batch_calls import open_batches
-from agent.models.dialects import DIALECTS
-from agent.models.endpoint_model import EndpointModel
+from agent.models.batches.calls import open_batches
+from agent.models.client.endpoint import EndpointModel
+from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
-from agent.models.replies import error_behind_200, refusal_of
+from agent.models.parsing import error_behind_200, refusal_of
 from tests.answering import answering, listening
 from tests.running import run, write_prompts
 

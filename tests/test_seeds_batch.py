@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from batch.files import AppendFile
+from runs.store.files import AppendFile
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 

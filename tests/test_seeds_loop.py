@@ -15,16 +15,16 @@ from agent.messages import Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
 from agent.options import AgentOptions
-from agent.preparation import findings_in
-from agent.summary import SummarizingModel
-from agent.trajectory import Trajectory
-from agent.views import compact
+from agent.state.trajectory import Trajectory
+from agent.views.preparation import findings_in
+from agent.views.summary import SummarizingModel
+from agent.views.views import compact
 from run_agent import AIAgent
 from tests.playing import call, calls, play, say
 from toolsets.space import TaskSpace
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 ANSWER = say("done")
 

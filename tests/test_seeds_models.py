@@ -10,12 +10,12 @@ import orjson
 import pytest
 
 from agent.messages import Message
-from agent.models import anthropic_messages, openai_chat
+from agent.models.client.retrying import MAX_WAIT_S, PatientModel
+from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.names import resolve_model
-from agent.models.patience import MAX_WAIT_S, PatientModel
 from agent.models.prices import is_known, price
+from agent.models.resolve import resolve_model
 
 GO = Request([Message(role="user", content="Go.")])
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)

@@ -11,15 +11,15 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.events import Clock, note_event, reply_event
 from agent.messages import Event, Message, is_paid_alone
 from agent.models.model import Completion
-from batch.journal import Inflight
-from batch.journal_writer import JournalWriter
-from batch.prompts import task_key
-from batch.sent_journal import SentJournal
-from batch.wire import unpack
+from agent.state.events import Clock, note_event, reply_event
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.dataset.scan import task_key
+from runs.protocol.messages import unpack
+from runs.store.journal import Inflight
+from runs.store.journal_writer import JournalWriter
+from runs.worker.remote_journal import SentJournal
 from tests.running import SCRIPTED, WRITE_A_NOTE, lines, run, started, wait_until, write_prompts
 
 KEY = task_key("p", "d")

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from agent.history import check_history, completed_history
 from agent.messages import Message
 from agent.models.model import Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions
 from agent.session import AgentSession
 from agent.setup import set_up
-from agent.views import with_views
+from agent.state.history import check_history, completed_history
+from agent.views.views import with_views
 from benchmarks.fake_endpoint import FakeEndpoint
 from run_agent import AIAgent
 from tests.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say

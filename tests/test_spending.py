@@ -14,11 +14,11 @@ import orjson
 import pytest
 
 from agent.messages import UNREADABLE
-from agent.models.dialects import DIALECTS, read_reply
+from agent.models.dialects.registry import DIALECTS, read_reply
 from agent.models.errors import ModelError
-from batch.files import set_aside
-from batch.spending import Spent, spent_by
-from batch.standing import NO_BOUND
+from runs.store.files import set_aside
+from runs.store.settled import NO_BOUND
+from runs.totals.spending import Spent, spent_by
 from tests.answering import JSON, answering
 from tests.running import lines, run, session_of, started, wait_until, write_rows
 

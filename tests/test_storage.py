@@ -14,19 +14,19 @@ import orjson
 import pytest
 
 from agent.messages import OUT_OF_PLACE, Event
-from agent.trajectory import Trajectory
-from batch.budget import Ledger
-from batch.checksum import with_checksum
-from batch.damaged import set_aside_damaged
-from batch.failures import Failure, FailureFile, load_failed_attempts
-from batch.files import AppendFile, StorageError, repair_tail, replace_file
-from batch.journal import Inflight, next_worker_number, turns_under_way, usable_prefix
-from batch.journal_writer import JournalWriter
-from batch.prompts import task_key
-from batch.purse import Amount
-from batch.records import RecordFile, index_fields, load_index
-from batch.rows import BadRow
-from batch.wave_ledger import WaveLedger
+from agent.state.trajectory import Trajectory
+from runs.batch_api.ledger import WaveLedger
+from runs.dataset.lines import BadRow
+from runs.dataset.scan import task_key
+from runs.store.checksum import with_checksum
+from runs.store.failures import Failure, FailureFile, load_failed_attempts
+from runs.store.files import AppendFile, StorageError, repair_tail, replace_file
+from runs.store.journal import Inflight, next_worker_number, turns_under_way, usable_prefix
+from runs.store.journal_writer import JournalWriter
+from runs.store.records import RecordFile, index_fields, load_index
+from runs.supervisor.budget import Ledger
+from runs.supervisor.damaged import set_aside_damaged
+from runs.worker.budget_share import Amount
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
@@ -374,7 +374,7 @@ def test_full_segments_are_followed_by_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a task whose events lie in several segments is read back whole and deleted whole."""
-    monkeypatch.setattr("batch.journal_writer._SEGMENT_BYTES", 300)
+    monkeypatch.setattr("runs.store.journal_writer._SEGMENT_BYTES", 300)
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
     for turn in range(1, 21):
         writer.append("a", "d", reply(turn), deal=1, position=turn - 1)
@@ -389,7 +389,7 @@ def test_segments_that_are_removed_under_their_writer_are_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full ones too, by the next event or, where none comes, at the end; the run is stopped."""
-    monkeypatch.setattr("batch.journal_writer._SEGMENT_BYTES", 300)
+    monkeypatch.setattr("runs.store.journal_writer._SEGMENT_BYTES", 300)
     inflight = tmp_path / "inflight"
     inflight.mkdir()
     errors: list[StorageError] = []

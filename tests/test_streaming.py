@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from agent.messages import Message
-from agent.models import anthropic_messages, openai_chat
-from agent.models.anthropic_stream import MessagesAssembly
-from agent.models.endpoint_model import EndpointModel
+from agent.models.client.endpoint import EndpointModel
+from agent.models.dialects import anthropic_messages, openai_chat
+from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
+from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.openai_stream import ChatAssembly
 from agent.models.scripted import ScriptedModel, parse_script
-from agent.stream import StreamEvent, StreamHandler, guarded
+from agent.stream_events import StreamEvent, StreamHandler, guarded
 from benchmarks.fake_endpoint import FakeEndpoint
 
 DIALECTS = ("openai_chat", "anthropic_messages")

@@ -16,16 +16,16 @@ import pytest
 
 from tests.running import ROOT, wait_until
 from tests.test_sandbox import alive, has_no_writer, needs_bwrap, workspace
-from toolsets.cgroup import make_group
-from toolsets.channel import Channel, Gone, Launch
-from toolsets.execution import Limits
-from toolsets.interpreter import python_bin
-from toolsets.registry import TOOLSETS, tools_of
-from toolsets.sandbox import make_sandbox
+from toolsets.catalog.registry import TOOLSETS, tools_of
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.cgroup import make_group
+from toolsets.sandbox.channel import Channel, Gone, Launch
+from toolsets.sandbox.factory import make_sandbox
+from toolsets.sandbox.interpreter import python_bin
 from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 __all__ = ["alive", "workspace"]  # fixtures
 
@@ -490,8 +490,8 @@ def test_sessions_die_with_a_worker_that_is_killed(
 ) -> None:
     worker = f"""
 import asyncio, pathlib
-from toolsets.sandbox import Limits, make_sandbox
-from toolsets.workspace import Workspace
+from toolsets.sandbox.factory import Limits, make_sandbox
+from toolsets.workspace.workspace import Workspace
 async def main():
     sandbox = make_sandbox({kind!r}, Workspace(pathlib.Path({str(workspace.root)!r})), Limits())
     hold = "(exec 9>alive; setsid sleep 1000) &"
@@ -508,7 +508,7 @@ asyncio.run(main())
 
 
 def test_groups_of_dead_workers_are_removed_by_the_next(tmp_path: Path) -> None:
-    code = "from toolsets.cgroup import make_group; print(*make_group(9, 64).paths)"
+    code = "from toolsets.sandbox.cgroup import make_group; print(*make_group(9, 64).paths)"
     made = []
     for _ in range(2):
         done = subprocess.run(

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from toolsets.catalog.registry import TOOLSETS, tools_of
 from toolsets.errors import HostError, ToolError
-from toolsets.execution import Limits
-from toolsets.registry import TOOLSETS, tools_of
-from toolsets.sandbox import make_sandbox
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.factory import make_sandbox
 from toolsets.space import TaskSpace
 from toolsets.tool import MAX_RESULT_CHARS, Tool, ToolResult, tool
 from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tests.running import ROOT
-from toolsets.execution import Limits
-from toolsets.registry import (
+from toolsets.catalog.registry import (
     TOOLSETS,
     Toolset,
     UnavailableToolset,
@@ -22,11 +21,12 @@ from toolsets.registry import (
     resolve_toolsets,
     tools_of,
 )
-from toolsets.sandbox import make_sandbox, sandbox_problem
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.space import TaskSpace
 from toolsets.tool import Tool, ToolResult, tool
 from toolsets.toolbox import Toolbox
-from toolsets.workspace import Workspace
+from toolsets.workspace.workspace import Workspace
 
 BWRAP_PROBLEM = sandbox_problem("bwrap")
 needs_bwrap = pytest.mark.skipif(BWRAP_PROBLEM is not None, reason=str(BWRAP_PROBLEM))
@@ -323,7 +323,7 @@ AIAgent("scripted", enabled_toolsets="web")
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stderr.splitlines()[-1] == (
-        "toolsets.registry.UnavailableToolset: toolset 'web' cannot be offered: "
+        "toolsets.catalog.registry.UnavailableToolset: toolset 'web' cannot be offered: "
         "it needs further packages: pip install -e '.[web]' in the directory of this program"
     )
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from agent.flat_messages import from_messages, parse_openai_response, to_messages
-from agent.flat_messages import to_openai_messages as flat_to_openai
+from agent.flat.convert import from_messages, parse_openai_response, to_messages
+from agent.flat.convert import to_openai_messages as flat_to_openai
 from agent.messages import Message
-from agent.models import anthropic_messages, openai_chat, openai_responses
-from agent.models.anthropic_stream import MessagesAssembly
+from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
+from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
+from agent.models.dialects.openai_chat import to_api, to_api_messages
+from agent.models.dialects.openai_chat_stream import ChatAssembly
+from agent.models.dialects.openai_responses_stream import ResponsesAssembly
+from agent.models.dialects.unknown_fields import merge
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.openai_chat import to_api, to_api_messages
-from agent.models.openai_stream import ChatAssembly
-from agent.models.responses_stream import ResponsesAssembly
-from agent.models.unknown import merge
-from agent.react import read_completion
 from agent.reasoning import hides_reasoning
-from agent.views import compact
+from agent.views.react import read_completion
+from agent.views.views import compact
 from tests.answering import JSON, answering
 from tests.running import lines, run, write_rows
 

@@ -13,12 +13,19 @@ from typing import Any
 import pytest
 
 from agent.messages import Message
-from agent.models.batch_calls import body_of, open_batches, read_reply
-from agent.models.batches import LostBatch, Undecided
+from agent.models.batches.base import LostBatch, Undecided
+from agent.models.batches.calls import body_of, open_batches, read_reply
 from agent.models.model import ModelSettings, Request
-from agent.models.names import open_model, resolve_model
 from agent.models.prices import claim
-from batch.batched_model import (
+from agent.models.resolve import open_model, resolve_model
+from benchmarks.fake_batches import FakeBatches
+from runs.batch_api.delivery import WaveCourier
+from runs.batch_api.gathering import Bounds, WaveOffice
+from runs.batch_api.ledger import State, Wave, WaveLedger, held_in
+from runs.batch_api.totals import sum_up
+from runs.dataset.scan import task_key
+from runs.process.stopped import Stopped
+from runs.worker.batch_api_model import (
     Answer,
     BatchedModel,
     Desk,
@@ -27,15 +34,8 @@ from batch.batched_model import (
     name_of,
     task_of,
 )
-from batch.call_gate import CallGate
-from batch.prompts import task_key
-from batch.purse import Purse
-from batch.stopped import Stopped
-from batch.wave_courier import WaveCourier
-from batch.wave_ledger import State, Wave, WaveLedger, held_in
-from batch.wave_office import Bounds, WaveOffice
-from batch.wave_sums import sum_up
-from benchmarks.fake_batches import FakeBatches
+from runs.worker.budget_share import Purse
+from runs.worker.call_gate import CallGate
 
 DIALECTS = ("chat", "messages")
 MODELS = {"chat": "openai:gpt-5-mini", "messages": "anthropic:claude-sonnet-4-5"}

@@ -13,12 +13,12 @@ from typing import Any
 
 from tests.running import ROOT
 from tests.websites import Answer, Site, Visit, site
+from toolsets.net.web_settings import WebSettings
 from toolsets.space import TaskSpace
 from toolsets.toolbox import Toolbox
-from toolsets.web import web_fetch
-from toolsets.web_cache import WebCache
-from toolsets.web_settings import WebSettings
-from toolsets.workspace import Workspace
+from toolsets.web.cache import WebCache
+from toolsets.web.web_tools import web_fetch
+from toolsets.workspace.workspace import Workspace
 
 FETCH = """
 import sys

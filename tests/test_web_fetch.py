@@ -20,14 +20,14 @@ from tests.playing import call as planned
 from tests.playing import calls, say
 from tests.websites import Answer, Site, Visit, site
 from toolsets.errors import ToolError
+from toolsets.net.guard import Guard
+from toolsets.net.web_settings import WebSettings
 from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
-from toolsets.web import web_fetch, web_problem
-from toolsets.web_guard import Guard
-from toolsets.web_http import MAX_REDIRECTS, download
-from toolsets.web_settings import WebSettings
-from toolsets.workspace import Workspace
+from toolsets.web.http import MAX_REDIRECTS, download
+from toolsets.web.web_tools import web_fetch, web_problem
+from toolsets.workspace.workspace import Workspace
 
 needs_extra = pytest.mark.skipif(web_problem() is not None, reason=str(web_problem()))
 

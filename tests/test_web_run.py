@@ -11,7 +11,7 @@ import pytest
 from tests.playing import call, calls, say
 from tests.running import lines, run, write_rows
 from tests.websites import Answer, site
-from toolsets.web import web_problem
+from toolsets.web.web_tools import web_problem
 
 pytestmark = pytest.mark.skipif(web_problem() is not None, reason=str(web_problem()))
 

@@ -13,13 +13,13 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.websites import Answer, Site, Visit, site
+from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
 from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
-from toolsets.web import web_problem, web_search
-from toolsets.web_search import PROVIDERS
-from toolsets.web_settings import KEY_VARIABLES, WebSettings
-from toolsets.workspace import Workspace
+from toolsets.web.search import PROVIDERS
+from toolsets.web.web_tools import web_problem, web_search
+from toolsets.workspace.workspace import Workspace
 
 KEY = "canary-key-1234"
 FOUND = [

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolsets.errors import HostError
-from toolsets.removal import remove_tree
-from toolsets.workspace import PathError, Workspace
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import PathError, Workspace
 
 CANARY = b"canary-outside"
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolsets.execution import Sandbox
-from toolsets.removal import remove_tree
-from toolsets.web_settings import WebSettings
-from toolsets.workspace import Workspace
+from toolsets.net.web_settings import WebSettings
+from toolsets.sandbox.base import Sandbox
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
-    from toolsets.browser_process import Browsers
+    from toolsets.browser.process import Browsers
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from agent.deadline import Deadline
 from agent.messages import FinishReason, Message, Usage
-from agent.stream import StreamHandler
+from agent.stream_events import StreamHandler
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Completion:
     "choices" (further ones) and "usage", and under the text protocol "message". It describes the
     reply and is never sent; what belongs to the message or to a call of it is there."""
     batch_item: str | None = None
-    """Which item of a batch was to bring it, in runs that ask by batches; see `batch.waves`."""
+    """The item of a provider batch that was to bring it; see `runs.batch_api.service`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Request:
     """With "none" the tools are told but must not be called."""
     on_delta: StreamHandler | None = None
     """Told of the reply's parts as they arrive; None asks for the reply in one piece. It must not
-    raise: see `agent.stream.guarded`."""
+    raise: see `agent.stream_events.guarded`."""
     deadline: Deadline | None = None
     """Told of the times in which others are waited for; None where nobody counts."""
     on_unreadable: Callable[[Completion], None] | None = None

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from agent.messages import Usage as Counts
-from agent.models.gate import Claim
+from agent.models.admission import Claim
 from agent.models.model import Completion, ModelSettings, Price, Request
 from toolsets import exact_json
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from agent.messages import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
-from agent.stream import StreamHandler
+from agent.stream_events import StreamHandler
 from toolsets import exact_json
 
 API = "scripted"

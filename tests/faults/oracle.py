@@ -12,11 +12,11 @@ from typing import Any
 
 import orjson
 
-from batch.config import RunConfig
-from batch.run_dir import read_run_json
-from batch.upkeep import Checked, check
 from benchmarks.fake_endpoint import FakeEndpoint
-from commands.shared import export_and_account
+from cli.shared import export_and_account
+from runs.config.run_config import RunConfig
+from runs.maintenance.upkeep import Checked, check
+from runs.run_dir import read_run_json
 from tests.running import run, session_of, wait_until
 
 KNOWN = {

@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from batch.run_dir import holder_of
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.run_dir import holder_of
 from tests.faults.oracle import resume_and_judge
 from tests.faults.test_disk import scripted_rows
 from tests.faults.test_process import asking

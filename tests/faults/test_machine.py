@@ -12,8 +12,8 @@ import pytest
 
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets import cgroup
 from toolsets.errors import HOST_ERRNOS, HostError, failure_told, machine_failure
+from toolsets.sandbox import cgroup
 
 # A worker takes its own limits away, as a machine that fills up does, while `full` is there.
 TOOLS = '''

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from batch.config import RunConfig
-from batch.prompts import scan, task_key, tasks
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import scan, task_key, tasks
 from tests.answering import JSON, answering
 from tests.faults import strace
 from tests.faults.oracle import asked_of, assert_gone, resume_and_judge

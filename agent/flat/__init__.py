@@ -1,0 +1,1 @@
+"""Conversations as flat message lists, for callers who bring their own loop."""

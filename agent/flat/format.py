@@ -1,0 +1,175 @@
+"""The flat format: a session is a list of small messages that are in no provider's shape.
+
+    {"role": "system" | "user" | "assistant", "content": text}
+    {"type": "thinking", "content": text}                        may have "signature": text
+    {"type": "tool_call", "name": text, "id": text, "input": object}
+    {"type": "tool_result", "id": text, "output": any JSON}      may have "is_error": true
+    {"type": "opaque", "block": object}                          may have "api": text
+
+Any of them may have `ts`, the time it was made: UTC, ISO 8601, seconds, `Z`. What an API gave that
+is none of the others is opaque and goes back as it came, to that API alone (`api`; without one to
+Anthropic's). An `input` is no object where the model wrote none, and text where it wrote no JSON.
+A session is made of JSON values only: written as JSON and read again it is the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from agent.json_depth import MAX_NESTING, is_nested_deeper
+from agent.models.dialects.anthropic_messages import API
+from toolsets import exact_json
+
+FlatMessage = dict[str, Any]
+"""One message in one of the shapes above."""
+
+
+class Session(TypedDict):
+    """A conversation in the flat format."""
+
+    messages: list[FlatMessage]
+
+
+_TEXT_FIELD = {"content": str}
+_FIELDS: Mapping[str, Mapping[str, Mapping[str, type]]] = {
+    "role": {"system": _TEXT_FIELD, "user": _TEXT_FIELD, "assistant": _TEXT_FIELD},
+    "type": {
+        "thinking": _TEXT_FIELD,
+        "tool_call": {"name": str, "id": str, "input": object},
+        "tool_result": {"id": str, "output": object},
+        "opaque": {"block": dict},
+    },
+}
+"""What a message must have beside its role or type."""
+
+_OPTIONAL: Mapping[str, Mapping[str, type]] = {
+    "thinking": {"signature": str},
+    "tool_result": {"is_error": bool},
+    "opaque": {"api": str},
+}
+"""What it may have beside these and `ts`."""
+
+_TYPE_NAMES = {str: "text", bool: "true or false", dict: "an object"}
+
+_ASSISTANT_TYPES = ("thinking", "tool_call", "opaque")
+
+
+def init_session(system_prompt: str | None, user_prompt: str) -> Session:
+    """A new session; without a system message where `system_prompt` is None."""
+    session = Session(messages=[])
+    if system_prompt is not None:
+        extend_session(session, {"role": "system", "content": system_prompt})
+    return send(session, user_prompt)
+
+
+def extend_session(session: Session, message: FlatMessage) -> Session:
+    """Append a copy of `message`, with the time where it has none; returns the same session.
+
+    Raises `ValueError` saying what is wrong with the message's shape. Whether it may stand at
+    this place is for `check_messages` to say.
+    """
+    _check_shape(message)
+    session["messages"].append(with_time(copy.deepcopy(message)))
+    return session
+
+
+def send(session: Session, user_message: str) -> Session:
+    """Append what the user says; returns the same session."""
+    return extend_session(session, {"role": "user", "content": user_message})
+
+
+def fork_session(session: Session) -> Session:
+    """A session that starts as this one is and shares nothing with it."""
+    return copy.deepcopy(session)
+
+
+def response(session: Session) -> FlatMessage | None:
+    """The last text of the assistant, None where it said none; a thought is no text."""
+    texts = (m for m in reversed(session["messages"]) if m.get("role") == "assistant")
+    return next(texts, None)
+
+
+def with_time(message: FlatMessage, at: float | None = None) -> FlatMessage:
+    """The message with the time `at` (epoch seconds), or the present one, unless it has one."""
+    if "ts" in message:
+        return message
+    return {**message, "ts": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))}
+
+
+def _check_shape(message: Any) -> None:
+    if not isinstance(message, dict):
+        raise ValueError(f"it must be a dict, not {type(message).__name__}")
+    key = next((key for key in _FIELDS if key in message), None)
+    if key is None:
+        raise ValueError("it has neither a role nor a type")
+    kind, known = message[key], _FIELDS[key]
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"its {key} is {kind!r}; known: {', '.join(known)}")
+    optional = {"ts": str, **_OPTIONAL.get(kind, {})}
+    for field, kind_of_value in {**known[kind], **optional}.items():
+        if field not in message and field not in optional:
+            raise ValueError(f"its {field!r} is missing")
+        if field in message and not isinstance(message[field], kind_of_value):
+            raise ValueError(f"its {field!r} must be {_TYPE_NAMES[kind_of_value]}")
+    if unknown := message.keys() - {key, *known[kind], *optional}:
+        raise ValueError(f"it has unknown fields: {', '.join(sorted(map(repr, unknown)))}")
+    for field, value in message.items():
+        if not _is_json(value):
+            raise ValueError(f"its {field!r} holds what JSON cannot hold, or would alter")
+    if kind == "opaque" and not is_foreign(message):
+        block_type = message["block"].get("type")
+        if not isinstance(block_type, str) or block_type in ("text", "thinking", "tool_use"):
+            raise ValueError(f"a block of type {block_type!r} is not opaque")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        written = exact_json.dumps(value)
+    except TypeError:
+        return False
+    return not is_nested_deeper(written, MAX_NESTING) and bool(exact_json.loads(written) == value)
+
+
+def check_messages(flat: Sequence[FlatMessage]) -> None:
+    """Raise `ValueError` naming the first message that has a wrong shape or place.
+
+    The system message must be the first, a result must answer an open call, call ids must be
+    unique, and nothing but its missing results may follow the first result of a turn.
+    """
+    waiting: set[str] = set()
+    ids: set[str] = set()
+    before = None
+    for n, item in enumerate(flat):
+        where = f"message {n} of the session"
+        try:
+            _check_shape(item)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        kind = item.get("type")
+        if item.get("role") == "system" and n:
+            raise ValueError(f"{where}: the system message must be one, and the first message")
+        if kind == "tool_result":
+            if item["id"] not in waiting:
+                raise ValueError(f"{where}: a tool result that answers no open call")
+            waiting.remove(item["id"])
+        elif waiting and (before == "tool_result" or not is_assistants(item) or is_foreign(item)):
+            raise ValueError(f"{where}: the calls {sorted(waiting)} before it have no result")
+        if kind == "tool_call":
+            if item["id"] in ids:
+                raise ValueError(f"{where}: a call before it has the id {item['id']!r} too")
+            ids.add(item["id"])
+            waiting.add(item["id"])
+        before = kind
+
+
+def is_assistants(item: Mapping[str, Any]) -> bool:
+    """Whether it is a part of what the assistant says."""
+    return item.get("role") == "assistant" or item.get("type") in _ASSISTANT_TYPES
+
+
+def is_foreign(item: Mapping[str, Any]) -> bool:
+    """Whether it is a block of another API than the one whose messages are lists of blocks."""
+    return bool(item.get("api", API) != API)

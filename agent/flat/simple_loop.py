@@ -1,0 +1,158 @@
+"""The simplest face of the loop: a function that asks a model, tools as functions, a flat session.
+
+session = init_session("You answer weather questions.", "What is the weather in Lima?")
+agent_loop(invoke_model, tools, session, tool_handlers={"get_weather": get_weather})
+print(response(session)["content"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent.flat.convert import JSON_OUTPUT, from_messages, read_response, to_messages
+from agent.flat.format import Session, check_messages
+from agent.loop.loop import run_agent
+from agent.loop.rules import Terms
+from agent.loop.tools import AgentTools
+from agent.messages import Event
+from agent.models.dialects.anthropic_messages import to_api_messages
+from agent.models.model import Completion, Request
+from agent.options import MAX_COUNT, AgentOptions
+from agent.session import run_here
+from agent.state.trajectory import Trajectory
+from toolsets.space import TaskSpace
+from toolsets.tool import Tool, ToolResult, as_result
+from toolsets.toolbox import Toolbox
+from toolsets.workspace.workspace import Workspace
+
+log = logging.getLogger(__name__)
+
+InvokeModel = Callable[[list[dict[str, Any]], dict[str, Any]], Mapping[str, Any]]
+"""Called with the tools and {"messages", "system"} in the form of the Anthropic API (`system` only
+where there is one), in a thread of its own; gives the API's response as a dict."""
+
+_LINE_CHARS = 120
+
+
+def agent_loop(
+    invoke_model: InvokeModel,
+    tools: Sequence[Mapping[str, Any]],
+    session: Session,
+    tool_handlers: Mapping[str, Callable[..., Any]] | None = None,
+    name: str | None = None,
+    max_iterations: int | None = None,
+    *,
+    parallel: bool = True,
+) -> Session:
+    """Carry `session` on until the model answers without calling a tool; returns it.
+
+    `tools` are schemas in the form of the Anthropic API, `tool_handlers` their functions, which
+    get the input as keywords. `name` labels the log lines. `max_iterations` bounds the model
+    calls; None means no bound, and 0 leaves the session as it is. Calls of one response run at
+    the same time unless `parallel` is false; their results stand in call order.
+
+    Whatever `invoke_model` raises comes through; what was said before is in the session. Raises
+    `ValueError` where the session has a hole or a tool no handler.
+    """
+    check_messages(session["messages"])
+    if max_iterations == 0:
+        return session
+    opening = to_messages(session["messages"])
+    trajectory = Trajectory(opening)
+    options = AgentOptions(
+        max_turns=max_iterations or MAX_COUNT,
+        max_errors=0,
+        repeat_limit=0,
+        max_reasks=0,
+        parallel_tools=parallel,
+    )
+    handlers = tool_handlers or {}
+    made = [_as_tool(schema, handlers) for schema in tools]
+    try:
+        with tempfile.TemporaryDirectory(prefix="agent-") as root:
+            toolbox = Toolbox(made, TaskSpace(Workspace(Path(root))))
+            run = run_agent(
+                trajectory,
+                model=_Invoked(invoke_model, tools),
+                tools=AgentTools(toolbox, trajectory, options),
+                terms=Terms(options),
+                journal=lambda event: _log(name or "agent", event),
+            )
+            run_here(run)
+    finally:
+        new = trajectory.messages[len(opening) :]
+        session["messages"] += from_messages(new, _times(trajectory))
+        for reply in trajectory.discarded:
+            # A last reply without an answer, thoughts alone for instance, was said all the same.
+            session["messages"] += from_messages([reply["message"]])
+    return session
+
+
+class _Invoked:
+    """A model behind a function of the user's."""
+
+    def __init__(self, invoke_model: InvokeModel, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._invoke_model = invoke_model
+        self._tools = [dict(tool) for tool in tools]
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`."""
+        asked: dict[str, Any] = {"messages": to_api_messages(request.messages)}
+        if request.messages and request.messages[0]["role"] == "system":
+            asked["system"] = request.messages[0]["content"]
+        return read_response(await asyncio.to_thread(self._ask, asked))
+
+    def _ask(self, asked: dict[str, Any]) -> Mapping[str, Any]:
+        try:
+            return self._invoke_model(self._tools, asked)
+        except StopIteration as error:
+            # No future can carry this one to whoever awaits it: it would wait for ever.
+            raise RuntimeError("the model function raised StopIteration") from error
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+def _as_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any]]) -> Tool:
+    name = schema["name"]
+    if name not in handlers:
+        msg = f"tool {name!r} has no handler"
+        raise ValueError(msg)
+    handler = handlers[name]
+    return Tool(
+        name=name,
+        description=schema.get("description", ""),
+        parameters=dict(schema.get("input_schema", {})),
+        function=lambda space, **arguments: _result(handler(**arguments)),
+        arguments_model=None,
+    )
+
+
+def _result(returned: Any) -> ToolResult:
+    """An output that is no text stays what it is in the session."""
+    result = as_result(returned)
+    return result if isinstance(returned, str) else replace(result, details={JSON_OUTPUT: True})
+
+
+def _times(trajectory: Trajectory) -> list[float | None]:
+    """When each message was there, those of the opening left out."""
+    events = sorted(
+        (*trajectory.replies, *trajectory.results), key=lambda event: (event["turn"], event["kind"])
+    )
+    return [event["started_at"] + event["duration_s"] for event in events]
+
+
+def _log(name: str, event: Event) -> None:
+    if event["kind"] not in ("reply", "result"):
+        return
+    message = event["message"]
+    ts = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    line = f"{ts} {name} {message['role']} {message['content']}".replace("\n", " ")
+    log.info("%s", line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 3]}...")

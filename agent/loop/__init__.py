@@ -1,0 +1,1 @@
+"""The agent loop: decide the next step, carry it out, until an ending."""

@@ -1,0 +1,229 @@
+"""The agent loop: ask the model, run what it asked for, until the conversation has an ending.
+
+Every reply and every tool result is journaled before anything is done with it. The model's own
+mistakes (unknown tool, bad arguments, a failing handler) come back to it as error results; only
+a failing endpoint or a cancelled task leaves the loop as an exception, and what was journaled
+until then is where the next attempt goes on. What happens next is decided in `agent.loop.rules`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from agent.deadline import Deadline
+from agent.loop.acceptance import RUN_CALLS, make_ids_unique, repair_names, why_unusable
+from agent.loop.rules import Terms, next_move, over_time
+from agent.loop.steps import Answer, Ask, Continue, End, Note
+from agent.loop.tools import AgentTools
+from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
+from agent.models.errors import ModelError
+from agent.models.model import Completion, Model, Overtaken, Request
+from agent.state.events import (
+    Clock,
+    continued_event,
+    cut_event,
+    note_event,
+    reply_event,
+    result_event,
+)
+from agent.state.trajectory import Journal, Status, Trajectory
+from agent.stream_events import StreamEvent, StreamHandler
+from toolsets.tool import ToolResult
+
+_NOT_RUN = "Error: this call was not run, because the conversation ended before it ({})."
+_BROKEN_OFF = (
+    "Error: this call was broken off, because the conversation ended before its result ({}). It "
+    "may have run in part."
+)
+_ONE_TOO_MANY = ToolResult(
+    f"Error: this call was not run: of one reply, the first {RUN_CALLS} calls are run. Make it "
+    "again in a later reply if it is still needed.",
+    is_error=True,
+    details={"failure": "not_run"},
+)
+
+
+async def run_agent(
+    trajectory: Trajectory,
+    *,
+    model: Model,
+    tools: AgentTools,
+    terms: Terms,
+    journal: Journal,
+    on_event: StreamHandler | None = None,
+) -> End:
+    """Carry `trajectory` on to its ending and return how it ended.
+
+    Raises `ModelError` where the endpoint failed for good, and lets cancellation through;
+    `trajectory` then holds all that happened before.
+    """
+
+    def record(event: Event) -> None:
+        journal(event)
+        trajectory.apply(event)
+
+    while True:
+        match next_move(trajectory, terms):
+            case Ask(tool_choice):
+                request = Request(trajectory.messages, tools.schemas, tool_choice, on_event)
+                try:
+                    record(await _ask(model, request, trajectory, tools, terms, record))
+                except Overtaken:
+                    continue
+                except ModelError as error:
+                    if error.kind == "context_exceeded":
+                        return End("context_exceeded", str(error))
+                    raise
+            case Answer(calls):
+                await _answer(calls, trajectory, tools, terms, record, on_event)
+            case Continue() as move:
+                record(await _continue(move, trajectory, tools, terms, on_event))
+            case Note(reason, text):
+                record(note_event(trajectory.turns, reason, text))
+            case End() as end:
+                close_calls(trajectory, end.status, journal)
+                return end
+
+
+async def _ask(
+    model: Model,
+    request: Request,
+    trajectory: Trajectory,
+    tools: AgentTools,
+    terms: Terms,
+    record: Journal,
+) -> Event:
+    turn = trajectory.turns + 1
+    if request.on_delta is not None and turn > 1:
+        request.on_delta({"type": "turn_start", "turn_index": turn - 1})
+    deadline = _deadline(trajectory, terms)
+    clock = Clock()
+
+    def pay(unreadable: Completion) -> None:
+        # A clock of its own: the time until then is that of the reply that comes in its place.
+        record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
+
+    request = replace(request, on_unreadable=pay)
+    if deadline is None:
+        completion = await model.complete(request)
+        waited_s = 0.0
+    else:
+        try:
+            async with deadline:
+                completion = await model.complete(replace(request, deadline=deadline))
+        except TimeoutError:
+            if not deadline.has_passed:
+                raise
+            return cut_event(turn, clock, waited_s=deadline.waited_s)
+        waited_s = deadline.waited_s
+    make_ids_unique(completion.message, trajectory.call_ids, turn=turn)
+    why = why_unusable(completion, request, terms.options)
+    if terms.options.repair_tool_names and why is None:
+        repair_names(completion.message, tools.names)
+    return reply_event(turn, completion, clock, discarded=why, waited_s=waited_s)
+
+
+def _deadline(trajectory: Trajectory, terms: Terms) -> Deadline | None:
+    """When what is done next is to be cut off, if ever."""
+    limit = terms.options.max_conversation_s
+    if limit is None:
+        return None
+    return Deadline(limit - trajectory.outermost().seconds_at_work())
+
+
+async def _answer(
+    calls: list[tuple[int, ToolCall]],
+    trajectory: Trajectory,
+    tools: AgentTools,
+    terms: Terms,
+    record: Journal,
+    on_event: StreamHandler | None,
+) -> None:
+    turn = trajectory.turns
+
+    async def answer(n: int, call: ToolCall) -> None:
+        clock = Clock()
+        result = _ONE_TOO_MANY
+        if n < RUN_CALLS:
+            result = await _call(call, None, tools, trajectory, terms)
+        record(result_event(turn, n, call, result, clock))
+        if on_event is not None:
+            on_event(_told(call, result, clock))
+
+    if not terms.options.parallel_tools or tools.need_order(calls):
+        for n, call in calls:
+            await answer(n, call)
+            if over_time(trajectory, terms.options):
+                return
+        return
+    # Where one fails for good, what its neighbours are doing must still be recorded.
+    done = await asyncio.gather(*(answer(n, call) for n, call in calls), return_exceptions=True)
+    for failure in done:
+        if failure is not None:
+            raise failure
+
+
+async def _call(
+    call: ToolCall, user_reply: str | None, tools: AgentTools, trajectory: Trajectory, terms: Terms
+) -> ToolResult:
+    """Run a call; a tool's is cut off when the time is over, a subagent sees to that itself."""
+    deadline = _deadline(trajectory, terms)
+    if deadline is None or tools.is_subagent(call["function"]["name"]):
+        return await tools.call(call, user_reply)
+    try:
+        async with deadline:
+            return await tools.call(call, user_reply)
+    except TimeoutError:
+        if not deadline.has_passed:
+            raise
+        words = _BROKEN_OFF.format("time_limit")
+        return ToolResult(words, True, {"failure": "interrupted"})
+
+
+async def _continue(
+    move: Continue,
+    trajectory: Trajectory,
+    tools: AgentTools,
+    terms: Terms,
+    on_event: StreamHandler | None,
+) -> Event:
+    clock = Clock()
+    result = None
+    if move.is_for_tool:
+        result = await _call(move.call, move.reply, tools, trajectory, terms)
+    if result is not None and on_event is not None:
+        on_event(_told(move.call, result, clock))
+    return continued_event(move.result, move.reply, result, clock)
+
+
+def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> None:
+    """Give each call that was not run a result that says so: every call id has exactly one.
+
+    `status` is how the conversation ended; the calls of inner conversations are closed too.
+    """
+    for key, inner in trajectory.inner.items():
+
+        def journal_inner(event: Event, key: str = key, name: str = inner.name) -> None:
+            journal(SubEvent(kind="sub", key=key, name=name, event=event))
+
+        close_calls(inner.trajectory, status, journal_inner)
+    for n, call in trajectory.open_calls():
+        # Rules end a conversation before its calls run; whatever else ends it may come later.
+        began = call["id"] in trajectory.inner or status in ("cancelled", "failed")
+        words, failure = (_BROKEN_OFF, "interrupted") if began else (_NOT_RUN, "not_run")
+        result = ToolResult(words.format(status), True, {"failure": failure})
+        event = result_event(trajectory.turns, n, call, result, Clock())
+        journal(event)
+        trajectory.apply(event)
+
+
+def _told(call: ToolCall, result: ToolResult, clock: Clock) -> StreamEvent:
+    return {
+        "type": "tool_result",
+        "tool_id": call["id"],
+        "tool_name": call["function"]["name"],
+        "tool_output": result.content,
+        "is_error": result.is_error,
+        "duration_ms": round(clock.seconds() * 1000),
+    }

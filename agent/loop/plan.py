@@ -1,0 +1,48 @@
+"""The plan phase: the model writes a plan, then works on one step after the other.
+
+All of it is one conversation: the plan is its first reply, and each step begins with a note.
+"""
+
+from __future__ import annotations
+
+import re
+
+from agent.loop.steps import Note
+from agent.options import AgentOptions
+from agent.state.trajectory import Trajectory
+
+_STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•])\s+(?P<step>\S.*)$", re.MULTILINE)
+
+_MAKE_A_PLAN = (
+    "Before you begin, write a plan: a numbered list of the steps, a line each. Call no tools yet."
+)
+PLAN = "plan"
+
+_ALL_DONE = "All steps of the plan are done. Give the final answer now."
+
+
+def plan_note(t: Trajectory, options: AgentOptions) -> Note | None:
+    """What the plan has to say now, None where its current step goes on.
+
+    A step ends with a reply without calls, or with `plan_step_turns` replies.
+    """
+    if not t.replies:
+        return Note(PLAN, _MAKE_A_PLAN)
+    begun = [note for note in t.notes if note["reason"] in ("plan_step", "plan_answer")]
+    if t.last_calls() and begun and t.turns - begun[-1]["turn"] < options.plan_step_turns:
+        return None
+    steps = steps_of(t.replies[0]["message"]["content"])
+    if len(begun) < len(steps):
+        number = len(begun) + 1
+        text = (
+            f"Step {number} of {len(steps)}: {steps[number - 1]}\n"
+            f"Work on this step alone, in at most {options.plan_step_turns} replies, and reply "
+            "with its outcome."
+        )
+        return Note("plan_step", text)
+    return Note("plan_answer", _ALL_DONE) if len(begun) == len(steps) else None
+
+
+def steps_of(plan: str) -> list[str]:
+    """The items of the list that a plan is; a plan without a list is one step."""
+    return [match["step"].strip() for match in _STEP.finditer(plan)] or ["do what the plan says"]

@@ -1,0 +1,66 @@
+"""Taking a conversation up again after a crash."""
+
+from __future__ import annotations
+
+from agent.loop.acceptance import RUN_CALLS
+from agent.loop.rules import Terms, next_move
+from agent.loop.steps import Answer, Continue, Move
+from agent.loop.tools import AgentTools
+from agent.messages import Event, ResumedEvent, ToolCall
+from agent.state.events import Clock, continued_event, result_event
+from agent.state.trajectory import Journal, Trajectory
+from toolsets.tool import ToolResult
+
+INTERRUPTED = (
+    "Error: this call was interrupted before its result was known. It may have run in part; "
+    "check the state of things before you repeat it."
+)
+
+
+def take_up(
+    trajectory: Trajectory, *, tools: AgentTools, terms: Terms, journal: Journal, kept: bool
+) -> None:
+    """Prepare a replayed trajectory to go on after a crash.
+
+    A call without a result may have run: it is left to be run (again) only if its tool says
+    that repeating is safe, else its result says that it was interrupted. `kept` tells whether
+    the task's workspace survived.
+    """
+
+    def record(event: Event) -> None:
+        journal(event)
+        trajectory.apply(event)
+
+    move = next_move(trajectory, terms)
+    calls = _under_way(move, tools, parallel=terms.options.parallel_tools)
+    interrupted: list[tuple[int, ToolCall]] = []
+    repeated: list[tuple[int, ToolCall]] = []
+    for n, call in calls:
+        may_repeat = tools.is_idempotent(call["function"]["name"])
+        (repeated if may_repeat else interrupted).append((n, call))
+    record(
+        ResumedEvent(
+            kind="resumed",
+            turn=trajectory.turns,
+            interrupted=[call["id"] for _, call in interrupted],
+            repeated=[call["id"] for _, call in repeated],
+            workspace_kept=kept,
+        )
+    )
+    result = ToolResult(INTERRUPTED, is_error=True, details={"failure": "interrupted"})
+    for n, call in interrupted:
+        if isinstance(move, Continue):
+            record(continued_event(move.result, move.reply, result, Clock()))
+        else:
+            record(result_event(trajectory.turns, n, call, result, Clock()))
+
+
+def _under_way(move: Move, tools: AgentTools, *, parallel: bool) -> list[tuple[int, ToolCall]]:
+    """The calls that may have been running when the process died."""
+    if isinstance(move, Continue):
+        return [(move.result["call"], move.call)] if move.is_for_tool else []
+    if not isinstance(move, Answer):
+        return []
+    calls = [(n, call) for n, call in move.calls if n < RUN_CALLS]
+    # Of calls that run one after the other, those behind the first had not begun.
+    return calls if parallel and not tools.need_order(move.calls) else calls[:1]

@@ -1,0 +1,96 @@
+"""Agents that an agent can call as tools.
+
+The calling agent sees one result. The subagent's conversation is an inner conversation of the
+caller's: kept in its record, paid from its budget, and taken up again after a crash where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from agent.loop.steps import End
+from agent.messages import ToolCall
+from agent.options import AgentOptions, Subagent
+from agent.state.trajectory import Trajectory
+from toolsets.space import TaskSpace
+from toolsets.text import clip
+from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, tool
+
+Start = Callable[[Subagent, str, str], Awaitable[tuple[End, Trajectory]]]
+"""Runs a subagent, given the id of the call and the task; gives its ending and conversation."""
+
+
+@tool(name="subagent")
+def _form(
+    space: TaskSpace,
+    task: Annotated[str, Field(description="What to do, with all that must be known for it.")],
+) -> None:
+    """The form that calls of all subagents have; it is never run."""
+
+
+class SubagentTool:
+    """One subagent, as its caller can call it."""
+
+    def __init__(self, subagent: Subagent, start: Start) -> None:
+        self._subagent = subagent
+        self._tool = _as_tool(subagent)
+        self._start = start
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The subagent as a tool, in OpenAI form."""
+        return self._tool.schema
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Have the subagent work on the task of the call.
+
+        The result is its answer, or an error that says how it ended without one. A failing
+        endpoint is no result: it fails the caller's conversation too, as `ModelError`.
+        """
+        try:
+            arguments = self._tool.parse_arguments(call["function"]["arguments"])
+        except ArgumentsError as error:
+            text = f"Error: invalid arguments for {self._tool.name}: {error}"
+            return ToolResult(f"{text}\nArguments it takes: task", True, _INVALID)
+        end, conversation = await self._start(self._subagent, call["id"], arguments["task"])
+        details = {"subagent": self._subagent.name, "status": end.status}
+        if end.status == "completed":
+            answer = clip(conversation.final_text(), max_chars=MAX_RESULT_CHARS)
+            return ToolResult(answer, details=details)
+        why = f": {end.reason}" if end.reason else ""
+        text = f"Error: the subagent gave no answer; it ended as {end.status}{why}"
+        return ToolResult(text, True, details)
+
+
+def schema_of(subagent: Subagent) -> Mapping[str, Any]:
+    """What a calling model is told about a subagent, in OpenAI form."""
+    return _as_tool(subagent).schema
+
+
+def _as_tool(subagent: Subagent) -> Tool:
+    return replace(_form, name=subagent.name, description=subagent.description)
+
+
+_INVALID = {"failure": "invalid_arguments"}
+
+
+def options_of(subagent: Subagent, caller: AgentOptions) -> AgentOptions:
+    """The options of a subagent's conversation: its own bounds, and the caller's care."""
+    return AgentOptions(
+        max_turns=subagent.max_turns,
+        max_errors=caller.max_errors,
+        repeat_limit=caller.repeat_limit,
+        max_reasks=caller.max_reasks,
+        max_cost_usd=caller.max_cost_usd,
+        max_conversation_s=caller.max_conversation_s,
+        parallel_tools=caller.parallel_tools,
+        bad_arguments=caller.bad_arguments,
+        repair_tool_names=caller.repair_tool_names,
+        observation_chars=caller.observation_chars,
+        text_protocol=caller.text_protocol,
+        max_subagent_depth=caller.max_subagent_depth,
+    )

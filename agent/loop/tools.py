@@ -1,0 +1,251 @@
+"""The tools of one conversation as the loop sees them: the toolbox and what is put around it.
+
+A caller takes a call and gives its result. What an option asks for is a caller around the next
+one; options that are off are not there at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from agent.loop.references import STORED_AS, UnusableReference, name_for, resolve, tag
+from agent.messages import ToolCall
+from agent.options import AgentOptions
+from agent.state.final_answer import RESERVED, SCHEMAS, finish_in
+from agent.state.tally import OWN_CHARS
+from agent.state.trajectory import Trajectory
+from toolsets import exact_json
+from toolsets.errors import machine_failure
+from toolsets.text import clip, valid_utf8
+from toolsets.tool import ToolResult
+from toolsets.toolbox import Toolbox, cancellations
+
+log = logging.getLogger(__name__)
+
+_REASON_CHARS = 2_000
+"""Of the reason for which a call is denied."""
+
+Caller = Callable[[ToolCall, str | None], Awaitable[ToolResult]]
+"""Gives the result of a call; the second argument is the user's reply where there is one."""
+
+Decision = str | tuple[str, str]
+
+Approve = Callable[[str, Mapping[str, Any]], Decision | Awaitable[Decision]]
+"""Asked with a tool's name and its arguments; says "approve", "deny" or "always".
+
+A pair ("deny", REASON) tells the model why. "always" approves this tool with these arguments for
+the rest of the conversation, its subagents' included; after a crash it is asked again. A plain
+function runs in a thread.
+"""
+
+
+class CallableAgent(Protocol):
+    """An agent that is called like a tool."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """What the calling model is told, in OpenAI form."""
+        ...
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Work on what a call asks for."""
+        ...
+
+
+class AgentTools:
+    """What the model can call in one conversation."""
+
+    def __init__(
+        self,
+        toolbox: Toolbox,
+        trajectory: Trajectory,
+        options: AgentOptions,
+        *,
+        subagents: Mapping[str, CallableAgent] | None = None,
+        approve: Approve | None = None,
+        approved: set[bytes] | None = None,
+    ) -> None:
+        """`approved` collects what was approved for good, and may be shared.
+
+        Raises `ValueError` where two tools have one name, or one that is reserved.
+        """
+        self._toolbox = toolbox
+        self._trajectory = trajectory
+        self._subagents = subagents or {}
+        agents = (subagent.schema for subagent in self._subagents.values())
+        own = [*toolbox.schemas, *agents]
+        check_names(schema["function"]["name"] for schema in own)
+        self.schemas = offered(own, options)
+        self.names = sorted(schema["function"]["name"] for schema in self.schemas)
+        call: Caller = self._call_toolbox
+        if self._subagents:
+            call = _delegating(call, self._subagents)
+        if options.observation_chars is not None:
+            call = _shortening(call, options.observation_chars)
+        if approve is not None:
+            call = _approving(call, approve, set() if approved is None else approved)
+        if options.completion_tools:
+            call = _finishing(call)
+        if options.result_references:
+            call = _referring(call, trajectory)
+        self._call = call
+
+    async def call(self, call: ToolCall, user_reply: str | None = None) -> ToolResult:
+        """Answer a call. Every failure of the model or a tool is a result; see `Toolbox.call`."""
+        return await self._call(call, user_reply)
+
+    def is_subagent(self, name: str) -> bool:
+        """Whether a conversation answers calls of this name."""
+        return name in self._subagents
+
+    def is_idempotent(self, name: str) -> bool:
+        """Whether a call may be repeated; a subagent goes on where it was instead."""
+        return name in self._subagents or self._toolbox.is_idempotent(name)
+
+    def need_order(self, calls: Sequence[tuple[int, ToolCall]]) -> bool:
+        """Whether these calls must run one after the other."""
+        return len(calls) == 1 or any(
+            self._toolbox.is_sequential(call["function"]["name"]) for _, call in calls
+        )
+
+    async def _call_toolbox(self, call: ToolCall, user_reply: str | None) -> ToolResult:
+        function = call["function"]
+        return await self._toolbox.call(
+            function["name"],
+            function["arguments"],
+            conversation=self._trajectory.messages,
+            user_reply=user_reply,
+            others=self.names,
+        )
+
+
+def offered(schemas: Sequence[Mapping[str, Any]], options: AgentOptions) -> list[Mapping[str, Any]]:
+    """All that a model is offered: `schemas`, and the completion tools where they are on."""
+    return [*schemas, *SCHEMAS] if options.completion_tools else list(schemas)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `ValueError` where a name is reserved or there twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in RESERVED:
+            msg = f"the tool name {name!r} is reserved"
+            raise ValueError(msg)
+        if name in seen:
+            msg = f"two tools have the name {name!r}"
+            raise ValueError(msg)
+        seen.add(name)
+
+
+def _finishing(next_caller: Caller) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        name = call["function"]["name"]
+        if name not in RESERVED:
+            return await next_caller(call, user_reply)
+        finish = finish_in(call)
+        if finish is None:
+            text = f"Error: invalid arguments for {name}: they need a text that is not blank"
+            return ToolResult(text, True, {"failure": "invalid_arguments"})
+        return ToolResult("Answer received.", details={"text": finish.text})
+
+    return call
+
+
+def _referring(next_caller: Caller, trajectory: Trajectory) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        function = call["function"]
+        if "$$" in function["arguments"]:
+            try:
+                arguments = resolve(function["arguments"], trajectory)
+            except UnusableReference as error:
+                return ToolResult(f"Error: {error}", True, {"failure": "unknown_reference"})
+            call = {**call, "function": {"name": function["name"], "arguments": arguments}}
+        result = await next_caller(call, user_reply)
+        if result.is_error or user_reply is not None or function["name"] in RESERVED:
+            return result
+        name = name_for(call, trajectory)
+        stored = {STORED_AS: name, OWN_CHARS: len(result.content)}
+        return ToolResult(result.content + tag(name), details={**result.details, **stored})
+
+    return call
+
+
+def _approving(next_caller: Caller, approve: Approve, approved: set[bytes]) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        name, written = call["function"]["name"], call["function"]["arguments"]
+        try:
+            arguments = exact_json.loads(written) if written.strip() else {}
+        except exact_json.JSONDecodeError:
+            # The check of arguments, with the same parser, will refuse them.
+            return await next_caller(call, user_reply)
+        why = await _why_denied(approve, name, arguments, approved)
+        if why is not None:
+            reason = f": {why}" if why else ""
+            text = f"Error: the call of {name} was not approved{reason}"
+            return ToolResult(text, True, {"failure": "denied"})
+        return await next_caller(call, user_reply)
+
+    return call
+
+
+async def _why_denied(
+    approve: Approve, name: str, arguments: Any, approved: set[bytes]
+) -> str | None:
+    """Ask the hook: None where it approves, else its reason, "" without one.
+
+    A hook that fails has not approved.
+    """
+    try:
+        key = exact_json.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
+    except TypeError:
+        log.warning("a call of %s is denied: its arguments are nested too deep to be shown", name)
+        return ""
+    if key in approved:
+        return None
+    before = cancellations()
+    try:
+        if inspect.iscoroutinefunction(approve):
+            decision = await approve(name, arguments)
+        else:
+            decision = await asyncio.to_thread(approve, name, arguments)
+            decision = await decision if inspect.isawaitable(decision) else decision
+    except BaseException as error:
+        if cancellations() > before or isinstance(error, GeneratorExit | KeyboardInterrupt):
+            raise
+        if machine_failure(error) is not None:
+            raise
+        log.exception("the approval hook failed; the call of %s is denied", name)
+        return ""
+    reason = ""
+    if isinstance(decision, tuple) and len(decision) == 2 and isinstance(decision[1], str):
+        decision, reason = decision
+    if not isinstance(decision, str) or decision not in ("approve", "always"):
+        return clip(valid_utf8(reason.strip()), max_chars=_REASON_CHARS)
+    if decision == "always":
+        approved.add(key)
+    return None
+
+
+def _shortening(next_caller: Caller, limit: int) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        result = await next_caller(call, user_reply)
+        if len(result.content) <= limit:
+            return result
+        details = {**result.details, "whole_content": result.content}
+        return ToolResult(clip(result.content, max_chars=limit), result.is_error, details)
+
+    return call
+
+
+def _delegating(next_caller: Caller, subagents: Mapping[str, CallableAgent]) -> Caller:
+    async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
+        subagent = subagents.get(call["function"]["name"])
+        return await (next_caller(call, user_reply) if subagent is None else subagent.call(call))
+
+    return call

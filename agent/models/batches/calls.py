@@ -1,0 +1,35 @@
+"""Calls by batches in the dialect of their model: what is sent, and how a reply is read."""
+
+from __future__ import annotations
+
+from agent.models.batches.base import Batches
+from agent.models.dialects import registry as dialects
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.resolve import SCRIPTED
+from toolsets import exact_json
+
+
+def has_batches(settings: ModelSettings) -> bool:
+    """Whether a model is asked by an API that has batches; its endpoint may still have none."""
+    return settings.api != SCRIPTED and settings.provider != "openrouter"
+
+
+def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
+    """The batches of a model, in the running event loop."""
+    if settings.api == "anthropic_messages":
+        from agent.models.batches.anthropic import AnthropicBatches
+
+        return AnthropicBatches(settings, api_key)
+    from agent.models.batches.openai import OpenAIBatches
+
+    return OpenAIBatches(settings, api_key)
+
+
+def body_of(request: Request, settings: ModelSettings) -> bytes:
+    """The body that a live call would send, in one piece."""
+    return exact_json.dumps(dialects.DIALECTS[settings.api].body(settings, request))
+
+
+def read_reply(body: bytes, settings: ModelSettings) -> Completion:
+    """The reply in the body of an item's result, without its price. Raises `ModelError`."""
+    return dialects.read_reply(settings.api, body)

@@ -1,0 +1,1 @@
+"""HTTP to an endpoint: connections, retries, options that it refuses."""

@@ -1,0 +1,38 @@
+"""A model behind an endpoint, asked once per call: what is tried again is up to `patience`."""
+
+from __future__ import annotations
+
+from agent.models.client.transport import Transport
+from agent.models.client.unsupported_options import Refusals
+from agent.models.dialects.registry import DIALECTS, read_reply
+from agent.models.model import Completion, ModelSettings, Request
+
+
+class EndpointModel:
+    """Asks one model of one endpoint, in the dialect of its settings."""
+
+    def __init__(self, settings: ModelSettings, api_key: str) -> None:
+        self._dialect = DIALECTS[settings.api]
+        self._refusals = Refusals(settings)
+        headers = self._dialect.headers(settings, api_key)
+        self._transport = Transport(settings.base_url, headers, secret=api_key)
+
+    @property
+    def settings(self) -> ModelSettings:
+        """See `Adapter`."""
+        return self._refusals.settings
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`."""
+        return await self._refusals.ask(lambda settings: self._ask(settings, request))
+
+    async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
+        dialect = self._dialect
+        assembly = None if request.on_delta is None else dialect.assembly(request.on_delta)
+        body = dialect.body(settings, request)
+        reply = await self._transport.post(dialect.path, body, settings, assembly)
+        return read_reply(settings.api, reply)
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._transport.close()

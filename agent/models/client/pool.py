@@ -1,0 +1,49 @@
+"""The models of one process, each opened once in the running event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agent.models.admission import Gate
+from agent.models.client.retrying import PatientModel, Retry
+from agent.models.model import ModelSettings
+from agent.models.resolve import open_model
+
+KeyOf = Callable[[ModelSettings], str]
+OnRetry = Callable[[ModelSettings, Retry], None]
+
+
+class ModelPool:
+    """Opens models when they are first asked for, and closes them all."""
+
+    def __init__(
+        self,
+        *,
+        key_of: KeyOf,
+        on_retry: OnRetry,
+        gate_of: Callable[[ModelSettings], Gate | None] = lambda settings: None,
+    ) -> None:
+        """`key_of` gives the API key for a model's endpoint, `gate_of` where its calls wait.
+
+        `on_retry` is told of every failure that is waited out.
+        """
+        self._key_of = key_of
+        self._on_retry = on_retry
+        self._gate_of = gate_of
+        self._open: dict[ModelSettings, PatientModel] = {}
+
+    def get(self, settings: ModelSettings) -> PatientModel:
+        """The model of some settings, ready to be asked."""
+        if (model := self._open.get(settings)) is None:
+            model = self._open[settings] = open_model(
+                settings,
+                api_key=self._key_of(settings),
+                on_retry=lambda retry: self._on_retry(settings, retry),
+                gate=self._gate_of(settings),
+            )
+        return model
+
+    async def close(self) -> None:
+        """Release all connections."""
+        for model in self._open.values():
+            await model.close()

@@ -1,0 +1,218 @@
+"""One model call with its retries and its price."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
+
+from agent.models.admission import Gate
+from agent.models.errors import Kind, ModelError
+from agent.models.keys import Key
+from agent.models.model import Adapter, Completion, ModelSettings, Request
+from agent.models.prices import claim, priced
+from agent.stream_events import StreamEvent
+
+MAX_WAIT_S = 60.0
+"""Longest pause between two attempts, also where the endpoint asks for more."""
+
+_backoff = wait_exponential_jitter(initial=1, max=MAX_WAIT_S, jitter=1)
+
+
+_LASTING_ATTEMPTS = 4
+"""Of a call that fails in a way which hardly passes, at an endpoint that has never answered: some
+ten seconds, in which a network may come up."""
+
+
+class Retry(NamedTuple):
+    """A failure that is waited out."""
+
+    kind: Kind
+    words: str
+    attempt: int
+    """The number of the one that failed."""
+    wait_s: float
+    left_s: float
+    """For about how long the call will still be tried."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: {self.words}; attempt {self.attempt}, next in {self.wait_s:.1f} s, "
+            f"given up in {self.left_s:.0f} s"
+        )
+
+
+class PatientModel:
+    """A model whose passing failures are waited out, and whose replies carry their price."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        settings: ModelSettings,
+        *,
+        api_key: str,
+        on_retry: Callable[[Retry], None],
+        gate: Gate | None = None,
+    ) -> None:
+        """`on_retry` is told of every failure that is waited out.
+
+        `api_key` is taken out of error messages, of whatever adapter they are. Each attempt passes
+        `gate`, if there is one.
+        """
+        self._adapter = adapter
+        self._key = Key(api_key)
+        self._has_answered = False
+        self._on_retry = on_retry
+        self._settings = settings
+        self._gate = gate
+        self._retrying = AsyncRetrying(
+            retry=retry_if_exception(_is_passing),
+            wait=_wait,
+            reraise=True,
+        )
+
+    @property
+    def asked(self) -> ModelSettings:
+        """What the user said that it is to be asked with."""
+        return self._settings
+
+    @property
+    def settings(self) -> ModelSettings:
+        """See `Adapter`."""
+        return self._adapter.settings
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
+        if self._settings.stream_replies and request.on_delta is None:
+            request = replace(request, on_delta=_to_nobody)
+        patience = _Patience(self._settings, self._most_attempts)
+        try:
+            return await self._ask(request, patience)
+        except ModelError as error:
+            if error.action != "retry":
+                raise
+            return await self._ask_again(request, patience, error)
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._adapter.close()
+
+    async def _ask_again(
+        self, request: Request, patience: _Patience, error: ModelError
+    ) -> Completion:
+        """Go on after the first failure. Most calls have none, and tenacity costs 0.1 ms a call."""
+        failed: list[ModelError] = [error]
+
+        async def attempt() -> Completion:
+            if failed:
+                raise failed.pop()
+            return await self._ask(request, patience)
+
+        def tell(state: RetryCallState) -> None:
+            self._on_retry(patience.retry(state))
+
+        retrying = self._retrying.copy(stop=patience.is_at_its_end, before_sleep=tell)
+        completion: Completion = await retrying(attempt)
+        return completion
+
+    async def _ask(self, request: Request, patience: _Patience) -> Completion:
+        if self._gate is None:
+            return await self._attempt(request)
+        came = time.monotonic()
+        with request.deadline.waiting() if request.deadline is not None else nullcontext():
+            permit = await self._gate.enter(lambda: claim(request, self._settings))
+        patience.waited_s += permit.sent_at - came
+        outcome: Completion | ModelError | None = None
+        try:
+            outcome = await self._attempt(request)
+            return outcome
+        except ModelError as error:
+            outcome = error
+            raise
+        finally:  # called off or broken: the permit must come back whatever it was
+            permit.leave(outcome)
+
+    async def _attempt(self, request: Request) -> Completion:
+        try:
+            completion = await self._adapter.complete(request)
+        except ModelError as error:
+            error.args = (self._key.out_of_text(str(error)),)
+            error.endpoint = self._settings.base_url
+            error.key_env = self._settings.key_variable
+            if error.paid is not None and request.on_unreadable is not None:
+                request.on_unreadable(priced(error.paid, self._settings))
+            raise
+        self._has_answered = True
+        return priced(completion, self._settings)
+
+    def _most_attempts(self, error: ModelError) -> int:
+        """How often a call is tried that fails so, as far as failures count."""
+        most = self._settings.call_attempts
+        answered = self._has_answered or (self._gate is not None and self._gate.has_answered)
+        return min(most, _LASTING_ATTEMPTS) if error.is_lasting and not answered else most
+
+
+def _to_nobody(event: StreamEvent) -> None:
+    """The handler of a reply that is streamed for the connection's sake."""
+
+
+class _Patience:
+    """How long one call is tried."""
+
+    def __init__(self, settings: ModelSettings, most: Callable[[ModelError], int]) -> None:
+        """`most` tells how many attempts there are for a call that fails in some way."""
+        self._settings = settings
+        self._most = most
+        self._failures = 0
+        self._began_at = time.monotonic()
+        self.waited_s = 0.0
+        """Time at the gate: others were served meanwhile, which says nothing of this call."""
+
+    def is_at_its_end(self, state: RetryCallState) -> bool:
+        """A rate limit says nothing about the task either, so it only counts against the clock."""
+        if self._left_s() <= 0:
+            return True
+        error = _error(state)
+        if error.kind == "rate_limited":
+            return False
+        self._failures += 1
+        return self._failures >= self._most(error)
+
+    def retry(self, state: RetryCallState) -> Retry:
+        """What is said of a failure, once it is decided that it is waited out."""
+        error = _error(state)
+        wait_s = state.next_action.sleep if state.next_action else 0.0
+        left_s = self._left_s()
+        if error.kind != "rate_limited":
+            later = range(self._failures + 1, self._most(error))
+            pauses = (min(2.0 ** (n - 1), MAX_WAIT_S) for n in later)
+            left_s = min(left_s, wait_s + sum(pauses))
+        return Retry(error.kind, str(error), state.attempt_number, wait_s, left_s)
+
+    def _left_s(self) -> float:
+        tried_s = time.monotonic() - self._began_at - self.waited_s
+        return self._settings.call_timeout_s - tried_s
+
+
+def _error(state: RetryCallState) -> ModelError:
+    """What failed the last attempt; nothing else is tried again."""
+    error = state.outcome.exception() if state.outcome else None
+    assert isinstance(error, ModelError)
+    return error
+
+
+def _is_passing(error: BaseException) -> bool:
+    return isinstance(error, ModelError) and error.action == "retry"
+
+
+def _wait(state: RetryCallState) -> float:
+    """What the endpoint asked for, or a growing pause; never the same for two callers."""
+    error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, ModelError) and error.retry_after_s is not None:
+        return min(error.retry_after_s, MAX_WAIT_S) + random.uniform(0, 1)
+    return _backoff(state)

@@ -1,0 +1,290 @@
+"""The way to one endpoint: a request goes out, the body of its reply comes back, or `ModelError`.
+
+aiohttp is asked directly. The clients of both APIs stand on it too, by way of two more layers that
+cost several times what it does; what they would add is in `patience` and here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import logging
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import truststore
+from yarl import URL
+
+from agent.models.dialects.assembly import Assembly
+from agent.models.errors import ModelError
+from agent.models.keys import Key
+from agent.models.model import ModelSettings
+from agent.models.parsing import error_behind_200, refusal_of
+from agent.models.proxies import proxy_for
+from toolsets import exact_json
+from toolsets.errors import HOST_ERRNOS, HostError, in_words
+
+log = logging.getLogger(__name__)
+
+MAX_REPLY_BYTES = 64 * 2**20
+"""Most bytes of one reply that are held, unpacked; real ones are a hundred times smaller."""
+
+_MAX_EVENT_BYTES = 8 * 2**20
+"""Most bytes of one event of a stream."""
+
+_CONNECT_S = 60.0
+"""For a connection to be made; one that takes longer will not come."""
+
+_TAIL_S = 0.1
+"""For what follows the last event of a stream; without its end a connection is not used again."""
+
+_OF_GATEWAYS = frozenset({502, 503, 504})
+"""What a proxy says of an endpoint that it does not reach."""
+
+_END_OF_STREAM = "[DONE]"
+
+
+class Transport:
+    """The connections of one model to its endpoint, in the running event loop."""
+
+    def __init__(self, base_url: str | None, headers: Mapping[str, str], *, secret: str) -> None:
+        """`secret` is taken out of all that comes back, before it is read or cut to size."""
+        self._base_url = (base_url or "").rstrip("/")
+        self._key = Key(secret)
+        self._was_echoed = False
+        self._proxy = proxy_for(self._base_url)
+        # Not the session's own: aiohttp tells those to a proxy too, in the clear, and so the key.
+        self._headers = {
+            "Accept": "application/json",
+            "Content-Type": "application/json",
+            **headers,
+        }
+        self._session = aiohttp.ClientSession(
+            # How many calls are in flight is decided at the gate.
+            connector=aiohttp.TCPConnector(
+                limit=0, ssl=truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            # Not `trust_env`, which reads the environment and a file for each call.
+            proxy=self._proxy and self._proxy.url,
+        )
+
+    async def post(
+        self,
+        path: str,
+        request: Mapping[str, Any],
+        settings: ModelSettings,
+        assembly: Assembly | None = None,
+    ) -> bytes:
+        """Send one request to `path`; return the body of the reply, which must come in time.
+
+        With an `assembly` the request must ask for a stream, whose parts it puts together. Raises
+        `ModelError`, and `HostError` where this machine ran out of what a call needs.
+        """
+        timeout_s = settings.attempt_timeout_s
+        # A redirect would take the key along to wherever it points.
+        sending = self._session.post(
+            URL(self._base_url + path),
+            data=exact_json.dumps(request),
+            headers=self._headers,
+            allow_redirects=False,
+        )
+        try:
+            async with asyncio.timeout(timeout_s), sending as response:
+                if not 200 <= response.status < 300:
+                    raise await self._refusal(response)
+                # Some servers know no streams, or not for this model, and answer in one piece.
+                if assembly is None or response.content_type == "application/json":
+                    return self.clean(b"".join([part async for part in _parts(response)]))
+                await self._read_stream(response, assembly, settings.idle_timeout_s)
+                return self.clean(assembly.finish())
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                words = f"no complete reply within {timeout_s:g} s"
+                raise ModelError("timeout", words) from error
+            raise self._of_the_connection(error) from error
+
+    def clean(self, body: bytes) -> bytes:
+        """What the endpoint sent, without the key: it may come back in anything that is said."""
+        cleaned = self._key.out_of(body)
+        if cleaned is not body and not self._was_echoed:
+            self._was_echoed = True
+            log.warning("%s sent the API key back; it is taken out of replies", self._base_url)
+        return cleaned
+
+    @contextlib.asynccontextmanager
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        silence_s: float,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """Any other request, with what aiohttp takes as a body; its response, to be read inside.
+
+        It may take any time, but for a silence of more than `silence_s`. Raises as `post` does.
+        """
+        told = {**self._headers, **(headers or {})}
+        if body is None:
+            del told["Content-Type"]
+        sending = self._session.request(
+            method,
+            URL(self._base_url + path),
+            data=body,
+            headers=told,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s),
+        )
+        try:
+            async with sending as response:
+                if not 200 <= response.status < 300:
+                    raise await self._refusal(response)
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._of_the_connection(error) from error
+
+    async def close(self) -> None:
+        """Release all connections."""
+        await self._session.close()
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> ModelError:
+        body = b"".join([part async for part in _parts(response, is_error=True)])
+        headers = {
+            name.lower(): self._key.out_of_text(value) for name, value in response.headers.items()
+        }
+        error = refusal_of(response.status, headers, self.clean(body))
+        if response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+            return self._refusal_of_the_proxy(response.status, response.reason or "")
+        if self._proxy and response.status in _OF_GATEWAYS:
+            error.args = (f"{error} (by way of {self._proxy.words})",)
+        return error
+
+    def _refusal_of_the_proxy(self, status: int, reason: str) -> ModelError:
+        words = f"{self._proxy.words if self._proxy else 'a proxy'}: HTTP {status} {reason}".strip()
+        if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+            words += "; it wants a user and a password, as in http://USER:PASSWORD@HOST:PORT"
+        return ModelError("connection", words, was_sent=False, is_lasting=True)
+
+    def _of_the_connection(self, error: aiohttp.ClientError | OSError) -> ModelError | HostError:
+        """A failure to connect, a cut connection, or what came was no HTTP or beyond measure."""
+        if isinstance(error, aiohttp.ClientHttpProxyError):
+            return self._refusal_of_the_proxy(error.status, error.message)
+        cause: BaseException = error
+        is_lasting = False
+        while isinstance(cause, aiohttp.ClientConnectorError):
+            is_lasting = is_lasting or isinstance(cause, aiohttp.ClientConnectorDNSError)
+            cause = cause.os_error
+        unsent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+        was_sent = not isinstance(error, unsent)
+        words = ""
+        if isinstance(cause, OSError):
+            if cause.errno in HOST_ERRNOS:
+                return HostError(f"model call: {in_words(cause.errno)}")
+            # asyncio puts an address where the system's words belong; look-ups of names have none.
+            number = cause.errno or 0
+            words = (os.strerror(number) if number > 0 else cause.strerror) or ""
+        words = words or ": ".join(filter(None, (type(cause).__name__, str(cause))))
+        if is_lasting:
+            words = f"its name cannot be resolved ({words})"
+        of_the_way = (aiohttp.ClientProxyConnectionError, aiohttp.ClientConnectorDNSError)
+        if self._proxy and isinstance(error, of_the_way):
+            words = f"{self._proxy.words}: {words}"
+        elif self._proxy:
+            words += f" (by way of {self._proxy.words})"
+        words = self._key.out_of_text(words)
+        return ModelError("connection", words, was_sent=was_sent, is_lasting=is_lasting)
+
+    async def _read_stream(
+        self, response: aiohttp.ClientResponse, assembly: Assembly, idle_timeout_s: float
+    ) -> None:
+        """Read a stream to its end, unless it falls silent once it has begun.
+
+        Until then only the attempt's time counts: who thinks or queues says nothing at first.
+        """
+        clock = asyncio.get_running_loop()
+        silence = asyncio.timeout(None)
+
+        def on_part() -> None:
+            # Bytes rather than events: what keeps a connection alive is often no event.
+            silence.reschedule(clock.time() + idle_timeout_s)
+
+        try:
+            async with silence, contextlib.aclosing(_events(response, on_part)) as events:
+                async for data in events:
+                    if data.startswith(_END_OF_STREAM):
+                        break
+                    data = self._key.out_of_text(data)
+                    part = exact_json.loads_part(data)
+                    if isinstance(part, dict):
+                        if part.get("error"):
+                            raise error_behind_200(part["error"], "the stream")
+                        assembly.add(part)
+        except (ValueError, RecursionError) as error:
+            words = f"in the stream: {type(error).__name__}: {error}"
+            raise ModelError("malformed", words) from error
+        except TimeoutError as error:
+            if not silence.expired():
+                raise
+            words = f"the stream was silent for {idle_timeout_s:g} s"
+            raise ModelError("timeout", words) from error
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+            async with asyncio.timeout(_TAIL_S):
+                await response.content.readany()
+
+
+async def _parts(
+    response: aiohttp.ClientResponse, *, is_error: bool = False
+) -> AsyncIterator[bytes]:
+    """What comes of a body, up to the bound; beyond it an error just ends: its status says enough.
+
+    Raises `ModelError("malformed")`.
+    """
+    left = MAX_REPLY_BYTES
+    async for part in response.content.iter_any():
+        left -= len(part)
+        if left < 0:
+            if is_error:
+                return
+            words = f"the reply is larger than {MAX_REPLY_BYTES // 2**20} MiB"
+            raise ModelError("malformed", words)
+        yield part
+
+
+async def _events(
+    response: aiohttp.ClientResponse, on_part: Callable[[], None]
+) -> AsyncGenerator[str, None]:
+    """The data of a stream's events; `on_part` is called at each arrival of bytes.
+
+    Raises `ModelError("malformed")`, and `UnicodeDecodeError`.
+    """
+    import httpx2
+
+    text = codecs.getincrementaldecoder("utf-8")()
+
+    async def parts() -> AsyncIterator[bytes]:
+        async for part in _parts(response):
+            on_part()
+            text.decode(part)  # whoever reads the events passes over what is no UTF-8
+            yield part
+
+    # Its reader of events wants a response of its own kind around the bytes.
+    wrapped = httpx2.Response(
+        200,
+        headers={"Content-Type": "text/event-stream"},
+        content=parts(),
+        request=httpx2.Request("POST", str(response.url)),
+    )
+    try:
+        async for event in httpx2.EventSource(wrapped, max_event_size=_MAX_EVENT_BYTES):
+            yield event.data
+    except httpx2.SSEError as error:
+        words = f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
+        raise ModelError("malformed", words) from error

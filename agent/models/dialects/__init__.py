@@ -1,0 +1,1 @@
+"""The model APIs: how a request is written and a reply is read."""

@@ -1,0 +1,290 @@
+"""The Anthropic messages dialect. Bodies are ours for the reasons given in `openai_chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.parsing import (
+    count_or_none,
+    make_call,
+    object_of,
+    parse_object,
+    text_or_none,
+)
+from toolsets import exact_json
+
+API = "anthropic_messages"
+
+_VERSION = "2026-10-21"
+"""Of the API; version 2 of Anthropic's own client sends it, and the key as a bearer token."""
+
+_SAMPLING_VERSION = "2023-06-01"
+"""The version that still takes what later ones refuse; the client of its time sent `x-api-key`."""
+
+_SAMPLING = frozenset({"temperature", "top_p", "top_k"})
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "tool_use": "tool_calls",
+    "max_tokens": "length",
+    "refusal": "refusal",
+    "pause_turn": "pause",
+    "model_context_window_exceeded": "context_exceeded",
+}
+
+
+_REPLY_FIELDS = frozenset(
+    {"id", "type", "role", "model", "content", "stop_reason", "usage", "error"}
+)
+_USAGE_FIELDS: Mapping[str, Sequence[str]] = {
+    "input_tokens": (),
+    "output_tokens": (),
+    "cache_read_input_tokens": (),
+    "cache_creation_input_tokens": (),
+    "output_tokens_details": ("thinking_tokens",),
+}
+"""What is read of a reply; all else is kept as it came."""
+
+
+def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The version of the API that is meant, and the key in the header that goes with it."""
+    samples = settings.temperature is not None or settings.top_p is not None
+    if samples or _SAMPLING.intersection(settings.extra_body or {}):
+        return {"x-api-key": api_key, "anthropic-version": _SAMPLING_VERSION}
+    return {"Authorization": f"Bearer {api_key}", "anthropic-version": _VERSION}
+
+
+def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
+    """The JSON body of one request; the system message travels beside the others."""
+    body: dict[str, Any] = {
+        "model": settings.name,
+        "max_tokens": settings.reply_bound,
+        "messages": to_api_messages(request.messages),
+    }
+    if request.messages and request.messages[0]["role"] == "system":
+        body["system"] = request.messages[0]["content"]
+    if request.tools:
+        body["tools"] = [_tool_to_api(tool) for tool in request.tools]
+        if request.tool_choice == "none":
+            body["tool_choice"] = {"type": "none"}
+    if settings.prompt_caching:
+        _mark_cache(body)
+    for key in ("temperature", "top_p"):
+        if (value := getattr(settings, key)) is not None:
+            body[key] = value
+    body.update(_effort(settings.reasoning_effort))
+    if request.on_delta is not None:
+        body["stream"] = True
+    body.update(settings.extra_body or {})
+    return body
+
+
+def _mark_cache(body: dict[str, Any]) -> None:
+    """One mark keeps all before it, and the API puts the tools before the system message.
+
+    A blank text cannot be marked.
+    """
+    mark = {"cache_control": {"type": "ephemeral"}}
+    if (body.get("system") or "").strip():
+        body["system"] = [{"type": "text", "text": body["system"], **mark}]
+    elif "tools" in body:
+        body["tools"][-1].update(mark)
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"thinking": {"type": "disabled"}}
+    known = "low" if effort == "minimal" else effort
+    return {"thinking": {"type": "adaptive"}, "output_config": {"effort": known}}
+
+
+def to_api_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """User and assistant messages in turns; what one role says in a row becomes one message.
+
+    An assistant message with nothing in it is left out: it would be refused.
+    """
+    turns: list[tuple[str, list[dict[str, Any]]]] = []
+    for message in messages:
+        if message["role"] == "system":
+            continue
+        role = "assistant" if message["role"] == "assistant" else "user"
+        blocks = _assistant_blocks(message) if role == "assistant" else [_user_block(message)]
+        if turns and turns[-1][0] == role:
+            turns[-1][1].extend(blocks)
+        elif blocks:
+            turns.append((role, blocks))
+    return [{"role": role, "content": _content(role, blocks)} for role, blocks in turns]
+
+
+def _content(role: str, blocks: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if role == "assistant":  # its blank ones are gone already
+        return blocks
+    said = [block for block in blocks if not _is_blank(block)] or blocks[:1]
+    if len(said) == 1 and said[0]["type"] == "text":
+        text: str = said[0]["text"]
+        return text
+    return said
+
+
+def _user_block(message: Message) -> dict[str, Any]:
+    if message["role"] == "user":
+        return {"type": "text", "text": message["content"]}
+    return {
+        "type": "tool_result",
+        "tool_use_id": message["tool_call_id"],
+        "content": message["content"],
+        "is_error": message["is_error"],
+    }
+
+
+def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
+    """The blocks as they came where they came from this API, else the same said in its words.
+
+    Reasoning of another API is left out: thinking without its signature is refused.
+    """
+    blocks = message.get("provider_blocks")
+    if blocks is not None and blocks["api"] == API:
+        return [_with_object(block) for block in blocks["blocks"] if not _is_blank(block)]
+    built: list[dict[str, Any]] = []
+    if message["content"].strip():
+        built.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        built.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": call["function"]["name"],
+                "input": _input_object(call["function"]["arguments"]),
+            }
+        )
+    return built
+
+
+def _with_object(block: dict[str, Any]) -> dict[str, Any]:
+    """An input that is no object would be refused, though some servers give one.
+
+    A stream that the token limit cut leaves one that is text.
+    """
+    if "input" not in block or isinstance(block["input"], dict):
+        return block
+    given = block["input"]
+    text = given if isinstance(given, str) else exact_json.dumps(given).decode()
+    return {**block, "input": _input_object(text)}
+
+
+def _is_blank(block: Mapping[str, Any]) -> bool:
+    """The API gives text blocks of white space and refuses to take them back."""
+    return block.get("type") == "text" and not str(block.get("text") or "").strip()
+
+
+def _input_object(arguments: str) -> dict[str, Any]:
+    """This API takes objects only: broken arguments travel inside one, the record keeps them."""
+    try:
+        parsed = exact_json.loads(arguments or "{}")
+        exact_json.dumps(parsed)  # which refuses a nesting that reading takes
+    except (exact_json.JSONDecodeError, TypeError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}
+
+
+def _tool_to_api(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    return {
+        "name": function["name"],
+        "description": function["description"],
+        "input_schema": function["parameters"],
+    }
+
+
+def read_reply(body: bytes) -> Completion:
+    """Validate and normalise one reply body.
+
+    Raises `ModelError("malformed")` where the reply cannot be known to be complete; a missing
+    stop reason is how a cut reply looks.
+    """
+    reply = parse_object(body)
+    blocks = reply.get("content")
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise ModelError("malformed", "the reply's content is not a list of blocks")
+    finish_reason = _FINISH_REASONS.get(reply.get("stop_reason") or "")
+    if finish_reason is None:
+        raise ModelError("malformed", f"the reply's stop_reason is {reply.get('stop_reason')!r}")
+    return Completion(
+        message=read_blocks(blocks),
+        finish_reason=finish_reason,
+        usage=usage_in(reply),
+        model=text_or_none(reply.get("model")),
+        response_id=text_or_none(reply.get("id")),
+        extra=extra_of(
+            reply=unknown_in(reply, _REPLY_FIELDS),
+            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+        ),
+    )
+
+
+def read_blocks(blocks: Sequence[dict[str, Any]]) -> Message:
+    """The message that content blocks make up, kept verbatim where it alone would say less."""
+    texts, thoughts = [], []
+    calls: list[ToolCall] = []
+    for block in blocks:
+        match block.get("type"):
+            case "text":
+                texts.append(str(block.get("text") or ""))
+            case "thinking":
+                thoughts.append(str(block.get("thinking") or "").strip())
+            case "tool_use":
+                calls.append(_read_call(block))
+    message = Message(role="assistant", content="".join(texts))
+    if reasoning := "\n\n".join(filter(None, thoughts)):
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    if not _is_plain(blocks):
+        message["provider_blocks"] = {"api": API, "blocks": list(blocks)}
+    return message
+
+
+def _is_plain(blocks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the blocks are one text at most, then calls, with nothing else to them."""
+    plain = ({"type", "text"}, {"type", "id", "name", "input"})
+    kinds = [block.get("type") for block in blocks]
+    return kinds[1:].count("text") == 0 and all(
+        block.keys() <= plain[kind == "tool_use"] and kind in ("text", "tool_use")
+        for kind, block in zip(kinds, blocks, strict=True)
+    )
+
+
+def _read_call(block: Mapping[str, Any]) -> ToolCall:
+    given = block.get("input")
+    # Where the API gives none it is recorded as it stands there, as null.
+    given = "null" if given is None else given
+    return make_call(block.get("id"), block.get("name"), given)
+
+
+def usage_in(reply: Mapping[str, Any]) -> Usage | None:
+    """The tokens that a reply's body tells.
+
+    Here `input_tokens` excludes what went through the cache; the record's includes it.
+    """
+    raw = reply.get("usage")
+    if not isinstance(raw, dict):
+        return None
+    fresh = count_or_none(raw.get("input_tokens"))
+    read = count_or_none(raw.get("cache_read_input_tokens"))
+    written = count_or_none(raw.get("cache_creation_input_tokens"))
+    details = object_of(raw, "output_tokens_details")
+    return Usage(
+        input_tokens=None if fresh is None else fresh + (read or 0) + (written or 0),
+        output_tokens=count_or_none(raw.get("output_tokens")),
+        cache_read_tokens=read,
+        cache_write_tokens=written,
+        reasoning_tokens=count_or_none(details.get("thinking_tokens")),
+    )

@@ -1,0 +1,311 @@
+"""The OpenAI chat dialect: OpenAI, OpenRouter, vLLM, Ollama, llama.cpp, DeepSeek and others.
+
+Request and reply bodies are ours: to build the typed parameters of an SDK costs more than all the
+rest of a call and grows with the history, and its reply objects let incomplete replies through.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.parsing import (
+    make_call,
+    object_of,
+    parse_object,
+    read_usage,
+    text_or_none,
+)
+from agent.reasoning import split_inline_reasoning
+
+API = "openai_chat"
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "stop": "stop",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "length": "length",
+    "content_filter": "refusal",
+}
+
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details")
+"""Where servers put reasoning; the API reference of OpenAI names none of them."""
+
+_VERBATIM_FIELDS = (*_REASONING_FIELDS, "thinking_blocks")
+"""What goes back as it came. LiteLLM puts signed thoughts of other APIs beside their text."""
+
+_CALL_FIELDS = frozenset({"id", "type", "function", "index"})
+_FUNCTION_FIELDS = frozenset({"name", "arguments"})
+_MESSAGE_FIELDS = frozenset({"role", "type", "content", "tool_calls", "refusal", *_VERBATIM_FIELDS})
+_CHOICE_FIELDS = frozenset({"index", "message", "finish_reason"})
+_REPLY_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage", "error"})
+"""What is read of each, or says nothing of the reply. All else is kept as it came."""
+
+_USAGE_FIELDS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens", "cost"), ()),
+    "prompt_tokens_details": ("cached_tokens", "cache_write_tokens"),
+    "completion_tokens_details": ("reasoning_tokens",),
+}
+
+_NOT_SENT = frozenset(
+    {
+        *("annotations", "content_filter_results", "logprobs", "prompt_token_ids", "token_ids"),
+        "tool_calls",
+    }
+)
+"""Fields of a message that describe it: they are kept, and no endpoint wants them back. Calls are
+sent from where they are recorded."""
+
+_PAYS = (("OpenAI-Organization", "OPENAI_ORG_ID"), ("OpenAI-Project", "OPENAI_PROJECT_ID"))
+"""Headers, and the variables that OpenAI's own clients read them from."""
+
+
+def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The key, and at OpenAI who pays, where a key belongs to several organizations or projects."""
+    headers = {"Authorization": f"Bearer {api_key}"}
+    if is_openai(settings):
+        headers |= {header: os.environ[name] for header, name in _PAYS if os.environ.get(name)}
+    return headers
+
+
+def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
+    """The JSON body of one request."""
+    body: dict[str, Any] = {
+        "model": settings.name,
+        "messages": to_api_messages(request.messages, blank_reasoning=settings.blank_reasoning),
+    }
+    if is_openai(settings):
+        body["prompt_cache_key"] = cache_key(request.messages)
+    if request.tools:
+        body["tools"] = list(request.tools)
+        if request.tool_choice == "none":
+            body["tool_choice"] = "none"
+    for key in ("temperature", "top_p"):
+        if (value := getattr(settings, key)) is not None:
+            body[key] = value
+    if settings.max_tokens is not None:
+        # OpenAI's own reasoning models refuse the older name, other servers know only that.
+        known = "max_completion_tokens" if is_openai(settings) else "max_tokens"
+        body[settings.max_tokens_name or known] = settings.max_tokens
+    body.update(_effort(settings))
+    if request.on_delta is not None:
+        body.update(stream=True, stream_options={"include_usage": True})
+    body.update(settings.extra_body or {})
+    return body
+
+
+def is_openai(settings: ModelSettings) -> bool:
+    """Whether it is OpenAI itself that is asked, in whatever region."""
+    host = urlsplit(settings.base_url or "").hostname or ""
+    return host == "api.openai.com" or host.endswith(".api.openai.com")
+
+
+def cache_key(messages: Sequence[Message]) -> str:
+    """The same for all turns of a conversation, so that they find what the first one cached.
+
+    Without it OpenAI goes by the prompt's first tokens, which a whole run has in common.
+    """
+    opening = []
+    for message in messages:
+        opening.append(message["content"])
+        if message["role"] == "user":
+            break
+    return blake2b(orjson.dumps(opening), digest_size=16).hexdigest()
+
+
+def _effort(settings: ModelSettings) -> dict[str, Any]:
+    effort = settings.reasoning_effort
+    if effort is None:
+        return {}
+    if settings.provider == "openrouter":
+        return {"reasoning": {"enabled": False} if effort == "none" else {"effort": effort}}
+    return {"reasoning_effort": effort}
+
+
+def to_api_messages(
+    messages: Sequence[Message], *, blank_reasoning: bool = False
+) -> list[dict[str, Any]]:
+    """The messages as this API wants them, with roles in an order that every server takes."""
+    views: list[dict[str, Any]] = []
+    for view in map(to_api, messages):
+        if views and _is_continued(views[-1], view["role"]):
+            view = _joined(views.pop(), view)
+        views.append(view)
+    for view in views if blank_reasoning else ():
+        if view["role"] == "assistant" and not view.keys() & set(_REASONING_FIELDS):
+            view["reasoning_content"] = " "
+    return views
+
+
+def _is_continued(earlier: Mapping[str, Any], role: str) -> bool:
+    """Whether a message of `role` goes on with the earlier one; open calls want results first."""
+    is_speech = role in ("user", "assistant") and "tool_calls" not in earlier
+    return is_speech and earlier["role"] == role
+
+
+def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Two user messages are paragraphs; an assistant goes on where it was interrupted."""
+    between = "\n\n" if later["role"] == "user" else ""
+    content = between.join(filter(None, (earlier["content"], later["content"])))
+    return {**earlier, **later, "content": content or later["content"]}
+
+
+def to_api(message: Message) -> dict[str, Any]:
+    """One recorded message as this API wants it; the record is not altered.
+
+    Reasoning goes back in the field that it came in, verbatim, so that signed or encrypted
+    thoughts stay valid and no server sees a field that it does not know itself. Reasoning from
+    elsewhere goes as `reasoning_content`.
+    """
+    match message["role"]:
+        case "assistant":
+            view: dict[str, Any] = {"role": "assistant", "content": message["content"]}
+            if calls := message.get("tool_calls"):
+                view["tool_calls"] = calls
+                # As OpenAI says it: some templates show no calls, and LiteLLM shows the model a
+                # sentence of its own, where there is an empty text beside them.
+                view["content"] = message["content"] or None
+            blocks = message.get("provider_blocks")
+            if blocks is not None and blocks["api"] == API:
+                block = blocks["blocks"][0]
+                view.update((key, block[key]) for key in block if key not in _NOT_SENT)
+            elif reasoning := message.get("reasoning"):
+                view["reasoning_content"] = reasoning
+            return view
+        case "tool":
+            return {
+                "role": "tool",
+                "tool_call_id": message["tool_call_id"],
+                "content": message["content"],
+            }
+        case role:
+            return {"role": role, "content": message["content"]}
+
+
+def read_reply(body: bytes) -> Completion:
+    """Validate and normalise one reply body.
+
+    Raises `ModelError("malformed")` where any part is missing without which the reply cannot be
+    known to be complete; a missing finish reason is how a cut reply looks.
+    """
+    reply = parse_object(body)
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ModelError("malformed", "the reply has no choices")
+    choice = choices[0]
+    raw = choice.get("message")
+    if not isinstance(raw, dict):
+        raise ModelError("malformed", "the reply's choice has no message")
+    finish_reason = _FINISH_REASONS.get(choice.get("finish_reason") or "")
+    if finish_reason is None:
+        raise ModelError(
+            "malformed", f"the reply's finish_reason is {choice.get('finish_reason')!r}"
+        )
+    message = _read_message(raw)
+    if isinstance(raw.get("refusal"), str) and not message["content"].strip():
+        message["content"], finish_reason = raw["refusal"], "refusal"
+    return Completion(
+        message=message,
+        finish_reason=finish_reason,
+        usage=usage_in(reply),
+        model=text_or_none(reply.get("model")),
+        response_id=text_or_none(reply.get("id")),
+        cost_usd=reported_cost(reply),
+        extra=extra_of(
+            reply=unknown_in(reply, _REPLY_FIELDS),
+            choice=unknown_in(choice, _CHOICE_FIELDS),
+            choices=choices[1:],
+            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+        ),
+    )
+
+
+def _read_message(raw: Mapping[str, Any]) -> Message:
+    received = _flat_text(raw.get("content"))
+    inline, text = split_inline_reasoning(received)
+    message = Message(role="assistant", content=text)
+    if reasoning := _join_reasoning(raw, inline):
+        message["reasoning"] = reasoning
+    if calls := raw.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ModelError("malformed", "the reply's tool_calls are not a list")
+        message["tool_calls"] = [_read_call(call) for call in calls]
+    verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
+    verbatim |= unknown_in(raw, _MESSAGE_FIELDS)
+    if inline is not None:
+        verbatim["content"] = received
+    if verbatim:
+        message["provider_blocks"] = {"api": API, "blocks": [verbatim]}
+    return message
+
+
+def _join_reasoning(raw: Mapping[str, Any], inline: str | None) -> str:
+    """All reasoning of one message: identical parts once, joined by a blank line."""
+    parts = [raw.get("reasoning_content"), raw.get("reasoning")]
+    details = raw.get("reasoning_details")
+    if isinstance(details, list):
+        for detail in details:
+            if isinstance(detail, dict):
+                parts.append(detail.get("summary") or detail.get("content") or detail.get("text"))
+    parts.append(inline)
+    texts = [part.strip() for part in parts if isinstance(part, str) and part.strip()]
+    return "\n\n".join(dict.fromkeys(texts))
+
+
+def _read_call(call: Any) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ModelError("malformed", "a tool call of the reply has no function")
+    made = make_call(call.get("id"), function.get("name"), function.get("arguments"))
+    made.update(unknown_in(call, _CALL_FIELDS))  # type: ignore[typeddict-item]
+    made["function"].update(unknown_in(function, _FUNCTION_FIELDS))  # type: ignore[typeddict-item]
+    return made
+
+
+def unknown_of_call(call: ToolCall) -> dict[str, Any]:
+    """What a call holds beyond what every API has; `add_to_call` puts it back."""
+    found = unknown_in(call, _CALL_FIELDS)
+    if of_function := unknown_in(call["function"], _FUNCTION_FIELDS):
+        found["function"] = of_function
+    return found
+
+
+def add_to_call(call: ToolCall, unknown: Mapping[str, Any]) -> None:
+    """Give a call what `unknown_of_call` said of it."""
+    call["function"].update(unknown.get("function", {}))
+    call.update(unknown_in(unknown, _CALL_FIELDS))  # type: ignore[typeddict-item]
+
+
+def _flat_text(content: Any) -> str:
+    """Content as text: parts of a list are joined by newlines, as their servers mean them."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        return "\n".join(part for part in parts if isinstance(part, str))
+    if isinstance(content, dict) and isinstance(content.get("text"), str):
+        return str(content["text"])
+    return ""
+
+
+def usage_in(reply: Mapping[str, Any]) -> Usage | None:
+    """The tokens that a reply's body tells."""
+    return read_usage(reply.get("usage"), given="prompt", made="completion")
+
+
+def reported_cost(reply: Mapping[str, Any]) -> float | None:
+    """What a reply's body says that it cost; None where it says nothing that can be."""
+    cost = object_of(reply, "usage").get("cost")
+    if isinstance(cost, bool) or not isinstance(cost, int | float):
+        return None
+    return float(cost) if math.isfinite(cost) and cost >= 0 else None

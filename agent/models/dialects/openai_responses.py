@@ -1,0 +1,302 @@
+"""The Responses dialect of OpenAI. Bodies are ours for the reasons given in `openai_chat`.
+
+Nothing is kept at the endpoint: every request brings the whole conversation, and thoughts travel
+with it in encrypted form. Models that reason tell what they thought only where `extra_body` asks
+for {"reasoning": {"summary": "auto"}}.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.dialects.openai_chat import cache_key, is_openai
+from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.errors import ModelError, kind_of
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.parsing import (
+    make_call,
+    parse_object,
+    read_usage,
+    text_or_none,
+)
+from agent.reasoning import split_inline_reasoning
+
+API = "openai_responses"
+
+_DOES_NOT_REASON = re.compile(r"(?:^|/)(?:gpt-3|gpt-4|chatgpt)|-chat")
+"""Names of models that refuse to be asked for encrypted thoughts, since they have none."""
+
+_CUTS: Mapping[str, FinishReason] = {"max_output_tokens": "length", "content_filter": "refusal"}
+"""What an incomplete reply may give as its reason."""
+
+_STATUS_OF_FAILURE: Mapping[str, int] = {
+    "bio_policy": 400,
+    "context_length_exceeded": 400,
+    "data_residency_mismatch": 400,
+    "invalid_prompt": 400,
+    "misalignment_policy_violation": 400,
+    "insufficient_quota": 402,
+    "rate_limit_exceeded": 429,
+    "server_error": 500,
+    "vector_store_timeout": 504,
+}
+"""The status that a failure would have had before the reply began, of those we can meet."""
+
+_PLAIN_FIELDS: Mapping[str, frozenset[str]] = {
+    "message": frozenset({"type", "id", "status", "role", "content"}),
+    "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
+    "output_text": frozenset({"type", "text"}),
+}
+"""What an item or a part may hold that the record holds too, or that nobody needs again."""
+
+
+_REPLY_FIELDS = frozenset(
+    {
+        *("id", "object", "created_at", "completed_at", "model", "status", "output", "output_text"),
+        *("usage", "error", "incomplete_details"),
+        # What follows repeats the request.
+        *("background", "conversation", "include", "instructions", "max_output_tokens"),
+        *("max_tool_calls", "metadata", "parallel_tool_calls", "previous_response_id", "prompt"),
+        *("prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier", "store"),
+        *("temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation"),
+        *("user",),
+    }
+)
+_USAGE_FIELDS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), ()),
+    "input_tokens_details": ("cached_tokens", "cache_write_tokens"),
+    "output_tokens_details": ("reasoning_tokens",),
+}
+"""What is read of a reply, or known already; all else is kept as it came."""
+
+
+def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
+    """The JSON body of one request; the system message travels beside the others."""
+    messages = list(request.messages)
+    body: dict[str, Any] = {
+        "model": settings.name,
+        "store": False,
+    }
+    if not _DOES_NOT_REASON.search(settings.name):
+        body["include"] = ["reasoning.encrypted_content"]
+    if is_openai(settings):
+        body["prompt_cache_key"] = cache_key(messages)
+    if messages and messages[0]["role"] == "system":
+        body["instructions"] = messages.pop(0)["content"]
+    body["input"] = to_api_items(messages)
+    if request.tools:
+        body["tools"] = [_tool_to_api(tool) for tool in request.tools]
+        if request.tool_choice == "none":
+            body["tool_choice"] = "none"
+    for key in ("temperature", "top_p"):
+        if (value := getattr(settings, key)) is not None:
+            body[key] = value
+    if settings.max_tokens is not None:
+        body["max_output_tokens"] = settings.max_tokens
+    if settings.reasoning_effort is not None:
+        body["reasoning"] = {"effort": settings.reasoning_effort}
+    if request.on_delta is not None:
+        body["stream"] = True
+    _merge(body, settings.extra_body or {})
+    return body
+
+
+def _tool_to_api(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """This API makes schemas strict where nothing is said, and then refuses or rewrites ours."""
+    function = tool["function"]
+    return {
+        "type": "function",
+        "name": function["name"],
+        "description": function["description"],
+        "parameters": function["parameters"],
+        "strict": False,
+    }
+
+
+def _merge(body: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    """Put the user's own fields in. Who asks there for summaries still means the effort."""
+    ours, theirs = body.get("reasoning"), extra.get("reasoning")
+    body.update(extra)
+    if isinstance(ours, dict) and isinstance(theirs, Mapping):
+        body["reasoning"] = {**ours, **theirs}
+
+
+def to_api_items(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as the items that this API wants them in; the record is not altered."""
+    return [item for message in messages for item in _items(message)]
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    match message["role"]:
+        case "assistant":
+            return _assistant_items(message)
+        case "tool":
+            id, output = message["tool_call_id"], message["content"]
+            return [{"type": "function_call_output", "call_id": id, "output": output}]
+        case role:
+            return [{"role": role, "content": message["content"]}]
+
+
+def _assistant_items(message: Message) -> list[dict[str, Any]]:
+    """The items as they came where they came from this API, else the same said in its words.
+
+    Reasoning of another API is left out: the only form that is taken back is the encrypted one.
+    """
+    blocks = message.get("provider_blocks")
+    if blocks is not None and blocks["api"] == API:
+        return [*map(_without_logprobs, _without_open_thought(blocks["blocks"]))]
+    items: list[dict[str, Any]] = []
+    if message["content"]:
+        items.append({"role": "assistant", "content": message["content"]})
+    for call in message.get("tool_calls", ()):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        item = {"type": "function_call", "call_id": call["id"]}
+        items.append({**item, "name": name, "arguments": arguments})
+    return items
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """They describe what was said, and can be many times as long."""
+    parts = item.get("content")
+    if not isinstance(parts, list) or not any(part.get("logprobs") for part in _objects(parts)):
+        return item
+    shown = [
+        {key: part[key] for key in part if key != "logprobs"} if isinstance(part, dict) else part
+        for part in parts
+    ]
+    return {**item, "content": shown}
+
+
+def _objects(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    return [part for part in parts if isinstance(part, dict)]
+
+
+def _without_open_thought(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A reply cut while it reasoned: a thought that leads to nothing is refused."""
+    ends = (n for n, item in enumerate(items, 1) if item.get("type") != "reasoning")
+    return items[: max(ends, default=0)]
+
+
+def read_reply(body: bytes) -> Completion:
+    """Validate and normalise one reply body.
+
+    Raises `ModelError`: "malformed" where the reply cannot be known to be complete, and what the
+    endpoint says itself where it failed.
+    """
+    _raise_if_failed(body)
+    reply = parse_object(body)
+    finish_reason = _why_ended(reply)
+    output = reply.get("output")
+    if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
+        raise ModelError("malformed", "the reply's output is not a list of items")
+    message = _read_output(output)
+    if finish_reason == "stop":
+        if any(part.get("type") == "refusal" for item in output for part in _parts(item)):
+            finish_reason = "refusal"
+        elif "tool_calls" in message:
+            finish_reason = "tool_calls"
+    return Completion(
+        message=message,
+        finish_reason=finish_reason,
+        usage=usage_in(reply),
+        model=text_or_none(reply.get("model")),
+        response_id=text_or_none(reply.get("id")),
+        extra=extra_of(
+            reply=unknown_in(reply, _REPLY_FIELDS),
+            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+        ),
+    )
+
+
+def usage_in(reply: Mapping[str, Any]) -> Usage | None:
+    """The tokens that a reply's body tells."""
+    return read_usage(reply.get("usage"), given="input", made="output")
+
+
+def _raise_if_failed(body: bytes) -> None:
+    """A reply that failed says why; what is no such reply is left to `parse_object`."""
+    try:
+        reply = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return
+    if not isinstance(reply, dict) or reply.get("status") != "failed":
+        return
+    error = reply.get("error")
+    error = error if isinstance(error, dict) else {}
+    code, message = str(error.get("code") or ""), str(error.get("message") or "no reason given")
+    status = int(code) if code.isdecimal() else _STATUS_OF_FAILURE.get(code)
+    kind = kind_of(status, (code,), message)
+    raise ModelError(kind, f"the reply failed ({code or 'no code'}): {message:.500}")
+
+
+def _why_ended(reply: Mapping[str, Any]) -> FinishReason:
+    """What the endpoint says of it; a complete reply may still turn out to end in calls."""
+    status, details = reply.get("status"), reply.get("incomplete_details")
+    if status == "completed":
+        return "stop"
+    if status != "incomplete":
+        raise ModelError("malformed", f"the reply's status is {status!r}")
+    reason = details.get("reason") if isinstance(details, dict) else None
+    if (known := _CUTS.get(str(reason))) is None:
+        raise ModelError("malformed", f"the reply is incomplete for the reason {reason!r}")
+    return known
+
+
+def _read_output(output: list[dict[str, Any]]) -> Message:
+    """The message that the items make up, kept verbatim where it alone would say less."""
+    texts, thoughts = [], []
+    calls: list[ToolCall] = []
+    for item in output:
+        match item.get("type"):
+            case "message":
+                said = (part.get("text") or part.get("refusal") for part in _parts(item))
+                texts.append("".join(text for text in said if isinstance(text, str)))
+            case "reasoning":
+                thoughts += _texts(item.get("summary")) + _texts(item.get("content"))
+            case "function_call":
+                calls.append(_read_call(item))
+    inline, text = split_inline_reasoning("\n\n".join(filter(None, texts)))
+    message = Message(role="assistant", content=text)
+    if reasoning := "\n\n".join(dict.fromkeys(filter(None, [*thoughts, inline]))):
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    kinds = [item.get("type") for item in output]
+    if inline is not None or "message" in kinds[1:] or not all(map(_is_plain, output)):
+        message["provider_blocks"] = {"api": API, "blocks": output}
+    return message
+
+
+def _parts(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a message item, none of any other; some servers send the text itself."""
+    content = item.get("content") if item.get("type") == "message" else []
+    if isinstance(content, str):
+        return [{"type": "output_text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ModelError("malformed", "the content of the reply's message is not a list of parts")
+    return content
+
+
+def _texts(parts: Any) -> list[str]:
+    parts = parts if isinstance(parts, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return [text.strip() for text in texts if isinstance(text, str)]
+
+
+def _read_call(item: Mapping[str, Any]) -> ToolCall:
+    return make_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+
+
+def _is_plain(item: Mapping[str, Any]) -> bool:
+    """Whether a message has nothing to it but one text, and a call nothing but itself."""
+    parts = _parts(item)
+    return len(parts) <= 1 and all(
+        {key for key, value in one.items() if value}
+        <= _PLAIN_FIELDS.get(str(one.get("type")), frozenset())
+        for one in (item, *parts)
+    )

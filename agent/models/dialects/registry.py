@@ -1,0 +1,95 @@
+"""The APIs that are spoken: how a request is written in each, and how its reply is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from agent.messages import Message, Usage
+from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
+from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
+from agent.models.dialects.assembly import Assembly
+from agent.models.dialects.openai_chat_stream import ChatAssembly
+from agent.models.dialects.openai_responses_stream import ResponsesAssembly
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.parsing import load_object, text_or_none
+from agent.stream_events import StreamHandler
+
+
+class Dialect(NamedTuple):
+    """What one API wants to be told, and how it answers."""
+
+    path: str
+    """Of a request, below the root of the endpoint."""
+    headers: Callable[[ModelSettings, str], dict[str, str]]
+    """Of every request, with the key in them."""
+    body: Callable[[ModelSettings, Request], dict[str, Any]]
+    """Of one request, to be sent as JSON."""
+    read: Callable[[bytes], Completion]
+    """What the body of a reply says; raises `ModelError`."""
+    usage: Callable[[Mapping[str, Any]], Usage | None]
+    """The tokens that such a body tells, whatever else is wrong with it."""
+    assembly: Callable[[StreamHandler], Assembly]
+    """Puts a streamed reply together, and tells the handler of its parts."""
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    openai_chat.API: Dialect(
+        "/chat/completions",
+        openai_chat.headers_of,
+        openai_chat.request_body,
+        openai_chat.read_reply,
+        openai_chat.usage_in,
+        ChatAssembly,
+    ),
+    openai_responses.API: Dialect(
+        "/responses",
+        openai_chat.headers_of,
+        openai_responses.request_body,
+        openai_responses.read_reply,
+        openai_responses.usage_in,
+        ResponsesAssembly,
+    ),
+    anthropic_messages.API: Dialect(
+        "/v1/messages",
+        anthropic_messages.headers_of,
+        anthropic_messages.request_body,
+        anthropic_messages.read_reply,
+        anthropic_messages.usage_in,
+        MessagesAssembly,
+    ),
+}
+"""By what settings call their `api`."""
+
+
+def read_reply(api: str, body: bytes) -> Completion:
+    """What the body of a reply says in the dialect `api`.
+
+    Raises `ModelError`, which has what was charged for the reply where the body says that.
+    """
+    dialect = DIALECTS[api]
+    try:
+        return dialect.read(body)
+    except ModelError as error:
+        error.paid = _paid(dialect, body)
+        raise
+
+
+def _paid(dialect: Dialect, body: bytes) -> Completion | None:
+    """A reply without its words, None where its body tells of no tokens."""
+    try:
+        reply = load_object(body)
+    except ModelError:
+        return None
+    usage = dialect.usage(reply)
+    if usage is None or not (usage["input_tokens"] or usage["output_tokens"]):
+        return None
+    return Completion(
+        message=Message(role="assistant", content=""),
+        finish_reason="stop",
+        usage=usage,
+        model=text_or_none(reply.get("model")),
+        response_id=text_or_none(reply.get("id")),
+        cost_usd=openai_chat.reported_cost(reply),
+    )

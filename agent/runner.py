@@ -1,0 +1,218 @@
+"""One conversation put together: model and views, tools, inner conversations, and the loop.
+
+Batch workers, `AIAgent` and subagents all run conversations through this one door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from agent.loop.loop import run_agent
+from agent.loop.resume import take_up
+from agent.loop.rules import Terms
+from agent.loop.steps import End
+from agent.loop.subagents import SubagentTool, options_of
+from agent.loop.tools import AgentTools, Approve
+from agent.messages import Event, Message, OpeningEvent, SubEvent
+from agent.models.model import Model
+from agent.options import AgentOptions, Subagent
+from agent.state.trajectory import Journal, Trajectory
+from agent.stream_events import StreamHandler, guarded
+from agent.views import preparation, summary
+from agent.views.react import ReActModel
+from agent.views.views import compacted_from, with_views
+from toolsets.toolbox import Toolbox
+
+
+class Host(Protocol):
+    """Where a conversation lives: gives its subagents their models and tools."""
+
+    def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
+        """The model that a subagent asks in its conversation; None where it is its caller's."""
+        ...
+
+    def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
+        """The tools of the conversation, or those of some of its toolsets."""
+        ...
+
+    def subagent_toolbox(self, agent: Subagent) -> Toolbox:
+        """The tools of a subagent, in the workspace of the conversation."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """All that one conversation needs; `run` carries it to its ending."""
+
+    trajectory: Trajectory
+    terms: Terms
+    model: Model
+    toolbox: Toolbox
+    journal: Journal
+    host: Host
+    subagents: Sequence[Subagent] = ()
+    """All that there are."""
+    callable_names: Collection[str] | None = None
+    """Those of them that this conversation may call; None means all."""
+    approve: Approve | None = None
+    on_event: StreamHandler | None = None
+    approved: set[bytes] = field(default_factory=set)
+    """Calls that need no more approval."""
+    kept: bool = True
+    """The workspace is the one that the events so far were made in."""
+    depth: int = 0
+    """How many conversations this one is inside of."""
+
+    async def run(self, *, taken_up: bool = False) -> End:
+        """Carry the conversation to its ending; see `run_agent` for what is raised.
+
+        With `taken_up`, its events so far come from a process that has died.
+        """
+        tools = self.tools()
+        terms = replace(self.terms, tool_names=tuple(tools.names))
+        if taken_up:
+            take_up(
+                self.trajectory,
+                tools=tools,
+                terms=terms,
+                journal=self.journal,
+                kept=self.kept,
+            )
+        if terms.options.preparation and not self._is_prepared():
+            end = await self._prepare(terms.options.preparation)
+            if end is not None:
+                return end
+        return await run_agent(
+            self.trajectory,
+            model=self._seen_through_views(),
+            tools=tools,
+            terms=terms,
+            journal=self.journal,
+            on_event=self.on_event and guarded(self.on_event),
+        )
+
+    async def run_on(self) -> End:
+        """Carry an inner conversation to its ending, from where a crash may have left it."""
+        return await self.run(taken_up=self.trajectory.api_calls() > 0)
+
+    def tools(self) -> AgentTools:
+        """What the model can call."""
+        return AgentTools(
+            self.toolbox,
+            self.trajectory,
+            self.terms.options,
+            subagents={
+                subagent.name: SubagentTool(subagent, self._run_subagent)
+                for subagent in self.subagents
+                if self.callable_names is None or subagent.name in self.callable_names
+            },
+            approve=self.approve,
+            approved=self.approved,
+        )
+
+    def _seen_through_views(self) -> Model:
+        options = self.terms.options
+        writer = self.model
+        if options.text_protocol == "react":
+            writer = ReActModel(writer, max_turns=options.max_turns)
+        model = with_views(writer, options)
+        if options.summarize_over_tokens or options.summarize_over_messages:
+            model = summary.SummarizingModel(
+                model, writer, self.trajectory, options, self._record_inner
+            )
+        return model
+
+    def _record_inner(self, key: str, name: str, event: Event) -> None:
+        """Record an event of an inner conversation that nobody else applies to it."""
+        sub = SubEvent(kind="sub", key=key, name=name, event=event)
+        self.journal(sub)
+        self.trajectory.apply(sub)
+
+    def _inner(
+        self, key: str, name: str, opening: Sequence[Message], options: AgentOptions
+    ) -> Conversation:
+        """An inner conversation, begun or taken up."""
+        inner = self.trajectory.begin_inner(key, name)
+
+        def journal(event: Event) -> None:
+            # The inner loop applies its events itself.
+            self.journal(SubEvent(kind="sub", key=key, name=name, event=event))
+
+        if not inner.messages:
+            event = OpeningEvent(kind="opening", messages=list(opening))
+            journal(event)
+            inner.apply(event)
+        return replace(
+            self,
+            trajectory=inner,
+            terms=Terms(options),
+            journal=journal,
+            on_event=None,
+            depth=self.depth + 1,
+        )
+
+    async def _run_subagent(
+        self, subagent: Subagent, call_id: str, task: str
+    ) -> tuple[End, Trajectory]:
+        system = subagent.system_prompt
+        opening = [Message(role="system", content=system)] if system else []
+        opening.append(Message(role="user", content=task))
+        options = options_of(subagent, self.terms.options)
+        inner = self._inner(call_id, subagent.name, opening, options)
+        deepest = options.max_subagent_depth
+        inner = replace(
+            inner,
+            model=self.host.subagent_model(subagent, inner.trajectory) or self.model,
+            toolbox=self.host.subagent_toolbox(subagent),
+            callable_names=subagent.subagents if deepest is None or inner.depth < deepest else (),
+        )
+        return await inner.run_on(), inner.trajectory
+
+    def _is_prepared(self) -> bool:
+        return self.trajectory.is_reopened or bool(self.trajectory.replies)
+
+    async def _prepare(self, task: str) -> End | None:
+        """Gather context and put it into the prompts; the ending where that did not work."""
+        prompt = self.trajectory.messages
+        options = self.terms.options
+        own = options.model_copy(update=_PLAIN)
+        end = End("failed")
+        for attempt in range(1, options.preparation_attempts + 1):
+            key = f"{preparation.STAGE}#{attempt}"
+            opening = preparation.preparation_opening(task, prompt)
+            inner = self._inner(key, preparation.STAGE, opening, own)
+            inner = replace(inner, toolbox=self.host.toolbox(options.preparation_toolsets))
+            end = await inner.run_on()
+            if end.status == "completed":
+                findings = preparation.findings_in(inner.trajectory.final_text())
+                event = OpeningEvent(
+                    kind="opening", messages=preparation.with_findings(prompt, findings)
+                )
+                self.journal(event)
+                self.trajectory.apply(event)
+                return None
+            if end.status in ("budget", "time_limit"):
+                return end
+        why = f": {end.reason}" if end.reason else ""
+        return End("errors", f"the preparation ended as {end.status}{why}")
+
+
+_PLAIN = {
+    "preparation": None,
+    "plan": False,
+    "check_expected": False,
+    "completion_tools": False,
+    "awaiting_input": False,
+    "final_summary": False,
+    "state_max_turns": False,
+}
+"""What a preparation does without."""
+
+
+def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
+    """Whether the model was shown any part of a conversation in short or as a summary."""
+    summarized, _ = summary.latest_summary(trajectory)
+    messages = trajectory.messages
+    return bool(summarized) or compacted_from(messages, options.compact_after) < len(messages)

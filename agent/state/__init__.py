@@ -1,0 +1,1 @@
+"""The state of a conversation: a fold of its events."""

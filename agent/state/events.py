@@ -1,0 +1,114 @@
+"""How events are made, in one place."""
+
+from __future__ import annotations
+
+import time
+
+from agent.messages import CutEvent, Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
+from agent.models.model import Completion
+from agent.state.tally import OWN_CHARS, OWN_FROM
+from toolsets.tool import ASKS, ToolResult
+
+
+class Clock:
+    """When something began, and how long it has taken."""
+
+    def __init__(self) -> None:
+        self.started_at = time.time()
+        """Epoch seconds."""
+        self._began = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+
+def reply_event(
+    turn: int,
+    completion: Completion,
+    clock: Clock,
+    *,
+    discarded: str | None,
+    waited_s: float = 0.0,
+) -> ReplyEvent:
+    """The reply of turn `turn`; see `ReplyEvent` for `discarded` and `waited_s`."""
+    event = ReplyEvent(
+        kind="reply",
+        turn=turn,
+        message=completion.message,
+        finish_reason=completion.finish_reason,
+        usage=completion.usage,
+        cost_usd=completion.cost_usd,
+        model=completion.model,
+        response_id=completion.response_id,
+        started_at=clock.started_at,
+        duration_s=clock.seconds(),
+    )
+    if discarded is not None:
+        event["discarded"] = discarded
+    if waited_s:
+        event["waited_s"] = waited_s
+    if completion.extra:
+        event["extra"] = dict(completion.extra)
+    if completion.batch_item is not None:
+        event["batch_item"] = completion.batch_item
+    return event
+
+
+def cut_event(turn: int, clock: Clock, *, waited_s: float) -> CutEvent:
+    """The call for turn `turn` was cut off; see `CutEvent`."""
+    event = CutEvent(kind="cut", turn=turn, started_at=clock.started_at, duration_s=clock.seconds())
+    if waited_s:
+        event["waited_s"] = waited_s
+    return event
+
+
+def result_event(
+    turn: int, n: int, call: ToolCall, result: ToolResult, clock: Clock
+) -> ResultEvent:
+    """The result of call number `n` of turn `turn`."""
+    message = Message(
+        role="tool",
+        tool_call_id=call["id"],
+        name=call["function"]["name"],
+        content=result.content,
+        is_error=result.is_error,
+    )
+    if result.details:
+        message["details"] = dict(result.details)
+    return ResultEvent(
+        kind="result",
+        turn=turn,
+        call=n,
+        message=message,
+        started_at=clock.started_at,
+        duration_s=clock.seconds(),
+    )
+
+
+def continued_event(
+    before: ResultEvent, reply: str, result: ToolResult | None, clock: Clock
+) -> ResultEvent:
+    """The result `before` with the user's reply and what the tool made of it (None: nothing)."""
+    message = before["message"].copy()
+    message["content"] += f"\n\nUser: {reply}"
+    details = {key: value for key, value in message.get("details", {}).items() if key != ASKS}
+    if result is not None:
+        message["content"] += "\n\n"
+        own_from = len(message["content"])
+        message["content"] += result.content
+        if OWN_CHARS in details:
+            details |= {OWN_FROM: own_from, OWN_CHARS: len(message["content"])}
+        message["is_error"] = result.is_error
+        details |= result.details
+    message["details"] = details
+    event = before.copy()
+    event["message"] = message
+    event["reply"] = reply
+    event["duration_s"] = before["duration_s"] + clock.seconds()
+    return event
+
+
+def note_event(turn: int, reason: str, text: str) -> NoteEvent:
+    """A note after turn `turn`; see `NoteEvent`."""
+    return NoteEvent(kind="note", turn=turn, reason=reason, text=text, at=time.time())

@@ -1,0 +1,379 @@
+"""The state of one conversation, as a fold of its events.
+
+Live running and resuming go through the same `apply`, so a conversation that was killed at any
+point and replayed from its journal is in the state it would have been in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from agent.deadline import TimeAtWork
+from agent.messages import (
+    MOST_TOKENS,
+    PAID_ALONE,
+    CutEvent,
+    Event,
+    ForkedEvent,
+    Message,
+    NoteEvent,
+    ReplyEvent,
+    ResultEvent,
+    ResumedEvent,
+    ToolCall,
+    Usage,
+)
+from agent.reasoning import split_inline_reasoning
+from agent.state.final_answer import Finish, finish_in
+from agent.state.tally import Tally
+
+CONTINUE_CUT = "continue_cut"
+"""The note that asks for the rest of a text that was cut by the token limit."""
+
+Status = Literal[
+    "completed",
+    "max_turns",
+    "length",
+    "refusal",
+    "repeat",
+    "errors",
+    "budget",
+    "time_limit",
+    "context_exceeded",
+    "awaiting_input",
+    "cannot_complete",
+    "cancelled",
+    "failed",
+]
+"""How a conversation ended; `completed` alone means that the model gave its final answer."""
+
+
+class Trajectory:
+    """A growing conversation: `messages` as sent and received, and what each turn cost.
+
+    Messages are only ever appended, but for a note, which goes into the last message where that
+    is a tool result or the user's. The results of one turn are appended together, in call order,
+    once all of them are known.
+    """
+
+    def __init__(self, opening: Sequence[Message], events: Iterable[Event] = ()) -> None:
+        self.replies: list[ReplyEvent] = []
+        """The replies that are part of the conversation."""
+        self.discarded: list[ReplyEvent] = []
+        """Replies that were unusable and asked for again."""
+        self.cut: list[CutEvent] = []
+        """Model calls that were cut off."""
+        self.results: list[ResultEvent] = []
+        self.notes: list[NoteEvent] = []
+        self.resumes: list[ResumedEvent] = []
+        self.forked: ForkedEvent | None = None
+        """Where it began as a branch of another conversation."""
+        self.replies_used = 0
+        """How many replies of the user were given to tools that asked."""
+        self.inner: dict[str, InnerConversation] = {}
+        """Conversations inside this one by their key (see `SubEvent`)."""
+        self._outer: Trajectory | None = None
+        self.tally = Tally()
+        self.spent_usd = 0.0
+        """Dollars of all replies whose price is known, those of inner conversations included."""
+        self.unpriced = 0
+        """Replies whose price is unknown."""
+        self.spent_tokens = 0
+        """Tokens read and written by the same replies, as far as they are known."""
+        self.uncounted = 0
+        """Replies whose tokens are not all known."""
+        self._at_work = TimeAtWork()
+        self._not_added: list[ReplyEvent | CutEvent | ResultEvent] = []
+        """What `seconds_at_work` has yet to take in: most conversations never ask for it."""
+        self.reasks = 0
+        """How many replies were discarded since the last one that was not."""
+        self.noted: list[NoteEvent] = []
+        """The notes since the last reply."""
+        self.is_reopened = False
+        """The conversation does not start with the messages of its prompt."""
+        self._results_of_turn: dict[int, ResultEvent] = {}
+        self._notes_of: Counter[str] = Counter()
+        self._text_before = ""
+        self._open(opening)
+        for event in events:
+            self.apply(event)
+
+    @property
+    def turns(self) -> int:
+        """How many model replies were accepted."""
+        return len(self.replies)
+
+    def apply(self, event: Event) -> None:
+        """Take one event into the conversation."""
+        match event["kind"]:
+            case "reply":
+                self._apply_reply(event)
+            case "cut":
+                self.outermost()._not_added.append(event)
+                self.cut.append(event)
+            case "result":
+                self._apply_result(event)
+            case "note":
+                self._apply_note(event)
+            case "opening":
+                self._open(event["messages"])
+                self.is_reopened = True
+            case "resumed":
+                self.resumes.append(event)
+            case "forked":
+                self.forked = event
+                self._not_added.clear()  # that was its parent's work
+            case "sub":
+                self.begin_inner(event["key"], event["name"]).apply(event["event"])
+
+    def begin_inner(self, key: str, name: str) -> Trajectory:
+        """The conversation inside this one with this key (see `SubEvent`), begun if need be."""
+        if key not in self.inner:
+            inner = self.inner[key] = InnerConversation(name)
+            inner.trajectory._outer = self
+        return self.inner[key].trajectory
+
+    def outermost(self) -> Trajectory:
+        """The conversation that this one is inside of, at whatever depth, or this one."""
+        return self if self._outer is None else self._outer.outermost()
+
+    def seconds_at_work(self) -> float:
+        """How long model calls and tools took, those of inner conversations included."""
+        for event in self._not_added:
+            began, ended = event["started_at"], event["started_at"] + event["duration_s"]
+            if event["kind"] != "result":
+                began += event.get("waited_s", 0.0)
+            self._at_work.add(began, ended)
+        self._not_added.clear()
+        return self._at_work.seconds
+
+    def notes_of(self, reason: str) -> int:
+        """How many notes rule `reason` has written."""
+        return self._notes_of[reason]
+
+    def open_calls(self) -> list[tuple[int, ToolCall]]:
+        """The calls of the last reply that have no result yet, with their number in it."""
+        return [
+            (n, call) for n, call in enumerate(self.last_calls()) if n not in self._results_of_turn
+        ]
+
+    def last_calls(self) -> list[ToolCall]:
+        """The calls of the last reply."""
+        return self.replies[-1]["message"].get("tool_calls", []) if self.replies else []
+
+    def last_results(self) -> list[ResultEvent]:
+        """The results of the last reply's calls, as far as they are known, in call order."""
+        return [self._results_of_turn[n] for n in sorted(self._results_of_turn)]
+
+    def finish(self) -> Finish | None:
+        """What the last reply said with a reserved tool that it was offered, if it did."""
+        for n, call in enumerate(self.last_calls()):
+            result = self._results_of_turn.get(n)
+            if result and not result["message"]["is_error"] and (finish := finish_in(call)):
+                # The text as the runtime took it: references in it stand for what they name.
+                return Finish(finish.tool, result["message"]["details"]["text"])
+        return None
+
+    def final_text(self) -> str:
+        """The answer of the last reply, or "" where it only asked for tools or none came.
+
+        A text that was cut and continued is one answer; reasoning inside it is none.
+        """
+        if not self.replies:
+            return ""
+        if finish := self.finish():
+            return finish.text
+        if self.last_calls():
+            return ""
+        text = self._text_before + self.replies[-1]["message"]["content"]
+        return split_inline_reasoning(text).rest
+
+    def last_reasoning(self) -> str | None:
+        """The reasoning of the last reply, None where it had none."""
+        return self.replies[-1]["message"].get("reasoning") if self.replies else None
+
+    def usage(self) -> Usage | None:
+        """Tokens of all that was paid for; a count that any reply left unknown is None."""
+        paid = list(self._paid_replies())
+        if not paid:
+            return None
+        usages = [reply["usage"] for reply in paid]
+        return Usage(
+            input_tokens=_sum_known(usages, "input_tokens"),
+            output_tokens=_sum_known(usages, "output_tokens"),
+            cache_read_tokens=_sum_known(usages, "cache_read_tokens"),
+            cache_write_tokens=_sum_known(usages, "cache_write_tokens"),
+            reasoning_tokens=_sum_known(usages, "reasoning_tokens"),
+        )
+
+    def cost_usd(self) -> float | None:
+        """Dollars of all that was paid for, or None where the price of any reply is unknown."""
+        costs = [reply["cost_usd"] for reply in self._paid_replies()]
+        known = [cost for cost in costs if cost is not None]
+        return sum(known) if known and len(known) == len(costs) else None
+
+    def api_calls(self) -> int:
+        """How many replies were paid for: those of inner conversations and unusable ones too."""
+        return sum(1 for _ in self._paid_replies())
+
+    def to_record(self) -> dict[str, Any]:
+        """The conversation's part of a record: JSON-ready, lossless.
+
+        Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
+        response_id, started_at, duration_s; in runs by batches batch_item; extra, see
+        `ReplyEvent`), `tool_calls` (one per
+        result, in call order: turn, call, name, is_error, started_at, duration_s), `notes` (turn,
+        reason, text, at), `cut_calls` (model calls that were cut off, where there are any),
+        `discarded` (replies that were asked for again, whole, with the reason), `inner` (one per
+        subagent or stage: key, name, and the keys of a record), `resumes`, `api_calls`, `usage`
+        and `cost_usd` (both with all that was paid for), `model_returned`, and of a branch `fork`
+        (see `ForkedEvent`), with `inherited` in the turns that are those of its parent.
+        """
+        record = {
+            "messages": self.messages,
+            "turns": [
+                {k: v for k, v in reply.items() if k not in ("kind", "message")}
+                for reply in self.replies
+            ],
+            "tool_calls": [
+                {
+                    "turn": result["turn"],
+                    "call": result["call"],
+                    "name": result["message"]["name"],
+                    "is_error": result["message"]["is_error"],
+                    "started_at": result["started_at"],
+                    "duration_s": result["duration_s"],
+                }
+                for result in self.results
+            ],
+            "notes": [_without_kind(note) for note in self.notes],
+            "discarded": [_without_kind(reply) for reply in self.discarded],
+            "inner": [
+                {"key": key, "name": inner.name, **inner.trajectory.to_record()}
+                for key, inner in self.inner.items()
+            ],
+            "resumes": [_without_kind(resume) for resume in self.resumes],
+            "api_calls": self.api_calls(),
+            "usage": self.usage(),
+            "cost_usd": self.cost_usd(),
+            "model_returned": self.replies[-1]["model"] if self.replies else None,
+        }
+        if self.cut:
+            record["cut_calls"] = [_without_kind(cut) for cut in self.cut]
+        return record if self.forked is None else record | {"fork": _without_kind(self.forked)}
+
+    def _open(self, opening: Sequence[Message]) -> None:
+        self.messages: list[Message] = list(opening)
+        self.opening = len(opening)
+        """How many messages the conversation started with, the last of them being its task."""
+        self.call_ids = {
+            call["id"] for message in opening for call in message.get("tool_calls", ())
+        }
+
+    def _apply_reply(self, event: ReplyEvent) -> None:
+        self._pay(event)
+        self.outermost()._not_added.append(event)
+        if "discarded" in event:
+            self.discarded.append(event)
+            self.reasks += event["discarded"] not in PAID_ALONE
+            return
+        message = event["message"]
+        if any(note["reason"] == CONTINUE_CUT for note in self.noted):
+            self._text_before += self.replies[-1]["message"]["content"]
+        else:
+            self._text_before = ""
+        self.reasks = 0
+        self.noted = []
+        self.replies.append(event)
+        self.messages.append(message)
+        self._results_of_turn = {}
+        if calls := message.get("tool_calls"):
+            self.call_ids.update(call["id"] for call in calls)
+        else:
+            self.tally.count_text(unusable="unusable" in message)
+
+    def _pay(self, event: ReplyEvent) -> None:
+        if "inherited" in event:
+            return
+        self.spent_usd += event["cost_usd"] or 0.0
+        self.unpriced += event["cost_usd"] is None
+        usage = event["usage"]
+        counts = (usage["input_tokens"], usage["output_tokens"]) if usage else (None,)
+        self.spent_tokens += sum(count or 0 for count in counts)
+        self.uncounted += None in counts
+        if self._outer is not None:
+            self._outer._pay(event)
+
+    def _apply_result(self, event: ResultEvent) -> None:
+        if event["message"]["tool_call_id"] not in self.inner:
+            # Of what a subagent does, its own calls tell.
+            self.outermost()._not_added.append(event)
+        self._results_of_turn[event["call"]] = event
+        if "reply" in event:
+            self._apply_continued(event)
+            return
+        calls = self.last_calls()
+        if len(self._results_of_turn) == len(calls):
+            in_call_order = [self._results_of_turn[n] for n in range(len(calls))]
+            messages = [result["message"] for result in in_call_order]
+            self.results.extend(in_call_order)
+            self.messages.extend(messages)
+            self.tally.count_turn(calls, messages)
+
+    def _apply_continued(self, event: ResultEvent) -> None:
+        """A result takes the place of the one in which its tool had asked the user."""
+        self.replies_used += 1
+        from_end = event["call"] - len(self.last_calls())
+        self.messages[from_end] = event["message"]
+        self.results[from_end] = event
+        self.tally.count_continued(event["message"])
+
+    def _apply_note(self, event: NoteEvent) -> None:
+        self.notes.append(event)
+        self.noted.append(event)
+        self._notes_of[event["reason"]] += 1
+        last = self.messages[-1]
+        if last["role"] in ("tool", "user"):
+            last = last.copy()
+            last["content"] += "\n\n" + event["text"]
+            last["notes"] = [*last.get("notes", ()), event["reason"]]
+            self.messages[-1] = last
+        else:
+            note = Message(role="user", content=event["text"], notes=[event["reason"]])
+            self.messages.append(note)
+
+    def _paid_replies(self) -> Iterator[ReplyEvent]:
+        for reply in (*self.replies, *self.discarded):
+            if "inherited" not in reply:
+                yield reply
+        for inner in self.inner.values():
+            yield from inner.trajectory._paid_replies()
+
+
+class InnerConversation:
+    """A subagent's or a stage's conversation inside another one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trajectory = Trajectory(())
+
+
+def _without_kind(event: Event) -> dict[str, Any]:
+    return {k: v for k, v in event.items() if k != "kind"}
+
+
+def _sum_known(usages: Sequence[Usage | None], key: str) -> int | None:
+    counts: list[int | None] = [None if usage is None else _count(usage, key) for usage in usages]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _count(usage: Mapping[str, Any], key: str) -> int | None:
+    count = usage[key]
+    return count if isinstance(count, int) and count < MOST_TOKENS else None
+
+
+Journal = Callable[[Event], None]
+"""Makes one event durable before it is used; returns when a process kill can no longer lose it."""

@@ -1,0 +1,1 @@
+"""Models around a model: they change what it is shown."""

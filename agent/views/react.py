@@ -1,0 +1,263 @@
+"""The text protocol for models without tool calling: Thought, Action, Observation, Final Answer.
+
+The record is that of any model; the text as it was written is in `provider_blocks`, to go back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from agent.messages import FunctionCall, Message
+from agent.models.model import Completion, Model, Request
+from agent.reasoning import opens_reasoning, split_inline_reasoning
+from agent.stream_events import StreamEvent
+from toolsets import exact_json
+
+API = "react"
+_RULES = """\
+You solve the task step by step, with these tools (name, description, JSON Schema of the input):
+{tools}
+Write exactly one step per reply, in this form:
+Thought: what you know, what you still need to find out, and what to do next
+Action: the name of one of the tools
+Action Input: the tool's input, a JSON object
+Then stop; the next message brings the result as "Observation: ...".
+As soon as you know enough to answer completely, reply in this form instead:
+Thought: why this is enough
+Final Answer: your complete answer
+
+Never write an Observation yourself. Never call the same tool twice with the same input. If a tool
+returns an error, try another approach rather than the same call again."""
+_BOUND = "\nYou have at most {} replies; where you are stuck, answer with what you have found."
+_ANSWER_NOW = "Call no more tools: reply with a Final Answer: only."
+_ENDS_ACTION = ("action", "observation", "final answer")
+# Possessive repeats: a reply of nothing but blanks or marks must not take hours. A fence may also
+# stand right behind a label, on its line.
+_LABEL = (
+    r"[ \t]*+(?P<bold>\*\*)?+[ \t]*+"
+    r"(?P<label>thought|action[ \t]+input|action|observation|final[ \t]+answer)[ \t]*+"
+    r"(?(bold)(?:\*\*[ \t]*+[::]|[::][ \t]*+(?:\*\*)?+)|[::])"
+)
+_FENCE = r"[ \t]*+(?P<fence>`{3,}+|~{3,}+)[^`\n]*+"
+_MARK = re.compile(rf"^{_LABEL}|(?:^|(?<=[::*])){_FENCE}$", re.MULTILINE | re.IGNORECASE | re.ASCII)
+_LABEL_NEXT = re.compile(rf"\s*+{_LABEL}", re.IGNORECASE | re.ASCII)
+_BLOCK = re.compile(rf"{_FENCE}\n(?s:.*?)^[ \t]*+(?P=fence)[`~]*+[ \t\r]*+$", re.MULTILINE)
+_FENCED = re.compile(r"(`{3,}+|~{3,}+)(?:[\w+-]*+[ \t\r]*+\n|(?:json\b)?)(.*)\1", re.DOTALL)
+
+
+class ReActModel:
+    """Asks `inner` by the text protocol; a request without tools needs none and gets none."""
+
+    def __init__(self, inner: Model, *, max_turns: int | None = None) -> None:
+        self._inner = inner
+        self._max_turns = max_turns
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`. Only text is told as it arrives: calls show at its end."""
+        handler = request.on_delta
+
+        def tell(event: StreamEvent) -> None:
+            if handler is not None and event["type"] in ("text_delta", "thinking_delta"):
+                handler(event)
+
+        view = to_view(request, max_turns=self._max_turns)
+        reply = await self._inner.complete(
+            Request(view, on_delta=handler and tell, on_unreadable=request.on_unreadable)
+        )
+        return read_completion(reply, request)
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._inner.close()
+
+
+def to_view(request: Request, *, max_turns: int | None = None) -> list[Message]:
+    """What the wrapped model is shown; the recorded messages are not altered."""
+    messages = list(request.messages)
+    if request.tools:
+        place = 1 if messages and messages[0]["role"] == "system" else 0
+        messages.insert(place, Message(role="system", content=_rules(request.tools, max_turns)))
+        if request.tool_choice == "none":
+            messages.append(Message(role="user", content=_ANSWER_NOW))
+    view: list[Message] = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            role, content = "user", f"Observation: {content}"
+        elif role == "assistant":
+            content = _protocol_text(message)
+        # Chat templates of small models refuse two messages of one role in a row.
+        if view and view[-1]["role"] == role != "assistant":
+            view[-1]["content"] += "\n\n" + content
+        else:
+            view.append(Message(role=role, content=content))
+    return view
+
+
+def _rules(tools: Sequence[Mapping[str, Any]], max_turns: int | None) -> str:
+    lines = []
+    for function in (tool["function"] for tool in tools):
+        description = " ".join(function.get("description", "").split())
+        schema = exact_json.dumps(function.get("parameters", {})).decode()
+        lines.append(f"- {function['name']}: {description} {schema}")
+    bound = "" if max_turns is None else _BOUND.format(max_turns)
+    return _RULES.format(tools="\n".join(lines)) + bound
+
+
+def _protocol_text(message: Message) -> str:
+    """An assistant's own words, or a message from elsewhere put into the protocol."""
+    blocks = message.get("provider_blocks")
+    if blocks is not None and blocks["api"] == API:
+        return str(blocks["blocks"][0]["text"])
+    content, calls = message["content"], message.get("tool_calls", ())
+    if not calls and (not content.strip() or _LABEL_NEXT.match(content)):
+        return content
+    lines = [message.get("reasoning", ""), content if calls else ""]
+    lines = [f"Thought: {thought}" for thought in lines if thought.strip()]
+    for function in (call["function"] for call in calls):
+        lines += [f"Action: {function['name']}", f"Action Input: {function['arguments'] or '{}'}"]
+    return "\n".join(lines if calls else [*lines, f"Final Answer: {content}"])
+
+
+def read_completion(completion: Completion, request: Request) -> Completion:
+    """The wrapped model's reply as it is recorded; native calls are taken as they are."""
+    written, message = completion.message["content"], completion.message.copy()
+    if not request.tools or message.get("tool_calls") or not written.strip():
+        return completion
+    inline, text = split_inline_reasoning(written)
+    step = parse_step(text)
+    thoughts = map(str.strip, (message.get("reasoning", ""), inline or "", *step.thoughts))
+    if reasoning := "\n\n".join(dict.fromkeys(filter(None, thoughts))):
+        message["reasoning"] = reasoning
+    message["content"] = step.content
+    extra = dict(completion.extra or {})
+    if held := _beyond_text(message):
+        extra["message"] = held
+    message["provider_blocks"] = {"api": API, "blocks": [{"text": written.removesuffix(step.cut)}]}
+    if step.cut:
+        message["repairs"] = [*message.get("repairs", ()), {"call": "", "cut": step.cut}]
+    finish_reason = completion.finish_reason
+    is_whole = finish_reason in ("stop", "tool_calls")
+    if step.action:
+        arguments = _arguments(step.action_input, step.action, request.tools)
+        function = FunctionCall(name=step.action, arguments=arguments)
+        message["tool_calls"] = [{"id": "", "type": "function", "function": function}]
+    elif is_whole and step.content == text and text.strip() and request.tool_choice == "auto":
+        # Where calls were not allowed, or the end is missing, plain text is no mistake.
+        message["unusable"] = "no_action"
+    if is_whole:
+        finish_reason = "tool_calls" if step.action else "stop"
+    return dataclasses.replace(
+        completion, message=message, finish_reason=finish_reason, extra=extra or None
+    )
+
+
+def _beyond_text(message: Message) -> list[dict[str, Any]]:
+    """What the wrapped model's reply held beside its words, of which none goes back."""
+    blocks = message.get("provider_blocks", {"blocks": []})["blocks"]
+    words = ("content", "reasoning", "reasoning_content", "text")
+    found = [{key: block[key] for key in block if key not in words} for block in blocks]
+    return [block for block in found if block.keys() - {"type"}]
+
+
+class Step(NamedTuple):
+    """What one reply says; `content` is the answer, or all of a reply that holds no step."""
+
+    thoughts: Sequence[str]
+    content: str
+    action: str = ""
+    action_input: str = ""
+    cut: str = ""
+
+
+def parse_step(text: str) -> Step:
+    """Read a reply; the first action that names a tool counts, before any answer."""
+    thoughts: list[str] = []
+    answers: list[str] = []
+    action, action_input, cut = "", None, ""
+    for label, start, value in () if opens_reasoning(text) else _parts(text):
+        # After an action with its input, the next label begins words that know no result.
+        if action and label and (action_input is not None or label in _ENDS_ACTION):
+            cut = text[start:]
+            break
+        if label == "final answer":
+            answers.append(value)
+        elif label == "action":
+            name, _, below = value.partition("\n")
+            # The label of the input may be missing.
+            action, action_input = name.strip(" \t\r*`\"'"), below.strip() or None
+        elif label == "action input" and action:
+            action_input = value
+        else:
+            thoughts.append(value)
+    if not action and not answers:
+        return Step((), text)
+    content = "" if action else "\n\n".join(dict.fromkeys(answers))
+    return Step(thoughts, content, action, action_input or "", cut)
+
+
+def _parts(text: str) -> Iterator[tuple[str, int, str]]:
+    """Split a reply into (label or "", where it begins, its text), but not within fenced blocks.
+
+    A fence around labels or around the whole reply makes no block, nor does one that is never
+    closed. An observation before any action is part of the text that it stands in.
+    """
+    heads: list[tuple[str, int, int]] = [("", 0, 0)]
+    position, has_action, is_wrapped, has_unclosed = 0, False, False, False
+    while mark := _MARK.search(text, position):
+        start, position = mark.span()
+        label, fence, body = heads[-1]
+        has_text = bool(text[body:start].strip())
+        if mark["label"]:
+            found = " ".join(mark["label"].lower().split())
+            has_action |= found == "action"
+            if has_action or found != "observation":
+                is_fenced = is_wrapped and not label and not has_text
+                heads.append((found, fence if is_fenced else start, position))
+            continue
+        # Where one fence has no end, a later one has none either: do not search again.
+        block = None if has_unclosed else _BLOCK.match(text, start)
+        has_unclosed |= block is None
+        is_whole = block is not None and block[0].strip() == text.strip()
+        opens = is_whole or _LABEL_NEXT.match(text, position)
+        # An input is one block at most; of the fences in an answer only the last can be the outer.
+        is_over = block is None if label == "final answer" else has_text
+        closes = is_wrapped and is_over and mark[0].strip() == mark["fence"]
+        if closes or (opens and label != "final answer" and (has_text or label != "action input")):
+            is_wrapped = not closes
+            heads.append(("", start, position))
+        elif block:
+            position = block.end()
+    heads.append(("", len(text), 0))
+    for (label, start, body), (_, end, _) in pairwise(heads):
+        value = text[body:end].strip()
+        # Bold type that begins before the label and does not end with it ends with its line.
+        is_bold = text.count("**", start, body) == 1
+        yield label, start, re.sub(r"(?m)\*\*[ \t\r]*$", "", value, count=1) if is_bold else value
+
+
+def _arguments(given: str, name: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a JSON object, where the input is one or means one; else the input unchanged."""
+    text = fenced[2].strip() if (fenced := _FENCED.fullmatch(given)) else given
+    # A broken object is a mistake to tell the model of, not a plain string.
+    if not text or text.startswith("{"):
+        return text or "{}"
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    schema = schemas.get(name, {})
+    strings = []
+    for key, kind in schema.get("properties", {}).items():
+        if any("string" in way.get("type", ()) for way in (kind, *kind.get("anyOf", ()))):
+            strings.append(key)
+    if len(strings) > 1:
+        strings = [key for key in strings if key in schema.get("required", ())]
+    if len(strings) != 1:
+        return text
+    try:
+        loaded = exact_json.loads(text)
+    except exact_json.JSONDecodeError:
+        loaded = None
+    return exact_json.dumps({strings[0]: loaded if isinstance(loaded, str) else text}).decode()

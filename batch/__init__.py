@@ -1,1 +1,0 @@
-"""A run: its config, prompts, directory, workers and accounts."""

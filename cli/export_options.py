@@ -1,0 +1,194 @@
+"""The options of the command `export` that make a dataset, and what they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from runs.process.console import say, show
+from toolsets.text import join_commas
+
+if TYPE_CHECKING:
+    from runs.dataset.scan import Scan
+
+_RECIPE_FLAGS = {
+    "format": "formats",
+    "reasoning": "reasoning",
+    "parallel_calls": "parallel_calls",
+    "system": "system",
+    "empty_think": "empty_think",
+    "max_tool_chars": "max_tool_chars",
+    "accept_rows": "accept_rows",
+    "splits": "splits",
+    "shard_mb": "shard_mb",
+}
+
+_OPTIONS = (
+    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, atif, dpo, kto, raw."),
+    ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
+    ("output", "DIR", "Where the dataset goes.  [default: RUN/exports/dataset]"),
+    ("reasoning", "inline|field|last|none", "Where reasoning stands, or which is left."),
+    ("parallel_calls", "keep|split", "Calls of a turn together, or one turn each."),
+    ("system", "saved|omit", "The system prompt that the model saw, or none."),
+    ("empty_think", "keep|omit", "hermes: an empty <think> block where a turn has no reasoning."),
+    ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
+    ("accept_rows", "REASON,...", "Keep rows that are refused for it, where a format can hold it."),
+    ("splits", "NAME=SHARE,...", "Splits by prompt, such as train=0.9,test=0.1."),
+    ("shard_mb", "NUMBER", "Megabytes of rows per file; default: one file per split."),
+    ("render", "FILE", "Chat template (Jinja or tokenizer_config.json) to show rows through."),
+    ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
+)
+
+
+def dataset_options(function: Any) -> Any:
+    """Options of a dataset for a command."""
+    flags = (
+        click.option("--check", is_flag=True, help="Check a dataset against its records."),
+        click.option(
+            "--render_rows",
+            metavar="N",
+            type=click.IntRange(min=0),
+            help="Rows to show.  [default: 3]",
+        ),
+        click.option(
+            "--require_passed",
+            is_flag=True,
+            help="Leave out conversations that did not pass their check; unchecked ones stay.",
+        ),
+        click.option("--push_for_real", is_flag=True, help="Send it (needs the extra [hf])."),
+    )
+    options = [
+        click.option(
+            f"--{name}",
+            metavar=form,
+            help=text,
+            multiple=form.endswith(",..."),
+            callback=join_commas if form.endswith(",...") else None,
+        )
+        for name, form, text in _OPTIONS
+    ]
+    for option in reversed([*options, *flags]):
+        function = option(function)
+    return function
+
+
+def asks_for_dataset(flags: Mapping[str, Any]) -> bool:
+    """Whether any option of a dataset was given."""
+    return any(value not in (None, False) for value in flags.values())
+
+
+def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[str, Any]) -> int:
+    """Do what the options ask for; gives the exit code. Raises `RunError`."""
+    from export.dataset.build import Source
+    from export.dataset.directory import export_dataset
+    from export.dataset.rendering import load_template
+    from export.recipe import load_recipe
+    from runs.errors import ConfigError
+
+    source = Source(run_dir, scan, num_samples)
+    directory = Path(flags["output"] or run_dir / "exports" / "dataset")
+    given = {_RECIPE_FLAGS[k]: v for k, v in flags.items() if k in _RECIPE_FLAGS and v is not None}
+    filters = {"require_passed": True} if flags["require_passed"] else {}
+    if flags["check"]:
+        if given or filters or flags["recipe"]:
+            msg = "--check takes the recipe of the dataset; give no other"
+            raise ConfigError(msg)
+        if flags["render"] or flags["push_to_hub"]:
+            msg = "--check reads a dataset and does nothing else; leave out --render and the push"
+            raise ConfigError(msg)
+        return _check(source, directory)
+    if flags["push_for_real"] and not flags["push_to_hub"]:
+        msg = "--push_for_real needs --push_to_hub REPO"
+        raise ConfigError(msg)
+    if flags["render_rows"] is not None and not flags["render"]:
+        msg = "--render_rows needs --render FILE"
+        raise ConfigError(msg)
+    recipe = load_recipe(Path(flags["recipe"]) if flags["recipe"] else None, given, filters)
+    render = load_template(Path(flags["render"])) if flags["render"] else None
+    if render is not None and "openai" not in recipe.formats:
+        msg = "--render shows rows of the format openai; add it to --format"
+        raise ConfigError(msg)
+    manifest = export_dataset(source, recipe, directory)
+    if manifest["pending"]:
+        say(f"warning: {manifest['pending']:,} tasks are pending and not in this export")
+    show(_table(directory, manifest))
+    if render is not None:
+        _show_rows(render, directory, manifest, flags["render_rows"])
+    if flags["push_to_hub"]:
+        _push(directory, flags["push_to_hub"], manifest, for_real=flags["push_for_real"])
+    return 0
+
+
+def _check(source: Any, directory: Path) -> int:
+    from export.dataset.checking import findings
+
+    is_right = True
+    for finding in findings(source, directory):
+        say(finding)
+        is_right = False
+    if is_right:
+        show(f"{directory}: every file is what its manifest says and what the records give")
+    return 0 if is_right else 1
+
+
+def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
+    parts = ("discarded", "failed", "pending", "rejected", "selected")
+    sums = ", ".join(f"{manifest[key]:,} {key}" for key in parts if manifest[key])
+    lines = [f"{directory}: {manifest['tasks']:,} tasks = {sums or 'none'}"]
+    lines += [
+        f"  rejected   {count:>9,}  {reason}"
+        for reason, count in manifest["rejected_by_reason"].items()
+    ]
+    for part in manifest["formats"]:
+        lines.append(f"{part['rows']:>9,} rows of {part['format']}")
+        lines += [
+            f"  not used   {count:>9,}  {reason}"
+            for reason, count in part["rejected_by_reason"].items()
+        ]
+        lines += [
+            f"{file['rows']:>9,} in {directory / file['path']} ({file['bytes']:,} bytes)"
+            for file in part["files"]
+        ]
+    return "\n".join(lines)
+
+
+def _show_rows(
+    render: Any, directory: Path, manifest: Mapping[str, Any], asked: int | None
+) -> None:
+    from collections import Counter
+
+    from export.dataset.rendering import rows_of
+
+    kinds: Counter[str] = Counter()
+    total = 0
+    for total, row in enumerate(rows_of(directory, manifest), start=1):
+        text, trained, dropped = render(row)
+        kinds.update({_kind(place) for place in dropped})
+        if total <= (3 if asked is None else asked):
+            show(f"=== {row['id']}\n{text}")
+            spans = ", ".join(f"{begin}-{end}" for begin, end in trained)
+            count = sum(end - begin for begin, end in trained)
+            show(
+                f"carry loss: {count:,} of {len(text):,} characters, at {spans}"
+                if trained
+                else "carry loss: the template does not say (it has no generation block)"
+            )
+            show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
+    show(f"=== of {total:,} rows the template drops:")
+    show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")
+
+
+def _kind(place: str) -> str:
+    """A place without its numbers, to be counted over rows."""
+    words = place.split(", argument ")[0]
+    kind = "".join(letter for letter in words if not letter.isdigit()).replace(" ,", ",")
+    return " ".join(kind.split()) + (", argument" if ", argument " in place else "")
+
+
+def _push(directory: Path, repo: str, manifest: Mapping[str, Any], *, for_real: bool) -> None:
+    from export.dataset.pushing import plan, push
+
+    show(push(directory, repo, manifest) if for_real else plan(directory, repo, manifest))

@@ -1,0 +1,128 @@
+"""The command that starts a run of branches: fork."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.command_line import RunCommand
+from cli.exit_codes import end, errors_as_exit_codes
+from cli.shared import live_option, start, starting_options
+from runs.process.console import show
+
+_FILTERS = ("status", "min_reward", "max_reward", "passed")
+
+
+@click.command(cls=RunCommand)
+@click.argument("parent", metavar="RUN")
+@click.option(
+    "--at_turn", type=click.IntRange(min=1), required=True, help="The last turn that they share."
+)
+@click.option("--n", "branches", type=click.IntRange(min=1), required=True, help="Branches each.")
+@click.option("--status", metavar="NAME,...", help="Endings to branch from.  [default: any]")
+@click.option("--min_reward", type=float, help="Least reward of those to branch from.")
+@click.option("--max_reward", type=float, help="Highest reward of those to branch from.")
+@click.option("--passed/--not_passed", default=None, help="What their check must have said.")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Filters of a recipe (see export).")
+@click.option("--ids", type=click.Path(path_type=Path), help="File of record ids, one per line.")
+@click.option("--limit", type=click.IntRange(min=1), help="Take no more than this many.")
+@live_option
+@starting_options
+def fork(
+    parent: str,
+    at_turn: int,
+    branches: int,
+    recipe: Path | None,
+    ids: Path | None,
+    limit: int | None,
+    config_file: Path | None,
+    fresh: bool,
+    accept_config_change: tuple[str, ...],
+    live: bool,
+    **flags: Any,
+) -> None:
+    """Go on from a turn of conversations of RUN, several times each, as a run of its own.
+
+    Takes the options of the run on top of those of RUN. The same command again resumes; see
+    docs/forks.md.
+    """
+    from runs.maintenance.fork import forked_config, write_forks
+    from runs.maintenance.upkeep import find_run
+    from runs.planning.plan import make_plan
+    from runs.run_dir import refuse_held
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    filters = {name: given.pop(name) for name in _FILTERS if name in given}
+    with errors_as_exit_codes():
+        path, identity, of_parent = find_run(parent, Path(given.get("output_dir", "trajectories")))
+        refuse_held(path)
+        config = forked_config(identity, config_file, given, branches=branches)
+        refuse_held(config.run_dir)  # before a dataset is left beside it that nobody asked for
+        forked = write_forks(
+            config.dataset_file,
+            chosen_records(path, recipe=recipe, ids=ids, limit=limit, **filters),
+            run=identity["run_name"],
+            turn=at_turn,
+            rules=of_parent.row_rules(identity["api"]),
+            fresh=fresh,
+        )
+        config = config.model_copy(update={"dataset_file": forked.path})
+        show(forked.in_words())
+        started = start(
+            make_plan(config), fresh=fresh, accept_config_change=accept_config_change, live=live
+        )
+    end(*started)
+
+
+def chosen_records(
+    run_dir: Path,
+    *,
+    recipe: Path | None = None,
+    ids: Path | None = None,
+    limit: int | None = None,
+    **filters: Any,
+) -> Iterator[dict[str, Any]]:
+    """The records to branch from, in the order in which they were written.
+
+    `filters` are fields of `Filters`, on top of those of the recipe. Raises `ConfigError`.
+    """
+    from itertools import islice
+
+    from pydantic import ValidationError
+
+    from export.filters.filters import RecordFilters
+    from export.recipe import Filters, load_recipe
+    from runs.errors import ConfigError
+    from runs.store.reader import stored_records
+
+    read = load_recipe(recipe, {})
+    base = read.filters if recipe else Filters(status=("any",))
+    try:
+        checked = Filters.model_validate({**base.model_dump(), **filters})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        msg = f"--{detail['loc'][0]}: {detail['msg']} (got {detail['input']!r})"
+        raise ConfigError(msg) from error
+    keep = RecordFilters(checked, threshold=read.preference.threshold)
+    wanted = _wanted(ids)
+    found = (
+        record
+        for record, _ in stored_records(run_dir)
+        if (wanted is None or record["id"] in wanted) and keep.rejection(record) is None
+    )
+    return islice(found, limit)
+
+
+def _wanted(ids: Path | None) -> set[str] | None:
+    from runs.errors import ConfigError
+
+    if ids is None:
+        return None
+    try:
+        return {line.strip() for line in ids.read_text(encoding="utf-8").splitlines()} - {""}
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"--ids: {ids}: cannot read it: {error}"
+        raise ConfigError(msg) from error

@@ -1,0 +1,68 @@
+"""Commands that say what there is: distributions, tools, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.exit_codes import errors_as_exit_codes
+from runs.process.console import show
+
+
+@click.command()
+def distributions() -> None:
+    """Show the distributions of toolsets that have a name."""
+    from toolsets.catalog.distributions import DISTRIBUTIONS
+
+    for name, distribution in DISTRIBUTIONS.items():
+        shares = ", ".join(f"{toolset} {percent:g}%" for toolset, percent in distribution.items())
+        show(f"{name:<14} {shares}")
+
+
+@click.command()
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="As for run.")
+@click.option("--tools", help="As for run.")
+@click.option("--mcp", metavar="JSON", help="As for run; the servers are started and asked.")
+@click.option("--sandbox", help="As for run.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the whole schemas.")
+def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
+    """Show every toolset with its tools, and whether it works here."""
+    import orjson
+
+    from cli.tool_list import as_text, tool_list
+    from runs.config.loading import load_config
+    from runs.errors import ConfigError
+
+    with errors_as_exit_codes():
+        given = {name: value for name, value in flags.items() if value is not None}
+        # A config is checked as a whole, and these two have no default.
+        unused = {"dataset_file": "-", "run_name": "tools"}
+        try:
+            found = tool_list(load_config(config_file, {**unused, **given}))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() if as_json else as_text(found))
+
+
+@click.command()
+def errors() -> None:
+    """Show what each failure of an endpoint leads to."""
+    from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT
+
+    consequences = {
+        "retry": "tried again, with growing pauses; then the attempt has failed",
+        "end": "the conversation ends there, and counts as done",
+        "fail_task": "the attempt has failed; the next start makes another",
+        "stop_run": "the run stops (exit 4); nothing is lost",
+    }
+    never = "; from an endpoint that has never answered it stops the run (exit 4)"
+    width = max(map(len, RULES))
+    show(
+        "\n".join(
+            f"{kind:<{width}}  {rule.meaning}\n{'':<{width}}  -> {consequences[rule.action]}"
+            + (never if kind in SAYS_MORE_OF_THE_ENDPOINT else "")
+            for kind, rule in RULES.items()
+        )
+    )

@@ -1,0 +1,123 @@
+"""Commands for looking at runs: report, show, compare."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.exit_codes import errors_as_exit_codes
+from cli.shared import output_dir_option, path_of, run_argument, run_dir_argument
+from runs.process.console import show
+
+_LISTED = 40
+_ID_CHARS = 100
+
+
+@click.command()
+@run_dir_argument
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="HTML file to write.  [default: report.html in the run directory]",
+)
+def report(run: str, output_dir: Path, output: Path | None) -> None:
+    """Write a page to look at RUN (a name or a directory) in a browser, also while it runs."""
+    with errors_as_exit_codes():
+        _report(path_of(run, output_dir), output)
+
+
+@click.command("show")
+@run_dir_argument
+@click.argument("record_id", metavar="[ID]", required=False)
+@click.option("--turn", type=click.IntRange(min=1), metavar="N", help="Only this turn.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record, or turn, as JSON.")
+def show_one(
+    run: str, record_id: str | None, output_dir: Path, turn: int | None, as_json: bool
+) -> None:
+    """Show one conversation of RUN by its id, or by a beginning that no other id has.
+
+    Without an ID, list the conversations that ended last.
+    """
+    if record_id is None and turn is not None:
+        raise click.UsageError("--turn needs the ID of a conversation")
+    with errors_as_exit_codes():
+        path = path_of(run, output_dir)
+        if record_id is None:
+            _list(path, as_json=as_json)
+        else:
+            _show(path, record_id, turn=turn, as_json=as_json)
+
+
+@click.command()
+@run_argument("first")
+@run_argument("second")
+@output_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that changed.")
+def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:
+    """Show two runs (names or directories) side by side, and which tasks ended differently."""
+    with errors_as_exit_codes():
+        _compare(path_of(first, output_dir), path_of(second, output_dir), as_json=as_json)
+
+
+def _report(run_dir: Path, output: Path | None) -> None:
+    from report.page.writer import write_report
+
+    written = write_report(run_dir, output)
+    beside = f", with its data in {written.files}" if written.files else ""
+    show(f"{written.path}: {written.trajectories:,} trajectories{beside}")
+
+
+def _show(run_dir: Path, record_id: str, *, turn: int | None, as_json: bool) -> None:
+    from report.conversation_text import Conversation, turn_as_json
+    from report.lookup import find_record
+
+    record = find_record(run_dir, record_id)
+    if as_json:
+        show(_json(record if turn is None else turn_as_json(record, turn)))
+        return
+    is_terminal = sys.stdout.isatty()
+    colours = is_terminal and not os.environ.get("NO_COLOR")
+    text = "\n".join(Conversation(record, colours=colours).text(turn=turn))
+    if is_terminal:
+        click.echo_via_pager(text + "\n")
+    else:
+        show(text)
+
+
+def _list(run_dir: Path, *, as_json: bool) -> None:
+    from report.formatting import count, one_line, plural
+    from report.lookup import last_entries
+
+    entries, total = last_entries(run_dir, None if as_json else _LISTED)
+    if as_json:
+        listed = [{"id": id, "status": one.status, "turns": one.turns} for id, one in entries]
+        show(_json(listed))
+        return
+    ids = [one_line(id, _ID_CHARS) or f"(unreadable, byte {entry.offset})" for id, entry in entries]
+    width = max(map(len, ids), default=0)
+    lines = [
+        f"{id:<{width}}  {entry.status}, {plural(entry.turns, 'turn')}"
+        for id, (_, entry) in zip(ids, entries, strict=True)
+    ]
+    head = f"{run_dir}: {plural(total, 'conversation')} with a record"
+    lines.insert(0, f"{head}, the last first" if total > 1 else head)
+    if total > len(entries):
+        lines.append(f"and {count(total - len(entries))} more; --json lists all")
+    show("\n".join(lines))
+
+
+def _compare(first: Path, second: Path, *, as_json: bool) -> None:
+    from report import comparison as compared
+
+    found = compared.compare(first, second)
+    show(_json(found) if as_json else compared.as_text(found))
+
+
+def _json(value: Any) -> str:
+    import orjson
+
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()

@@ -1,0 +1,142 @@
+"""Commands that take the options of a run: run, estimate, import_hermes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.command_line import EXAMPLES, RunCommand
+from cli.exit_codes import end, errors_as_exit_codes, fail
+from cli.shared import (
+    accepted,
+    export_and_account,
+    live_option,
+    make_plan_of,
+    opened,
+    show_run,
+    start,
+    starting_options,
+)
+from runs.process.console import show
+
+
+@click.command(cls=RunCommand, epilog=EXAMPLES)
+@starting_options
+@live_option
+@click.option("--dry_run", is_flag=True, help="Check everything, say what would run, and stop.")
+@click.option(
+    "--resume", is_flag=True, help="Accepted for habit's sake: the same command always resumes."
+)
+def run(
+    config_file: Path | None,
+    fresh: bool,
+    accept_config_change: tuple[str, ...],
+    live: bool,
+    dry_run: bool,
+    resume: bool,
+    **flags: Any,
+) -> None:
+    """Run all prompts of a dataset, or resume doing so (the default command)."""
+    from runs.planning.plan import describe, show_bad_rows, warn
+    from runs.planning.preview import preview
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(config_file, flags)
+        if dry_run:
+            warn(plan)
+            show_bad_rows(plan.scan)
+            show(describe(plan))
+            changes = accepted(accept_config_change)
+            show(preview(plan, fresh=fresh, accept_changes=changes))
+            return
+        started = start(plan, fresh=fresh, accept_config_change=accept_config_change, live=live)
+    end(*started)
+
+
+@click.command(cls=RunCommand)
+@starting_options
+@live_option
+@click.option(
+    "--pilot",
+    type=click.IntRange(min=2),
+    metavar="N",
+    default=30,
+    help="Tasks to run, drawn at random.  [default: 30]",
+)
+def estimate(
+    config_file: Path | None,
+    fresh: bool,
+    accept_config_change: tuple[str, ...],
+    live: bool,
+    pilot: int,
+    **flags: Any,
+) -> None:
+    """Run a random sample of a run's tasks, then forecast what the whole run will take.
+
+    Takes the options of the run. The sample is part of the run: the same options without
+    `estimate` go on with the rest.
+    """
+    import orjson
+
+    from runs.config.models import bounds_of
+    from runs.store.files import replace_file
+    from runs.totals.forecast import as_table, forecast, sample_tasks
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(config_file, flags)
+        config = plan.config
+        sample = sample_tasks(
+            plan.scan, num_samples=config.num_samples, count=pilot, seed=config.seed
+        )
+        outcome, accounts = start(
+            plan, fresh=fresh, accept_config_change=accept_config_change, live=live, only=sample
+        )
+        if outcome.stopped_by is not None or outcome.signal is not None:
+            # Those that have ended are the quick ones, and no random sample.
+            end(outcome, accounts)
+        bounds = bounds_of(config, plan.setups)
+        found = forecast(
+            config.run_dir,
+            accounts,
+            sample,
+            conversations=config.conversations,
+            bounds=bounds,
+            seed=config.seed,
+        )
+        if found is not None:
+            content = orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
+            replace_file(config.run_dir / "estimate.json", content)
+    if found is None:
+        fail("no task of the sample has ended, so nothing can be forecast", 1)
+    show(as_table(found))
+    end(outcome, accounts, is_all=False)
+
+
+@click.command(cls=RunCommand, name="import_hermes")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@starting_options
+def import_hermes(
+    directory: Path,
+    config_file: Path | None,
+    fresh: bool,
+    accept_config_change: tuple[str, ...],
+    **flags: Any,
+) -> None:
+    """Make a run of what a batch run of hermes-agent left in DIRECTORY.
+
+    Takes the options of the run. The same options without `import_hermes DIRECTORY` then run what
+    is missing.
+    """
+    from runs.maintenance.hermes.importer import import_hermes
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(config_file, flags)
+        with opened(plan, fresh, accept_config_change) as run_dir:
+            imported = import_hermes(
+                directory, plan.scan, run_dir, num_samples=plan.config.num_samples
+            )
+            accounts = export_and_account(run_dir.path, plan.scan, plan.config)
+    show(imported.in_words())
+    show_run(run_dir.path, accounts)

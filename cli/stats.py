@@ -1,0 +1,37 @@
+"""The command `stats`: numbers about what the models of a run did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from cli.exit_codes import errors_as_exit_codes
+from cli.shared import run_dir_argument
+from runs.process.console import show
+
+
+@click.command()
+@run_dir_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def stats(run: str, output_dir: Path, as_json: bool) -> None:
+    """Show statistics of RUN (a name or a directory) from its records: turns, tokens, tools."""
+    import orjson
+
+    from export.conversation.style import style_of_run
+    from export.run_statistics import as_text, statistics_of
+    from runs.maintenance.upkeep import find_run
+
+    with errors_as_exit_codes():
+        path, identity, config = find_run(run, output_dir)
+        found = statistics_of(
+            path,
+            style=style_of_run(config.to_json()),
+            require_reasoning=config.require_reasoning,
+            require_passed=config.require_passed,
+            max_attempts=config.max_attempts,
+        )
+        if as_json:
+            show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
+            return
+        show("\n".join(as_text(found, identity["meaning"].get("distribution") or {})))

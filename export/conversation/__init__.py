@@ -1,0 +1,1 @@
+"""From a stored record to a conversation that every format can render."""

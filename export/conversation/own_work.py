@@ -1,0 +1,82 @@
+"""What a model did in a conversation, apart from the turns that the prompt brought along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from agent.reasoning import hides_reasoning, split_inline_reasoning
+from runs.store.index import own_turns
+
+
+class Own(NamedTuple):
+    """What this run's model did in a conversation, and no parent of a branch."""
+
+    turns: Sequence[Any]
+    """Those of the record."""
+    start: int
+    """The place of its first message among those of the record."""
+    messages: Sequence[Any]
+    """That one and all that follow."""
+    tools: list[dict[str, Any]]
+    """How its calls went, see `tool_stats`."""
+
+
+def own_of(record: Mapping[str, Any]) -> Own:
+    """Find it in a record."""
+    turns = own_turns(record)
+    start = first_reply(record["messages"], turns=len(turns))
+    messages = record["messages"][start:]
+    return Own(turns, start, messages, tool_stats(messages))
+
+
+def first_reply(messages: Sequence[Mapping[str, Any]], *, turns: int) -> int:
+    """The place of the first of the last `turns` assistant messages, or the end if there is none.
+
+    Those are the model's own; assistant messages before them were given.
+    """
+    starts = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    own = starts[-turns:] if turns else []
+    return own[0] if own else len(messages)
+
+
+def tool_stats(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How often each tool was called in `messages` and how it went, sorted by tool.
+
+    A call without a result is neither a success nor a failure.
+    """
+    stats: dict[str, dict[str, Any]] = {}
+    of_call: dict[str, dict[str, Any]] = {}
+    for message in messages:
+        if message["role"] == "tool":
+            if (tool := of_call.get(message["tool_call_id"])) is not None:
+                tool["failure" if message.get("is_error") else "success"] += 1
+            continue
+        for call in message.get("tool_calls") or ():
+            name = call["function"]["name"]
+            if (tool := stats.get(name)) is None:
+                tool = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
+            tool["count"] += 1
+            of_call[call["id"]] = tool
+    return [stats[name] for name in sorted(stats)]
+
+
+def has_reasoning(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant message holds reasoning, apart from its text or inline."""
+    if (reasoning := message.get("reasoning")) and not reasoning.isspace():
+        return True
+    content = message.get("content")
+    return (
+        isinstance(content, str)
+        and "<" in content
+        and split_inline_reasoning(content).reasoning is not None
+    )
+
+
+def hidden_reasoning(own: Own) -> int:
+    """How many replies were reasoned about in a way that nobody can read."""
+    said = (message for message in own.messages if message["role"] == "assistant")
+    return sum(
+        not has_reasoning(message) and hides_reasoning(message, turn.get("usage"))
+        for message, turn in zip(said, own.turns, strict=False)
+    )

@@ -1,0 +1,437 @@
+"""A record read once for all formats: who said what, checked, in the order of its turns.
+
+Reasoning is apart from text, arguments are JSON objects, a turn that the provider paused is one
+turn, and the answer is text whichever way the model had to give it. Formats only spell this out.
+A record is read whole or raises Rejected; no turn is repaired, shortened or invented.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
+from export.conversation.ending import is_answered, plain_ending
+from export.conversation.own_work import Own, own_of, tool_stats
+from export.conversation.row_json import Token, control_token, read_arguments, write_json
+from export.conversation.tolerance import Flaw, Tolerance
+from export.conversation.validity import Reason, Rejected, check_conversation, check_finished
+from export.conversation.views import views_of
+from runs.store.checks import judgement_of
+
+_MARKER_IN_TEXT = re.compile(
+    r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>",
+)
+"""A tag that in a model's own words would be read as structure, or as a thought."""
+
+_MAX_COLUMN_CHARS = 1000
+_PLAIN = (bool, int, float, str)
+
+
+class Call(NamedTuple):
+    """One tool call; `arguments` is the JSON text of an object, `value` what it says.
+
+    Where the model wrote no object (a flaw of the conversation) it is that of a string with what
+    it wrote, and the value is empty.
+    """
+
+    id: str
+    name: str
+    arguments: str
+    value: Mapping[str, Any]
+
+
+class Result(NamedTuple):
+    """What one call brought, as text."""
+
+    id: str
+    name: str
+    content: str
+    is_error: bool
+
+
+class Turn(NamedTuple):
+    """One turn of the model and what its calls brought, in the order of the calls."""
+
+    number: int
+    """Counts from 1 over all turns, those of the prompt included."""
+    reasoning: str
+    text: str
+    calls: Sequence[Call] = ()
+    results: Sequence[Result] = ()
+    replies: int = 1
+    """How many replies it is made of: several where the provider paused, none where the answer
+    was given by a call and is told as a turn of its own."""
+    is_given: bool = False
+    """The prompt brought this turn along."""
+    hides_reasoning: bool = False
+    """The model reasoned, and nobody can read it: that is not the same as no reasoning."""
+
+
+Entry = str | Turn
+"""What a user said, or a turn of the model."""
+
+
+class Conversation(NamedTuple):
+    """What a row of any format is made of."""
+
+    system: str
+    """The system prompt that the model saw; blank where there was none."""
+    entries: Sequence[Entry]
+    tools: Sequence[Mapping[str, Any]]
+    completed: bool
+    record: Mapping[str, Any]
+    own: Own
+    metadata: Mapping[str, Any]
+    num_tool_calls: int
+    flaws: Sequence[Flaw] = ()
+    """What not every format holds."""
+
+    @property
+    def num_turns(self) -> int:
+        """Replies of this run's model."""
+        return len(self.own.turns)
+
+    @property
+    def own_turns(self) -> list[Turn]:
+        """The turns that this run's model made."""
+        return [turn for turn in self.entries if isinstance(turn, Turn) and not turn.is_given]
+
+
+def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conversation:
+    """Read a record; raises Rejected where it breaks a rule that all formats have.
+
+    `own` is `own_of(record)`, for a caller that has it already.
+    A record that ended early is read too, with `completed` false: the caller decides which file
+    it belongs to.
+    """
+    own = own or own_of(record)
+    if not own.turns:
+        raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
+    completed, answered = record["status"] == "completed", is_answered(record)
+    messages, tools, completion, invented = plain_ending(
+        record["messages"], record["tools"] or [], answered=answered
+    )
+    flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
+    entries = read_entries(messages, tools, flaws)
+    if answered:
+        check_finished(messages)
+    # A reply may go on in the turn that the messages before it end with, so that one counts.
+    given = 0
+    opening = [message["role"] for message in messages[: own.start + 1]]
+    if "assistant" in opening[:-1]:
+        given = sum(role == "assistant" for role, _ in groupby(opening)) - 1
+    if given > 0:
+        entries = [
+            entry._replace(is_given=True)
+            if isinstance(entry, Turn) and entry.number <= given
+            else entry
+            for entry in entries
+        ]
+    if completion == "final_answer":
+        last = entries[-1]
+        assert isinstance(last, Turn)  # it holds the answer
+        entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
+    entries = with_hidden_reasoning(entries, record["messages"], record["turns"])
+    stats = own.tools if completion != "final_answer" else tool_stats(messages[own.start :])
+    # What was noted of a parent's turns stands in the row of the parent.
+    noted = record["messages"]
+    if len(own.turns) < len(record["turns"]):
+        noted = own.messages
+    return Conversation(
+        system=system_of(messages),
+        entries=entries,
+        tools=tools,
+        completed=completed,
+        record=record,
+        own=own,
+        metadata=_metadata(record, completion if completed else None, stats, noted),
+        num_tool_calls=sum(tool["count"] for tool in stats),
+        flaws=flaws,
+    )
+
+
+def read_entries(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    flaws: list[Flaw],
+) -> list[Entry]:
+    """The messages but those of the system, as entries; raises Rejected.
+
+    A turn that the provider paused is one entry with its continuation. What not every format holds
+    is added to `flaws`.
+    """
+    for detail in check_conversation(messages, {tool["function"]["name"] for tool in tools}):
+        flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
+    entries: list[Entry] = []
+    number = 1
+    parts: list[Mapping[str, Any]] = []
+    results: dict[str, Mapping[str, Any]] = {}
+    for message in messages:
+        role = message["role"]
+        if role == "tool":
+            results[message["tool_call_id"]] = message
+            continue
+        if parts and (results or role != "assistant"):
+            entries.append(_read_turn(parts, results, number, flaws))
+            number += 1
+            parts, results = [], {}
+        if role == "assistant":
+            parts.append(message)
+        elif role == "user":
+            entries.append(_user_text(message, flaws, turn=number))
+    if parts:
+        entries.append(_read_turn(parts, results, number, flaws))
+    return entries
+
+
+def text_of(message: Mapping[str, Any], *, where: str) -> str:
+    """The content of a message; raises Rejected unless it is text."""
+    content = message.get("content")
+    if content is None:
+        return ""
+    if not isinstance(content, str):
+        raise Rejected(Reason.NOT_TEXT, f"{where}: content is a {type(content).__name__}")
+    return content
+
+
+def refuse_control_tokens(text: str, tolerance: Tolerance, *, where: str) -> None:
+    """Raise Rejected for text that a tokenizer would read as the structure of a template."""
+    if token := control_token(text):
+        tolerance.refuse([_of_token(token, where)])
+
+
+def _of_token(token: Token, where: str) -> Flaw:
+    return Flaw(Reason.CONTROL_TOKEN, f"{where}: {token.text!r}", token)
+
+
+def system_of(messages: Iterable[Mapping[str, Any]]) -> str:
+    """What the system messages say together, blank without any; raises Rejected unless text."""
+    texts = (text_of(m, where="system message") for m in messages if m["role"] == "system")
+    return "\n\n".join(text for text in texts if text.strip())
+
+
+def with_hidden_reasoning(
+    entries: list[Entry],
+    messages: Iterable[Mapping[str, Any]],
+    turns: Sequence[Mapping[str, Any]],
+) -> list[Entry]:
+    """The entries, with those turns marked whose reasoning nobody can read.
+
+    `messages` are those of the record, of whose replies `turns` are the last ones.
+    """
+    for entry in entries:
+        if not isinstance(entry, str) and not entry.reasoning:
+            break
+    else:
+        return entries
+    replies = [message for message in messages if message["role"] == "assistant"]
+    # Those of the prompt come first, and cost nothing here.
+    usages = [None] * len(replies) + [turn.get("usage") for turn in turns]
+    usages = usages[-len(replies) :]
+    marked = []
+    end = 0
+    is_hidden = False
+    for entry in entries:
+        if isinstance(entry, Turn):
+            start, end = end, end + entry.replies
+            made = list(zip(replies[start:end], usages[start:end], strict=True))
+            if made:  # else the answer was part of the reply before it
+                is_hidden = any(hides_reasoning(*reply) for reply in made)
+            if is_hidden and not entry.reasoning:
+                entry = entry._replace(hides_reasoning=True)
+        marked.append(entry)
+    return marked
+
+
+def _user_text(message: Mapping[str, Any], flaws: list[Flaw], *, turn: int) -> str:
+    where = f"user message before turn {turn}"
+    text = text_of(message, where=where)
+    if not text.strip():
+        raise Rejected(Reason.EMPTY_VALUE, f"{where}: blank")
+    if token := control_token(text):
+        flaws.append(_of_token(token, where))
+    return text
+
+
+def _read_turn(
+    messages: Sequence[Mapping[str, Any]],
+    results: Mapping[str, Mapping[str, Any]],
+    number: int,
+    flaws: list[Flaw],
+) -> Turn:
+    """One turn out of its messages: one, or several where the provider paused.
+
+    `results` holds what the calls of the last of them brought, by their ids.
+    """
+    if len(messages) == 1:
+        reasoning, text = _split_reasoning(messages[0], number)
+    else:
+        parts = [_split_reasoning(message, number) for message in messages]
+        reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
+    if reasoning:
+        _find_structure(reasoning, flaws, number, "reasoning")
+    if text:
+        _find_structure(text, flaws, number, "text")
+    asked = messages[-1].get("tool_calls") or ()
+    if not text or text.isspace():
+        text = ""
+        if not asked:
+            reason = Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE
+            raise Rejected(reason, f"turn {number}: neither text nor calls")
+    try:
+        calls = [
+            Call(
+                call["id"],
+                call["function"]["name"],
+                *read_arguments(call, where=f"turn {number}, call {position}"),
+            )
+            for position, call in enumerate(asked, start=1)
+        ]
+    except Rejected:
+        calls = [_read_call(call, flaws, number, n) for n, call in enumerate(asked, start=1)]
+    answers = [_read_result(results[call.id], call, number) for call in calls if call.id in results]
+    return Turn(number, reasoning, text, calls, answers, len(messages))
+
+
+def _read_call(call: Mapping[str, Any], flaws: list[Flaw], number: int, position: int) -> Call:
+    """A call with arguments of any kind."""
+    function = call["function"]
+    try:
+        arguments = read_arguments(call, where=f"turn {number}, call {position}")
+    except Rejected as rejected:
+        flaws.append(Flaw(rejected.reason, rejected.detail))
+        arguments = write_json(function["arguments"]), {}
+    return Call(call["id"], function["name"], *arguments)
+
+
+def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> None:
+    """Look for what in a model's own words would be read as structure, or as a thought."""
+    if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
+        flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}"))
+    if token := control_token(words):
+        flaws.append(_of_token(token, f"turn {number}, {place}"))
+
+
+def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
+    """Reasoning and text of a message, each blank or not; the same reasoning counts once."""
+    apart, text = message.get("reasoning") or "", message.get("content")
+    if not isinstance(text, str):
+        text = text_of(message, where=f"turn {number}")
+    if apart and not apart.strip():
+        apart = ""
+    if "<" not in text:
+        return apart, text
+    inline, text = split_inline_reasoning(text)
+    if opens_reasoning(text):
+        raise Rejected(Reason.UNCLOSED_THINK, f"turn {number}: begins {text.lstrip()[:40]!r}")
+    if not inline or apart.strip() == inline:
+        return apart and (inline or apart), text
+    return f"{apart}\n\n{inline}" if apart else inline, text
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """What is not blank of `parts`, with a blank line between one and the next."""
+    *earlier, last = [part for part in parts if part.strip()] or [""]
+    return "\n\n".join([*(part.rstrip() for part in earlier), last])
+
+
+def _read_result(message: Mapping[str, Any], call: Call, number: int) -> Result:
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = text_of(message, where=f"result of turn {number}")
+    return Result(call.id, call.name, content, bool(message.get("is_error")))
+
+
+def _metadata(
+    record: Mapping[str, Any],
+    completion: str | None,
+    stats: Sequence[Mapping[str, Any]],
+    noted: Iterable[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What a row says of its run, but its reasoning, which formats may leave out.
+
+    What most rows do not have is a member only where there is some.
+    """
+    told = {
+        "model": record["model"],
+        "model_returned": record["model_returned"],
+        "api": record["api"],
+        "status": record["status"],
+    }
+    if reason := record.get("status_reason"):
+        told["status_reason"] = reason
+    if lineage := lineage_of(record):
+        told["fork"] = lineage
+    if completion:
+        told["completion"] = completion
+    told["finish_reason"] = record["turns"][-1]["finish_reason"]
+    told["prompt_id"] = record["prompt_id"]
+    told["sample"] = record["sample"]
+    told["toolsets"] = record["toolsets"]
+    told["tool_stats"] = stats
+    told["reasoning"] = None  # see `metadata_of`
+    told["usage"] = record["usage"]
+    resumes = record["resumes"]
+    told["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
+    if resumes or record.get("view_compacted") or record.get("options"):
+        told.update(views_of(record))
+    notes, repairs = _notes_and_repairs(noted)
+    if notes:
+        told["notes"] = notes
+    if repairs:
+        told["repairs"] = repairs
+    if (reward := judgement_of(record).reward) is not None:
+        told["reward"] = reward
+    told["columns"] = _small_columns(record)
+    told["sandbox"] = record["sandbox"]
+    told["seed"] = record["seed"]
+    told["config_digest"] = record["config_digest"]
+    return told
+
+
+def metadata_of(conversation: Conversation) -> dict[str, Any]:
+    """What a row says of its run and of the reasoning that it has, after all styling."""
+    said = conversation.own_turns
+    with_reasoning = len([None for turn in said if turn.reasoning])
+    reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
+    if with_reasoning < len(said) and (hidden := sum(turn.hides_reasoning for turn in said)):
+        reasoning["hidden"] = hidden
+    return {**conversation.metadata, "reasoning": reasoning}
+
+
+def lineage_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a branch: the run and the record that it goes on from, after which turn, its number."""
+    if not (fork := record.get("fork")):
+        return {}
+    return {key: fork[key] for key in ("run", "record", "turn", "branch") if key in fork}
+
+
+def _notes_and_repairs(messages: Iterable[Mapping[str, Any]]) -> tuple[dict[str, int], int]:
+    """How often each rule of the runtime spoke to the model, and how many names it repaired."""
+    notes: list[str] = []
+    repairs = 0
+    for message in messages:
+        if "notes" in message and message["role"] in ("user", "tool"):
+            notes += message["notes"] or ()
+        if "repairs" in message:
+            repairs += len(message["repairs"] or ())
+    return dict(sorted(Counter(notes).items())) if notes else {}, repairs
+
+
+def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataset's own columns that one can filter by; long ones stay in the record.
+
+    So do the commands that judged the conversation: what they look for is not to be learnt.
+    """
+    judged = ("setup", "check") if record.get("check") else ()
+    return {
+        name: value
+        for name, value in record["row"].items()
+        if name not in ("prompt", "script", *judged)
+        and (value is None or isinstance(value, _PLAIN))
+        and (not isinstance(value, str) or len(value) <= _MAX_COLUMN_CHARS)
+    }

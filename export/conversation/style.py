@@ -1,0 +1,110 @@
+"""Choices of how conversations are told, made once and alike for all formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from export.conversation.reading import Call, Conversation, Entry, Result, Turn
+from export.conversation.tolerance import STRICT, Tolerance, accepted
+from toolsets.text import clip
+
+ReasoningStyle = Literal["inline", "field", "last", "none"]
+CallStyle = Literal["keep", "split"]
+SystemStyle = Literal["saved", "omit"]
+EmptyThink = Literal["keep", "omit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How conversations are told; None is what each format does of itself."""
+
+    reasoning: ReasoningStyle | None = None
+    """Where reasoning stands, or which is left: that of the last turn alone, or none."""
+    parallel_calls: CallStyle = "keep"
+    """Whether a turn of several calls stays one, or becomes one per call with its result."""
+    system: SystemStyle | None = None
+    """Whether the system prompt that the model saw is told."""
+    empty_think: EmptyThink = "keep"
+    """Whether a turn of `hermes` without reasoning opens with an empty think block."""
+    max_tool_chars: int | None = None
+    """Longest tool result, in characters; of longer ones the middle is cut."""
+    tolerance: Tolerance = STRICT
+    """Which flaws of a conversation are let pass."""
+
+    def of(self, format_name: str) -> Style:
+        """The same style for one format, which holds what it can."""
+        return replace(self, tolerance=self.tolerance.of(format_name))
+
+    def with_calls(self, calls: CallStyle) -> Style:
+        """The same style with parallel calls told in another way."""
+        return replace(self, parallel_calls=calls)
+
+    def is_inline(self, *, by_default: bool) -> bool:
+        """Whether reasoning stands in the text, in a format that can have it either way."""
+        return self.reasoning == "inline" or (self.reasoning != "field" and by_default)
+
+    def has_system(self, *, by_default: bool) -> bool:
+        """Whether the system prompt is told."""
+        return by_default if self.system is None else self.system == "saved"
+
+
+def style_of_run(config: Mapping[str, Any]) -> Style:
+    """How a run with this config, as run.json has it, tells conversations in its training file."""
+    tolerance = Tolerance(accepted(config.get("accept_rows", ()))).of("hermes")
+    return Style(empty_think=config.get("empty_think", "keep"), tolerance=tolerance)
+
+
+def styled(conversation: Conversation, style: Style) -> Conversation:
+    """The conversation with what the style leaves out left out, and its calls in its way."""
+    entries = conversation.entries
+    if style.max_tool_chars is not None:
+        entries = [_with_short_results(entry, style.max_tool_chars) for entry in entries]
+        if cut := sum(map(_cut_results, conversation.entries, entries)):
+            metadata = {**conversation.metadata, "cut_by_export": cut}
+            conversation = conversation._replace(metadata=metadata)
+    if style.reasoning in ("last", "none"):
+        kept = style.reasoning == "last"
+        last = max(n for n, entry in enumerate(entries) if isinstance(entry, Turn))
+        entries = [
+            entry._replace(reasoning="")
+            if isinstance(entry, Turn) and not (kept and n == last)
+            else entry
+            for n, entry in enumerate(entries)
+        ]
+    if style.parallel_calls == "split":
+        entries = [part for entry in entries for part in _split(entry)]
+    if entries is conversation.entries:
+        return conversation
+    return conversation._replace(entries=entries)
+
+
+def _with_short_results(entry: Entry, max_chars: int) -> Entry:
+    if isinstance(entry, str) or all(len(r.content) <= max_chars for r in entry.results):
+        return entry
+    short = [r._replace(content=clip(r.content, max_chars=max_chars)) for r in entry.results]
+    return entry._replace(results=short)
+
+
+def _cut_results(entry: Entry, short: Entry) -> int:
+    if isinstance(entry, str) or isinstance(short, str) or entry is short:
+        return 0
+    return sum(
+        now.content != before.content
+        for before, now in zip(entry.results, short.results, strict=True)
+    )
+
+
+def _split(entry: Entry) -> Sequence[Entry]:
+    """One turn per call, the first with reasoning and text; calls without result stay together."""
+    if isinstance(entry, str) or len(entry.calls) < 2 or not entry.results:
+        return [entry]
+    results = {result.id: result for result in entry.results}
+    steps: list[tuple[list[Call], list[Result]]] = [
+        ([call], [results[call.id]]) for call in entry.calls if call.id in results
+    ]
+    if unanswered := [call for call in entry.calls if call.id not in results]:
+        steps.append((unanswered, []))
+    first, *rest = [entry._replace(calls=calls, results=got) for calls, got in steps]
+    return [first, *(turn._replace(reasoning="", text="") for turn in rest)]

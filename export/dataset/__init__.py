@@ -1,0 +1,1 @@
+"""`export --format`: a dataset directory with card, manifest and splits."""

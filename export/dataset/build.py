@@ -1,0 +1,314 @@
+"""A dataset out of a run: one pass over its records, by a recipe, into any number of formats.
+
+Every task ends up in one place: discarded, failed, pending, rejected by a filter, or selected; and
+in each format every selected record is used or rejected. The same records and the same recipe
+give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from export.conversation.reading import Conversation, read_conversation
+from export.conversation.tolerance import Tolerance, how_to_keep, refuse_everywhere
+from export.conversation.validity import Rejected
+from export.dataset.format_files import Candidate, Why, open_formats
+from export.dataset.splits import Splits
+from export.filters.duplicates import NearDuplicates, said_in
+from export.filters.filters import RecordFilters
+from export.filters.verdicts import Verdicts
+from export.recipe import Recipe
+from export.record_order import RecordOrder, Seen
+from export.row_files import Hashing, Place, Written
+from export.statistics import Statistics
+from runs.dataset.scan import Scan
+from runs.run_dir import read_run_json, versions_of
+from runs.store.checks import judgement_of
+from runs.store.failures import load_failed_attempts
+from runs.store.reader import Stored
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The run that a dataset is made from."""
+
+    run_dir: Path
+    scan: Scan
+    num_samples: int
+
+
+def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
+    """Write the rows and the rejects of a dataset; gives its manifest.
+
+    Raises `ConfigError` for a recipe that cannot be followed here, `EnvironmentStop` where a
+    record has become unreadable.
+    """
+    scan = source.scan
+    order = RecordOrder(source.run_dir, scan, num_samples=source.num_samples)
+    with order.reading() as read:
+        judge = recipe.filters.judge
+        verdicts = None if judge is None else Verdicts(source.run_dir, judge)
+        making = _Making(recipe, place, Seen(len(order)), read, verdicts)
+        for groups in order.groups(by_prompt=recipe.compares):
+            making.add(groups)
+    failed_attempts = load_failed_attempts(source.run_dir)
+    failed = sum(scan.key(number) in failed_attempts for number in order.without_record())
+    pending = sum(1 for _ in order.without_record()) - failed
+    discarded = len(source.scan.bad_rows) * source.num_samples
+    run = read_run_json(source.run_dir)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "dataset",
+        "run": {
+            "name": run["config"]["run_name"],
+            "config_digest": run["digest"],
+            "dataset_sha256": source.scan.sha256,
+            "prompts": source.scan.rows + len(source.scan.bad_rows),
+            "samples": source.num_samples,
+        },
+        "tasks": len(order) + discarded,
+        "discarded": discarded,
+        "failed": failed,
+        "pending": pending,
+        **making.finish(),
+        "gone": order.gone,
+        "recipe": recipe.model_dump(mode="json"),
+        "versions": _versions(recipe),
+    }
+
+
+def judge_answers(source: Source, recipe: Recipe) -> None:
+    """Have the judge of a recipe asked about all that no other filter leaves out.
+
+    Raises `ConfigError`, `EnvironmentStop`, and `RunLocked` while another export asks.
+    """
+    if (judge := recipe.filters.judge) is not None:
+        from export.filters.judge import ask_judge
+
+        ask_judge(source.run_dir, judge, _to_be_judged(source, recipe))
+
+
+def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    filters = _filters_of(recipe)
+    order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
+    with order.reading() as read:
+        for number in order.numbers():
+            record = read(number).record
+            if filters.rejection(record) is None and _is_told(record, recipe):
+                yield record
+
+
+def _is_told(record: Mapping[str, Any], recipe: Recipe) -> bool:
+    try:
+        return not recipe.needs_conversations or bool(_read(record, recipe.tolerances))
+    except Rejected:
+        return False
+
+
+def _read(record: Mapping[str, Any], tolerances: Sequence[Tolerance]) -> Conversation:
+    """Read a record; raises Rejected, also where no format takes it."""
+    conversation = read_conversation(record)
+    if conversation.flaws:
+        refuse_everywhere(conversation.flaws, tolerances)
+    return conversation
+
+
+def _filters_of(recipe: Recipe, verdicts: Verdicts | None = None) -> RecordFilters:
+    return RecordFilters(
+        recipe.filters,
+        threshold=recipe.preference.threshold,
+        verdicts=verdicts,
+        with_comparisons=recipe.makes_comparisons,
+    )
+
+
+class _Making:
+    """A dataset in the making."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: Place,
+        seen: Seen,
+        read: Callable[[int], Stored],
+        verdicts: Verdicts | None,
+    ) -> None:
+        self._recipe = recipe
+        self._seen = seen
+        self._read = read
+        filters = recipe.filters
+        self._filters = _filters_of(recipe, verdicts)
+        self._near = (
+            None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
+        )
+        self._splits = Splits(recipe.splits, seed=recipe.split_seed)
+        self._formats = open_formats(recipe, place)
+        self._tolerances = recipe.tolerances
+        self._rejects = Hashing(place.open("rejects.jsonl"))
+        self._reject_lines = 0
+        self._rejected: Counter[str] = Counter()
+        self._selected = 0
+        self._by_toolsets: Counter[tuple[str, ...]] = Counter()
+        self._models: Counter[str] = Counter()
+        self._statistics = Statistics()
+
+    def add(self, groups: Iterable[Iterable[int]]) -> None:
+        """Take a few groups of tasks: those of one prompt, or single ones where none compares."""
+        # A prompt can have any number of samples: those that are left out are not held.
+        stored = [((number, self._read(number)) for number in numbers) for numbers in groups]
+        known = stored if self._recipe.compares else [list(group) for group in stored]
+        passed = [self._candidates(group) for group in known]
+        for candidates, _ in passed:
+            for candidate in candidates:
+                self._selected += 1
+                self._statistics.add(candidate.record, candidate.own)
+                self._models[candidate.record["model_returned"] or candidate.record["model"]] += 1
+        for candidates, rejected in passed:
+            for record, why in rejected:
+                self._rejected[why[0]] += 1
+                self._reject(record, *why, None)
+            if not candidates:
+                continue
+            chosen = self._chosen(candidates)
+            split = self._splits.of(candidates[0].record)
+            for files in self._formats:
+                for candidate, why in files.add(split, candidates, chosen):
+                    self._reject(candidate.record, *why, files.name)
+
+    def finish(self) -> dict[str, Any]:
+        """Close all files; gives their part of the manifest."""
+        formats = [files.finish() for files in self._formats]
+        digest = self._rejects.finish()
+        statistics = self._statistics.to_json()
+        del statistics["duration_s"]
+        return {
+            "rejected": self._rejected.total(),
+            "rejected_by_reason": dict(sorted(self._rejected.items())),
+            "selected": self._selected,
+            "models": [
+                {"model": name, "records": count} for name, count in sorted(self._models.items())
+            ],
+            "formats": formats,
+            "rejects": Written(
+                "rejects.jsonl", self._reject_lines, self._rejects.size, digest
+            ).to_json(),
+            "statistics": statistics,
+        }
+
+    def _candidates(
+        self, group: Iterable[tuple[int, Stored]]
+    ) -> tuple[list[Candidate], list[tuple[Mapping[str, Any], Why]]]:
+        """What the filters pass, and id and status of the records that they leave out."""
+        candidates: list[Candidate] = []
+        rejected: list[tuple[Mapping[str, Any], Why]] = []
+        for number, stored in group:
+            try:
+                candidates.append(self._candidate(number, stored))
+            except _LeftOut as left_out:
+                named = {name: stored.record[name] for name in ("id", "status")}
+                rejected.append((named, (left_out.reason, left_out.detail)))
+        return candidates, rejected
+
+    def _candidate(self, number: int, stored: Stored) -> Candidate:
+        """Raises _LeftOut."""
+        record = stored.record
+        if (rejection := self._filters.rejection(record)) is not None:
+            raise _LeftOut(*rejection)
+        conversation: Conversation | None = None
+        if self._recipe.needs_conversations:
+            try:
+                conversation = _read(record, self._tolerances)
+            except Rejected as rejected:
+                raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
+        if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
+            raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
+        if self._near is None or self._filters.only_compared(record) is not None:
+            # What makes no row of its own takes none away.
+            return Candidate(record, stored.line, conversation)
+        if earlier := self._near.earlier(record):
+            raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
+        return Candidate(record, stored.line, conversation)
+
+    def _is_new(self, number: int, record: Mapping[str, Any]) -> bool:
+        said = said_in(record)
+        return self._seen.is_new(
+            number, hash(said), lambda earlier: said_in(self._read(earlier).record) == said
+        )
+
+    def _chosen(self, candidates: list[Candidate]) -> dict[str, tuple[str, str]]:
+        """Why which candidates are not among those that make rows, by id."""
+        filters = self._recipe.filters
+        left_out: dict[str, tuple[str, str]] = {}
+        ranked = []
+        for candidate in candidates:
+            if (why := self._filters.only_compared(candidate.record)) is None:
+                ranked.append(candidate)
+            else:
+                left_out[candidate.record["id"]] = why
+        if filters.best_n is not None:
+            ranked.sort(key=_by_reward)
+        count = filters.first_n or filters.best_n or len(candidates)
+        name = "first_n" if filters.first_n else "best_n"
+        for candidate in ranked[count:]:
+            left_out[candidate.record["id"]] = (name, f"{count} others of its prompt are kept")
+        if filters.max_per_toolsets is not None:
+            for candidate in candidates:
+                if candidate.record["id"] in left_out:
+                    continue
+                toolsets = tuple(candidate.record["toolsets"])
+                self._by_toolsets[toolsets] += 1
+                if self._by_toolsets[toolsets] > filters.max_per_toolsets:
+                    told = f"{filters.max_per_toolsets} with {', '.join(toolsets) or 'no toolsets'}"
+                    left_out[candidate.record["id"]] = ("max_per_toolsets", f"{told} are kept")
+        return left_out
+
+    def _reject(
+        self, record: Mapping[str, Any], reason: str, detail: str, format_name: str | None
+    ) -> None:
+        # What no format takes is told as by the first of them.
+        if kept := how_to_keep(reason, format_name or self._recipe.row_formats[0]):
+            detail = f"{detail}; {kept}"
+        line = {
+            "id": record["id"],
+            "status": record["status"],
+            "format": format_name,
+            "reason": reason,
+            # It may quote a model, and halves of surrogate pairs are no text.
+            "detail": detail.encode(errors="replace").decode(),
+        }
+        self._rejects.write(orjson.dumps(line) + b"\n")
+        self._reject_lines += 1
+
+
+class _LeftOut(Exception):
+    """A record that is in no format."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def _by_reward(candidate: Candidate) -> float:
+    """Sorts the best first, and those without a reward last."""
+    reward = judgement_of(candidate.record).reward
+    return float("inf") if reward is None else -reward
+
+
+def _versions(recipe: Recipe) -> dict[str, str]:
+    names = ["batch-trajectories"]
+    if "parquet" in recipe.formats:
+        names.append("pyarrow")
+    if recipe.filters.near_duplicates is not None:
+        names.append("rensa")
+    if recipe.filters.secrets == "all":
+        names.append("detect-secrets")
+    return versions_of(names)

@@ -1,0 +1,221 @@
+"""The directory of a dataset: rows, card, manifest; replaced together, and checked again at will.
+
+    <format>/<split>.jsonl          rows; with shards <format>/<split>/<split>-00000-of-00003.jsonl
+    <format>_parquet/...            their Parquet twins
+    llamafactory/dataset_info.json  how LLaMA-Factory is to read its rows
+    rejects.jsonl                   {"id", "status", "format" (null: in none), "reason", "detail"}
+    README.md                       the card
+    manifest.json                   recipe, counts that sum to all tasks, sha256 of every file
+
+The manifest is written last, and says `unfinished` while files change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from export.dataset.build import SCHEMA_VERSION, Source, judge_answers, write_rows
+from export.dataset.card import card
+from export.formats.llamafactory import dataset_info
+from export.recipe import Recipe
+from export.row_files import Nowhere, Place, Staging, Written
+from runs.errors import ConfigError
+from runs.process.console import say
+from runs.store.files import StorageError, alone_in, replace_file
+
+MANIFEST = "manifest.json"
+
+_NAMED = 5
+"""How many of the files that were removed are named."""
+
+
+class _File(BaseModel):
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class _Format(BaseModel):
+    format: str
+    rows: int
+    used: int
+    rejected: int
+    files: list[_File]
+
+
+class _Finished(BaseModel):
+    """What is relied on of a manifest that was read back."""
+
+    tasks: int
+    discarded: int
+    failed: int
+    pending: int
+    rejected: int
+    selected: int
+    formats: list[_Format]
+    rejects: _File
+    other_files: list[_File]
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+
+
+class _UnderWay(BaseModel):
+    paths: list[str]
+
+
+def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
+    """Write a dataset; gives its manifest.
+
+    Files of an earlier export into `directory` that are not written again are removed, others
+    are left alone. Raises `ConfigError` where something else is in its place, `RunLocked`
+    while another export writes there, and `StorageError`.
+    """
+    try:
+        _make_directory(directory)
+        refusal = f"{directory}: another export writes here; wait for it or name another --output"
+        with alone_in(directory, refusal):
+            old = _old_paths(directory)
+            judge_answers(source, recipe)
+            with Staging(directory) as staging:
+                manifest = _make(source, recipe, staging)
+                under_way = {
+                    "schema_version": SCHEMA_VERSION,
+                    "kind": "dataset",
+                    "unfinished": True,
+                    "paths": sorted({*old, *staging.paths()}),
+                }
+                _write_manifest(directory, under_way)
+                staging.publish()
+                gone = old - set(staging.paths())
+                _remove(directory, gone)
+            _write_manifest(directory, manifest)
+    except OSError as error:
+        msg = (
+            f"{directory}: cannot write the dataset: {error.strerror or error}. The records are "
+            "safe; make room and run the same command again."
+        )
+        raise StorageError(msg) from error
+    if gone:
+        names = ", ".join(sorted(gone)[:_NAMED])
+        more = f" and {len(gone) - _NAMED:,} more" if len(gone) > _NAMED else ""
+        say(
+            f"removed from {directory}, for this export takes the place of the one before: "
+            f"{names}{more}; --output keeps several"
+        )
+    return manifest
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        msg = f"{directory}: not a directory; name another --output"
+        raise ConfigError(msg) from error
+
+
+def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
+    """The manifest of the dataset that `export_dataset` would write; nothing is written."""
+    return _make(source, recipe, Nowhere())
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a dataset. Raises `ConfigError` where there is none of ours."""
+    try:
+        manifest = orjson.loads((directory / MANIFEST).read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        msg = f"{directory / MANIFEST}: cannot read it: {error}; export the dataset first"
+        raise ConfigError(msg) from error
+    if not isinstance(manifest, dict) or manifest.get("kind") != "dataset":
+        msg = f"{directory / MANIFEST}: not the manifest of a dataset"
+        raise ConfigError(msg)
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        msg = f"{directory / MANIFEST}: of another version of this program; export again"
+        raise ConfigError(msg)
+    try:
+        (_UnderWay if manifest.get("unfinished") else _Finished).model_validate(manifest)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        place = ".".join(map(str, detail["loc"]))
+        msg = (
+            f"{directory / MANIFEST}: {place}: {detail['msg']}; it was changed since it was "
+            "written. Put it back, or remove the directory and export again"
+        )
+        raise ConfigError(msg) from error
+    return manifest
+
+
+def listed_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All files that a manifest lists: path, rows, bytes, sha256."""
+    files = [file for part in manifest["formats"] for file in part["files"]]
+    return [*files, manifest["rejects"], *manifest["other_files"]]
+
+
+def _make(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
+    manifest = write_rows(source, recipe, place)
+    others = []
+    for part in manifest["formats"]:
+        if part["format"] == "llamafactory":
+            content = dataset_info(_loaded_by_llamafactory(manifest["run"]["name"], part))
+            others.append(_write(place, "llamafactory/dataset_info.json", _indented(content)))
+    others.append(_write(place, "README.md", card(manifest, recipe).encode()))
+    return {**manifest, "other_files": [file.to_json() for file in others]}
+
+
+def _loaded_by_llamafactory(name: str, part: Mapping[str, Any]) -> dict[str, str]:
+    """The file or folder of each split, relative to the folder of the format."""
+    found = {}
+    for file in part["files"]:
+        folder, _, rest = file["path"].partition("/")
+        if folder == "llamafactory":
+            found[f"{name}_{file['split']}"] = rest.partition("/")[0]
+    return found
+
+
+def _write(place: Place, path: str, content: bytes) -> Written:
+    with place.open(path) as file:
+        file.write(content)
+    return Written(path, 0, len(content), hashlib.sha256(content).hexdigest())
+
+
+def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    replace_file(directory / MANIFEST, _indented(manifest))
+
+
+def _indented(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
+
+
+def _old_paths(directory: Path) -> set[str]:
+    """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
+    if not (directory / MANIFEST).exists():
+        if any(not path.name.startswith(".export.") for path in directory.iterdir()):
+            msg = f"{directory}: holds files that are no dataset of ours; name another --output"
+            raise ConfigError(msg)
+        return set()
+    manifest = read_manifest(directory)
+    if manifest.get("unfinished"):
+        paths = {str(path) for path in manifest["paths"]}
+    else:
+        paths = {str(file["path"]) for file in listed_files(manifest)}
+    root = directory.resolve()
+    if out := [path for path in paths if not (root / path).resolve().is_relative_to(root)]:
+        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which lies outside; name another --output"
+        raise ConfigError(msg)
+    return paths
+
+
+def _remove(directory: Path, paths: set[str]) -> None:
+    for name in paths:
+        (directory / name).unlink(missing_ok=True)
+    folders = {parent for name in paths for parent in Path(name).parents} - {Path()}
+    for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
+        path = directory / folder
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()

@@ -1,0 +1,228 @@
+"""What is written of each format: rows and their Parquet twins, counted and by split."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from export.conversation.own_work import Own, own_of
+from export.conversation.reading import Conversation
+from export.conversation.row_json import dumps_row
+from export.conversation.style import styled
+from export.conversation.validity import Reason, Rejected
+from export.formats.parquet import parquet_writer
+from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
+from export.formats.registry import GROUP_FORMATS, ROW_FORMATS, TWINNED, Format
+from export.recipe import Recipe
+from export.row_files import LineWriter, Place, SplitFiles
+from runs.store.checksum import without_checksum
+
+Why = tuple[str, str]
+"""Reason and detail."""
+
+
+class Candidate(NamedTuple):
+    """A record that the filters have passed."""
+
+    record: Mapping[str, Any]
+    line: bytes
+    """As it lies in the records."""
+    conversation: Conversation | None
+    """None where no format needs it."""
+
+    @property
+    def own(self) -> Own:
+        """What this run's model did in it."""
+        return own_of(self.record) if self.conversation is None else self.conversation.own
+
+    @property
+    def told(self) -> Conversation:
+        """The conversation."""
+        assert self.conversation is not None
+        return self.conversation
+
+
+class FormatFiles(Protocol):
+    """One format of a dataset in the making."""
+
+    name: str
+
+    def add(
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Candidate, Why]]:
+        """Write what the candidates of one prompt make; gives those that are not used, and why.
+
+        `left_out` names candidates, by id, that only comparisons may look at.
+        """
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files; gives the format's part of the manifest."""
+
+
+class _Lengths:
+    """Lengths by classes that are 5% apart, so memory does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._classes: Counter[int] = Counter()
+        self._most = 0
+
+    def add(self, length: int) -> None:
+        self._classes[math.ceil(math.log(length, 1.05))] += 1
+        self._most = max(self._most, length)
+
+    def to_json(self) -> dict[str, int | None]:
+        return {
+            "p50": self._percentile(0.5),
+            "p90": self._percentile(0.9),
+            "p99": self._percentile(0.99),
+            "max": self._most or None,
+        }
+
+    def _percentile(self, share: float) -> int | None:
+        left = math.ceil(self._classes.total() * share)
+        for length_class, count in sorted(self._classes.items()):
+            left -= count
+            if left <= 0:
+                return min(round(1.05**length_class), self._most)
+        return None
+
+
+class _Files:
+    """Lines and, where asked for, their twin; and the counts."""
+
+    def __init__(self, name: str, place: Place, recipe: Recipe, *, lines: bool, twin: bool) -> None:
+        self.name = name
+        shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
+        self._outputs = []
+        if lines:
+            self._outputs.append(
+                SplitFiles(place, name, "jsonl", LineWriter, shard_bytes=shard_bytes)
+            )
+        if twin:
+            folder = f"{name}_parquet"
+            make = parquet_writer(name)
+            self._outputs.append(
+                SplitFiles(place, folder, "parquet", make, shard_bytes=shard_bytes)
+            )
+        self._splits = list(recipe.splits)
+        self._rows = 0
+        self._used = 0
+        self._reasons: Counter[str] = Counter()
+        self._lengths = _Lengths()
+
+    def write(self, split: str, line: bytes, *, uses: int = 1) -> None:
+        for output in self._outputs:
+            output.write(split, line)
+        self._rows += 1
+        self._used += uses
+        self._lengths.add(len(line))
+
+    def unused(self, candidate: Candidate, why: Why) -> tuple[Candidate, Why]:
+        self._reasons[why[0]] += 1
+        return candidate, why
+
+    def finish(self) -> dict[str, Any]:
+        files = []
+        for output in self._outputs:
+            written = output.finish()
+            for split in filter(written.__contains__, self._splits):
+                files += [{"split": split, **file.to_json()} for file in written[split]]
+        return {
+            "format": self.name,
+            "rows": self._rows,
+            "used": self._used,
+            "rejected": self._reasons.total(),
+            "rejected_by_reason": dict(sorted(self._reasons.items())),
+            "row_bytes": self._lengths.to_json(),
+            "files": files,
+        }
+
+
+class _RowFiles(_Files):
+    """A format with one row per record."""
+
+    def __init__(self, format: Format, place: Place, recipe: Recipe, **outputs: bool) -> None:
+        super().__init__(format.name, place, recipe, **outputs)
+        self._format = format
+        style = recipe.style.of(format.name)
+        self._style = style if format.splits_calls else style.with_calls("keep")
+
+    def add(
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Candidate, Why]]:
+        for candidate in candidates:
+            if (why := left_out.get(candidate.record["id"])) is not None:
+                yield self.unused(candidate, why)
+                continue
+            try:
+                conversation = styled(candidate.told, self._style)
+                row = self._format.row_of(conversation, self._style)
+            except Rejected as rejected:
+                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
+            else:
+                self.write(split, dumps_row(row))
+
+
+class _RawFiles(_Files):
+    """The records as they are."""
+
+    def add(
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Candidate, Why]]:
+        for candidate in candidates:
+            if (why := left_out.get(candidate.record["id"])) is not None:
+                yield self.unused(candidate, why)
+            else:
+                self.write(split, without_checksum(candidate.line))
+
+
+class _PreferenceFiles(_Files):
+    """Rows out of the samples of one prompt."""
+
+    def __init__(self, name: str, place: Place, recipe: Recipe, **outputs: bool) -> None:
+        super().__init__(name, place, recipe, **outputs)
+        self._style = recipe.style.of(name)
+        self._preference = recipe.preference
+
+    def add(
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Candidate, Why]]:
+        samples: list[tuple[Candidate, Sample]] = []
+        for candidate in candidates:
+            try:
+                sample = sample_of(styled(candidate.told, self._style), self._style)
+            except Rejected as rejected:
+                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
+            else:
+                samples.append((candidate, sample))
+        if self.name == "kto":
+            for _, sample in samples:
+                row = kto_row(sample, threshold=self._preference.threshold)
+                self.write(split, dumps_row(row))
+            return
+        pair = pair_of([s for _, s in samples], min_margin=self._preference.min_margin)
+        if pair is not None:
+            self.write(split, dumps_row(dpo_row(*pair)), uses=2)
+        for candidate, sample in samples:
+            if pair is None or sample not in pair:
+                told = "no other sample differs enough" if pair is None else "others are the pair"
+                yield self.unused(candidate, (Reason.NO_PAIR.value, told))
+
+
+def open_formats(recipe: Recipe, place: Place) -> list[FormatFiles]:
+    """Begin the files of all formats of a recipe. Raises `ConfigError` without pyarrow."""
+    has_twins = "parquet" in recipe.formats
+    alone = has_twins and set(recipe.formats).isdisjoint(TWINNED)
+    formats: list[FormatFiles] = []
+    for name in recipe.row_formats:
+        twin = has_twins and name in TWINNED
+        outputs = {"lines": not (alone and twin), "twin": twin}
+        if name in ROW_FORMATS:
+            formats.append(_RowFiles(ROW_FORMATS[name], place, recipe, **outputs))
+        elif name in GROUP_FORMATS:
+            formats.append(_PreferenceFiles(name, place, recipe, **outputs))
+        elif name == "raw":
+            formats.append(_RawFiles(name, place, recipe, **outputs))
+    return formats

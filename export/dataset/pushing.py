@@ -1,0 +1,66 @@
+"""A dataset on its way to the Hugging Face hub: what would go there, and sending it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from export.dataset.directory import MANIFEST, listed_files
+from export.extras import missing
+from runs.errors import ConfigError, EnvironmentStop
+
+_STAYS = ("rejects.jsonl",)
+"""What quotes conversations that were left out."""
+
+
+def plan(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
+    """What a push would send, for a person to read before it is done."""
+    paths = _paths(manifest)
+    sizes = {path: (directory / path).stat().st_size for path in paths}
+    lines = [f"would send {len(paths)} files, {sum(sizes.values()):,} bytes, to {repo} (private):"]
+    lines += [f"{size:>15,}  {path}" for path, size in sizes.items()]
+    lines += [f"{'stays':>15}  {path}" for path in _STAYS]
+    if manifest["recipe"]["filters"]["secrets"] == "off":
+        lines.append("not scanned for secrets; a recipe with filters: {secrets: all} does it")
+    if manifest["pending"]:
+        lines.append(f"{manifest['pending']:,} tasks of the run are pending and not in it")
+    lines.append("nothing was sent; --push_for_real does it")
+    return "\n".join(lines)
+
+
+def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
+    """Send a dataset to a repository, made private if it is new; gives its address.
+
+    Raises `ConfigError` without huggingface_hub, `EnvironmentStop` where the hub refuses.
+    """
+    import httpx2
+
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise missing("--push_for_real", "hf") from error
+    api = HfApi()
+    try:
+        api.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repo,
+            repo_type="dataset",
+            folder_path=directory,
+            allow_patterns=_paths(manifest),
+            commit_message=f"Dataset of run {manifest['run']['name']}",
+        )
+    except (HfHubHTTPError, httpx2.HTTPError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        msg = f"{repo}: the hub refused: {reason}. The dataset is whole in {directory}."
+        raise EnvironmentStop(msg) from error
+    except ValueError as error:
+        msg = f"--push_to_hub={repo}: {error}"
+        raise ConfigError(msg) from error
+    return str(done)
+
+
+def _paths(manifest: Mapping[str, Any]) -> list[str]:
+    listed = [file["path"] for file in listed_files(manifest)]
+    return [path for path in sorted([*listed, MANIFEST]) if path not in _STAYS]

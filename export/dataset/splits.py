@@ -1,0 +1,45 @@
+"""Splits by prompt: all samples of a prompt, and all rows with its words, are on one side.
+
+Which side that is depends on the prompt, the seed and the shares alone, so rows that are added
+later move no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from runs.dataset.row import opening_messages
+
+
+class Splits:
+    """Draws the split of each prompt."""
+
+    def __init__(self, shares: Mapping[str, float], *, seed: int) -> None:
+        """`shares` sum to 1."""
+        self._seed = seed
+        self._ends: list[tuple[str, float]] = []
+        end = 0.0
+        for name, share in shares.items():
+            end += share
+            self._ends.append((name, end))
+
+    def of(self, record: Mapping[str, Any]) -> str:
+        """The name of the split that a record belongs to."""
+        if len(self._ends) == 1:
+            return self._ends[0][0]
+        content = f"{self._seed}\n".encode() + _prompt(record)
+        drawn = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
+        return next((name for name, end in self._ends if drawn < end), self._ends[-1][0])
+
+
+def _prompt(record: Mapping[str, Any]) -> bytes:
+    """What the user says in the row; the id of the prompt where the row says nothing known."""
+    try:
+        opening = opening_messages(record["row"], None)
+    except ValueError:
+        return str(record["prompt_id"]).encode()
+    return orjson.dumps([m["content"] for m in opening if m["role"] == "user"])

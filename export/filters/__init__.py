@@ -1,0 +1,1 @@
+"""Which conversations become training rows."""

@@ -1,0 +1,70 @@
+"""Conversations that say the same, or nearly the same, as an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from export.conversation.texts import words_of
+from export.extras import missing
+
+_PERMUTATIONS = 128
+_SEED = 1
+
+
+def said_in(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """All that is said in a conversation; ids and times are no part of it."""
+    return tuple(_said(record, with_results=True))
+
+
+class NearDuplicates:
+    """Finds conversations whose words are those of an earlier one, but for a few.
+
+    Compared are the word triples of what the user and the model said, without tool results.
+    Memory grows with the conversations, by about a kilobyte each.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        """`threshold` is the least Jaccard similarity. Raises `ConfigError` without rensa."""
+        try:
+            import rensa
+        except ImportError as error:
+            raise missing("filters.near_duplicates", "quality") from error
+        self._rensa = rensa
+        self._threshold = threshold
+        # The index only proposes; it is set to propose well below the threshold.
+        bands = next(
+            (b for b in (8, 16, 32, 64) if (1 / b) ** (b / _PERMUTATIONS) <= threshold - 0.1), 64
+        )
+        self._index = rensa.RMinHashLSH(threshold, _PERMUTATIONS, bands)
+        self._kept: list[tuple[Any, str]] = []
+        """Sketch and id."""
+
+    def earlier(self, record: Mapping[str, Any]) -> str | None:
+        """The id of an earlier conversation that is nearly the same; if none, this one is kept."""
+        words = words_of(" ".join(_said(record, with_results=False)))
+        triples = {" ".join(words[n : n + 3]) for n in range(max(1, len(words) - 2))}
+        sketch = self._rensa.RMinHash(_PERMUTATIONS, _SEED)
+        sketch.update(sorted(triples))
+        proposed: list[int] = sorted(self._index.query(sketch))
+        for key in proposed:
+            other, name = self._kept[key]
+            if sketch.jaccard(other) >= self._threshold:
+                return name
+        self._index.insert(len(self._kept), sketch)
+        self._kept.append((sketch, str(record["id"])))
+        return None
+
+
+def _said(record: Mapping[str, Any], *, with_results: bool) -> list[str]:
+    said: list[str] = []
+    for message in record["messages"]:
+        role = message["role"]
+        if role == "system" or (role == "tool" and not with_results):
+            continue
+        content = message.get("content")
+        said += (role, content if isinstance(content, str) else "", message.get("reasoning") or "")
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            said += (function["name"], function["arguments"])
+    return said

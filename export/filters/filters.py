@@ -1,0 +1,273 @@
+"""Filters that look at one record: which of them leaves it out, and why.
+
+The reason is the name of the filter in the recipe; the detail says what was found.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from export.conversation.ending import answer_of
+from export.conversation.own_work import has_reasoning, hidden_reasoning, own_of
+from export.conversation.texts import texts_of
+from export.conversation.views import views_of
+from export.filters.contamination import Questions, load_questions
+from export.filters.secrets import Scanner, make_scanner
+from export.filters.verdicts import Verdicts
+from export.recipe import AnswerCheck, Filters
+from runs.errors import ConfigError
+from runs.store.checks import ended_by_wrong_answer, judgement_of
+
+Record = Mapping[str, Any]
+
+_NO_ANSWER = "there is no answer"
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+_COUNTED = (
+    *("min_reasoning", "hidden_reasoning"),
+    *("max_tool_errors", "max_tool_error_share", "invented_tools"),
+    *("min_turns", "max_turns", "min_tool_calls", "max_tool_calls"),
+    *("max_input_tokens", "max_output_tokens", "max_tokens"),
+)
+"""The filters for which what a model did is counted."""
+
+
+class Rejection(NamedTuple):
+    """Why a record is left out."""
+
+    reason: str
+    detail: str
+
+
+class RecordFilters:
+    """The filters of a recipe that look at one record at a time."""
+
+    def __init__(
+        self,
+        filters: Filters,
+        *,
+        threshold: float,
+        verdicts: Verdicts | None = None,
+        with_comparisons: bool = False,
+    ) -> None:
+        """Load what they need. Raises `ConfigError`.
+
+        `verdicts` are those of the judge, asked last; without them nothing is judged. For an
+        export `with_comparisons`, records stay that are of use to those; see `only_compared`.
+        """
+        self._verdicts = verdicts
+        self._with_comparisons = with_comparisons
+        self._filters = filters
+        self._threshold = threshold
+        self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
+        self._wrong = None if filters.answer is None else _answer_check(filters.answer)
+        self._questions: Questions | None = None
+        if filters.evaluation_files:
+            self._questions = load_questions(
+                [Path(file) for file in filters.evaluation_files], words=filters.evaluation_words
+            )
+        self._scanner: Scanner | None = None
+        if filters.secrets != "off":
+            self._scanner = make_scanner(with_detect_secrets=filters.secrets == "all")
+
+    def rejection(self, record: Record) -> Rejection | None:
+        """The first filter that leaves the record out, None if none does."""
+        return next(self._rejections(record), None)
+
+    def only_compared(self, record: Record) -> Rejection | None:
+        """Why a record is not for rows that are to be imitated, but only to be compared with."""
+        status = record["status"]
+        if self._filters.status is None and status != "completed":
+            return _by_status(record)
+        if self._filters.require_passed:
+            judgement = judgement_of(record)
+            if judgement.is_good(self._threshold) is False:
+                return Rejection("require_passed", f"did not pass, reward {judgement.reward:g}")
+        return None
+
+    def _rejections(self, record: Record) -> Iterator[Rejection]:
+        filters = self._filters
+        status = record["status"]
+        if status == "failed":
+            error = record["error"] or {"class": "unknown", "message": ""}
+            yield Rejection("failed", f"{error['class']}: {error['message']}")
+        if filters.status is None:
+            if status != "completed" and not ended_by_wrong_answer(record):
+                yield _by_status(record)
+        elif status not in filters.status and "any" not in filters.status:
+            yield _by_status(record)
+        if not self._with_comparisons and (why := self.only_compared(record)) is not None:
+            yield why
+        if filters.shortened_views == "reject" and record.get("view_compacted"):
+            seen = views_of(record).get("view_compacted", 0)
+            yield Rejection("shortened_views", f"{seen} replies did not see all that was said")
+        if (most := filters.max_interrupted_calls) is not None:
+            interrupted = sum(len(resume["interrupted"]) for resume in record["resumes"])
+            if interrupted > most:
+                yield Rejection("max_interrupted_calls", f"{interrupted} calls were interrupted")
+        if self._counts:
+            yield from _counts(record, filters)
+        yield from self._judged(record)
+        if self._questions is not None and (found := self._questions.overlap(record)):
+            yield Rejection("evaluation_files", found)
+        if self._scanner is not None:
+            for place, text in texts_of(record):
+                if kind := self._scanner(text):
+                    yield Rejection("secrets", f"{place}: {kind}")
+        if self._verdicts is not None and (objection := self._verdicts.objection(record)):
+            yield Rejection(*objection)
+
+    def _judged(self, record: Record) -> Iterator[Rejection]:
+        filters = self._filters
+        judgement = judgement_of(record)
+        reward = judgement.reward
+        told = "no reward" if reward is None else f"reward {reward:g}"
+        if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
+            yield Rejection("min_reward", told)
+        if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
+            yield Rejection("max_reward", told)
+        if filters.passed is not None:
+            found = judgement.is_good(self._threshold)
+            if found is not filters.passed:
+                outcome = {None: "was not checked", True: "passed", False: "did not pass"}[found]
+                yield Rejection("passed", outcome)
+        if self._wrong is not None and (wrong := self._wrong(record)):
+            yield Rejection("answer", wrong)
+
+
+def _by_status(record: Record) -> Rejection:
+    reason = record.get("status_reason") or "ended early"
+    return Rejection("status", f"{record['status']}: {reason}")
+
+
+def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
+    """By what this run's model did: turns that the prompt gave or the parent made are not its."""
+    own = own_of(record)
+    turns, replies = len(own.turns), own.messages
+    if filters.min_reasoning is not None:
+        said = [message for message in replies if message["role"] == "assistant"]
+        share = sum(map(has_reasoning, said)) / len(said) if said else 0.0
+        if share < filters.min_reasoning:
+            yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
+    if filters.hidden_reasoning == "reject" and (hidden := hidden_reasoning(own)):
+        yield Rejection("hidden_reasoning", f"nobody can read the reasoning of {hidden} turns")
+    results = [message for message in replies if message["role"] == "tool"]
+    errors = sum(bool(message.get("is_error")) for message in results)
+    if filters.max_tool_errors is not None and errors > filters.max_tool_errors:
+        yield Rejection("max_tool_errors", f"{errors} calls failed")
+    if (bound := filters.max_tool_error_share) is not None and errors > bound * len(results):
+        yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
+    calls = [call for message in replies for call in message.get("tool_calls") or ()]
+    if filters.invented_tools == "reject":
+        offered = {tool["function"]["name"] for tool in record["tools"] or ()}
+        for call in calls:
+            if (name := call["function"]["name"]) not in offered:
+                yield Rejection("invented_tools", f"{name!r} was not on offer")
+    usage = record["usage"] or {}
+    read, written = usage.get("input_tokens"), usage.get("output_tokens")
+    both = None if read is None or written is None else read + written
+    yield from _bounds("turns", turns, filters.min_turns, filters.max_turns)
+    yield from _bounds("tool_calls", len(calls), filters.min_tool_calls, filters.max_tool_calls)
+    yield from _bounds("input_tokens", read, None, filters.max_input_tokens)
+    yield from _bounds("output_tokens", written, None, filters.max_output_tokens)
+    yield from _bounds("tokens", both, None, filters.max_tokens)
+
+
+def _bounds(
+    what: str, count: int | None, least: int | None, most: int | None
+) -> Iterator[Rejection]:
+    words = what.replace("_", " ")
+    if least is not None and (count is None or count < least):
+        yield Rejection(f"min_{what}", f"{count} {words}")
+    if most is not None and (count is None or count > most):
+        yield Rejection(f"max_{what}", f"{'unknown' if count is None else count} {words}")
+
+
+def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
+    """A function that says what is wrong with the answer of a record, None if nothing is."""
+    if check.function:
+        return _own_check(check.function)
+    is_right: Callable[[str, str], bool] = {
+        "exact": _is_exact,
+        "numeric": lambda answer, expected: _is_close(answer, expected, check.tolerance),
+        "regex": _matches,
+    }[check.match]
+
+    def wrong(record: Record) -> str | None:
+        if (answer := answer_of(record)) is None:
+            return _NO_ANSWER
+        if (expected := record["row"].get(check.column)) is None:
+            return f"the row has no {check.column!r}"
+        try:
+            right = is_right(answer, str(expected))
+        except re.error as error:
+            msg = (
+                f"filters.answer: {record['id']}: {check.column!r} is {expected!r}, no regular "
+                f"expression: {error}; mend that row"
+            )
+            raise ConfigError(msg) from error
+        return None if right else f"not the {check.column!r} of the row"
+
+    return wrong
+
+
+def _own_check(place: str) -> Callable[[Record], str | None]:
+    """The same, where a user's function decides."""
+    hook = load_function(place)
+
+    def wrong(record: Record) -> str | None:
+        if (answer := answer_of(record)) is None:
+            return _NO_ANSWER
+        try:
+            right = bool(hook(answer, record))
+        except (Exception, SystemExit) as error:  # it may do anything
+            msg = (
+                f"filters.answer.function: {place} failed for {record['id']}: "
+                f"{type(error).__name__}: {error}; it is called with the answer and the record"
+            )
+            raise ConfigError(msg) from error
+        return None if right else f"{place} says no"
+
+    return wrong
+
+
+def load_function(place: str) -> Callable[..., Any]:
+    """Import MODULE:FUNCTION; modules in the current directory are found too.
+
+    Raises `ConfigError`.
+    """
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        function = pkgutil.resolve_name(place)
+    except (Exception, SystemExit) as error:  # a user's module may do anything when imported
+        msg = f"filters.answer.function: cannot import {place!r}: {type(error).__name__}: {error}"
+        raise ConfigError(msg) from error
+    if not callable(function):
+        msg = f"filters.answer.function: {place!r} is not callable"
+        raise ConfigError(msg)
+    found: Callable[..., Any] = function
+    return found
+
+
+def _is_exact(answer: str, expected: str) -> bool:
+    return answer.strip().casefold() == expected.strip().casefold()
+
+
+def _is_close(answer: str, expected: str, tolerance: float) -> bool:
+    found, wanted = _NUMBER.findall(answer), _NUMBER.findall(expected)
+    if not found or not wanted:
+        return False
+    got, right = (float(numbers[-1].replace(",", "")) for numbers in (found, wanted))
+    return abs(got - right) <= tolerance * max(1.0, abs(right))
+
+
+def _matches(answer: str, pattern: str) -> bool:
+    return re.search(pattern, answer) is not None

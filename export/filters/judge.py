@@ -1,0 +1,162 @@
+"""Asks a judge model about the answers of a run that it was not asked about before.
+
+Many at the same time, within a bound. A reply counts once its line in `verdicts.jsonl` is synced; a
+kill loses the questions in flight alone. A failure is a line too: its record is left out as
+`judge_failed`, and the next export asks again. Rejected credentials, no credit, and an endpoint
+that fails before it ever answered stop the export.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
+from agent.models.model import Model, ModelSettings, Request
+from agent.models.resolve import open_model, read_key
+from export.filters.verdicts import NAME, Question, Questions, read_verdicts
+from export.recipe import Judge
+from runs.errors import ConfigError, EnvironmentStop
+from runs.process.console import say
+from runs.store.checksum import with_checksum
+from runs.store.files import AppendFile, alone_in, repair_tail
+
+Record = Mapping[str, Any]
+
+
+class _Asked(NamedTuple):
+    """One question with its outcome."""
+
+    line: dict[str, Any]
+    failure: ModelError | None
+
+
+def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
+    """Ask about each of `records` whose question has no reply on disk.
+
+    Raises `ConfigError` without a key, `EnvironmentStop`, and `RunLocked`.
+    """
+    questions = Questions(judge)
+    path = run_dir / NAME
+    refusal = f"{path}: another export asks the judge now; wait until it has ended"
+    with alone_in(run_dir, refusal):
+        repair_tail(path, run_dir / "quarantine")
+        answered = {kept.key for kept in read_verdicts(path) if kept.has_reply}
+        has_answered = bool(answered)
+        left = _unanswered(records, questions, answered)
+        first = next(left, None)
+        if first is None:
+            return
+        try:
+            api_key = read_key(questions.settings)
+        except ValueError as error:
+            msg = f"filters.judge: {error}"
+            raise ConfigError(msg) from error
+        file = AppendFile(path)
+        try:
+            asking = _Asking(judge, questions.settings, file, api_key, has_answered=has_answered)
+            asyncio.run(asking.ask_all(chain([first], left)))
+        finally:
+            file.close()
+    cost = f", ${asking.cost_usd:.4f}" if asking.cost_usd else ""
+    say(f"judge {judge.model}: {asking.asked:,} asked, {asking.failed:,} failed{cost}")
+
+
+def _unanswered(
+    records: Iterable[Record], questions: Questions, answered: set[str]
+) -> Iterator[tuple[str, Question]]:
+    """Ids of records and what is to be asked about them, each question once."""
+    for record in records:
+        question = questions.about(record)
+        if question is not None and question.key not in answered:
+            answered.add(question.key)
+            yield record["id"], question
+
+
+class _Asking:
+    """The questions of one export."""
+
+    def __init__(
+        self,
+        judge: Judge,
+        settings: ModelSettings,
+        file: AppendFile,
+        api_key: str,
+        *,
+        has_answered: bool,
+    ) -> None:
+        self._judge = judge
+        self._settings = settings
+        self._file = file
+        self._api_key = api_key
+        self._has_answered = has_answered
+        self.asked = self.failed = 0
+        self.cost_usd = 0.0
+
+    async def ask_all(self, questions: Iterable[tuple[str, Question]]) -> None:
+        """Hold `max_in_flight` questions at the endpoint until none is left."""
+        model = open_model(
+            self._settings, api_key=self._api_key, on_retry=lambda retry: say(str(retry))
+        )
+        in_flight: set[asyncio.Task[_Asked]] = set()
+        try:
+            for record_id, question in questions:
+                asked = self._ask(model, record_id, *question)
+                in_flight.add(asyncio.create_task(asked))
+                if len(in_flight) >= self._judge.max_in_flight:
+                    in_flight = await self._keep_finished(in_flight)
+            while in_flight:
+                in_flight = await self._keep_finished(in_flight)
+        finally:
+            for task in in_flight:
+                task.cancel()
+            await asyncio.gather(*in_flight, return_exceptions=True)
+            await model.close()
+
+    async def _ask(self, model: Model, record_id: str, key: str, text: str) -> _Asked:
+        line = {"key": key, "id": record_id, "judge": self._judge.model}
+        try:
+            reply = await model.complete(Request([{"role": "user", "content": text}]))
+        except ModelError as error:
+            return _Asked({**line, "reply": None, "error": f"{error.kind}: {error}"}, error)
+        told = {
+            "reply": reply.message.get("content") or "",
+            "error": None,
+            "model": reply.model,
+            "usage": reply.usage,
+            "cost_usd": reply.cost_usd,
+        }
+        return _Asked({**line, **told}, None)
+
+    async def _keep_finished(
+        self, in_flight: set[asyncio.Task[_Asked]]
+    ) -> set[asyncio.Task[_Asked]]:
+        done, rest = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+        found = [task.result() for task in done]
+        at = time.time()
+        lines = (with_checksum(orjson.dumps({**asked.line, "at": at})) for asked in found)
+        self._file.append(b"".join(lines))
+        self._file.sync()
+        self.asked += len(found)
+        self.cost_usd += sum(asked.line.get("cost_usd") or 0.0 for asked in found)
+        failures = [asked.failure for asked in found if asked.failure is not None]
+        self.failed += len(failures)
+        self._has_answered = self._has_answered or len(failures) < len(found)
+        for failure in failures:
+            silent = not self._has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
+            if failure.action == "stop_run" or silent:
+                for task in rest:
+                    task.cancel()
+                await asyncio.gather(*rest, return_exceptions=True)
+                msg = (
+                    f"filters.judge: {failure.kind}: {failure}. What was judged is kept; mend "
+                    "that and export again to go on."
+                )
+                raise EnvironmentStop(msg)
+        return rest

@@ -1,0 +1,145 @@
+"""What a judge model said of answers, kept beside the records: no question is paid twice.
+
+`verdicts.jsonl` in the run directory holds a line per reply or failure, appended and synced before
+it counts: {"key", "id", "judge", "reply" (null where it failed), "error" (null where it did not),
+"model", "usage", "cost_usd", "at"}. The key stands for the judge and for all that it was shown, so
+records that put the same question share an answer, and another judge or prompt is asked anew. Of a
+key the last line counts. An export looks at nothing but these lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from agent.models.model import ModelSettings
+from agent.models.resolve import known_at, resolve_model
+from export.conversation.ending import answer_of
+from export.recipe import Judge
+from runs.errors import ConfigError
+from runs.store.checksum import read_object
+from runs.store.records import lines_from
+
+NAME = "verdicts.jsonl"
+
+_PLACES = re.compile(r"\{(question|answer|expected)\}")
+
+
+class Question(NamedTuple):
+    """What the judge is asked about one record."""
+
+    key: str
+    text: str
+
+
+class Kept(NamedTuple):
+    """Where a verdict lies, and on which question."""
+
+    key: str
+    offset: int
+    has_reply: bool
+
+
+class Questions:
+    """Makes the questions of one judge."""
+
+    def __init__(self, judge: Judge) -> None:
+        """Raises `ConfigError` for a model that is not known."""
+        self._judge = judge
+        self.settings = _settings(judge)
+        told = {name: getattr(self.settings, name) for name in ("name", "api", "base_url")}
+        self._of_judge = {**told, "temperature": judge.temperature, "max_tokens": judge.max_tokens}
+
+    def about(self, record: Mapping[str, Any]) -> Question | None:
+        """The question about a record, None where it has no answer."""
+        answer = answer_of(record)
+        if answer is None:
+            return None
+        expected = record["row"].get(self._judge.column)
+        said = {
+            "question": "\n\n".join(_asked(record)),
+            "answer": answer,
+            "expected": "(not given)" if expected is None else str(expected),
+        }
+        # One pass, so that what a text holds is never taken for a place.
+        text = _PLACES.sub(lambda place: said[place[1]], self._judge.prompt)
+        content = orjson.dumps([self._of_judge, text])
+        return Question(blake2b(content, digest_size=16).hexdigest(), text)
+
+
+class Verdicts:
+    """The replies that are on disk; holds the place of each, not the reply."""
+
+    def __init__(self, run_dir: Path, judge: Judge) -> None:
+        """A torn last line says nothing yet. Raises `ConfigError`."""
+        self._path = run_dir / NAME
+        self._judge = judge
+        self._questions = Questions(judge)
+        self._right, self._wrong = re.compile(judge.right), re.compile(judge.wrong)
+        self._offsets = {kept.key: kept.offset for kept in read_verdicts(self._path)}
+
+    def objection(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Why a record is left out, as reason and detail; None where the answer was found right."""
+        question = self._questions.about(record)
+        if question is None:
+            return "judge", "there is no answer"
+        if (offset := self._offsets.get(question.key)) is None:
+            return "judge_failed", "the judge was not asked"
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            line = orjson.loads(file.readline())
+        if line["reply"] is None:
+            return "judge_failed", line["error"]
+        *_, last = line["reply"].strip().splitlines() or [""]
+        is_right, is_wrong = (bool(one.search(last)) for one in (self._right, self._wrong))
+        if is_right == is_wrong:
+            return "judge_failed", f"neither right nor wrong: {last[-200:]!r}"
+        return None if is_right else ("judge", f"{self._judge.model} found it wrong")
+
+
+def read_verdicts(path: Path) -> Iterator[Kept]:
+    """All lines, without what they say; raises `ConfigError` for one that is none of ours."""
+    for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
+        try:
+            line = read_object(content)
+            key, said = line["key"], line["error"] if line["reply"] is None else line["reply"]
+            if not (isinstance(key, str) and isinstance(said, str)):
+                raise TypeError(key)
+        except (ValueError, KeyError, TypeError) as error:
+            msg = (
+                f"{path}:{number}: not a verdict; `verify --repair` sets it aside, and its "
+                "question is asked again"
+            )
+            raise ConfigError(msg) from error
+        yield Kept(key, offset, line["reply"] is not None)
+
+
+def _settings(judge: Judge) -> ModelSettings:
+    try:
+        settings = resolve_model(
+            judge.model,
+            base_url=judge.base_url,
+            api=None if judge.base_url is None or known_at(judge.base_url) else "openai_chat",
+            key_env=judge.key_env,
+            temperature=judge.temperature,
+            max_tokens=judge.max_tokens,
+            call_attempts=judge.call_attempts,
+        )
+    except ValueError as error:
+        msg = f"filters.judge.model: {error}"
+        raise ConfigError(msg) from error
+    if settings.base_url is None:
+        msg = f"filters.judge.model: {judge.model!r} plays scripts of rows and judges nothing"
+        raise ConfigError(msg)
+    return settings
+
+
+def _asked(record: Mapping[str, Any]) -> list[str]:
+    """What the user said."""
+    said = (m.get("content") for m in record["messages"] if m["role"] == "user")
+    return [text for text in said if isinstance(text, str)]

@@ -1,0 +1,219 @@
+"""Conversations as documents of the Agent Trajectory Interchange Format, ATIF-v1.8.
+
+One document per line. A step is a message of the system or a user, or a turn of the model with its
+calls, their results and what it cost. Turns that the prompt brought along are copied context,
+which the format keeps out of training.
+
+Conversations of subagents and stages are documents inside the document of the one that had them,
+at any depth; the result of the call that started one refers to it. One that no rule can be made
+to fit (arguments that are no JSON, say) is named in `extra` and left out: its caller saw nothing of
+it but the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from agent.models.parsing import count_or_none
+from export.conversation.own_work import own_of
+from export.conversation.reading import Conversation, Turn, metadata_of, read_entries, system_of
+from export.conversation.style import Style, styled
+from export.conversation.tolerance import STRICT, Flaw
+from export.conversation.validity import Reason, Rejected
+from runs.store.checks import judgement_of
+from toolsets.exact_json import within_64_bits
+
+SCHEMA_VERSION = "ATIF-v1.8"
+
+_TOLERANCE = STRICT.of("atif")
+
+_TOTALS = "The totals of tokens and cost include those of all inner conversations."
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """The document of a conversation; calls of a turn stay together whatever the style says."""
+    _TOLERANCE.refuse(conversation.flaws)
+    record = conversation.record
+    agent = {
+        "name": "batch-trajectories",
+        "version": (record.get("versions") or {}).get("batch-trajectories") or "unknown",
+        "model_name": record["model_returned"] or record["model"],
+        "tool_definitions": list(conversation.tools),
+    }
+    reward = judgement_of(record).reward
+    extra = within_64_bits(
+        {
+            "completed": conversation.completed,
+            **({} if reward is None else {"reward": reward}),
+            **metadata_of(conversation),
+        }
+    )
+    return _document(
+        conversation, style, record["id"], session=record["id"], agent=agent, extra=extra
+    )
+
+
+def _document(
+    conversation: Conversation,
+    style: Style,
+    name: str,
+    *,
+    session: str,
+    agent: dict[str, Any],
+    extra: dict[str, Any],
+) -> dict[str, Any]:
+    """A document named `name`, with those of inner conversations in it."""
+    record = conversation.record
+    inside: dict[str, dict[str, Any]] = {}
+    left_out = []
+    for inner in record.get("inner") or ():
+        try:
+            told = styled(_read_inner(inner), style)
+            inside[inner["key"]] = _document(
+                told,
+                style,
+                f"{name}/{inner['key']}",
+                session=session,
+                agent={
+                    "name": inner["name"],
+                    "version": agent["version"],
+                    "model_name": inner["model_returned"] or agent["model_name"],
+                },
+                extra={"key": inner["key"]},
+            )
+        except Rejected as rejected:
+            left_out.append({"key": inner["key"], "name": inner["name"], "reason": str(rejected)})
+    references = {key: f"{name}/{key}" for key in inside}
+    replies = _replies_by_turn(conversation)
+    steps: list[dict[str, Any]] = []
+    if conversation.system and style.has_system(by_default=True):
+        steps.append({"source": "system", "message": conversation.system})
+    for entry in conversation.entries:
+        if isinstance(entry, str):
+            steps.append({"source": "user", "message": entry})
+        else:
+            steps.append(_agent_step(entry, replies.get(entry.number, []), references))
+    usage = record["usage"] or {}
+    metrics = {
+        "total_prompt_tokens": usage.get("input_tokens"),
+        "total_completion_tokens": usage.get("output_tokens"),
+        "total_cached_tokens": usage.get("cache_read_tokens"),
+        "total_cost_usd": record.get("cost_usd"),
+        "total_steps": len(steps),
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "session_id": session,
+        "trajectory_id": name,
+        "agent": agent,
+        "steps": [{"step_id": n, **step} for n, step in enumerate(steps, start=1)],
+        **({"notes": _TOTALS} if record.get("inner") else {}),
+        "final_metrics": _known(metrics),
+        "extra": {**extra, **({"subagents_left_out": left_out} if left_out else {})},
+        **({"subagent_trajectories": list(inside.values())} if inside else {}),
+    }
+
+
+def _read_inner(inner: Mapping[str, Any]) -> Conversation:
+    """The conversation of a subagent or a stage; raises Rejected.
+
+    Its record does not repeat which tools were on offer, so those that it called count as such.
+    """
+    if not inner["turns"]:
+        raise Rejected(Reason.NO_REPLY, "the model never replied")
+    messages = inner["messages"]
+    called = {
+        call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
+    }
+    flaws: list[Flaw] = []
+    offered = [{"function": {"name": name}} for name in sorted(called)]
+    entries = read_entries(messages, offered, flaws)
+    _TOLERANCE.refuse(flaws)
+    return Conversation(
+        system=system_of(messages),
+        entries=entries,
+        tools=(),
+        completed=True,
+        record=inner,
+        own=own_of(inner),
+        metadata={},
+        num_tool_calls=0,
+    )
+
+
+def _agent_step(
+    turn: Turn, replies: list[Mapping[str, Any]], references: Mapping[str, str]
+) -> dict[str, Any]:
+    step: dict[str, Any] = {"source": "agent", "message": turn.text.rstrip()}
+    if replies:
+        step["timestamp"] = datetime.fromtimestamp(replies[0]["started_at"], UTC).isoformat()
+    if turn.reasoning:
+        step["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        step["tool_calls"] = [
+            {
+                "tool_call_id": call.id,
+                "function_name": call.name,
+                "arguments": call.value,
+            }
+            for call in turn.calls
+        ]
+    if turn.results:
+        step["observation"] = {
+            "results": [
+                {
+                    "source_call_id": result.id,
+                    "content": result.content,
+                    **(
+                        {"subagent_trajectory_ref": [{"trajectory_id": references[result.id]}]}
+                        if result.id in references
+                        else {}
+                    ),
+                    **({"extra": {"is_error": True}} if result.is_error else {}),
+                }
+                for result in turn.results
+            ]
+        }
+    if turn.is_given:
+        step["is_copied_context"] = True
+    elif replies:
+        step["llm_call_count"] = len(replies)
+        if metrics := _metrics(replies):
+            step["metrics"] = metrics
+    return step
+
+
+def _metrics(replies: list[Mapping[str, Any]]) -> dict[str, Any]:
+    usages = [reply["usage"] or {} for reply in replies]
+    return _known(
+        {
+            "prompt_tokens": _sum(count_or_none(one.get("input_tokens")) for one in usages),
+            "completion_tokens": _sum(count_or_none(one.get("output_tokens")) for one in usages),
+            "cached_tokens": _sum(count_or_none(one.get("cache_read_tokens")) for one in usages),
+            "cost_usd": _sum(reply.get("cost_usd") for reply in replies),
+        }
+    )
+
+
+def _sum(numbers: Any) -> Any:
+    """The sum, None where any is unknown."""
+    known = list(numbers)
+    return None if None in known else sum(known)
+
+
+def _known(members: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in members.items() if value is not None}
+
+
+def _replies_by_turn(conversation: Conversation) -> dict[int, list[Mapping[str, Any]]]:
+    """The replies that each turn is made of, in order: several where the provider paused it."""
+    left = list(conversation.record["turns"])
+    found = {}
+    for turn in reversed(conversation.own_turns):
+        count = min(turn.replies, len(left))
+        if count:
+            found[turn.number] = left[-count:]
+            del left[-count:]
+    return found

@@ -1,0 +1,186 @@
+"""Turns one trajectory record into one row of ShareGPT training data in the Hermes dialect.
+
+Pure: nothing is read but the record, and the row holds no times and no places, so the same
+conversation gives the same bytes wherever and whenever it ran. A record converts whole or raises
+Rejected; no turn is repaired, shortened or invented. Keys of a record that are not named here are
+not read.
+
+The system preamble, `hermes_system_prompt.txt`, is word for word the function-calling prompt
+that Nous Research published for its Hermes models, as hermes-agent writes it into trajectories.
+Models were trained on this wording: it belongs to the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from export.conversation.own_work import Own
+from export.conversation.reading import (
+    Conversation,
+    Entry,
+    Turn,
+    metadata_of,
+    read_conversation,
+    read_entries,
+    refuse_control_tokens,
+    with_hidden_reasoning,
+)
+from export.conversation.row_json import (
+    Repeated,
+    compact_json,
+    content_json,
+    escape_markers,
+    write_json,
+)
+from export.conversation.style import Style
+from export.conversation.tolerance import Flaw
+
+T = TypeVar("T")
+
+_NO_REASONING = "<think>\n</think>\n"
+"""Stands in front of a turn without reasoning, so that every turn opens with a think block."""
+
+_PLAIN = Style()
+
+
+def to_row(
+    record: Mapping[str, Any], own: Own | None = None, style: Style = _PLAIN
+) -> dict[str, Any]:
+    """Convert a record; raises Rejected where it breaks a rule of the format.
+
+    A record that ended early converts too, with `completed` false: the caller decides which
+    file it belongs to. `own` is that of `read_conversation`.
+    """
+    return row_of(read_conversation(record, own), style)
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """The row of a conversation; its system prompt is in it only if asked for. Raises Rejected."""
+    record = conversation.record
+    columns = common_columns(conversation)
+    system = conversation.system if style.has_system(by_default=False) else ""
+    style.tolerance.refuse(conversation.flaws)
+    refuse_control_tokens(system, style.tolerance, where="system message")
+    tools, preamble = once(conversation.tools, _tools_and_preamble)
+    return {
+        "id": record["id"],
+        "conversations": _conversations(conversation.entries, preamble, style, system=system),
+        "tools": tools,
+        "completed": conversation.completed,
+        "partial": not conversation.completed,
+        "api_calls": record["api_calls"],
+        **columns,
+    }
+
+
+def common_columns(conversation: Conversation) -> dict[str, Any]:
+    """The columns that rows of all formats end with."""
+    metadata = metadata_of(conversation)
+    return {
+        "num_turns": conversation.num_turns,
+        "num_tool_calls": conversation.num_tool_calls,
+        "has_reasoning": metadata["reasoning"]["with_reasoning"] > 0,
+        "metadata": compact_json(metadata),
+    }
+
+
+def to_conversations(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    turns: Sequence[Mapping[str, Any]] = (),
+) -> list[dict[str, str]]:
+    """The messages as system, human, gpt and tool entries; raises Rejected.
+
+    The system entry is generated from `tools`; the system messages of the record are left out.
+    All results of a turn share one tool entry, in the order of the calls they answer, and a turn
+    that the provider paused is one gpt entry with its continuation. `turns` are those of the last
+    replies, as far as they are known.
+    """
+    _, preamble = once(tools, _tools_and_preamble)
+    flaws: list[Flaw] = []
+    entries = read_entries(messages, tools, flaws)
+    _PLAIN.tolerance.refuse(flaws)
+    entries = with_hidden_reasoning(entries, messages, turns)
+    return _conversations(entries, preamble, _PLAIN, system="")
+
+
+def _conversations(
+    entries: Sequence[Entry], preamble: str, style: Style, *, system: str
+) -> list[dict[str, str]]:
+    no_reasoning = _NO_REASONING if style.empty_think == "keep" else ""
+    value = f"{preamble}\n\n{system}" if system else preamble
+    conversations = [{"from": "system", "value": value}]
+    for entry in entries:
+        if isinstance(entry, str):
+            conversations.append({"from": "human", "value": entry})
+            continue
+        conversations.append({"from": "gpt", "value": _gpt_value(entry, no_reasoning)})
+        if entry.results:
+            conversations.append({"from": "tool", "value": _tool_value(entry)})
+    return conversations
+
+
+def once(tools: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Mapping[str, Any]]], T]) -> T:
+    """What `make` makes of tools: most records of a run are offered the same ones."""
+    try:
+        made: T = _cached(orjson.dumps(tools), make)
+    except TypeError:  # halves of surrogate pairs, or numbers beyond 64 bits
+        return make(tools)
+    return made
+
+
+@lru_cache(maxsize=256)
+def _cached(tools: bytes, make: Callable[[Sequence[Mapping[str, Any]]], Any]) -> Any:
+    return make(orjson.loads(tools))
+
+
+def _tools_and_preamble(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The tools on offer as a JSON list, and the system message that offers them."""
+    signatures = [
+        {
+            "name": tool["function"]["name"],
+            "description": tool["function"].get("description") or "",
+            "parameters": tool["function"].get("parameters") or {},
+            "required": None,
+        }
+        for tool in tools
+    ]
+    # One replacement in the template alone: what a tool's description says is never a marker.
+    preamble = _template().replace("{tools}", escape_markers(write_json(signatures)))
+    return Repeated(write_json(tools)), Repeated(preamble)
+
+
+@cache
+def _template() -> str:
+    path = Path(__file__).with_name("hermes_system_prompt.txt")
+    return path.read_text(encoding="utf-8").removesuffix("\n")
+
+
+def _gpt_value(turn: Turn, no_reasoning: str) -> str:
+    if turn.reasoning:
+        parts = [f"<think>\n{turn.reasoning}\n</think>\n"]
+    else:
+        # Reasoning that nobody can read is not the same as none: it must not teach not to think.
+        parts = ["" if turn.hides_reasoning else no_reasoning]
+    if turn.text:
+        parts.append(f"{turn.text}\n")
+    for call in turn.calls:
+        body = escape_markers(f'{{"name": {write_json(call.name)}, "arguments": {call.arguments}}}')
+        parts.append(f"<tool_call>\n{body}\n</tool_call>\n")
+    return "".join(parts).rstrip()
+
+
+def _tool_value(turn: Turn) -> str:
+    blocks = []
+    for result in turn.results:
+        of_call = f'{{"tool_call_id": {write_json(result.id)}, "name": {write_json(result.name)},'
+        content = escape_markers(content_json(result.content))
+        blocks.append(
+            f'<tool_response>\n{escape_markers(of_call)} "content": {content}}}\n</tool_response>'
+        )
+    return "\n".join(blocks)

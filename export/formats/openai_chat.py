@@ -1,0 +1,132 @@
+"""Conversations as chat messages with tool calls: what the `messages` of trainers are.
+
+Absent keys are left out, content is always a string, and arguments are objects, as chat templates
+want them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from export.conversation.reading import Conversation, Entry, Turn, refuse_control_tokens
+from export.conversation.row_json import (
+    TOOL_CALL,
+    TOOL_RESPONSE,
+    Repeated,
+    Token,
+    control_token,
+    holds_structure,
+    write_json,
+)
+from export.conversation.style import Style
+from export.conversation.tolerance import Flaw, Tolerance
+from export.conversation.validity import Reason, Rejected
+from export.formats import hermes
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """One row of `messages`, `tools` (a JSON string) and the common columns; raises Rejected."""
+    return {
+        "id": conversation.record["id"],
+        "messages": messages_of(conversation, style),
+        "tools": tools_json(conversation, style.tolerance),
+        "completed": conversation.completed,
+        **hermes.common_columns(conversation),
+    }
+
+
+def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]]:
+    """The conversation as messages; raises Rejected where text would be read as structure."""
+    style.tolerance.refuse(conversation.flaws)
+    inline = style.is_inline(by_default=False)
+    messages = []
+    if conversation.system and style.has_system(by_default=True):
+        refuse_control_tokens(conversation.system, style.tolerance, where="system message")
+        messages.append({"role": "system", "content": conversation.system})
+    for entry in conversation.entries:
+        messages.extend(_messages(entry, style.tolerance, inline=inline))
+    return messages
+
+
+def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:
+    """The tools on offer as a JSON list in a string; raises Rejected."""
+    text, token = hermes.once(conversation.tools, _tools_and_token)
+    if token and tolerance.minds(token):
+        raise Rejected(Reason.CONTROL_TOKEN, f"tools: {token.text!r}")
+    return text
+
+
+def _tools_and_token(tools: Sequence[Mapping[str, Any]]) -> tuple[str, Token | None]:
+    text = write_json(tools)
+    return Repeated(text), control_token(text)
+
+
+def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:
+    """Raise Rejected where the result of a call would close its own block, or open another."""
+    for result in turn.results:
+        if holds_structure(result.content):
+            where = f"result of turn {turn.number}"
+            refuse_control_tokens(result.content, tolerance, where=where)
+            if found := TOOL_RESPONSE.search(result.content):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {found[0]}")])
+
+
+def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
+    """Raise Rejected where arguments, once a template has spelt them out, would end their call."""
+    for call in turn.calls:
+        if holds_structure(call.arguments):
+            where = f"arguments of turn {turn.number}"
+            refuse_control_tokens(call.arguments, tolerance, where=where)
+            if found := TOOL_CALL.search(call.arguments):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_ARGUMENTS, f"{where}: {found[0]}")])
+
+
+def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with the arguments of calls as JSON strings, for one Parquet schema."""
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": write_json(call["function"]["arguments"]),
+                    },
+                }
+                for call in message["tool_calls"]
+            ],
+        }
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _messages(entry: Entry, tolerance: Tolerance, *, inline: bool) -> Sequence[dict[str, Any]]:
+    if isinstance(entry, str):
+        return [{"role": "user", "content": entry}]
+    said: dict[str, Any] = {"role": "assistant", "content": entry.text.rstrip()}
+    if entry.reasoning and inline:
+        said["content"] = f"<think>\n{entry.reasoning}\n</think>\n\n{said['content']}".rstrip()
+    elif entry.reasoning:
+        said["reasoning_content"] = entry.reasoning
+    refuse_structure_in_arguments(entry, tolerance)
+    refuse_structure_in_results(entry, tolerance)
+    for call in entry.calls:  # there are templates that spell out the ids of calls
+        refuse_control_tokens(call.id, tolerance, where=f"call id of turn {entry.number}")
+    if entry.calls:
+        said["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.value},
+            }
+            for call in entry.calls
+        ]
+    results = [
+        {"role": "tool", "tool_call_id": result.id, "name": result.name, "content": result.content}
+        for result in entry.results
+    ]
+    return [said, *results]

@@ -1,0 +1,142 @@
+"""Preference data out of the samples of one prompt, for trainers that learn from comparisons.
+
+Messages are those of `export/formats/openai_chat.py`. A prompt is what stands before the model's
+first own turn: of the branches of a conversation all that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from export.conversation.reading import Conversation, Turn, lineage_of, metadata_of
+from export.conversation.row_json import compact_json
+from export.conversation.style import Style
+from export.conversation.validity import Reason, Rejected
+from export.conversation.views import COUNTS
+from export.formats.openai_chat import messages_of, tools_json
+from runs.store.checks import judgement_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation as a trainer of comparisons sees it."""
+
+    conversation: Conversation
+    prompt: Sequence[dict[str, Any]]
+    completion: Sequence[dict[str, Any]]
+    tools: str
+    reward: float
+
+    @property
+    def id(self) -> str:
+        """The id of its record."""
+        return str(self.conversation.record["id"])
+
+
+def sample_of(conversation: Conversation, style: Style) -> Sample:
+    """Read a conversation as a sample; raises Rejected where it has no reward."""
+    reward = judgement_of(conversation.record).reward
+    if reward is None:
+        raise Rejected(Reason.NO_REWARD, "nothing judged this conversation")
+    messages = messages_of(conversation, style)
+    own = sum(
+        1 + len(entry.results)
+        for entry in conversation.entries
+        if isinstance(entry, Turn) and not entry.is_given
+    )
+    # All that follows the model's first own turn is its completion, later user messages too.
+    first = next(
+        n
+        for n, entry in enumerate(conversation.entries)
+        if isinstance(entry, Turn) and not entry.is_given
+    )
+    said = sum(isinstance(entry, str) for entry in conversation.entries[first:])
+    cut = len(messages) - own - said
+    tools = tools_json(conversation, style.tolerance)
+    return Sample(conversation, messages[:cut], messages[cut:], tools, reward)
+
+
+def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
+    """The two samples whose rewards differ most, the better one first.
+
+    They had the same prompt and tools and say different things, and their rewards differ by more
+    than `min_margin`; None without such. Of equal ones the first is taken.
+    """
+    groups: list[list[Sample]] = []
+    for sample in samples:
+        for group in groups:
+            if group[0].prompt == sample.prompt and group[0].tools == sample.tools:
+                group.append(sample)
+                break
+        else:
+            groups.append([sample])
+    pairs = [pair for group in groups if (pair := _extremes(group)) is not None]
+    widest = max(pairs, key=_margin, default=None)
+    return widest if widest is not None and _margin(widest) > min_margin else None
+
+
+def _extremes(samples: Sequence[Sample]) -> tuple[Sample, Sample] | None:
+    """The best sample, and the worst of those that say something else."""
+    best = max(samples, key=_reward)
+    said = _said(best)
+    others = [sample for sample in samples if _said(sample) != said]
+    return (best, min(others, key=_reward)) if others else None
+
+
+def _margin(pair: tuple[Sample, Sample]) -> float:
+    return pair[0].reward - pair[1].reward
+
+
+def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
+    """One row of prompt, chosen and rejected messages."""
+    lineage = lineage_of(chosen.conversation.record)
+    lineage.pop("branch", None)
+    metadata: dict[str, Any] = {
+        "chosen": {"id": chosen.id, "reward": chosen.reward, **_views(chosen)},
+        "rejected": {"id": rejected.id, "reward": rejected.reward, **_views(rejected)},
+        **({"fork": lineage} if lineage else {}),
+    }
+    return {
+        "id": chosen.conversation.record["prompt_id"],
+        "prompt": chosen.prompt,
+        "chosen": chosen.completion,
+        "rejected": rejected.completion,
+        "tools": chosen.tools,
+        "metadata": compact_json(metadata),
+    }
+
+
+def _views(sample: Sample) -> dict[str, int]:
+    metadata = sample.conversation.metadata
+    return {key: metadata[key] for key in COUNTS if metadata.get(key)}
+
+
+def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
+    """One row of a prompt, a completion and whether it is a good one."""
+    return {
+        "id": sample.id,
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "label": bool(judgement_of(sample.conversation.record).is_good(threshold)),
+        "tools": sample.tools,
+        "metadata": compact_json({"reward": sample.reward, **metadata_of(sample.conversation)}),
+    }
+
+
+def _said(sample: Sample) -> list[Any]:
+    """What a completion says; ids of calls are no part of it."""
+    return [
+        (
+            message["role"],
+            message["content"],
+            message.get("reasoning_content"),
+            [call["function"] for call in message.get("tool_calls", ())],
+        )
+        for message in sample.completion
+    ]
+
+
+def _reward(sample: Sample) -> float:
+    return sample.reward

@@ -1,0 +1,60 @@
+"""The formats by name: what makes a row of a conversation, and what a folder of rows needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from export.conversation.reading import Conversation
+from export.conversation.style import Style
+from export.formats import atif, hermes, llamafactory
+from export.formats import openai_chat as chat
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format of rows."""
+
+    name: str
+    row_of: Callable[[Conversation, Style], dict[str, Any]]
+    """Raises Rejected."""
+    has_reasoning_field: bool
+    has_inline_reasoning: bool
+    splits_calls: bool = True
+
+
+def _hermes_row(conversation: Conversation, style: Style) -> dict[str, Any]:
+    return hermes.row_of(conversation, style)
+
+
+ROW_FORMATS: Mapping[str, Format] = {
+    one.name: one
+    for one in (
+        Format("hermes", _hermes_row, has_reasoning_field=False, has_inline_reasoning=True),
+        Format(
+            "llamafactory",
+            llamafactory.row_of,
+            has_reasoning_field=False,
+            has_inline_reasoning=True,
+        ),
+        Format("openai", chat.row_of, has_reasoning_field=True, has_inline_reasoning=True),
+        Format(
+            "atif",
+            atif.row_of,
+            has_reasoning_field=True,
+            has_inline_reasoning=False,
+            splits_calls=False,
+        ),
+    )
+}
+"""Formats that make one row of one conversation."""
+
+GROUP_FORMATS = ("dpo", "kto")
+"""Formats whose rows are made of the samples of one prompt."""
+
+TWINNED = ("hermes", "llamafactory", "openai", "dpo", "kto")
+"""Formats that have a Parquet twin."""
+
+KNOWN = (*ROW_FORMATS, "parquet", *GROUP_FORMATS, "raw")
+"""All names, as a user may give them."""

@@ -1,0 +1,210 @@
+"""Two runs side by side: sums, and the tasks that ended differently."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from report.formatting import count, dollars, one_line
+from report.lookup import stored_entries
+from runs.run_dir import read_run_json
+from runs.store.checks import CheckSums
+from runs.store.records import Entry
+from runs.store.settled import NO_BOUND
+from runs.totals.spending import spent_by
+
+_SHOWN = 10
+_VALUE_CHARS = 60
+
+
+def compare(first: Path, second: Path) -> dict[str, Any]:
+    """Compare the records of two runs by task id, from their directories alone; JSON-ready.
+
+    Keys: `runs` (two sums: see `_sums`), `options` (those that decide what the data is and
+    differ: {name: [first, second]}), `same_dataset`, `both` (tasks that have a record in both),
+    `only` (two lists of ids), `changed` (a list of {"id", "from", "to"} in the order of the first
+    run), `judged_otherwise` (the same for tasks that passed their check in one run alone, with
+    true or false), `paired` (see `_paired`).
+    """
+    runs = [read_run_json(path) for path in (first, second)]
+    entries = [dict(stored_entries(path)) for path in (first, second)]
+    before, after = entries
+    meanings = [run["meaning"] for run in runs]
+    both = [task_id for task_id in before if task_id in after]
+    return {
+        "runs": [
+            {"run_dir": str(path), **_sums(list(found.values())), **_spent(path, run)}
+            for path, run, found in zip((first, second), runs, entries, strict=True)
+        ],
+        "options": {
+            name: [meaning.get(name) for meaning in meanings]
+            for name in sorted(set().union(*meanings))
+            if meanings[0].get(name) != meanings[1].get(name)
+        },
+        "same_dataset": runs[0]["dataset"]["sha256"] == runs[1]["dataset"]["sha256"],
+        "both": len(both),
+        "only": [
+            [task_id for task_id in one if task_id not in other]
+            for one, other in ((before, after), (after, before))
+        ],
+        "changed": [
+            {"id": task_id, "from": before[task_id].status, "to": after[task_id].status}
+            for task_id in both
+            if before[task_id].status != after[task_id].status
+        ],
+        "judged_otherwise": [
+            {"id": task_id, "from": before[task_id].passed, "to": after[task_id].passed}
+            for task_id in both
+            if {before[task_id].passed, after[task_id].passed} == {False, True}
+        ],
+        "paired": _paired([(before[task_id], after[task_id]) for task_id in both]),
+    }
+
+
+def _sums(entries: list[Entry]) -> dict[str, Any]:
+    """Of one run: records, statuses, and sums; tokens and dollars as far as they are known.
+
+    `checks` are those of `runs.store.checks`.
+    """
+    checks = CheckSums()
+    for entry in entries:
+        if entry.reward is not None:
+            checks.add(entry.passed, entry.reward)
+    return {
+        "records": len(entries),
+        "statuses": dict(Counter(sorted(entry.status for entry in entries))),
+        "turns": sum(entry.turns for entry in entries),
+        "turns_median": median(entry.turns for entry in entries) if entries else None,
+        "tool_calls": sum(entry.tool_calls for entry in entries),
+        "input_tokens": sum(entry.input_tokens or 0 for entry in entries),
+        "output_tokens": sum(entry.output_tokens or 0 for entry in entries),
+        "tokens_unknown": sum(None in (e.input_tokens, e.output_tokens) for e in entries),
+        "cost_usd": sum(entry.cost_usd or 0.0 for entry in entries),
+        "cost_unknown": sum(entry.cost_usd is None for entry in entries),
+        "checks": asdict(checks.sums()),
+    }
+
+
+def _spent(path: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """What a run has spent in all, beside what its records that count cost."""
+    spent = spent_by(path, run["config"].get("max_attempts", NO_BOUND))
+    return {"spent_usd": spent.usd, "spent_unknown": spent.unknown}
+
+
+def _paired(pairs: list[tuple[Entry, Entry]]) -> dict[str, float | None]:
+    """Means of second minus first over the tasks that both have and know the number of."""
+    means: dict[str, float | None] = {}
+    for name in ("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "reward"):
+        values = [(getattr(before, name), getattr(after, name)) for before, after in pairs]
+        known = [b - a for a, b in values if a is not None and b is not None]
+        means[name] = fmean(known) if known else None
+    return means
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """A comparison for a person."""
+    first, second = found["runs"]
+    rows: list[tuple[str, ...]] = [
+        ("", first["run_dir"], second["run_dir"], "difference per common task")
+    ]
+    paired = found["paired"]
+    for status in sorted(first["statuses"] | second["statuses"]):
+        rows.append((status, *(_share(run, status) for run in found["runs"]), ""))
+    for name in ("records", "turns", "tool_calls", "input_tokens", "output_tokens"):
+        mean = paired.get(name)
+        per_task = "" if mean is None else f"{mean:+,.2f}"
+        rows.append((name, count(first[name]), count(second[name]), per_task))
+    mean = paired["cost_usd"]
+    rows.append(
+        ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
+    )
+    rows.append(("spent in all", *map(_spent_in_words, found["runs"]), ""))
+    rows += _checks(found)
+    widths = [max(len(row[n]) for row in rows) for n in range(3)]
+    lines = [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
+        for row in rows
+    ]
+    lines += ["", f"{count(found['both'])} tasks have a record in both{_beside(found['only'])}"]
+    if not found["same_dataset"]:
+        lines.append("the datasets differ")
+    lines += [
+        f"option {name}: {one_line(str(a), _VALUE_CHARS)} -> {one_line(str(b), _VALUE_CHARS)}"
+        for name, (a, b) in found["options"].items()
+    ]
+    return "\n".join(lines + _changes(found["changed"]) + _judged(found["judged_otherwise"]))
+
+
+def _changes(changed: list[dict[str, str]]) -> list[str]:
+    if not changed:
+        return ["every one of them has the same status in both"]
+    kinds = Counter((change["from"], change["to"]) for change in changed)
+    lines = [f"{count(len(changed))} of them have another status:"]
+    for (before, after), number in kinds.most_common():
+        ids = [
+            change["id"] for change in changed if (change["from"], change["to"]) == (before, after)
+        ]
+        lines.append(f"  {before} -> {after}: {count(number)}: {_listed(ids)}")
+    return lines
+
+
+def _checks(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows of what was checked, where anything was."""
+    checks = [run["checks"] for run in found["runs"]]
+    if not any(one["checked"] for one in checks):
+        return []
+    passed = [
+        f"{count(one['passed'])} of {count(one['checked'])}"
+        + ("" if one["pass_rate"] is None else f" ({one['pass_rate']:.1f}%)")
+        for one in checks
+    ]
+    mean = found["paired"]["reward"]
+    rewards = ["-" if one["mean_reward"] is None else f"{one['mean_reward']:g}" for one in checks]
+    return [
+        ("passed", *passed, ""),
+        ("reward", *rewards, "" if mean is None else f"{mean:+,.4f}"),
+    ]
+
+
+def _judged(judged_otherwise: list[dict[str, Any]]) -> list[str]:
+    """Which tasks passed their check in one run alone."""
+    lines = []
+    for which, passed_later in (("first", False), ("second", True)):
+        ids = [change["id"] for change in judged_otherwise if change["to"] is passed_later]
+        if ids:
+            lines.append(f"passed only in the {which}: {count(len(ids))}: {_listed(ids)}")
+    return lines
+
+
+def _listed(ids: list[str]) -> str:
+    more = f", and {count(len(ids) - _SHOWN)} more (--json has all)" if len(ids) > _SHOWN else ""
+    return ", ".join(one_line(name, _VALUE_CHARS) for name in ids[:_SHOWN]) + more
+
+
+def _share(run: dict[str, Any], status: str) -> str:
+    number = run["statuses"].get(status, 0)
+    return f"{count(number)} ({100 * number / run['records']:.1f}%)" if run["records"] else "0"
+
+
+def _cost(run: dict[str, Any]) -> str:
+    return _dollars(run["cost_usd"], run["cost_unknown"])
+
+
+def _spent_in_words(run: dict[str, Any]) -> str:
+    return _dollars(run["spent_usd"], run["spent_unknown"])
+
+
+def _dollars(known: float, unknown: int) -> str:
+    return dollars(known) + (f" + {count(unknown)} unknown" if unknown else "")
+
+
+def _beside(only: list[list[str]]) -> str:
+    words = [
+        f"{count(len(ids))} only in the {which}"
+        for which, ids in zip(("first", "second"), only, strict=True)
+        if ids
+    ]
+    return f"; {', '.join(words)}" if words else ""

@@ -1,0 +1,125 @@
+"""What the report's table and charts know of a trajectory, without its messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent.messages import Message
+from agent.reasoning import split_inline_reasoning
+from agent.state.tally import failure_of
+from export.conversation.own_work import Own, has_reasoning, own_of
+from runs.store.checks import judgement_of
+from runs.store.index import own_work
+
+_SNIPPET_CHARS = 140
+
+NOT_OFFERED = "(not offered)"
+"""Stands for all tools that a model invented: their names have no end."""
+
+
+def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of the table, JSON-ready and small.
+
+    `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with the kind `reported`
+    for what a tool itself reported; `duration_s` is the time at work (see `seconds_at_work`);
+    `flags` name what is unusual about the conversation.
+    """
+    own = own_of(record)
+    turns, replies = own.turns, own.messages
+    asked = _last_content(record["messages"][: own.start], "user")
+    usage = record["usage"] or {}
+    error = record["error"] or {}
+    judgement = judgement_of(record)
+    tools = _tools(record, own)
+    return {
+        "id": record["id"],
+        "status": record["status"],
+        "reason": record["status_reason"],
+        "error": error.get("class"),
+        "prompt": _snippet(asked or _prompt(record["row"])),
+        "answer": _snippet(_last_content(replies, "assistant")),
+        "model": record["model"],
+        "turns": len(turns),
+        "calls": sum(calls for calls, _ in tools.values()),
+        "failed_calls": sum(failed for _, failed in tools.values()),
+        "input_tokens": usage.get("input_tokens"),
+        "output_tokens": usage.get("output_tokens"),
+        "cached_tokens": usage.get("cache_read_tokens"),
+        "cost_usd": record["cost_usd"],
+        "duration_s": round(seconds_at_work(record), 3),
+        "started_at": turns[0]["started_at"] if turns else None,
+        "finished_at": record["finished_at"],
+        "passed": judgement.passed,
+        "reward": judgement.reward,
+        "reasoned": sum(has_reasoning(reply) for reply in replies if reply["role"] == "assistant"),
+        "tools": tools,
+        "failures": Counter(failure_of(m) or "reported" for m in replies if m.get("is_error")),
+        "flags": flags_of(record),
+    }
+
+
+def seconds_at_work(record: Mapping[str, Any]) -> float:
+    """Seconds of model calls and tool calls, those of one turn that ran side by side once.
+
+    Of a branch without those of its parent.
+
+    Not from the first to the last moment, for a conversation may lie still between two starts.
+    """
+    spans: dict[int, tuple[float, float]] = {}
+    turns, calls = own_work(record)
+    for call in calls:
+        began, ended = call["started_at"], call["started_at"] + call["duration_s"]
+        before = spans.get(call["turn"], (began, ended))
+        spans[call["turn"]] = (min(began, before[0]), max(ended, before[1]))
+    return float(
+        sum(turn["duration_s"] for turn in turns)
+        + sum(ended - began for began, ended in spans.values())
+    )
+
+
+def flags_of(record: Mapping[str, Any]) -> list[str]:
+    """What is unusual about a conversation, in words that the report can filter by.
+
+    Of a branch without what it has from its parent.
+    """
+    judgement = judgement_of(record)
+    parents = record["fork"]["turn"] if "fork" in record else 0
+    flags = {
+        "inner conversations": record["inner"],
+        # A note on the last turn that they share is the branch's own: it came after the fork.
+        "notes": any(note["turn"] >= parents for note in record["notes"]),
+        "discarded replies": any("inherited" not in reply for reply in record["discarded"]),
+        "resumed": record["resumes"],
+        "compacted": record["view_compacted"],
+        "check passed": judgement.passed is True,
+        "check failed": judgement.passed is False,
+    }
+    return [name for name, is_set in flags.items() if is_set]
+
+
+def _tools(record: Mapping[str, Any], own: Own) -> dict[str, tuple[int, int]]:
+    offered = {tool["function"]["name"] for tool in record["tools"]}
+    found: dict[str, tuple[int, int]] = {}
+    for stats in own.tools:
+        name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
+        calls, failed = found.get(name, (0, 0))
+        found[name] = (calls + stats["count"], failed + stats["failure"])
+    return found
+
+
+def _last_content(messages: Sequence[Message], role: str) -> str:
+    contents = [message["content"] for message in messages if message["role"] == role]
+    return split_inline_reasoning(contents[-1]).rest if contents else ""
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    """The prompt of a row that never became a conversation."""
+    prompt = row.get("prompt")
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _snippet(text: str) -> str:
+    head = " ".join(text[: 4 * _SNIPPET_CHARS].split())
+    return head if len(head) <= _SNIPPET_CHARS else head[: _SNIPPET_CHARS - 1] + "…"

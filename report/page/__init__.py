@@ -1,0 +1,1 @@
+"""The report page: data, script and style of one HTML file."""

@@ -1,0 +1,53 @@
+"""The row that a record becomes in the run's own export, and what of it a model learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from export.conversation.style import Style
+from export.training_files import route
+
+
+def training_form(
+    record: dict[str, Any],
+    *,
+    number_of: Callable[[str], int],
+    style: Style,
+    require_reasoning: bool,
+    require_passed: bool = False,
+) -> dict[str, Any]:
+    """What the export makes of a record, JSON-ready.
+
+    Keys: `file` ("training", "partial" or "rejects"), `reason` and `detail` (of a reject, else
+    None), `system` (what `number_of` says of the text of the system turn, which most rows of a
+    run share; None for a reject), `turns` (lists of speaker, text and whether the text carries
+    loss, without the system turn), `given` (how many of those the prompt brought along).
+
+    Loss is on the turns of `gpt`, whole: trainers mask by speaker, so also on those that the
+    prompt brought along.
+    """
+    routed = route(
+        record, style=style, require_reasoning=require_reasoning, require_passed=require_passed
+    )
+    row = orjson.loads(routed.line)
+    if routed.place == "rejects":
+        found = {"reason": row["reason"], "detail": row["detail"], "system": None}
+        return {"file": routed.place, **found, "turns": [], "given": 0}
+    system, *turns = row["conversations"]
+    return {
+        "file": routed.place,
+        "reason": None,
+        "detail": None,
+        "system": number_of(system["value"]),
+        "turns": [[turn["from"], turn["value"], turn["from"] == "gpt"] for turn in turns],
+        "given": _given(row),
+    }
+
+
+def _given(row: dict[str, Any]) -> int:
+    own = int(orjson.loads(row["metadata"])["reasoning"]["assistant_turns"])
+    speakers = [turn["from"] for turn in row["conversations"]]
+    return speakers.count("gpt") - own

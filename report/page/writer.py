@@ -1,0 +1,128 @@
+"""Writing the report of a run: one HTML file, with data files beside it where there is much."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from export.conversation.style import style_of_run
+from report.facts import row_of
+from report.failures_seen import errors_seen
+from report.page.page import render_page
+from report.page.pieces import INLINE_BYTES, Pieces
+from report.page.training_form import training_form
+from runs.errors import RunDirError
+from runs.run_dir import holder_of, read_run_json
+from runs.store.files import StorageError, replace_file
+from runs.store.reader import stored_records
+from runs.store.settled import NO_BOUND
+from runs.totals.spending import spent_by
+from toolsets import exact_json
+
+_BEGINNING = b"<!doctype html>"
+
+
+class Written(NamedTuple):
+    """What `write_report` wrote."""
+
+    path: Path
+    trajectories: int
+    files: Path | None
+    """The directory beside the page that holds its data, None where the page holds all of it."""
+
+
+def write_report(
+    run_dir: Path, output: Path | None = None, *, inline_bytes: int = INLINE_BYTES
+) -> Written:
+    """Write the report of `run_dir` to `output` (report.html in it), from the directory alone.
+
+    Records are read one at a time; beyond `inline_bytes` of data they go to files in
+    `<output's stem>_files`. Raises `RunDirError` and `StorageError`.
+    """
+    run = read_run_json(run_dir)
+    path = output or run_dir / "report.html"
+    if path.is_dir() or not path.parent.is_dir():
+        msg = f"{path}: cannot write the report there; --output names a file in a directory"
+        raise RunDirError(msg)
+    if path.exists() and not _is_page(path):
+        msg = f"{path}: is there and is no report; --output names a new file, or an older report"
+        raise RunDirError(msg)
+    report_id = secrets.token_hex(8)
+    directory = path.with_name(f"{path.stem}_files")
+    pieces = Pieces(directory, report_id, inline_bytes=inline_bytes)
+    tools, systems = _Once(), _Once()
+    required = {
+        name: run["config"].get(name, False) for name in ("require_reasoning", "require_passed")
+    }
+    style = style_of_run(run["config"])
+    columns: list[str] = []
+    count = 0
+    try:
+        for record, _ in stored_records(run_dir):
+            form = training_form(record, **required, style=style, number_of=systems.number)
+            row = row_of(record) | {"exported": form["file"]}
+            columns = [*row, "chunk", "place"]
+            shared = {"tools": list(map(tools.number, record["tools"]))}
+            pieces.add(row, exact_json.dumps({**record, **shared, "training_form": form}))
+            count += 1
+        rows, records, row_pieces = pieces.finish()
+    except OSError as error:
+        msg = f"{path}: cannot write the report: {error.strerror or error}; make room, or --output"
+        raise StorageError(msg) from error
+    finally:
+        pieces.discard()
+    meta = {
+        **_about(run, run_dir),
+        "report_id": report_id,
+        "columns": columns,
+        "tools": tools.values,
+        "systems": systems.values,
+        "row_pieces": row_pieces,
+        "files": directory.name if row_pieces else None,
+    }
+    replace_file(path, render_page(meta, rows=rows, records=records))
+    return Written(path, count, directory if row_pieces else None)
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file may be replaced by a page: records and training files may not."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)).lower() in (_BEGINNING, b"")
+
+
+def _about(run: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    return {
+        "run_name": run["run_name"],
+        "created": run["created"],
+        "written_at": time.time(),
+        "is_running": holder_of(run_dir) is not None,
+        "tasks": run["dataset"]["rows"] * run["config"]["num_samples"],
+        "bad_rows": run["dataset"]["bad_rows"],
+        "dataset": os.path.basename(run["dataset"]["path"]),  # noqa: PTH119 - text, not a path here
+        "meaning": run["meaning"],
+        "history": run["history"],
+        "versions": run["versions"],
+        "errors": errors_seen(run_dir),
+        "spent": spent_by(run_dir, run["config"].get("max_attempts", NO_BOUND))._asdict(),
+    }
+
+
+class _Once:
+    """Each value once: most records of a run offer the same tools."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def number(self, value: Any) -> int:
+        """The place of `value` in the list of all."""
+        key = exact_json.dumps(value)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
+            self.values.append(value)
+        return self._numbers[key]

@@ -1,0 +1,203 @@
+"""What a run is about: its accounts, how fast it goes, what is in flight, slow or failing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import orjson
+
+from report.facts import seconds_at_work
+from report.failures_seen import errors_seen
+from report.formatting import count, one_line, plain, plural, seconds
+from report.in_flight import conversations_under_way
+from report.lookup import last_records
+from runs.batch_api.totals import WaveSums, sum_up
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import Scan
+from runs.process.console import show
+from runs.run_dir import holder_of
+from runs.store.index import own_turns
+from runs.store.records import load_index
+from runs.supervisor.progress import PROGRESS_FILE, in_words
+from runs.totals.accounts import Accounts, account, as_table
+
+_SLOWEST = 5
+_SHOWN = 10
+_ID_CHARS = 40
+_LINE_CHARS = 100
+
+
+def show_status(
+    run_dir: Path, scan: Scan, config: RunConfig, *, as_json: bool, every_s: float | None
+) -> None:
+    """Print the accounts and the status of a run, with `every_s` again while the run goes on.
+
+    JSON is one object, or one line each time.
+    """
+    while True:
+        found = look(run_dir, scan, config)
+        if as_json:
+            option = None if every_s else orjson.OPT_INDENT_2
+            text = orjson.dumps(found.to_json(), option=option).decode()
+        else:
+            text = "\n".join(line for section in sections(found) for line in section)
+            if every_s and sys.stdout.isatty():
+                click.clear()
+        show(text)
+        if every_s is None or found.holder is None:
+            return
+        time.sleep(every_s)
+
+
+class Status(NamedTuple):
+    """A run at a moment."""
+
+    run_dir: Path
+    holder: dict[str, Any] | None
+    """The process that works on it."""
+    accounts: Accounts
+    progress: dict[str, Any] | None
+    """What that process said last, see `runs/supervisor/progress.py`."""
+    details: dict[str, Any]
+    """See `run_status`."""
+    batches: WaveSums | None
+    """What its batches brought; None where it has none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "run_dir": str(self.run_dir),
+            "holder": self.holder,
+            "progress": self.progress,
+            **self.accounts.to_json(),
+            **self.details,
+            **({} if self.batches is None else {"batches": self.batches.to_json()}),
+        }
+
+
+def look(run_dir: Path, scan: Scan, config: RunConfig) -> Status:
+    """Read all of it, from the run directory and the dataset alone."""
+    holder = holder_of(run_dir)
+    return Status(
+        run_dir,
+        holder,
+        account(run_dir, scan, config),
+        None if holder is None else _progress(run_dir, pid=holder.get("pid")),
+        run_status(run_dir),
+        sum_up(run_dir),
+    )
+
+
+def _progress(run_dir: Path, *, pid: int | None) -> dict[str, Any] | None:
+    """The state that process `pid` wrote; None in its first second, and where it could not."""
+    try:
+        state: dict[str, Any] = orjson.loads((run_dir / PROGRESS_FILE).read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return state if state["pid"] == pid else None
+
+
+def run_status(run_dir: Path) -> dict[str, Any]:
+    """From the run directory alone, while the run goes on or not; writes nothing.
+
+    Keys: `in_flight` (see `conversations_under_way`), `slowest` (tasks of the last
+    `slowest_of` records: `id`, `status`, `turns`, `duration_s` at work), `errors` (see
+    `errors_seen`).
+    """
+    in_flight = conversations_under_way(
+        run_dir, settled=load_index(run_dir).keys(), now=time.time()
+    )
+    ended = [
+        {
+            "id": record["id"],
+            "status": record["status"],
+            "turns": len(own_turns(record)),
+            "duration_s": round(seconds_at_work(record), 3),
+        }
+        for record in last_records(run_dir)
+    ]
+    ended_by_time = sorted(ended, key=lambda task: -task["duration_s"])
+    return {
+        "in_flight": in_flight,
+        "slowest": ended_by_time[:_SLOWEST],
+        "slowest_of": len(ended),
+        "errors": errors_seen(run_dir),
+    }
+
+
+def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
+    """The same for a person: a paragraph for each part that there is, its first line its title."""
+    holder, state = found.holder, found.progress
+    running = "not running"
+    if holder is not None:
+        running = f"running (pid {holder.get('pid')} on {holder.get('host')})"
+    if holder is None and found.accounts.pending:
+        running += "; the command of the run goes on with what is pending"
+    head = [f"{found.run_dir}: {running}"]
+    if state is not None:
+        head.append(f"this start: {plain(in_words(state))}")
+        head += [f"  {one_line(message, _LINE_CHARS)}" for message in state["messages"]]
+    parts = [
+        head,
+        as_table(found.accounts).splitlines(),
+        [] if found.batches is None else [found.batches.in_words()],
+        _in_flight(found.details["in_flight"], in_flight_shown, runs=holder is not None),
+        _slowest(found.details),
+        _errors(found.details["errors"]),
+    ]
+    return [part for part in parts if part]
+
+
+def _in_flight(tasks: list[dict[str, Any]], shown: int, *, runs: bool) -> list[str]:
+    if not tasks:
+        return []
+    lines = [f"in flight {count(len(tasks))}, the longest silent first"]
+    if not runs:
+        lines = [f"begun and not finished {count(len(tasks))}, the next start goes on with them"]
+    for task in tasks[:shown]:
+        last = f"  {_doing(task)}, {seconds(task['idle_s'])} since its last event" if runs else ""
+        lines.append(f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}{last}")
+    more = [f"  and {count(len(tasks) - shown)} more"] if len(tasks) > shown else []
+    return lines + more
+
+
+def _slowest(details: dict[str, Any]) -> list[str]:
+    if not details["slowest"]:
+        return []
+    return [
+        f"slowest of the last {count(details['slowest_of'])} that ended",
+        *(
+            f"  {_id(task['id'])}  {seconds(task['duration_s'])}, {plural(task['turns'], 'turn')}, "
+            f"{task['status']}"
+            for task in details["slowest"]
+        ),
+    ]
+
+
+def _errors(errors: list[dict[str, Any]]) -> list[str]:
+    if not errors:
+        return []
+    return [
+        "failed attempts, all starts",
+        *(
+            f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
+            f"{one_line(error['id'], _ID_CHARS)}: "
+            f"{one_line(error['message'], _LINE_CHARS)}"
+            for error in errors[:_SHOWN]
+        ),
+    ]
+
+
+def _doing(task: dict[str, Any]) -> str:
+    if task["doing"] == "tools":
+        return f"runs {one_line(', '.join(task['calls']), _ID_CHARS)}"
+    last = f" after {one_line(task['tool'], _ID_CHARS)}" if task["tool"] else ""
+    return f"waits for the model{last}"
+
+
+def _id(task_id: str) -> str:
+    return f"{one_line(task_id, _ID_CHARS):<{_ID_CHARS}}"

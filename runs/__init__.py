@@ -1,0 +1,1 @@
+"""One run: its config, dataset, stored records, worker processes and summary."""

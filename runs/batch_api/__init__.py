@@ -1,0 +1,1 @@
+"""Model calls sent through the providers' Batch APIs, in the parent process."""

@@ -1,0 +1,354 @@
+"""What a run directory holds of its batches: `batches.jsonl` and the directory `batches`.
+
+A wave is the calls of one batch. Each step is a line of `batches.jsonl`, on disk before the next
+is taken:
+
+gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent. Under a budget
+                                            `most` says what is set aside for each
+sending {"wave", "at", "upload", "bytes"}   the provider is about to be asked to create the batch
+created {"wave", "at", "batch"}             it has done so, and the calls cost from here on
+collected {"wave", "at", "replies", …}      the results are in batches/WAVE.results
+failed {"wave", "at", "why"}                none of the calls was made: they are made live
+void {"wave", "at"}                         no batch was made of it: its calls are gathered anew
+live {"calls"}                              so many calls of a start were made live
+
+`batches/WAVE.items` holds the calls as they are sent, until the batch is there. The results are
+removed when the conversations that they belong to have their records.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from agent.models.batches.base import ItemResult
+from runs.store.checksum import DamagedLine, read_object, with_checksum
+from runs.store.files import AppendFile, StorageError, listed, repair_tail, sync_directory
+from toolsets import exact_json
+
+log = logging.getLogger(__name__)
+
+State = Literal["gathered", "sending", "created", "collected", "failed", "void"]
+
+_NUMBER = (int, float)
+_FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "gathered": {"wave": str, "model": str, "at": _NUMBER, "items": list},
+    "sending": {"wave": str, "at": _NUMBER, "upload": str, "bytes": int},
+    "created": {"wave": str, "at": _NUMBER, "batch": str},
+    "collected": {
+        **{"wave": str, "at": _NUMBER, "replies": int, "failed": int},
+        **{"cost_usd": _NUMBER, "saved_usd": _NUMBER, "unpriced": int},
+    },
+    "failed": {"wave": str, "at": _NUMBER, "why": str},
+    "void": {"wave": str, "at": _NUMBER},
+    "live": {"calls": int},
+}
+"""What each kind of line must hold."""
+
+
+_CALL = re.compile(r"[0-9a-f]{32}-[0-9a-f]+")
+"""What a call's id looks like; see `item_id`."""
+
+
+@dataclass(eq=False)
+class Wave:
+    """The calls of one batch."""
+
+    name: str
+    model: str
+    """See `name_of`."""
+    ids: list[str]
+    """Of its calls, as workers know them."""
+    most: list[list[Any]] = field(default_factory=list)
+    """What of the run's budget is set aside for each: dollars and tokens. Empty without one."""
+    state: State = "gathered"
+    sent_at: float = 0.0
+    """Epoch seconds before it can have been created."""
+    size: int = 0
+    """Bytes of its items."""
+    upload: str = ""
+    batch: str = ""
+    created_at: float = 0.0
+    why: str = ""
+    replies: int = 0
+    """How many of its calls have one, once it is collected."""
+    index: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Where the result of each call is in the file of results: offset and length."""
+    needed: int = 0
+    """How many of its calls belong to conversations that have no record yet."""
+
+    def sent_id(self, id: str) -> str:
+        """What the provider knows a call as: no two batches share one."""
+        return f"{id}-{self.name}"
+
+    def own_id(self, sent_id: str) -> str | None:
+        """The call behind what the provider knows; None where it is of another batch."""
+        id, _, name = sent_id.rpartition("-")
+        return id if name == self.name else None
+
+
+class WaveLedger:
+    """Reads and writes what is on disk. For use by one thread. Methods raise `StorageError`."""
+
+    def __init__(self, run_dir: Path, quarantine: Path) -> None:
+        self._path = run_dir / "batches.jsonl"
+        self._place = run_dir / "batches"
+        repair_tail(self._path, quarantine)
+        self._file: AppendFile | None = None
+
+    def give_up_unsent(self) -> list[list[Any]]:
+        """Void the waves of which the starts before have sent nothing: their calls gather anew.
+
+        Gives what was set aside for these calls. Nobody else will give it back: who asked for them
+        is gone.
+        """
+        unsent = [wave for wave in waves_in(self._path) if wave.state == "gathered"]
+        for wave in unsent:
+            self.note(wave, "void")
+        return [most for wave in unsent for most in wave.most]
+
+    def load(self, is_settled: Callable[[str], bool]) -> list[Wave]:
+        """The waves that some call still needs, as the starts before have left them.
+
+        `is_settled` tells of a call's id whether its conversation has its record.
+        """
+        found = []
+        for wave in waves_in(self._path):
+            wave.needed = sum(not is_settled(id) for id in wave.ids)
+            if wave.state == "collected" and wave.needed:
+                self._index(wave)
+            if wave.needed and wave.state not in ("gathered", "void"):
+                found.append(wave)
+        kept = {self._results_file(wave) for wave in found}
+        for path in listed(self._place):
+            if path not in kept:  # of waves that are done with, or half written
+                path.unlink()
+        return found
+
+    def note(self, wave: Wave, state: State, **more: Any) -> None:
+        """Write one line, durably, and change the wave by it."""
+        line = {"kind": state, "wave": wave.name, "at": time.time(), **more}
+        self._append(line)
+        apply_step({wave.name: wave}, line)
+
+    def note_live(self, calls: int) -> None:
+        """Write how many calls of this start were made live."""
+        self._append({"kind": "live", "calls": calls})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            self._file = AppendFile(self._path)
+        self._file.check_is_there()
+        self._file.append(with_checksum(orjson.dumps(line)))
+        self._file.sync()
+
+    def items_file(self, wave: Wave) -> Path:
+        """Where the calls of a wave are, as lines for the provider."""
+        self._place.mkdir(mode=0o700, exist_ok=True)
+        return self._place / f"{wave.name}.items"
+
+    def begin_results(self, wave: Wave) -> Results:
+        """A new file for the results of a wave, which counts once it is kept."""
+        self._place.mkdir(mode=0o700, exist_ok=True)
+        return Results(wave, self._results_file(wave))
+
+    def result(self, wave: Wave, id: str) -> ItemResult:
+        """The result of a call of a collected wave."""
+        place = wave.index.get(id)
+        if place is None:
+            return ItemResult(id, None, "the batch is over and has no result for it")
+        try:
+            with self._results_file(wave).open("rb") as file:
+                file.seek(place[0])
+                line = exact_json.loads(file.read(place[1]))
+        except OSError as error:
+            msg = f"{self._results_file(wave)}: cannot read: {error.strerror or error}"
+            raise StorageError(msg) from error
+        if "reply" in line:
+            return ItemResult(id, exact_json.dumps(line["reply"]))
+        return ItemResult(id, None, line["why"])
+
+    def remove(self, wave: Wave) -> None:
+        """Remove the files of a wave that nobody needs any more."""
+        for path in (self._place / f"{wave.name}.items", self._results_file(wave)):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file, and remove the directory where nothing is left in it."""
+        if self._file is not None:
+            self._file.close()
+        if self._place.is_dir() and not any(self._place.iterdir()):
+            self._place.rmdir()
+
+    def _results_file(self, wave: Wave) -> Path:
+        return self._place / f"{wave.name}.results"
+
+    def _index(self, wave: Wave) -> None:
+        """Find the results again; without their file they are fetched once more, which is free."""
+        try:
+            wave.index = index_of(self._results_file(wave), wave)
+        except (OSError, ValueError) as error:
+            log.warning("%s: fetched again: %s", self._results_file(wave), error)
+            wave.state = "created"
+
+
+class Results:
+    """The results of a wave, written as they come."""
+
+    def __init__(self, wave: Wave, path: Path) -> None:
+        self._wave = wave
+        self._path = path
+        self._temporary = path.with_suffix(".half")
+        self._temporary.unlink(missing_ok=True)
+        self._file = AppendFile(self._temporary)
+        self._index: dict[str, tuple[int, int]] = {}
+
+    def add(self, result: ItemResult) -> bool:
+        """Write one; of two for one call the first counts, and False is told of the second."""
+        if result.id in self._index:
+            return False
+        line = orjson.dumps({"id": result.id, "why": result.why})
+        if result.reply is not None:
+            line = orjson.dumps({"id": result.id})[:-1] + b',"reply":' + result.reply + b"}"
+        self._index[result.id] = (self._file.size, len(line) + 1)
+        self._file.append(line + b"\n")
+        return True
+
+    def keep(self) -> None:
+        """Make what was written durable, and count."""
+        self._file.sync()
+        self._temporary.replace(self._path)
+        sync_directory(self._path.parent)
+        self._wave.index = self._index
+
+    def close(self) -> None:
+        """Close the file; what was not kept does not count."""
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a `batches.jsonl`; damaged ones are passed over, a missing file has none."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for number, text in enumerate(content.splitlines(), 1):
+        if (line := read_line(text)) is not None:
+            yield line
+        else:
+            log.warning("%s:%d: passed over: no line of this file", path, number)
+
+
+def read_line(text: bytes) -> dict[str, Any] | None:
+    """What one line of a `batches.jsonl` says; None where it is none."""
+    try:
+        line = read_object(text)
+    except DamagedLine:
+        return None
+    fields = _FIELDS.get(str(line.get("kind")))
+    if fields is None or not all(isinstance(line.get(key), fields[key]) for key in fields):
+        return None
+    calls = line.get("items", [])
+    most = line.get("most", [])
+    are_calls = all(isinstance(id, str) and _CALL.fullmatch(id) for id in calls)
+    return line if are_calls and _are_amounts(most, len(calls)) else None
+
+
+def is_step(text: bytes) -> bool:
+    """Whether a line of a `batches.jsonl` can be read."""
+    return read_line(text) is not None
+
+
+def _are_amounts(most: Any, calls: int) -> bool:
+    if not isinstance(most, list) or len(most) not in (0, calls):
+        return False
+    pairs = all(isinstance(one, list) and len(one) == 2 for one in most)
+    return pairs and all(isinstance(number, _NUMBER) for one in most for number in one)
+
+
+def index_of(results: Path, wave: Wave) -> dict[str, tuple[int, int]]:
+    """Where the result of each call of a collected wave is in a file: offset and length.
+
+    Raises `OSError`, and `ValueError` where these are not the results that were collected.
+    """
+    index = {}
+    offset = replies = 0
+    with results.open("rb") as file:
+        for line in file:
+            result = exact_json.loads(line)
+            if not isinstance(result, dict) or "id" not in result:
+                msg = "a line that is no result"
+                raise ValueError(msg)
+            index[result["id"]] = (offset, len(line))
+            offset += len(line)
+            replies += "reply" in result
+    if replies != wave.replies:
+        msg = f"{replies:,} replies instead of {wave.replies:,}"
+        raise ValueError(msg)
+    return index
+
+
+def calls_kept(run_dir: Path, is_settled: Callable[[str], bool]) -> int:
+    """How many calls are in batches, or have results here, that no conversation has taken.
+
+    See `WaveLedger.load`; writes nothing.
+    """
+    waves = waves_in(run_dir / "batches.jsonl")
+    kept = (wave for wave in waves if wave.state in ("sending", "created", "collected"))
+    return sum(not is_settled(id) for wave in kept for id in wave.ids)
+
+
+def held_in(run_dir: Path, is_settled: Callable[[str], bool]) -> dict[str, list[Any]]:
+    """What the starts before have set aside for calls that no batch has answered, by their ids.
+
+    It was lent and never given back: a worker can only book a call, and give back what is left,
+    when it has an answer, and there is none before a wave is collected. Waves that were not sent
+    are to be given up first.
+    """
+    found: dict[str, list[Any]] = {}
+    for wave in waves_in(run_dir / "batches.jsonl"):
+        if wave.state in ("sending", "created"):
+            amounts = zip(wave.ids, wave.most, strict=False)
+            found |= {id: most for id, most in amounts if not is_settled(id)}
+    return found
+
+
+def waves_in(path: Path) -> Iterable[Wave]:
+    """The waves that a `batches.jsonl` tells of, as they are after its last line."""
+    waves: dict[str, Wave] = {}
+    for line in read_lines(path):
+        try:
+            apply_step(waves, line)
+        except KeyError as error:
+            log.warning(
+                "%s: passed over: a step of a wave that was never gathered: %s", path, error
+            )
+    return waves.values()
+
+
+def apply_step(waves: dict[str, Wave], line: dict[str, Any]) -> None:
+    """Change `waves`, by name, by one line. Raises `KeyError` where its wave is not known."""
+    if line["kind"] == "gathered" and line["wave"] not in waves:
+        name, most = line["wave"], line.get("most", [])
+        waves[name] = Wave(name, line["model"], line["items"], most)
+        return
+    if line["kind"] == "live":
+        return
+    wave = waves[line["wave"]]
+    wave.state = line["kind"]
+    match line["kind"]:
+        case "sending":
+            wave.sent_at, wave.upload, wave.size = line["at"], line["upload"], line["bytes"]
+        case "created":
+            wave.batch, wave.created_at = line["batch"], line["at"]
+        case "collected":
+            wave.replies = line["replies"]
+        case "failed":
+            wave.why = line["why"]

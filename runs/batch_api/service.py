@@ -1,0 +1,162 @@
+"""Batches as the supervisor sees them: it passes on what workers ask, and hears of trouble.
+
+The work is done in a thread with an event loop of its own (`wave_office`), so that dealing and
+recording never wait for it. Where a run does not ask by batches, nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Container
+from functools import partial
+from typing import Any
+
+from agent.models.batches.calls import open_batches
+from agent.models.resolve import read_key
+from runs.batch_api.delivery import WaveCourier
+from runs.batch_api.gathering import Bounds, WaveOffice
+from runs.batch_api.ledger import Wave, WaveLedger
+from runs.config.models import Setups, asked
+from runs.config.run_config import RunConfig
+from runs.executors.base import WorkerLink
+from runs.protocol.messages import pack
+from runs.run_dir import RunDir
+from runs.worker.batch_api_model import name_of, task_of
+
+log = logging.getLogger(__name__)
+
+_MOST_S = 10.0
+"""For creations under way to be told their ids when a run ends."""
+
+
+class Waves:
+    """The batches of one start."""
+
+    def __init__(
+        self, config: RunConfig, setups: Setups, run_dir: RunDir, settled: Container[bytes]
+    ) -> None:
+        """`settled` are the tasks that need no more work. Raises `StorageError`."""
+        self._config = config
+        self._setups = setups
+        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """What the user should hear."""
+        self.problem: str | None = None
+        """Why the run has to stop."""
+        self._office: WaveOffice | None = None
+        self._thread: threading.Thread | None = None
+        if not config.batch_api:
+            return
+        ledger = WaveLedger(run_dir.path, run_dir.quarantine)
+        waves = ledger.load(lambda id: task_of(id) in settled)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._serve(ledger, waves),), name="waves", daemon=True
+        )
+        self._thread.start()
+        self._ready.wait()
+
+    def ask(
+        self, worker: WorkerLink, id: str, model: str, body: bytes, most: list[Any] | None
+    ) -> None:
+        """A worker wants a call made, and has set `most` aside for it; the answer goes to it."""
+        self._do(lambda office: office.ask(id, model, body, partial(_answer, worker), most))
+
+    def leave(self, task: bytes) -> None:
+        """The worker of a task has let it go, or died."""
+        self._do(lambda office: office.leave(task))
+
+    def forget(self, task: bytes) -> None:
+        """The record of a task is durable."""
+        self._do(lambda office: office.forget(task))
+
+    def tick(self, held: int | None, ended_share: float) -> None:
+        """See `WaveOffice.tick`; `ended_share` of the run's tasks have ended."""
+        is_tail = ended_share >= self._config.batch_live_share
+        self._do(lambda office: office.tick(held, is_tail=is_tail))
+
+    def stop(self) -> None:
+        """Send nothing that has not been sent."""
+        self._do(lambda office: office.stop())
+
+    def in_words(self) -> str:
+        """For the progress line; "" while nothing is in a batch."""
+        calls, batches = (0, 0) if self._office is None else self._office.in_batches
+        return f"{calls:,} calls in {batches:,} batches" if batches else ""
+
+    def close(self) -> None:
+        """End the thread; batches go on at the provider."""
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join()
+            self._thread = None
+
+    async def _serve(self, ledger: WaveLedger, waves: list[Wave]) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        config = self._config
+        try:
+            office = self._office = WaveOffice(
+                ledger,
+                waves,
+                {
+                    name_of(one): WaveCourier(
+                        ledger,
+                        one,
+                        open_batches(one, api_key=read_key(one)),
+                        known=[wave.batch for wave in waves],
+                        patience_s=config.call_timeout_s,
+                        say=self.news.put,
+                    )
+                    for one in asked(self._setups)
+                },
+                Bounds(config.batch_wait_s, config.batch_max_requests),
+                on_problem=self._on_problem,
+            )
+        except Exception as error:
+            log.exception("batches cannot be taken up")
+            self._on_problem(str(error))
+            await self._end.wait()
+            return
+        finally:
+            self._ready.set()
+        await self._end.wait()
+        try:
+            await office.close(min(config.grace_s, _MOST_S))
+        except Exception as error:
+            log.exception("batches: not closed in good order")
+            self._on_problem(str(error))
+
+    def _do(self, act: Callable[[WaveOffice], Any]) -> None:
+        if self._thread is None or self._office is None:
+            return
+
+        def guarded(office: WaveOffice) -> None:
+            try:
+                act(office)
+            except Exception as error:
+                log.exception("batches")
+                self._on_problem(str(error))
+
+        self._loop.call_soon_threadsafe(guarded, self._office)
+
+    def _on_problem(self, words: str) -> None:
+        self.problem = self.problem or words
+
+
+def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[bytes]) -> RunConfig:
+    """The config of a start that is to ask live although earlier ones have left batches.
+
+    What is in these is paid for, so it is waited for; all else is asked live.
+    """
+    if config.batch_api:
+        return config
+    ledger = WaveLedger(run_dir.path, run_dir.quarantine)
+    if not ledger.load(lambda id: task_of(id) in settled):
+        return config
+    return config.model_copy(update={"batch_api": True, "batch_live_share": 0.0})
+
+
+def _answer(worker: WorkerLink, id: str, how: str, reply: bytes) -> None:
+    worker.send(pack("answer", reply, id=id, how=how))

@@ -1,0 +1,1 @@
+"""The options of a run, from YAML and flags to checked values."""

@@ -1,0 +1,141 @@
+"""Reading the config of a run: a YAML file, the flags on top, and one clear error for each slip."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from agent.options import split_commas
+from runs.config.endpoints import HOLDS_SECRET
+from runs.config.run_config import RunConfig
+from runs.errors import ConfigError
+from toolsets import exact_json
+from toolsets.text import clip, valid_utf8
+
+_INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
+"""Paths that a config file gives relative to itself."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes no key twice in one mapping: the last would win, and nobody would be told."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here, because later on the keys of merged mappings stand among those of the file.
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                words = f"the key {key.value!r} stands twice in one mapping"
+                raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+    """Read `config_file` (YAML), put the flags that were given on top, and check all of it.
+
+    Input paths in the file are relative to the file; flags are relative to the current
+    directory. Raises `ConfigError` naming the file, the key and what is allowed.
+    """
+    for key, value in flags.items():
+        # Of what a shell gave in other bytes, Python makes halves of characters.
+        if isinstance(value, str | Path) and valid_utf8(str(value)) != str(value):
+            msg = f"--{key}: not UTF-8 (got {clip(repr(str(value)), max_chars=200)})"
+            raise ConfigError(msg)
+    values = _read_config(config_file) if config_file is not None else {}
+    values.update(flags)
+    path = values.get("prefill_messages_file")
+    if isinstance(path, str | Path) and "prefill_messages" not in values:
+        values["prefill_messages"] = _read_json(Path(path))
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(detail, config_file, flags) for detail in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return exact_json.loads(path.read_bytes())
+    except (OSError, exact_json.JSONDecodeError) as error:
+        msg = f"{path}: cannot read it as JSON: {error}"
+        raise ConfigError(msg) from error
+
+
+def read_mapping(path: Path, kind: str) -> dict[str, Any]:
+    """Read a YAML file of `key: value` lines; `kind` is what errors call it.
+
+    Raises `ConfigError`.
+    """
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        msg = f"{path}: cannot read this {kind}: {reason}"
+        raise ConfigError(msg) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        msg = f"{path}{place}: not YAML: {error.problem}"
+        raise ConfigError(msg) from error
+    except yaml.YAMLError as error:
+        msg = f"{path}: not YAML: {error}"
+        raise ConfigError(msg) from error
+    except RecursionError as error:
+        msg = f"{path}: cannot read this {kind}: nested too deeply"
+        raise ConfigError(msg) from error
+    if not isinstance(loaded, dict):
+        msg = f"{path}: a {kind} holds `key: value` lines"
+        raise ConfigError(msg)
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    loaded = {
+        key.replace("-", "_"): value for key, value in read_mapping(path, "config file").items()
+    }
+    for key in _INPUT_PATHS:
+        if isinstance(loaded.get(key), str):
+            loaded[key] = str(path.parent / loaded[key])
+    if "tools" in loaded:
+        loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
+    if str(loaded.get("distribution")).endswith((".yaml", ".yml")):
+        loaded["distribution"] = str(path.parent / loaded["distribution"])
+    return loaded
+
+
+def _listed(value: Any) -> list[Any]:
+    value = split_commas(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _place(place: Any, directory: Path) -> Any:
+    """A place of tools, with a file as seen from where the config file lies."""
+    file = place.rpartition(":")[0] if isinstance(place, str) else ""
+    return str(directory / place) if file.endswith(".py") else place
+
+
+def _explain(detail: Any, config_file: Path | None, flags: Mapping[str, Any]) -> str:
+    reason = detail["msg"].removeprefix("Value error, ")
+    if not detail["loc"]:
+        return str(reason)
+    key, *inside = map(str, detail["loc"])
+    place = f"--{key}" if key in flags or config_file is None else f"{config_file}: {key}"
+    if inside:
+        place += f", in {'.'.join(inside)}"
+    elif detail["type"] == "missing":
+        return f"--{key} is missing: {RunConfig.model_fields[key].description}"
+    elif detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "see --help for the known ones"
+        return f"{place}: unknown key; {hint}"
+    if detail["type"] == HOLDS_SECRET:
+        return f"{place}: {reason}"
+    return f"{place}: {reason} (got {clip(repr(detail['input']), max_chars=200)})"

@@ -1,0 +1,49 @@
+"""The toolsets that can be named in a run: built-in ones, the user's own, and MCP servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from runs.config.run_config import RunConfig
+from toolsets.catalog.custom import load_own
+from toolsets.catalog.lookup import catalog
+from toolsets.catalog.registry import ALL, Toolset
+from toolsets.mcp.mcp_settings import McpServer
+from toolsets.mcp.servers import McpError, McpServers, list_servers
+
+
+def catalog_of(config: RunConfig, servers: McpServers | None = None) -> Mapping[str, Toolset]:
+    """All toolsets that `config` knows, with `servers` behind those of its MCP servers.
+
+    Raises `ValueError` for the user.
+    """
+    servers = servers or McpServers(config.mcp or {})
+    return catalog((*load_own(config.tools or ()), *servers.toolsets()))
+
+
+def with_listed_servers(config: RunConfig) -> RunConfig:
+    """Start the MCP servers that may be offered, and note in the config what they offer.
+
+    So all conversations are offered the same, whatever a server says later. Blocks. Raises
+    `McpError`.
+    """
+    if not config.mcp:
+        return config
+    wanted = {name: server for name, server in config.mcp.items() if _is_wanted(name, config)}
+    found = asyncio.run(list_servers(wanted))
+    listed: dict[str, McpServer] = {}
+    for name, server in found.items():
+        if isinstance(server, McpError):
+            raise server
+        listed[name] = server
+    return config.model_copy(update={"mcp": {**config.mcp, **listed}})
+
+
+def _is_wanted(name: str, config: RunConfig) -> bool:
+    """Whether a toolset may be offered to anybody."""
+    selected = config.selected_toolsets()
+    named = {*(ALL if selected is None else selected)}
+    for subagent in config.subagents:
+        named.update(subagent.enabled_toolsets)
+    return name not in config.disabled_toolsets and not named.isdisjoint((name, *ALL))

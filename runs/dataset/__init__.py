@@ -1,0 +1,1 @@
+"""The prompts: lines, rows, and the scan that finds the tasks."""

@@ -1,0 +1,157 @@
+"""The lines of a dataset file, one at a time: usable rows, and bad ones with their reason.
+
+Memory holds one line, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from agent.json_depth import MAX_NESTING, is_nested_deeper
+from runs.dataset.row import RowRules, kind_of
+from runs.errors import DatasetError
+from toolsets import exact_json
+
+MAX_LINE_BYTES = 256 << 20
+"""A longer line is a bad row: it is no prompt, and memory must stay bounded."""
+
+_BLOCK = 1 << 20
+
+
+class Row(NamedTuple):
+    """A usable row: its physical line number (from 1), its columns, and where its line begins."""
+
+    line: int
+    columns: dict[str, Any]
+    offset: int
+
+
+class BadRow(NamedTuple):
+    """A line that cannot be used, and why."""
+
+    line: int
+    reason: str
+
+
+class Reading:
+    """Which bytes of a dataset file were read: how many from its beginning, and their digest."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.ends_a_line = True
+        self._hash = blake2b(digest_size=32)
+
+    def take(self, content: bytes) -> None:
+        """Add what was read next."""
+        self.size += len(content)
+        self.ends_a_line = content.endswith(b"\n")
+        self._hash.update(content)
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits over all that was read."""
+        return self._hash.hexdigest()
+
+
+def read_rows(path: Path, rules: RowRules, reading: Reading) -> Iterator[Row | BadRow]:
+    """Read a JSONL file; blank lines are skipped. `reading` is told of each line before its row.
+
+    Raises `DatasetError` where the file as a whole cannot be read.
+    """
+    for line, offset, text in _lines(path, reading):
+        if len(text) >= MAX_LINE_BYTES:
+            yield BadRow(line, f"longer than {MAX_LINE_BYTES >> 20} MiB")
+        elif text := text.strip():
+            yield _read_row(line, offset, text, rules)
+
+
+def read_again(file: BinaryIO, offset: int) -> dict[str, Any] | None:
+    """The columns of the row at `offset`; None where no row is there any more."""
+    file.seek(offset)
+    try:
+        columns = exact_json.loads(file.readline(MAX_LINE_BYTES).strip())
+    except exact_json.JSONDecodeError:
+        return None
+    return columns if isinstance(columns, dict) else None
+
+
+def is_as_read(path: Path, size: int, digest: str, *, may_go_on: bool) -> bool:
+    """Whether the first `size` bytes of a file are those of the digest of a `Reading`.
+
+    Unless it `may_go_on`, they must be all of it.
+    """
+    reading = Reading()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while content := file.read(min(_BLOCK, size - reading.size)):
+                reading.take(content)
+            ends = not file.read(1)
+    except OSError:
+        return False
+    return (ends or may_go_on) and (reading.size, reading.digest) == (size, digest)
+
+
+def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, int, bytes]]:
+    """Number, offset and text of each line."""
+    try:
+        if path.is_dir():
+            msg = f"{path} is a directory; give the JSONL file itself"
+            raise DatasetError(msg)
+        if path.exists() and not path.is_file():
+            msg = f"{path} is a pipe or device, and rows are read again later; give a plain file"
+            raise DatasetError(msg)
+        with path.open("rb", buffering=_BLOCK) as file:
+            start = file.read(4)
+            file.seek(0)
+            if start.startswith(b"\x1f\x8b"):
+                msg = f"{path} is gzip-compressed; unpack it first (gzip -d)"
+                raise DatasetError(msg)
+            if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+                msg = f"{path} is UTF-16; convert it to UTF-8 first (iconv -t UTF-8)"
+                raise DatasetError(msg)
+            if start.startswith(b"\xef\xbb\xbf"):
+                reading.take(file.read(3))
+            number = 0
+            while text := file.readline(MAX_LINE_BYTES):
+                number += 1
+                offset = reading.size
+                reading.take(text)
+                yield number, offset, text
+                while not text.endswith(b"\n") and len(text) == MAX_LINE_BYTES:
+                    text = file.readline(MAX_LINE_BYTES)
+                    reading.take(text)
+    except FileNotFoundError:
+        msg = f"{path}: no such dataset file"
+        raise DatasetError(msg) from None
+    except OSError as error:
+        msg = f"{path}: cannot read the dataset: {error.strerror or error}"
+        raise DatasetError(msg) from error
+
+
+def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | BadRow:
+    try:
+        columns = exact_json.loads(text)
+    except exact_json.JSONDecodeError as error:
+        return BadRow(line, _why_not_json(text, error))
+    if not isinstance(columns, dict):
+        return BadRow(line, f"the line is {kind_of(columns)}; it must be a JSON object")
+    if is_nested_deeper(text, MAX_NESTING):
+        return BadRow(line, f"nested deeper than {MAX_NESTING} levels")
+    try:
+        rules.read(columns)
+    except ValueError as error:
+        return BadRow(line, str(error))
+    return Row(line, columns, offset)
+
+
+def _why_not_json(text: bytes, error: exact_json.JSONDecodeError) -> str:
+    try:
+        text.decode()
+    except UnicodeDecodeError as decoding:
+        return f"not UTF-8: {decoding.reason} at byte {decoding.start}"
+    if text[:1] == b"[" or text in (b"]", b"],"):
+        return "not a JSON object: this looks like a JSON array; write one object per line"
+    return f"not JSON: {error}"

@@ -1,0 +1,307 @@
+"""What a row of the dataset means: the messages its conversation starts with, and its terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from agent.loop.opening import with_bound_stated
+from agent.loop.rules import Terms
+from agent.messages import Event, Message
+from agent.models.resolve import SCRIPTED
+from agent.models.scripted import parse_script
+from agent.options import ROW_COLUMN, AgentOptions, of_row
+from agent.state.history import plain_message
+from agent.state.trajectory import Trajectory
+from runs.dataset.row_fork import FORK_COLUMN, Fork, read_fork
+from runs.dataset.row_setup import COLUMNS as SETUP_COLUMNS
+from runs.dataset.row_setup import RowSetup, read_row_setup
+from toolsets.text import clip
+
+ColumnUse = Literal["ignored", "allowed", "needed"]
+"""What a column is: one like any other, or one that may or must say something."""
+
+MODEL_COLUMN = "model"
+
+_IMAGE_COLUMNS = ("docker_image", "image")
+
+_CHAT_COLUMNS = ("messages", "conversations")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
+"""What cannot be taken for an option of the engine's."""
+
+_ROLES = {"human": "user", "user": "user", "system": "system"}
+
+
+class RowTask(NamedTuple):
+    """What the conversation of one row starts with and is held to."""
+
+    opening: list[Message]
+    terms: Terms
+    image: str | None
+    """What the row has its commands run in, where the run asks for that."""
+    setup: RowSetup | None
+    """None where the run does not let rows set their workspaces up."""
+    fork: Fork | None = None
+    """What the conversation is a branch of; None where it begins with its prompt."""
+
+    def trajectory(self, events: Sequence[Event]) -> Trajectory:
+        """The conversation after its own `events`."""
+        before = () if self.fork is None else self.fork.events
+        return Trajectory(self.opening, (*before, *events))
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """How the rows of a run are read."""
+
+    system_prompt: str | None = None
+    """For rows that bring no system message of their own."""
+    options: AgentOptions = field(default_factory=AgentOptions)
+    script: ColumnUse = "ignored"
+    is_priced: bool = True
+    """The price of the model is known, so that budgets in dollars can be kept."""
+    toolsets: frozenset[str] | None = None
+    """The toolsets on offer; None where that is not known."""
+    models: frozenset[str] | None = None
+    """The models of the run, of which a row can name one; None where there is one for all."""
+    with_setup: bool = False
+    """Rows set their workspaces up, and check them."""
+    image: ColumnUse = "ignored"
+    """What the columns are by which rows name the image that their commands run in."""
+    with_forks: bool = False
+    """Rows hold the beginning of their conversation."""
+
+    def read(self, columns: Mapping[str, Any]) -> RowTask:
+        """Read a row. Raises `ValueError` with the reason where it cannot be used."""
+        options = of_row(self.options, columns)
+        if options.max_cost_usd is not None and not self.is_priced:
+            msg = "`max_cost_usd` needs a model whose price is known"
+            raise ValueError(msg)
+        if self.toolsets is not None and (words := options.not_on_offer(self.toolsets)):
+            raise ValueError(f"`preparation_toolsets`: {words}")
+        own = columns.get(MODEL_COLUMN)
+        if self.models is not None and own is not None and str(own) not in self.models:
+            names = ", ".join(sorted(self.models))
+            msg = (
+                f"`{MODEL_COLUMN}`: {clip(repr(own), max_chars=200)} is none of the run's: {names}"
+            )
+            raise ValueError(msg)
+        opening = opening_messages(columns, self.system_prompt)
+        if self.script != "ignored" and "script" in columns:
+            parse_script(columns["script"])
+        elif self.script == "needed":
+            msg = "no `script` field, which the scripted model plays (or give --script_file)"
+            raise ValueError(msg)
+        terms = Terms(
+            options,
+            expected=_expected(columns) if options.check_expected else None,
+            user_replies=_user_replies(columns) if options.awaiting_input else (),
+        )
+        setup = read_row_setup(columns) if self.with_setup else None
+        image = None if self.image == "ignored" else _image(columns)
+        if image is None and self.image == "needed":
+            msg = "no `docker_image` or `image` field (or give --docker_image)"
+            raise ValueError(msg)
+        opening = with_bound_stated(opening, options)
+        fork = read_fork(columns, opening) if self.with_forks else None
+        return RowTask(opening, terms, image, setup, fork)
+
+    def deciding(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns that decide what the conversation is."""
+        names = ["prompt" if "prompt" in columns else _chat_column(columns), ROW_COLUMN]
+        if self.script != "ignored":
+            names.append("script")
+        options = of_row(self.options, columns)
+        if options.check_expected:
+            names.append("expected")
+        if options.awaiting_input:
+            names.append("user_replies")
+        if self.models is not None:
+            names.append(MODEL_COLUMN)
+        if self.with_setup:
+            names += SETUP_COLUMNS
+        if self.image != "ignored":
+            names += _IMAGE_COLUMNS
+        if self.with_forks:
+            names.append(FORK_COLUMN)
+        columns = with_plain_prompt(columns)
+        return {name: columns[name] for name in names if name in columns}
+
+
+def script_use(api: str, *, has_script_file: bool) -> ColumnUse:
+    """What a row's `script` column is to a model of this API."""
+    if api != SCRIPTED:
+        return "ignored"
+    return "allowed" if has_script_file else "needed"
+
+
+def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> list[Message]:
+    """The messages that the conversation of a row starts with.
+
+    Of a row with `messages` or `conversations` instead of a `prompt`, the system message and the
+    first message of the user are taken: what follows them is what a run makes anew. A system
+    message of the row's own takes the place of `system_prompt`. Raises `ValueError` with the
+    reason where the row holds neither text nor a list of chat messages that ends in one of the
+    user.
+    """
+    if "prompt" in columns:
+        messages = _prompt_messages(columns["prompt"])
+    elif any(isinstance(columns.get(name), list) for name in _CHAT_COLUMNS):
+        messages = _first_messages(_chat_column(columns), columns)
+    else:
+        names = ", ".join(sorted(columns)[:8]) or "none"
+        msg = f"no `prompt` field (fields: {names})"
+        raise ValueError(msg)
+    _check_chat(messages)
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, Message(role="system", content=system_prompt))
+    return messages
+
+
+def unused_turns(columns: Mapping[str, Any]) -> int | None:
+    """How many turns of the user a row holds behind those that are sent; None for no turns at all.
+
+    `opening_messages` took the row.
+    """
+    if "prompt" in columns:
+        return None
+    roles = [_role(item) for item in columns[_chat_column(columns)]]
+    behind = roles[roles.index("user") + 1 :]
+    return behind.count("user") if behind else None
+
+
+def with_plain_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns with the messages of the prompt in plain words (see `plain_message`).
+
+    A prompt is then the same one whether its text is written as a text or as a list of parts.
+    """
+    name = "prompt" if "prompt" in columns else _chat_column(columns)
+    given = columns.get(name)
+    if not isinstance(given, list):
+        return columns
+    messages = _plain(given, upto_first_of_user=name != "prompt")
+    return columns if messages == given else {**columns, name: messages}
+
+
+def _plain(messages: list[Any], *, upto_first_of_user: bool) -> list[Any]:
+    """The messages in plain words; those behind the first of the user are no part of a prompt."""
+    plain = []
+    for n, item in enumerate(messages):
+        plain.append(plain_message(item) if isinstance(item, dict) else item)
+        if upto_first_of_user and _role(plain[-1]) == "user":
+            return plain + messages[n + 1 :]
+    return plain
+
+
+def _role(item: Any) -> str | None:
+    role = item.get("role", item.get("from")) if isinstance(item, dict) else None
+    return _ROLES.get(role) if isinstance(role, str) else None
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in a user's words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def _chat_column(columns: Mapping[str, Any]) -> str:
+    return next((name for name in _CHAT_COLUMNS if isinstance(columns.get(name), list)), "prompt")
+
+
+def _prompt_messages(prompt: Any) -> list[Message]:
+    if isinstance(prompt, str):
+        return [Message(role="user", content=prompt)]
+    if isinstance(prompt, list):
+        plain = _plain(prompt, upto_first_of_user=False)
+        return [_chat_message(n, item) for n, item in enumerate(plain)]
+    msg = f"`prompt` is {kind_of(prompt)}; it must be text or a list of chat messages"
+    raise ValueError(msg)
+
+
+def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
+    messages: list[Message] = []
+    for n, item in enumerate(_plain(columns[column], upto_first_of_user=True)):
+        role = _role(item)
+        item = item if isinstance(item, dict) else {}
+        content = item.get("content", item.get("value"))
+        if role is None or not isinstance(content, str):
+            msg = f"{column}[{n}] is no text of the system or the user, and no user's came before"
+            raise ValueError(msg)
+        messages.append(Message(role="user" if role == "user" else "system", content=content))
+        if role == "user":
+            return messages
+    msg = f"`{column}` holds no message of the user"
+    raise ValueError(msg)
+
+
+def _chat_message(n: int, item: Any) -> Message:
+    role = item.get("role") if isinstance(item, dict) else None
+    content = item.get("content") if isinstance(item, dict) else None
+    match role:
+        case "system" | "user" | "assistant" if isinstance(content, str):
+            return Message(role=role, content=content)
+        case "system" | "user" | "assistant" if isinstance(content, list):
+            kinds = (part.get("type") if isinstance(part, dict) else part for part in content)
+            other = next((kind for kind in kinds if kind != "text"), None)
+            found = f"a part of type {clip(repr(other), max_chars=50)}" if content else "no parts"
+            raise ValueError(f"prompt[{n}].content must be text, or a list of text parts ({found})")
+    msg = (
+        f"prompt[{n}] must be an object with `role` (system, developer, user or assistant) "
+        "and `content` (text)"
+    )
+    raise ValueError(msg)
+
+
+def _check_chat(messages: list[Message]) -> None:
+    if any(not message["content"].strip() for message in messages):
+        msg = "`prompt` is empty" if len(messages) == 1 else "`prompt` holds an empty message"
+        raise ValueError(msg)
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns or turns[-1] != "user":
+        msg = "`prompt` must end in a user message"
+        raise ValueError(msg)
+    expected = ["user", "assistant"] * (len(turns) // 2) + ["user"]
+    if turns != expected:
+        msg = f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
+        raise ValueError(msg)
+
+
+def _image(columns: Mapping[str, Any]) -> str | None:
+    for name in _IMAGE_COLUMNS:
+        image = columns.get(name)
+        if image is not None and (not isinstance(image, str) or not _IMAGE.fullmatch(image)):
+            msg = f"`{name}`: {clip(repr(image), max_chars=200)} is no name of an image"
+            raise ValueError(msg)
+        if image is not None:
+            return str(image)
+    return None
+
+
+def _expected(columns: Mapping[str, Any]) -> str:
+    expected = columns.get("expected")
+    if isinstance(expected, bool) or not isinstance(expected, str | int | float):
+        msg = f"`expected` must be text or a number, for check_expected (got {kind_of(expected)})"
+        raise ValueError(msg)
+    return str(expected)
+
+
+def _user_replies(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    replies = columns.get("user_replies", [])
+    if not isinstance(replies, list) or not all(isinstance(reply, str) for reply in replies):
+        msg = "`user_replies` must be a list of texts"
+        raise ValueError(msg)
+    return tuple(replies)

@@ -1,0 +1,65 @@
+"""The column `fork` of a row: the conversation whose branches the samples of the row are.
+
+Keys: `run`, `record` (the other conversation), `turn` (the last that it shares), `drawn_as` (the id
+by which model and toolsets were drawn), `inherited` (what it had cost until then), and `events`
+(its own, from its opening on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent.messages import Event, ForkedEvent, Message
+from agent.state.trajectory import Trajectory
+
+FORK_COLUMN = "fork"
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """The beginning that the branches of one row share."""
+
+    run: str
+    record: str
+    turn: int
+    inherited: dict[str, Any]
+    events: tuple[Event, ...]
+
+    def event(self, *, branch: int, replay: dict[str, Any]) -> ForkedEvent:
+        """The event with which a branch goes on from here."""
+        return ForkedEvent(
+            kind="forked",
+            run=self.run,
+            record=self.record,
+            turn=self.turn,
+            branch=branch,
+            inherited=self.inherited,
+            replay=replay,
+        )
+
+
+def read_fork(columns: Mapping[str, Any], opening: Sequence[Message]) -> Fork:
+    """Read the column of a row. Raises `ValueError` where it holds no conversation so far."""
+    fork = columns.get(FORK_COLUMN)
+    try:
+        assert isinstance(fork, dict)
+        events = tuple(fork["events"])
+        trajectory = Trajectory(opening, events)
+        is_whole = trajectory.turns == fork["turn"] and not trajectory.open_calls()
+        texts = [fork["run"], fork["record"], fork["drawn_as"]]
+        if is_whole and all(isinstance(text, str) for text in texts):
+            return Fork(fork["run"], fork["record"], fork["turn"], dict(fork["inherited"]), events)
+    except (AssertionError, KeyError, TypeError, ValueError, IndexError, AttributeError):
+        pass
+    msg = f"`{FORK_COLUMN}` holds no beginning of a conversation (use the command fork)"
+    raise ValueError(msg)
+
+
+def without_events(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row without what the messages of its record say again."""
+    fork = columns.get(FORK_COLUMN)
+    if not isinstance(fork, dict) or "events" not in fork:
+        return columns
+    return {**columns, FORK_COLUMN: {key: fork[key] for key in fork if key != "events"}}

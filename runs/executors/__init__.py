@@ -1,0 +1,1 @@
+"""Where workers run: processes of this machine, or Ray actors."""

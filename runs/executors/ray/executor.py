@@ -1,0 +1,276 @@
+"""Workers as Ray actors, on any node of a cluster.
+
+Ray is asked for places, resources and news of deaths, and for nothing per task: actors connect
+back and are dealt with like local workers. It restarts and retries nothing, because who is to
+blame for a death is decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import orjson
+import ray
+from ray.actor import ActorHandle
+
+from runs.config.run_config import RunConfig
+from runs.errors import ConfigError
+from runs.executors.base import Inbox, WorkerLink
+from runs.executors.local import environment_of
+from runs.executors.ray.actor import RayWorkerActor
+from runs.executors.ray.code_digest import code_digest
+from runs.executors.ray.tcp import listen, welcome
+from runs.executors.ray.worker_handle import RayWorker, Run
+from runs.protocol.messages import pack
+from runs.protocol.worker_setup import WorkerSetup
+from runs.run_dir import RunDir, read_run_json
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_RAY_NEEDS = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"),
+    *("HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "RAY_TMPDIR"),
+)
+_OF_RAY = ("num_cpus", "num_gpus", "memory")
+"""The resources that Ray has options for."""
+
+_HELLO_BYTES = 1 << 16
+_WATCH_EVERY_S = 1.0
+_REACH_S = 10.0
+_SAY_WAITING_S = 15.0
+_OBJECT_STORE_BYTES = 80 << 20
+"""About the least that Ray takes; nothing of ours lies there."""
+
+
+class RayExecutor:
+    """Joins a cluster, or starts one on this machine, and starts workers in it."""
+
+    def __init__(self, config: RunConfig, run_dir: RunDir) -> None:
+        """Raises `ConfigError` where the cluster cannot be joined."""
+        address = config.ray_address or os.environ.get("RAY_ADDRESS")
+        with _without_ray_handlers():
+            environment = _start_cluster(config) if address is None else _join(address)
+        is_remote = address is not None and config.ray_storage != "shared"
+        host = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
+        self._resources = _resources(config)
+        self._listener = listen(host)
+        self._run = Run(
+            key=os.urandom(32),
+            address=self._listener.address,
+            code=code_digest(),
+            inflight=run_dir.inflight,
+            is_remote=is_remote,
+            token=_token(run_dir.path),
+            lock=(run_dir.path / "lock").read_bytes(),
+            environment=environment,
+            log_fd=os.open(run_dir.path / "run.log", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC),
+        )
+        self._workers: dict[int, RayWorker] = {}
+        self._closing = threading.Event()
+        self._has_said = False
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._accept, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerLink:
+        """See `Executor`."""
+        host, port = self._run.address
+        actor: ActorHandle[Any] = ray.remote(RayWorkerActor).options(**self._resources).remote()
+        ended = actor.run.remote(host, port, self._run.key, setup.number)
+        worker = RayWorker(
+            setup.number,
+            f"worker-{setup.number}",
+            inbox,
+            setup=setup,
+            run=self._run,
+            actor=actor,
+            ended=ended,
+        )
+        self._workers[setup.number] = worker
+        return worker
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._closing.set()
+        self._listener.close()
+        self._threads[1].join()
+        with _without_ray_handlers():
+            ray.shutdown()
+        os.close(self._run.log_fd)
+
+    def _accept(self) -> None:
+        """Let workers in; whoever else connects proves nothing and keeps nobody waiting."""
+        while not self._closing.is_set():
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                continue
+            threading.Thread(target=self._let_in, args=(connection,), daemon=True).start()
+
+    def _let_in(self, connection: Connection) -> None:
+        if not welcome(connection, self._run.key):
+            return
+        try:
+            hello = orjson.loads(connection.recv_bytes(_HELLO_BYTES))
+        except (EOFError, OSError):
+            return
+        self._workers[hello["number"]].attach(connection, hello)
+
+    def _watch(self) -> None:
+        """Hear from Ray which actors have ended, also those that have never connected."""
+        began = time.monotonic()
+        while not self._closing.wait(_WATCH_EVERY_S):
+            living = [worker for worker in list(self._workers.values()) if not worker.is_gone]
+            try:
+                self._look_at(living)
+            except ray.exceptions.RayError as error:
+                log.warning("Ray does not say which workers live: %s", error)
+            if time.monotonic() - began > _SAY_WAITING_S:
+                self._say_who_waits(living)
+
+    def _look_at(self, living: list[RayWorker]) -> None:
+        if not living:
+            return
+        by_reference = {worker.ended: worker for worker in living}
+        # Never without a bound: Ray can wait for ever for what is on a lost node.
+        ended, _ = ray.wait(list(by_reference), num_returns=len(living), timeout=0)
+        for reference in ended:
+            by_reference[reference].end(_why(reference))
+
+    def _say_who_waits(self, living: list[RayWorker]) -> None:
+        waiting = [worker for worker in living if worker.is_waiting]
+        if waiting and not self._has_said:
+            self._has_said = True
+            asked = ", ".join(f"{name}={value}" for name, value in self._resources_in_words())
+            message = (
+                f"{len(waiting)} of {len(living)} workers wait for a place in the Ray cluster; "
+                f"each needs {asked} (see --worker_resources, --num_workers and `ray status`)"
+            )
+            waiting[0].inbox.put((waiting[0], pack("say", message=message)))
+
+    def _resources_in_words(self) -> Iterator[tuple[str, float]]:
+        for name in _OF_RAY:
+            if name in self._resources:
+                yield name, self._resources[name]
+        yield from self._resources["resources"].items()
+
+
+def _resources(config: RunConfig) -> dict[str, Any]:
+    """What an actor is started with."""
+    asked = dict(config.worker_resources)
+    own: dict[str, Any] = {name: asked.pop(name) for name in _OF_RAY if name in asked}
+    return {
+        "num_cpus": 1,
+        **own,
+        "resources": asked,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": "SPREAD",
+    }
+
+
+def _start_cluster(config: RunConfig) -> Mapping[str, str]:
+    """Start a cluster on this machine; gives the environment that its workers lack.
+
+    Its processes could show theirs to all of this user, so it holds no keys.
+    """
+    cpus = math.ceil(config.num_workers * config.worker_resources.get("num_cpus", 1))
+    with environment_of(_RAY_NEEDS) as environment, _signals_blocked():
+        _init(
+            "local",
+            num_cpus=max(cpus, os.cpu_count() or 1),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+    return environment
+
+
+def _join(address: str) -> Mapping[str, str]:
+    if "://" in address:
+        msg = (
+            f"ray_address: {address}: Ray Client is not supported; run this on a node of the "
+            "cluster (for example with `ray job submit`), with --ray_address=auto"
+        )
+        raise ConfigError(msg)
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            # Ray itself tries for many minutes.
+            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+        except OSError as error:
+            raise _cannot_join(address, error) from error
+    _init(address)
+    return {}
+
+
+def _init(address: str, **options: Any) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise _cannot_join(address, error) from error
+
+
+def _cannot_join(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"ray_address: {address}: cannot join this Ray cluster: {error}. `ray status` on this "
+        "machine must show it (`ray start --head` begins one)"
+    )
+
+
+@contextlib.contextmanager
+def _without_ray_handlers() -> Iterator[None]:
+    """Ray handles SIGTERM by ending the process, where ours stops the run in good order."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Processes that are started meanwhile do not end by what the terminal sends to all."""
+    # Not SIGTERM, by which Ray's own processes end when the others have gone.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _token(run_dir: Path) -> str:
+    identity = f"{socket.gethostname()}\0{run_dir.resolve()}\0{read_run_json(run_dir)['created']}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:24]
+
+
+def _why(reference: Any) -> str | None:
+    """Why an actor has ended, None where it was sent home."""
+    try:
+        ray.get(reference, timeout=1)
+    except Exception as error:
+        # Of any class: what an actor raised is among them.
+        words = " ".join(str(error).split())
+        if "ModuleNotFoundError" in words or "ImportError" in words:
+            return (
+                f"a node cannot import this program ({words[-300:]}): install the same version "
+                "with its extra `ray` on every node"
+            )
+        return words[:600]
+    return None

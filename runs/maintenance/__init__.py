@@ -1,0 +1,1 @@
+"""Work on runs that have ended: verify, repair, merge, fork."""

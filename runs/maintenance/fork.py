@@ -1,0 +1,177 @@
+"""Branches of the conversations of a run: the dataset and the config of a run that goes on from a
+turn of them.
+
+Each conversation that is forked becomes a row, and its branches are the samples of that row.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from agent.state.forking import NotForkable, events_until, paid_for
+from runs.config.loading import load_config
+from runs.config.run_config import RunConfig
+from runs.dataset.row import RowRules
+from runs.dataset.row_fork import FORK_COLUMN
+from runs.errors import ConfigError, RunDirError
+from runs.run_dir import read_run_json
+from runs.store.files import open_temporary, sync_directory, temporary_for
+from toolsets import exact_json
+
+_OF_THE_FORK = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
+"""What of the config follows from the fork."""
+
+
+@dataclass(slots=True)
+class Forked:
+    """What became of the conversations that were chosen."""
+
+    path: Path
+    """The dataset of the branches."""
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Why others cannot be forked there, and how many."""
+
+    def in_words(self) -> str:
+        """A line of what is forked, and one for each reason why not."""
+        lines = [f"{self.rows:>9,} conversations to branch from, in {self.path}"]
+        lines += [f"{count:>9,} left out: {why}" for why, count in self.left_out.most_common()]
+        return "\n".join(lines)
+
+
+def forked_config(
+    parent: Mapping[str, Any],
+    config_file: Path | None,
+    flags: Mapping[str, Any],
+    *,
+    branches: int,
+) -> RunConfig:
+    """The config of a run of branches: that of the `parent` run.json, then file, then flags.
+
+    Raises `ConfigError`.
+    """
+    if given := [f"--{name}" for name in _OF_THE_FORK if name in flags]:
+        msg = f"{', '.join(given)}: a fork decides this itself"
+        raise ConfigError(msg)
+    if "run_name" not in flags:
+        msg = "--run_name: the name of the new run is missing"
+        raise ConfigError(msg)
+    needed = {"dataset_file": "-", "run_name": flags["run_name"]}
+    own = load_config(config_file, {**needed, **flags})
+    changed = own.model_dump(mode="json", include=own.model_fields_set - set(_OF_THE_FORK))
+    values = {**parent["config"], **changed}
+    servers = (values["mcp"] or {}).values()
+    hidden = [values["ephemeral_system_prompt"], *(v for s in servers for v in s["env"].values())]
+    if any(isinstance(text, str) and text.startswith("sha256:") for text in hidden):
+        msg = (
+            "the parent's ephemeral_system_prompt or the env of its MCP servers is in no file: "
+            "give it again, by flags or --config"
+        )
+        raise ConfigError(msg)
+    run_dir = Path(values["output_dir"], values["run_name"])
+    return load_config(
+        None,
+        {
+            **values,
+            "dataset_file": _dataset_of(run_dir),
+            "num_samples": branches,
+            "max_samples": None,
+            "shard": None,
+            "forks": True,
+        },
+    )
+
+
+def _dataset_of(run_dir: Path) -> Path:
+    """The dataset of a run of branches: that of its last start, which `fresh` may have numbered."""
+    first = run_dir.with_name(f"{run_dir.name}.fork.jsonl")
+    try:
+        own = Path(read_run_json(run_dir)["dataset"]["path"]).name
+    except RunDirError:
+        return first
+    is_numbered = re.fullmatch(rf"{re.escape(run_dir.name)}\.fork\.\d+\.jsonl", own)
+    return first.with_name(own) if is_numbered else first
+
+
+def write_forks(
+    path: Path,
+    records: Iterable[dict[str, Any]],
+    *,
+    run: str,
+    turn: int,
+    rules: RowRules,
+    fresh: bool,
+) -> Forked:
+    """Write the dataset of the branches of `records` after `turn` to `path`.
+
+    `run` names their run, `rules` say how its rows are read. Where `path` holds other branches and
+    `fresh` is given, it is left to the run that is moved aside, and the dataset gets a number.
+    Raises `ConfigError` where none can be forked, or where `path` holds other branches and `fresh`
+    is not given.
+    """
+    forked = Forked(path)
+    rules = replace(rules, with_forks=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_for(path)
+    try:
+        with open_temporary(temporary, path) as file:
+            for record in records:
+                try:
+                    row = _row(record, run, turn, rules)
+                except NotForkable as error:
+                    forked.left_out[str(error)] += 1
+                else:
+                    file.write(exact_json.dumps(row) + b"\n")
+                    forked.rows += 1
+            file.flush()
+            os.fsync(file.fileno())
+        if not forked.rows:
+            msg = f"no conversation of {run} to branch from after turn {turn}\n{forked.in_words()}"
+            raise ConfigError(msg)
+        for place in _places(path) if fresh else [path]:
+            if not place.exists():
+                temporary.replace(place)
+                sync_directory(place.parent)
+            elif not filecmp.cmp(place, temporary, shallow=False):
+                continue
+            forked.path = place
+            return forked
+        msg = f"{path}: it holds other branches; take another --run_name, or --fresh"
+        raise ConfigError(msg)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _places(path: Path) -> Iterable[Path]:
+    """Where the datasets of a run that is begun anew may be, in their order, without end."""
+    stem = path.name.rpartition(".fork.")[0] + ".fork"
+    yield path.with_name(f"{stem}.jsonl")
+    yield from (path.with_name(f"{stem}.{number}.jsonl") for number in count(2))
+
+
+def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:
+    """One row: the columns of the parent's, and its conversation so far. Raises `NotForkable`."""
+    row = record["row"]
+    events = events_until(record, turn, opening=rules.read(row).opening)
+    own = row.get(FORK_COLUMN) if "fork" in record else None
+    return {
+        **row,
+        # No id of this form is taken for a generated one.
+        "id": f"fork.{record['id']}@{turn}",
+        FORK_COLUMN: {
+            "run": run,
+            "record": record["id"],
+            "turn": turn,
+            "drawn_as": own["drawn_as"] if own else record["id"],
+            "inherited": paid_for(events),
+            "events": events,
+        },
+    }

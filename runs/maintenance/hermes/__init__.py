@@ -1,0 +1,1 @@
+"""Taking over batch runs of hermes-agent."""

@@ -1,0 +1,228 @@
+"""A batch run of hermes-agent becomes a run of ours, which then does only what is missing.
+
+Its directory holds `batch_<n>.jsonl` (a trajectory per line), `trajectories.jsonl` (all of them,
+once the run has ended) and `checkpoint.json` (the numbers of the prompts that count as done).
+Rows are found again by their prompt, for the numbers shift when a dataset is edited.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from runs.dataset.scan import Scan, Task, tasks
+from runs.errors import ConfigError
+from runs.maintenance.hermes.sharegpt import Conversation, read_conversation
+from runs.record import dump_record
+from runs.run_dir import SCHEMA_VERSION, RunDir
+from runs.store.records import RecordFile, index_fields
+from toolsets import exact_json
+
+_BATCH = re.compile(r"batch_(\d+)\.jsonl")
+_SHOWN = 20
+
+
+@dataclass(slots=True)
+class Imported:
+    """What a run of hermes-agent had, and what of it is in ours now."""
+
+    directory: Path
+    completed: int = 0
+    ended_early: int = 0
+    there: int = 0
+    """Tasks that had a record already."""
+    repeated: list[str] = field(default_factory=list)
+    """Rows (file:line) whose prompt another row has answered."""
+    strange: list[str] = field(default_factory=list)
+    """Rows whose prompt the dataset does not hold."""
+    unreadable: list[str] = field(default_factory=list)
+    """Lines that are no trajectories, each with the reason."""
+    lost: list[int] = field(default_factory=list)
+    """Prompts that count as done there, and of which no trajectory is left."""
+
+    def in_words(self) -> str:
+        """A line per kind, with what it means and the first places."""
+        counted = [
+            (self.completed, "completed", [""]),
+            (self.ended_early, "ended early", [""]),
+            (self.there, "already in this run", [""]),
+            (len(self.repeated), "repeated, left out", self.repeated),
+            (
+                len(self.strange),
+                "of prompts that the dataset does not hold, left out",
+                self.strange,
+            ),
+            (len(self.unreadable), "unreadable; their prompts run again", self.unreadable),
+            (
+                len(self.lost),
+                "counted as done there, but no trajectory is left (discarded or lost); they run "
+                "again: prompts",
+                list(map(str, self.lost)),
+            ),
+        ]
+        lines = [f"{self.directory}: what that run had"]
+        for count, words, places in counted:
+            if count:
+                named = ", ".join(places[:_SHOWN]) + (" …" if len(places) > _SHOWN else "")
+                lines.append(f"{count:>9,} {words} {named}".rstrip())
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    place: str
+    number: int | None
+    """The `prompt_index` of hermes-agent."""
+    fields: dict[str, Any]
+    conversation: Conversation
+
+
+def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: int) -> Imported:
+    """Write a record for each task that `directory` holds a trajectory of.
+
+    Safe to repeat: tasks that have a record are left alone. Raises `ConfigError` where
+    `directory` holds no trajectories, `StorageError` where records cannot be written.
+    """
+    files = _files(directory)
+    imported = Imported(directory)
+    rows = list(_rows(files, imported))
+    by_prompt: defaultdict[str, list[tuple[int, Task]]] = defaultdict(list)
+    for position, task in enumerate(tasks(scan, num_samples=num_samples)):
+        if task.sample == 0:
+            by_prompt[_prompt_of(task, scan)].append((position // num_samples, task))
+    records = RecordFile(run_dir.path, run_dir.quarantine)
+    there = records.take_found()
+    try:
+        answered: set[int] = set()
+        for row in sorted(rows, key=lambda row: row.fields.get("completed") is not True):
+            if row.number is not None and row.number in answered:
+                imported.repeated.append(row.place)
+                continue
+            taken = _take(by_prompt, row)
+            if taken is None:
+                known = row.conversation.prompt in by_prompt
+                (imported.repeated if known else imported.strange).append(row.place)
+                continue
+            if row.number is not None:
+                answered.add(row.number)
+            if taken.key in there:
+                imported.there += 1
+                continue
+            record = _record(taken, row, run_dir)
+            records.append(dump_record(record), index_fields(record))
+            if record["status"] == "completed":
+                imported.completed += 1
+            else:
+                imported.ended_early += 1
+        records.sync()
+    finally:
+        records.close()
+    done = {row.number for row in rows if row.number is not None}
+    imported.lost = sorted(_counted_as_done(directory) - done)
+    return imported
+
+
+def _files(directory: Path) -> list[Path]:
+    """Batch files in their order, then the merged file, which holds the same again."""
+    found = sorted(
+        (path for path in directory.glob("batch_*.jsonl") if _BATCH.fullmatch(path.name)),
+        key=lambda path: int(path.stem.split("_")[1]),
+    )
+    merged = directory / "trajectories.jsonl"
+    files = [*found, merged] if merged.exists() else found
+    if not files:
+        msg = f"{directory}: no batch_N.jsonl and no trajectories.jsonl, so no run of hermes-agent"
+        raise ConfigError(msg)
+    return files
+
+
+def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
+    seen: set[bytes] = set()
+    for file in files:
+        for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+            if not line.strip() or line in seen:
+                continue  # the merged file holds the rows of the batch files
+            seen.add(line)
+            place = f"{file.name}:{number}"
+            try:
+                fields = exact_json.loads(line)
+                metadata = fields.get("metadata") or {}
+                conversation = read_conversation(
+                    fields["conversations"], model=metadata.get("model"), at=_time(metadata)
+                )
+                index = fields.get("prompt_index")
+                yield _Row(place, index if isinstance(index, int) else None, fields, conversation)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                imported.unreadable.append(f"{place} ({type(error).__name__}: {error})")
+
+
+def _time(metadata: dict[str, Any]) -> float:
+    try:
+        return datetime.fromisoformat(metadata["timestamp"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return time.time()
+
+
+def _prompt_of(task: Task, scan: Scan) -> str:
+    opening = scan.rules.read(task.columns).opening
+    return next(message["content"] for message in opening if message["role"] == "user")
+
+
+def _take(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:
+    """The task that a row answers: of equal prompts the one at its number, else the first."""
+    waiting = by_prompt.get(row.conversation.prompt)
+    if not waiting:
+        return None
+    chosen = next((n for n, (position, _) in enumerate(waiting) if position == row.number), 0)
+    return waiting.pop(chosen)[1]
+
+
+def _counted_as_done(directory: Path) -> set[int]:
+    try:
+        numbers = orjson.loads((directory / "checkpoint.json").read_bytes())["completed_prompts"]
+        return {number for number in numbers if isinstance(number, int)}
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        return set()
+
+
+def _record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
+    fields, conversation = row.fields, row.conversation
+    if fields.get("completed") is True and conversation.is_answered:
+        status = "completed"
+    else:
+        status = "errors" if fields.get("partial") else "max_turns"
+    told = conversation.trajectory.to_record()
+    return {
+        "id": task.id,
+        "status": status,
+        "status_reason": f"imported from hermes-agent, {row.place}",
+        "error": None,
+        "prompt_id": task.prompt_id,
+        "sample": task.sample,
+        "input_digest": task.input_digest,
+        "attempt": 1,
+        "row": task.columns,
+        **told,
+        "api_calls": fields.get("api_calls", told["api_calls"]),
+        "tools": conversation.tools,
+        "options": {},
+        "view_compacted": False,
+        "model": told["model_returned"],
+        "api": "hermes-agent",
+        "endpoint": None,
+        "toolsets": list(fields.get("toolsets_used") or ()),
+        "sandbox": None,
+        "seed": None,
+        "config_digest": run_dir.digest,
+        "versions": {"hermes-agent": "unknown"},
+        "finished_at": conversation.trajectory.replies[-1]["started_at"],
+        "schema_version": SCHEMA_VERSION,
+    }

@@ -1,0 +1,217 @@
+"""Several runs of one config made one: what each finished, once per task.
+
+The runs that are merged stay as they are. The new one takes its place whole, by one rename, so a
+crash leaves nothing that looks like a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runs.batch_api.ledger import calls_kept
+from runs.config.loading import load_config
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import Scan, task_key
+from runs.errors import ConfigError, RunDirError
+from runs.run_dir import dataset_of, locked, write_run_json
+from runs.shards import check_shards
+from runs.store.failures import read_failure
+from runs.store.files import AppendFile, sync_directory, training_file_of
+from runs.store.journal import turns_under_way
+from runs.store.records import RecordFile, index_fields, lines_from, load_index, parse_record
+from runs.worker.batch_api_model import task_of
+from toolsets.workspace.removal import remove_tree
+
+_SHOWN = 10
+_NONE = -1, b""
+
+_OF_THE_NEW = ("run_name", "output_dir", "dataset_file", "shard")
+"""What the config of the new run does not share with that of the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What was taken from where."""
+
+    path: Path
+    taken: Mapping[Path, int]
+    """Records by the run that they came from."""
+    equal: int
+    """Records that another run held too, byte for byte."""
+
+    def in_words(self) -> str:
+        """A line per run, and the sum."""
+        lines = [f"{count:>9,} records of {run}" for run, count in self.taken.items()]
+        if self.equal:
+            lines.append(f"{self.equal:>9,} of them were in two runs, equal, and are taken once")
+        return "\n".join([*lines, f"{sum(self.taken.values()):>9,} records in {self.path}"])
+
+
+def common_config(
+    runs: Sequence[tuple[Path, dict[str, Any]]],
+    *,
+    run_name: str,
+    output_dir: Path,
+    dataset_file: Path | None,
+    allow_gaps: bool = False,
+) -> RunConfig:
+    """The config of a new run that holds what `runs` hold.
+
+    `runs` are directories with their run.json. Raises `ConfigError` where they differ in what
+    their data means, or in their dataset and no `dataset_file` says which holds all rows; and
+    where they are shards that do not make a whole (`allow_gaps` lets some be missing).
+    """
+    first_path, first = runs[0]
+    for path, identity in runs[1:]:
+        if identity["digest"] != first["digest"]:
+            ours, theirs = first["meaning"], identity["meaning"]
+            keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+            msg = (
+                f"{path}: its config differs from that of {first_path} in {', '.join(keys)}; "
+                "merging them would mix two kinds of data"
+            )
+            raise ConfigError(msg)
+    check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
+    if dataset_file is None:
+        are_shards = first["config"].get("shard") is not None
+        if not are_shards and len({identity["dataset"]["path"] for _, identity in runs}) > 1:
+            msg = "the runs have different datasets: name one that has all rows by --dataset_file"
+            raise ConfigError(msg)
+        dataset_file = Path(first["dataset"]["path"])
+    changed = {"run_name": run_name, "output_dir": output_dir, "dataset_file": dataset_file}
+    return load_config(None, {**first["config"], **changed, "shard": None})
+
+
+def merge(
+    runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan, *, drop: bool
+) -> Merged:
+    """Write the records and failures of `runs` as the run of `config`.
+
+    `drop` leaves conversations that are not finished behind; their tasks begin anew. Raises
+    `RunLocked`, `StorageError`, and `RunDirError` where two runs hold different records of one
+    task, one is damaged, has work under way or is named twice, or the new run exists already.
+    """
+    places = [path.resolve() for path, _ in runs]
+    if twice := [path for path in places if places.count(path) > 1]:
+        msg = f"{twice[0]}: named twice; name each run once"
+        raise RunDirError(msg)
+    into = config.run_dir
+    if into.exists() or training_file_of(into).exists():
+        msg = f"{into}: it exists already; name a new run by --into"
+        raise RunDirError(msg)
+    making = into.with_name(f".{into.name}.merging-{os.getpid()}")
+    with ExitStack() as stack:
+        for path, _ in runs:
+            stack.enter_context(locked(path))
+            _refuse_unfinished(path, drop=drop)
+        into.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            taken, equal = _make(making, runs, config, scan)
+            making.rename(into)
+        except BaseException:
+            remove_tree(making)
+            raise
+        sync_directory(into.parent)
+    return Merged(into, taken, equal)
+
+
+def _make(
+    making: Path, runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan
+) -> tuple[dict[Path, int], int]:
+    for directory in (making, making / "inflight", making / "workspaces"):
+        directory.mkdir(mode=0o700)
+    records = RecordFile(making, making / "quarantine")
+    failures = AppendFile(making / "failures.jsonl")
+    taken, equal = _copy(runs, records)
+    for path, _ in runs:
+        for _, line in lines_from(path / "failures.jsonl", 0):
+            if read_failure(line) is not None:
+                failures.append(line)
+    for file in (records, failures):
+        file.sync()
+        file.close()
+    first = runs[0][1]
+    sources = [{"path": str(path), "records": count} for path, count in taken.items()]
+    identity = {
+        **first,
+        "run_name": config.run_name,
+        "created": time.time(),
+        "config": {**first["config"], **{key: config.to_json()[key] for key in _OF_THE_NEW}},
+        "dataset": dataset_of(scan),
+        "history": [*first["history"], {"at": time.time(), "merged": sources}],
+    }
+    write_run_json(making, identity)
+    return taken, equal
+
+
+def _refuse_unfinished(path: Path, *, drop: bool) -> None:
+    settled = load_index(path)
+    turns = turns_under_way(path / "inflight", settled=settled)
+    calls = calls_kept(path, lambda id: task_of(id) in settled)
+    if calls and not turns and not drop:
+        msg = (
+            f"{path}: {calls} calls are in batches, which are paid for: run it to its end first, "
+            "or leave them behind by --drop_unfinished"
+        )
+        raise RunDirError(msg)
+    if turns and not drop:
+        msg = (
+            f"{path}: {len(turns)} conversations with {sum(turns.values())} turns are under way: "
+            "run it to its end first, or leave them behind by --drop_unfinished"
+        )
+        raise RunDirError(msg)
+
+
+def _copy(
+    runs: Sequence[tuple[Path, dict[str, Any]]], records: RecordFile
+) -> tuple[dict[Path, int], int]:
+    """Append the record that counts of each task; refuse all if two runs disagree on any."""
+    seen: dict[bytes, tuple[Path, bytes]] = {}
+    taken = {path: 0 for path, _ in runs}
+    differing = []
+    equal = 0
+    for path, _ in runs:
+        for key, line, record in _counting(path):
+            content = hashlib.blake2b(line, digest_size=16).digest()
+            if key not in seen:
+                seen[key] = (path, content)
+                taken[path] += 1
+                records.append(line, index_fields(record))
+            elif seen[key][1] == content:
+                equal += 1
+            else:
+                differing.append(f"{record['id']} in {seen[key][0]} and {path}")
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        msg = (
+            f"{len(differing)} tasks have different records in two runs: "
+            f"{'; '.join(differing[:_SHOWN])}{more}. Nobody can tell which is right; merge runs of "
+            "different rows"
+        )
+        raise RunDirError(msg)
+    return taken, equal
+
+
+def _counting(path: Path) -> Iterator[tuple[bytes, bytes, dict[str, Any]]]:
+    """The records of a run that count: task key, line and content, in the order of the file."""
+    counting = ((entry.offset, key) for key, entry in load_index(path).counting())
+    upcoming, key = next(counting, _NONE)
+    for number, (offset, line) in enumerate(lines_from(path / "records.jsonl", 0), start=1):
+        record = parse_record(line)
+        if record is None:
+            msg = f"{path / 'records.jsonl'}:{number}: unreadable; `verify --repair` it first"
+            raise RunDirError(msg)
+        if offset == upcoming and task_key(record["id"], record["input_digest"]) == key:
+            yield key, line, record
+            upcoming, key = next(counting, _NONE)
+    if key:
+        index = path / "records.idx"
+        msg = f"{index}: not what records.jsonl says; `verify --repair` it first"
+        raise RunDirError(msg)

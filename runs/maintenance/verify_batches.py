@@ -1,0 +1,133 @@
+"""Whether what a run directory holds of its batches is whole, and fits the records.
+
+A batch that nobody knows of any more is paid for and paid again, so this is about money: which
+calls are in which batch, and whether somebody takes what it brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from runs.batch_api.ledger import State, Wave, WaveLedger, apply_step, index_of, read_line, waves_in
+from runs.store.files import listed
+from runs.store.records import lines_from
+from runs.worker.batch_api_model import task_of
+
+_NEXT: Mapping[State, Container[str]] = {
+    "gathered": ("sending", "void"),
+    "sending": ("sending", "created", "void"),
+    "created": ("collected", "failed", "void"),
+    "collected": ("collected", "failed"),  # results that were lost are fetched again
+    "failed": (),
+    "void": ("sending",),  # it was refused, and is tried again
+}
+"""What can follow each step of a wave."""
+
+
+class Wrong(NamedTuple):
+    """What is wrong, as `verify` tells it."""
+
+    kind: Literal["unreadable", "contradiction", "derived", "leftover"]
+    file: Path
+    line: int | None
+    message: str
+
+
+def check_batches(
+    path: Path, *, settled: Container[bytes], ended: Container[bytes]
+) -> Iterator[Wrong]:
+    """Check batches.jsonl and the directory batches of the run in `path`.
+
+    `settled` are the tasks that need no more work, `ended` those that never will.
+    """
+    ledger = path / "batches.jsonl"
+    waves: dict[str, Wave] = {}
+    last: dict[str, int] = {}
+    needed: set[str] = set()
+    for number, (_, text) in enumerate(lines_from(ledger, 0), start=1):
+        if (line := read_line(text)) is None:
+            message = "not a step of a batch; it is passed over"
+            yield Wrong("unreadable", ledger, number, message)
+        elif line["kind"] != "live":
+            name = line["wave"]
+            for message in _contradictions(waves, line, is_needed=name in needed):
+                yield Wrong("contradiction", ledger, number, message)
+            last[name] = number
+            if name in waves or line["kind"] == "gathered":
+                apply_step(waves, line)
+            if any(task_of(id) not in settled for id in line.get("items", ())):
+                needed.add(name)
+    kept = set()
+    for wave in waves.values():
+        if is_never_taken(wave, ended):
+            message = (
+                f"batch {wave.batch}: its {len(wave.ids):,} calls are paid for, and no "
+                "conversation takes their results any more; their cost is in no sum"
+            )
+            yield Wrong("contradiction", ledger, last[wave.name], message)
+        if wave.state == "collected" and wave.name in needed:
+            results = path / "batches" / f"{wave.name}.results"
+            kept.add(results)
+            try:
+                index_of(results, wave)
+            except (OSError, ValueError) as error:
+                message = (
+                    f"not what batch {wave.batch} brought ({error}); the next start fetches it "
+                    "again, which is free"
+                )
+                yield Wrong("derived", results, None, message)
+    for file in listed(path / "batches"):
+        if file not in kept:
+            message = "what is left of a batch, and nobody needs; the next start removes it"
+            yield Wrong("leftover", file, None, message)
+
+
+def is_never_taken(wave: Wave, ended: Container[bytes]) -> bool:
+    """Whether a batch was made whose results are not here, and that nobody will ask for."""
+    return wave.state == "created" and all(task_of(id) in ended for id in wave.ids)
+
+
+def repair_batches(
+    path: Path, quarantine: Path, leftovers: Iterable[Path], ended: Container[bytes]
+) -> None:
+    """Remove what is left over, and give up the batches whose results are never taken.
+
+    Unreadable lines are set aside by then. Raises `StorageError`.
+    """
+    for file in leftovers:
+        file.unlink(missing_ok=True)
+    ledger = WaveLedger(path, quarantine)
+    for wave in waves_in(path / "batches.jsonl"):
+        if is_never_taken(wave, ended):
+            ledger.note(wave, "failed", why="no conversation takes its results any more")
+    ledger.close()
+
+
+def _contradictions(
+    waves: Mapping[str, Wave], line: Mapping[str, Any], *, is_needed: bool
+) -> Iterator[str]:
+    """What is wrong with the next step of a wave; nothing where no conversation needs it."""
+    kind, name = line["kind"], line["wave"]
+    wave = waves.get(name)
+    if wave is None:
+        if kind in ("created", "collected"):
+            yield (
+                f"wave {name} is {kind}, and no line before tells which calls it has; they will "
+                "be made, and paid for, again"
+            )
+        return
+    if not is_needed:
+        return
+    if kind not in _NEXT[wave.state]:
+        yield f"wave {name} is {kind} after it was {wave.state}; the later line counts"
+    if kind == "created":
+        for other in waves.values():
+            if other.batch == line["batch"]:
+                yield f"batch {line['batch']} of wave {name} is that of wave {other.name} too"
+    if kind == "collected" and line["replies"] + line["failed"] != len(wave.ids):
+        yield (
+            f"wave {name} has {len(wave.ids):,} calls, and {line['replies']:,} replies and "
+            f"{line['failed']:,} failures"
+        )

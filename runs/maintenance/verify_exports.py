@@ -1,0 +1,129 @@
+"""Whether the training files of a run are what its records give."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from itertools import zip_longest
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from runs.totals.accounts import Accounts
+
+_AGAIN = "`export` writes it again"
+
+
+class Wrong(NamedTuple):
+    """A file, a line of it or None, and what is wrong."""
+
+    file: Path
+    line: int | None
+    message: str
+
+
+class _Said(NamedTuple):
+    """What the manifest says of a file."""
+
+    path: str
+    holds: str
+    bytes: int
+    sha256: str
+
+
+def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator[Wrong]:
+    """Check the manifest against the accounts, and each file against the manifest.
+
+    `made` is a run directory whose exports were just made from the same records; each file must
+    be equal to its twin there. None leaves the contents alone.
+    """
+    manifest_path = path / "exports" / "manifest.json"
+    try:
+        manifest = orjson.loads(manifest_path.read_bytes())
+        files = {
+            _place(path, said["path"]): _Said(*itemgetter(*_Said._fields)(said))
+            for said in manifest["files"]
+        }
+    except FileNotFoundError:
+        if accounts.done or accounts.failed:
+            yield Wrong(manifest_path, None, f"missing; {_AGAIN}")
+        return
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        yield Wrong(manifest_path, None, f"unreadable; {_AGAIN}")
+        return
+    yield from _check_counts(manifest_path, manifest, accounts)
+    for file, said in files.items():
+        yield from _check_file(file, said, contents=made is not None)
+    if made is not None:
+        twins = orjson.loads((made / "exports" / "manifest.json").read_bytes())["files"]
+        places = {twin["holds"]: _place(made, twin["path"]) for twin in twins}
+        for file, said in files.items():
+            if said.holds in places:
+                yield from _compare(file, places[said.holds])
+            else:
+                message = f"{said.path}: no run has a file of {said.holds!r}; {_AGAIN}"
+                yield Wrong(manifest_path, None, message)
+
+
+def _place(path: Path, relative: str) -> Path:
+    """Where a file of the run in `path` lies: in it, if the run was moved aside, with its files."""
+    named = Path(os.path.normpath(path / relative))
+    inside = path / named.name
+    return inside if inside.exists() else named
+
+
+def _check_counts(path: Path, manifest: dict[str, Any], accounts: Accounts) -> Iterator[Wrong]:
+    with_record = sum(accounts.statuses.values())
+    expected = {
+        "tasks": accounts.total,
+        "discarded": accounts.discarded,
+        "failed": accounts.done + accounts.failed - with_record,
+        "pending": accounts.pending,
+        "gone": accounts.gone,
+    }
+    for key, value in expected.items():
+        if manifest.get(key) != value:
+            message = f"{key} {manifest.get(key)}, the records give {value}; {_AGAIN}"
+            yield Wrong(path, None, message)
+    written = sum(manifest.get(key, 0) for key in ("exported", "partial", "rejected"))
+    if written != with_record:
+        message = f"its files hold {written} tasks, {with_record} have a record; {_AGAIN}"
+        yield Wrong(path, None, message)
+
+
+def _check_file(file: Path, said: _Said, *, contents: bool) -> Iterator[Wrong]:
+    try:
+        size = file.stat().st_size
+        if size != said.bytes:
+            yield Wrong(file, None, f"{size} bytes, the manifest says {said.bytes}; {_AGAIN}")
+        elif contents:
+            with file.open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != said.sha256:
+                    yield Wrong(file, None, f"not the bytes that the manifest names; {_AGAIN}")
+    except FileNotFoundError:
+        yield Wrong(file, None, f"missing; {_AGAIN}")
+
+
+def _compare(file: Path, twin: Path) -> Iterator[Wrong]:
+    """Name the first line that is not what the records give."""
+    if not file.exists() or not twin.exists():
+        return
+    with file.open("rb") as ours, twin.open("rb") as theirs:
+        for number, (line, right) in enumerate(zip_longest(ours, theirs), start=1):
+            if line == right:
+                continue
+            what = "it goes on after" if right is None else "not what the records give"
+            if line is None:
+                what = "it ends before"
+            yield Wrong(file, number, f"{what}{_id_in(right or line)}; {_AGAIN}")
+            return
+
+
+def _id_in(line: bytes) -> str:
+    try:
+        return f" ({orjson.loads(line)['id']})"
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,1 @@
+"""What a start would do, checked before any call."""

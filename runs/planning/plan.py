@@ -1,0 +1,238 @@
+"""What a run is going to do, checked before anything is written or paid for."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+
+from agent.models.model import ModelSettings, Price
+from agent.models.scripted import ScriptedTurn, parse_script
+from agent.setup import Setup, schemas_for
+from runs.config.models import Setups, asked, set_up_models, unpriced
+from runs.config.run_config import RunConfig
+from runs.config.toolsets import catalog_of, with_listed_servers
+from runs.dataset.scan import Scan
+from runs.dataset.scan_cache import NAME, scan_with
+from runs.errors import ConfigError, DatasetError
+from runs.executor_choice import check_executor
+from runs.process.console import say
+from runs.shards import parse_shard
+from runs.store.files import training_file_of
+from toolsets.sandbox.cgroup import can_bound_memory
+from toolsets.sandbox.factory import sandbox_problem
+
+_BAD_ROWS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a start would do: everything checked, nothing begun."""
+
+    config: RunConfig
+    setups: Setups
+    sandbox: str | None
+    """None where no tool runs commands."""
+    script: list[ScriptedTurn] | None
+    scan: Scan
+
+    @property
+    def api(self) -> str:
+        """The dialect of the models; of several, that of the first."""
+        return next(iter(self.setups.values())).settings.api
+
+    @property
+    def toolsets(self) -> list[str]:
+        """The names of the toolsets that conversations can be offered."""
+        return next(iter(self.setups.values())).names()
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Check all that can be checked before anything is written or asked for.
+
+    Raises `ConfigError` or `DatasetError`.
+    """
+    _keep_dataset(config)
+    try:
+        config = with_listed_servers(config)
+        known = catalog_of(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_executor(config)
+    setups = set_up_models(config, known)
+    first = next(iter(setups.values()))
+    _check_web(config, first)
+    needs_sandbox = bool(first.sandboxed()) or config.row_setup
+    if needs_sandbox and (problem := sandbox_problem(config.sandbox, image=config.docker_image)):
+        raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
+    script = _read_script(config.script_file)
+    return Plan(
+        config=config,
+        setups=setups,
+        sandbox=config.sandbox if needs_sandbox else None,
+        script=script,
+        scan=scan_with(
+            config.run_dir / NAME,
+            config.dataset_file,
+            max_samples=config.max_samples,
+            rules=config.row_rules(
+                first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
+            ),
+            num_samples=config.num_samples,
+            shard=None if config.shard is None else parse_shard(config.shard),
+        ),
+    )
+
+
+def _keep_dataset(config: RunConfig) -> None:
+    """Raise `ConfigError` where the exports of the run would take the place of its dataset."""
+    training = training_file_of(config.run_dir)
+    if (
+        training.exists()
+        and config.dataset_file.exists()
+        and training.samefile(config.dataset_file)
+    ):
+        msg = (
+            f"{config.dataset_file}: the training file of this run goes there, in the place of the "
+            "prompts; take another --run_name or --output_dir"
+        )
+        raise ConfigError(msg)
+
+
+def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:
+    names = ",".join(toolsets)
+    msg = f"{problem.rstrip('.')}. "
+    if toolsets:
+        msg += f"The toolsets {names} run commands and are not loaded without it. "
+    if config.row_setup:
+        msg += "The rows' `setup` and `check` are commands too (--row_setup). "
+    msg += "Or choose --sandbox local (commands then run with your own rights, not isolated)"
+    return msg + (f", or --disabled_toolsets {names}." if toolsets else ".")
+
+
+def _check_web(config: RunConfig, setup: Setup) -> None:
+    try:
+        settings = config.web_settings()
+        problem = settings.problem() if setup.uses("web") else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if problem:
+        raise ConfigError(problem)
+
+
+def describe(plan: Plan) -> str:
+    """What a start of `plan` would do, for `--dry_run`."""
+    config, scan = plan.config, plan.scan
+    first = next(iter(plan.setups.values()))
+    names = [schema["function"]["name"] for schema in schemas_for(first, config.agent_options)]
+    models = [
+        _in_words(setup.settings, weight if len(plan.setups) > 1 else None)
+        for setup, weight in zip(plan.setups.values(), config.model_weights().values(), strict=True)
+    ]
+    return "\n".join(
+        [
+            f"run        {config.run_dir}",
+            f"dataset    {scan.path}: {scan.all_rows} usable rows, {scan.all_bad} bad",
+            *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
+            f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
+            f"{scan.rows * config.num_samples}",
+            *(f"model      {model}" for model in models),
+            f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})",
+            f"sandbox    {plan.sandbox or 'not needed'}",
+            f"bounds     {config.max_turns} turns, {config.max_attempts} attempts",
+            f"workers    {config.num_workers} x {config.agents_per_worker} conversations",
+        ]
+    )
+
+
+def _in_words(settings: ModelSettings, weight: float | None) -> str:
+    place = f" at {settings.base_url}" if settings.base_url else ", offline"
+    weighed = "" if weight is None else f", weight {weight:g}"
+    words = f"{settings.name} ({settings.api}{place}{weighed})"
+    return words if settings.own_price is None else f"{words}, {_own_price(settings.own_price)}"
+
+
+def _own_price(price: Price) -> str:
+    """So that a slip in it is seen before it is paid for."""
+    cached = ", ".join(
+        f"${dollars:g} {what}"
+        for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
+        if dollars != price.input
+    )
+    words = f"prices: yours, ${price.input:g} in and ${price.output:g} out per million tokens"
+    return f"{words} ({cached})" if cached else words
+
+
+def _shares(plan: Plan) -> str:
+    """The toolsets, with their percentages where each conversation draws its own."""
+    drawn = plan.config.toolset_percentages()
+    return ", ".join(
+        name if drawn is None else f"{name} {drawn[name]:g}%" for name in plan.toolsets
+    )
+
+
+def warn(plan: Plan) -> None:
+    """Say what a careful user would want to know before the first call."""
+    for base_url in dict.fromkeys(settings.base_url or "" for settings in asked(plan.setups)):
+        url = urlsplit(base_url)
+        if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
+            say(
+                f"warning: {base_url} is not encrypted: whoever is on the way can read the "
+                "prompts, the replies and the API key, if there is one; use https"
+            )
+
+    if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
+        say(
+            f"warning: sandbox {plan.sandbox}: no control group for memory can be made here, so "
+            "the memory of commands is looked at ten times a second and may exceed "
+            "--command_memory_mb for a moment; a writable /sys/fs/cgroup changes that"
+        )
+    if not plan.config.row_setup and (columns := plan.scan.setup_columns):
+        named = ", ".join(f"{name} ({count:,} rows)" for name, count in columns.items())
+        say(
+            f"warning: {plan.scan.path}: these columns do nothing without --row_setup: {named}; "
+            "with it, workspaces are set up and judged by them (docs/tools.md)"
+        )
+
+
+def _is_near(host: str) -> bool:
+    """Whether what is sent to `host` stays on this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def refuse_bad_rows(plan: Plan) -> None:
+    """Name the bad rows; raise `DatasetError` if the config says that there may be none."""
+    show_bad_rows(plan.scan)
+    if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
+        where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
+        msg = (
+            f"{plan.scan.path}: {plan.scan.all_bad} bad rows{where} and --on_bad_row fail; "
+            "no model call was made"
+        )
+        raise DatasetError(msg)
+
+
+def show_bad_rows(scan: Scan) -> None:
+    """Name bad rows on standard error, the first ones each, the rest by their number."""
+    for row in scan.bad_rows[:_BAD_ROWS_SHOWN]:
+        say(f"{scan.path}:{row.line}: skipped: {row.reason}")
+    more = len(scan.bad_rows) - _BAD_ROWS_SHOWN
+    if more > 0:
+        say(f"{scan.path}: {more} more bad rows, all in failures.jsonl")
+
+
+def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
+    if path is None:
+        return None
+    try:
+        return parse_script(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        msg = f"{path}: {error}"
+        raise ConfigError(msg) from error

@@ -1,0 +1,158 @@
+"""What a dry run shows: where an existing run stands, and the first request of a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import islice
+
+from agent.models.client.pool import ModelPool
+from agent.models.model import Completion, Request
+from agent.runner import Conversation
+from agent.setup import Home
+from runs.config.sampling import setup_of_task
+from runs.dataset.row import unused_turns
+from runs.dataset.scan import Task, tasks_at
+from runs.dataset.scan_cache import NAME, kept_keys
+from runs.planning.plan import Plan
+from runs.run_dir import check_reopening, refuse_held
+from runs.store.records import load_index
+from runs.totals.accounts import Accounts, account
+from toolsets.space import TaskSpace
+from toolsets.text import clip
+from toolsets.workspace.workspace import Workspace
+
+_SHOWN_CHARS = 2000
+_ROWS_READ = 1000
+
+
+def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
+    """Where the run stands that a start of `plan` would go on with, and its first prompt.
+
+    Writes nothing. Raises what the start would refuse: `ConfigError`, `RunDirError`, `RunLocked`.
+    """
+    path = plan.config.run_dir
+    lines = []
+    if (path / "run.json").exists() and fresh:
+        lines.append(f"on disk    --fresh moves {path} aside; all tasks run anew")
+    elif check_reopening(plan.config, plan.scan, accept_changes):
+        refuse_held(path)
+        lines += _standing(plan)
+    return "\n".join([*lines, *_first_prompt(plan), *_unused_turns(plan)])
+
+
+def _standing(plan: Plan) -> list[str]:
+    found = account(plan.config.run_dir, plan.scan, plan.config)
+    failed = found.failed - found.to_retry
+    for_good = f", {failed:,} failed for good" if failed else ""
+    lines = [
+        f"on disk    {found.done:,} tasks done{for_good}; ${found.spent_usd:,.4f} spent so far"
+    ]
+    owed = found.pending + found.to_retry
+    lines.append(f"to do      {owed:,} tasks{_owed_in_words(plan, found)}")
+    if found.gone:
+        lines.append(
+            f"gone       {found.gone:,} finished tasks are no longer asked for; they leave the "
+            "training file, their records stay"
+        )
+    return lines
+
+
+def _owed_in_words(plan: Plan, found: Accounts) -> str:
+    parts = []
+    if found.under_way:
+        parts.append(f"{found.under_way:,} under way with {found.turns_under_way:,} turns kept")
+    if found.to_retry:
+        parts.append(f"{found.to_retry:,} failed and are tried again")
+    if new := _new_tasks(plan):
+        parts.append(f"{new:,} new since the last start")
+    return f": {', '.join(parts)}" if parts else ""
+
+
+def _new_tasks(plan: Plan) -> int:
+    """How many tasks without a record the last start did not have; 0 where nobody can tell."""
+    if (before := kept_keys(plan.config.run_dir / NAME)) is None:
+        return 0
+    known = {before[start : start + 16] for start in range(0, len(before), 16)}
+    rows, _ = load_index(plan.config.run_dir).match(plan.scan.keys)
+    return sum(not row and plan.scan.key(n) not in known for n, row in enumerate(rows))
+
+
+def _first_prompt(plan: Plan) -> list[str]:
+    if not plan.scan.rows:  # none of them belongs to the shard
+        return []
+    task = next(tasks_at(plan.scan, [0]))
+    request = asyncio.run(_request_of(plan, task))
+    names = [tool["function"]["name"] for tool in request.tools]
+    lines = [f"first      {_plain(task.id)}, as the model gets it:"]
+    for message in request.messages:
+        text = _plain(clip(message["content"], max_chars=_SHOWN_CHARS))
+        lines.append(f"  {message['role']}: " + text.replace("\n", "\n    "))
+    lines.append(f"  tools offered: {', '.join(names) or 'none'}")
+    return lines
+
+
+async def _request_of(plan: Plan, task: Task) -> Request:
+    """The first request of a task: what stands between a conversation and its model has its say."""
+    config = plan.config
+    row = config.row_rules(plan.api).read(task.columns)
+    setup = setup_of_task(plan.setups, config, task)
+    pool = ModelPool(key_of=lambda asked: "", on_retry=lambda asked, words: None)
+    # Nothing is done in it, so it is never made.
+    space = TaskSpace(Workspace(config.run_dir / "workspaces" / task.key.hex()))
+    home = Home(setup, space, pool, config.tool_timeout_s)
+    conversation = Conversation(
+        trajectory=row.trajectory([]),
+        terms=row.terms,
+        model=_Listening(),
+        toolbox=home.toolbox(),
+        journal=lambda event: None,
+        host=home,
+        subagents=row.terms.options.subagents,
+    )
+    try:
+        await conversation.run()
+    except _Heard as heard:
+        return heard.request
+    return Request(row.opening)  # it ends without any call
+
+
+class _Heard(Exception):
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+
+
+class _Listening:
+    """A model that only listens."""
+
+    async def complete(self, request: Request) -> Completion:
+        raise _Heard(request)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def _unused_turns(plan: Plan) -> list[str]:
+    """What rows hold behind their first user message, and no model is asked with."""
+    numbers = range(0, plan.scan.tasks, plan.scan.num_samples)
+    found: dict[str, int] = {}
+    read = 0
+    for task in islice(tasks_at(plan.scan, numbers), _ROWS_READ):
+        read += 1
+        if (turns := unused_turns(task.columns)) is not None:
+            found[task.prompt_id] = turns
+    if not found:
+        return []
+    first, turns = next(iter(found.items()))
+    of = f"of the first {read:,} rows" if read < plan.scan.rows else "rows"
+    return [
+        f"unused     {len(found):,} {of} hold turns behind their first user message, which are not "
+        f"sent: {sum(found.values()):,} of them the user's ({_plain(first)}: {turns:,}). The model "
+        "answers the first one alone; for a history that is sent, give `prompt` as a list"
+    ]
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)

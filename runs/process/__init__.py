@@ -1,0 +1,1 @@
+"""What a process does to itself before it works."""

@@ -1,0 +1,85 @@
+"""The record of one finished task: everything that was sent, received and decided, lossless.
+
+Keys, in this order: `id`, `status`, `status_reason` (null or words), `error` (null or {"class",
+"message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
+the conversation (see `Trajectory.to_record`; of a branch `fork` too), `check` (null, or how the
+row's check judged the workspace; see `run_check`), `tools` (schemas as offered), `options` (those
+of the conversation that are not the defaults), `view_compacted` (the model saw parts of it in short
+or as a summary), and where it came from: `model` (as asked), `api`, `endpoint`, `toolsets`,
+`sandbox`, `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds), `schema_version`. On
+disk a checksum follows (see `runs.store.checksum`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from agent.loop.rules import Terms
+from agent.loop.steps import End
+from agent.runner import was_compacted
+from agent.setup import Setup, schemas_for
+from agent.state.trajectory import Trajectory
+from runs.dataset.row_fork import without_events
+from runs.dataset.scan import Task
+from runs.run_dir import SCHEMA_VERSION
+from runs.store.checksum import with_checksum
+from runs.store.failures import Failure
+from toolsets import exact_json
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What all records of one start have in common."""
+
+    sandbox: str | None
+    seed: int
+    config_digest: str
+    versions: dict[str, str]
+
+
+def make_record(
+    task: Task,
+    trajectory: Trajectory,
+    *,
+    end: End,
+    terms: Terms,
+    setup: Setup,
+    failure: Failure | None,
+    check: dict[str, Any] | None = None,
+    attempt: int,
+    provenance: Provenance,
+) -> dict[str, Any]:
+    """Build the record of a task that has ended; `setup` is what it was offered."""
+    return {
+        "id": task.id,
+        "status": end.status,
+        "status_reason": end.reason,
+        "error": failure and {"class": failure.error_class, "message": failure.message},
+        "prompt_id": task.prompt_id,
+        "sample": task.sample,
+        "input_digest": task.input_digest,
+        "attempt": attempt,
+        "row": without_events(task.columns),
+        **trajectory.to_record(),
+        "check": check,
+        "tools": schemas_for(setup, terms.options),
+        "options": terms.options.given(),
+        "view_compacted": was_compacted(trajectory, terms.options),
+        "model": setup.settings.reference,
+        "api": setup.settings.api,
+        "endpoint": setup.settings.base_url,
+        "toolsets": setup.names(),
+        "sandbox": provenance.sandbox,
+        "seed": provenance.seed,
+        "config_digest": provenance.config_digest,
+        "versions": provenance.versions,
+        "finished_at": time.time(),
+        "schema_version": SCHEMA_VERSION,
+    }
+
+
+def dump_record(record: dict[str, Any]) -> bytes:
+    """One line of records.jsonl."""
+    return with_checksum(exact_json.dumps(record))

@@ -1,0 +1,325 @@
+"""One start of a run, from its plan to workers that have ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, NamedTuple
+
+from agent.models.model import url_of
+from runs.batch_api.ledger import WaveLedger, held_in
+from runs.batch_api.service import Waves, with_open_batches
+from runs.config.models import bounds_of, budget_of
+from runs.dataset.scan import tasks_at
+from runs.dataset.scan_cache import NAME
+from runs.errors import DatasetChanged
+from runs.executor_choice import open_executor
+from runs.planning.plan import Plan, describe
+from runs.process.startup import allow_many_files, hide_environment, log_to
+from runs.protocol.worker_setup import WorkerSetup
+from runs.record import Provenance
+from runs.run_dir import RunDir
+from runs.store.failures import FailureFile
+from runs.store.files import listed
+from runs.store.journal import Inflight, segments
+from runs.store.records import RecordFile, load_index
+from runs.store.settled import Settled, is_settled
+from runs.supervisor.budget import Ledger, spent_before
+from runs.supervisor.damaged import listed_in_words, set_aside_damaged
+from runs.supervisor.progress import Progress
+from runs.supervisor.supervisor import Supervisor
+from runs.worker.batch_api_model import task_of
+from runs.worker.budget_share import Amount
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import TEMPORARY
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a start ended."""
+
+    signal: int | None = None
+    """The signal that stopped it."""
+    stopped_by: str | None = None
+    """What in the environment stopped it."""
+    limits: Sequence[Mapping[str, Any]] = ()
+    """What limited the model calls; see `RunLimits.report`."""
+    is_out_of_budget: bool = False
+    """The budget of the run stopped it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the summary."""
+        return {"stopped_by": self.stopped_by, "signal": self.signal, "calls": list(self.limits)}
+
+
+def run_batch(
+    plan: Plan,
+    run_dir: RunDir,
+    *,
+    only: Collection[bytes] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Work on all tasks that need work. Blocks until they end or the run is stopped.
+
+    `only` bounds the work to the tasks with these keys; `tell` takes the messages for the user
+    where something else than the progress line has the terminal.
+
+    Raises `EnvironmentStop` where the run cannot go on.
+    """
+    log_to(run_dir.path / "run.log", plan.config.log_level)
+    log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
+    for name, server in (plan.config.mcp or {}).items():
+        for tool in server.listed or ():
+            log.info("mcp server %s offers %r: %r", name, tool.name, tool.description)
+    hide_environment()
+    allow_many_files()
+    outcome = _work(plan, run_dir, only, tell)
+    log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
+    log.info("calls: %s", outcome.limits)
+    return outcome
+
+
+def _work(
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    tell: Callable[[str], None] | None,
+) -> Outcome:
+    config = plan.config
+    records = RecordFile(run_dir.path, run_dir.quarantine)
+    damaged = set_aside_damaged(run_dir.path)
+    failures = FailureFile(run_dir.path, run_dir.quarantine)
+    inflight = Inflight(run_dir.inflight)
+    ledger = Ledger(run_dir.path, run_dir.quarantine)
+    progress = Progress(
+        total=plan.scan.rows * config.num_samples if only is None else len(only),
+        run_dir=run_dir.path,
+        tell=tell,
+    )
+    try:
+        if records.unreadable:
+            progress.say(
+                f"{len(records.unreadable)} unreadable records were set aside in "
+                f"{run_dir.quarantine}: {listed_in_words(records.unreadable)}; their tasks run "
+                "again"
+            )
+        if damaged:
+            progress.say(
+                f"{len(damaged)} damaged lines were set aside in {run_dir.quarantine}: "
+                f"{listed_in_words(damaged)}; what they told does not count"
+            )
+        for row in plan.scan.bad_rows:
+            failures.append_bad_row(plan.scan.path, row)
+        stock = _take_stock(plan, run_dir, only, records, inflight, ledger)
+        progress.found_ended(
+            done=stock.done,
+            failed=stock.failed,
+            passed=stock.passed,
+            not_passed=stock.not_passed,
+            cost_usd=stock.cost_usd,
+        )
+        if (config := with_open_batches(config, run_dir, stock.settled)) is not plan.config:
+            plan = replace(plan, config=config)
+            progress.say("calls in batches of earlier starts are waited for; all others go live")
+        with (
+            closing(open_executor(config, run_dir)) as executor,
+            closing(Waves(config, plan.setups, run_dir, stock.settled)) as waves,
+        ):
+            supervisor = Supervisor(
+                run_dir=run_dir,
+                config=config,
+                executor=executor,
+                setups=plan.setups,
+                setup=_worker_setup(plan, run_dir, has_answers=stock.has_answers),
+                spent=stock.spent,
+                held=stock.held,
+                ledger=ledger,
+                tasks=tasks_at(plan.scan, stock.owed),
+                records=records,
+                failures=failures,
+                inflight=inflight,
+                progress=progress,
+                waves=waves,
+            )
+            del stock  # the index of all records is in it, and nobody asks it any more
+            with _signals_to(supervisor) as received:
+                stopped_by = supervisor.run()
+        if supervisor.is_dataset_changed:
+            # Or what is kept of its scan is not what this program would find.
+            (run_dir.path / NAME).unlink(missing_ok=True)
+        _remove_what_is_settled(run_dir, config.max_attempts)
+    except DatasetChanged:
+        (run_dir.path / NAME).unlink(missing_ok=True)
+        raise
+    finally:
+        progress.close()
+        records.close()
+        failures.close()
+        ledger.close()
+    return Outcome(
+        signal=received[0] if received else None,
+        stopped_by=stopped_by or None,
+        limits=supervisor.limits.report(),
+        is_out_of_budget=supervisor.is_out_of_budget,
+    )
+
+
+class _Stock(NamedTuple):
+    """What a run has and still owes when a start begins."""
+
+    settled: Settled
+    """The tasks that need no more work."""
+    owed: array[int]
+    """The numbers of the tasks that need work, in dataset order."""
+    done: int
+    failed: int
+    """Those that failed for good."""
+    passed: int
+    not_passed: int
+    """Those that were checked, and what of that came."""
+    has_answers: bool
+    """An endpoint has answered in an earlier start."""
+    spent: Amount
+    """What of the budget is used up; nothing where there is none."""
+    held: dict[bytes, dict[str, list[Any]]]
+    """What of that is set aside for calls in batches, by task and call; see `held_in`."""
+    cost_usd: float
+    """What the run has spent, as far as that is known."""
+
+
+def _take_stock(
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    records: RecordFile,
+    inflight: Inflight,
+    ledger: Ledger,
+) -> _Stock:
+    """Look at all records once; remove what is left of settled tasks, and read the journals."""
+    scan, max_attempts = plan.scan, plan.config.max_attempts
+    found = records.take_found()
+    settled = Settled(found, max_attempts)
+    inflight.read(settled=settled)
+    _remove_workspaces(run_dir, settled)
+    _free_unsent(run_dir, ledger)
+    spent = Amount()
+    held: dict[bytes, dict[str, list[Any]]] = {}
+    if budget_of(plan.config) is not None:
+        for id, most in held_in(run_dir.path, lambda id: task_of(id) in settled).items():
+            held.setdefault(task_of(id), {})[id] = most
+        amounts = [Amount(*most) for of_task in held.values() for most in of_task.values()]
+        entries = (entry for _, entry in found.records())
+        spent = spent_before(entries, inflight, ledger, held=amounts)
+    rows, _ = found.match(scan.keys)
+    owed = array("I")
+    counts = Counter[bool]()
+    passed = Counter[bool | None]()
+    for number, ending in enumerate(found.endings(rows)):
+        if only is not None and scan.key(number) not in only:
+            continue
+        is_failed = ending is not None and ending.status == "failed"
+        if ending is None or (
+            is_failed and not is_settled(found.entry(rows[number]), max_attempts)
+        ):
+            owed.append(number)
+        else:
+            counts[is_failed] += 1
+            passed[ending.passed] += 1
+    return _Stock(
+        settled,
+        owed,
+        counts[False],
+        counts[True],
+        passed[True],
+        passed[False],
+        found.has_turns(),
+        spent,
+        held,
+        found.costs()[0] + inflight.paid_usd,
+    )
+
+
+def _free_unsent(run_dir: RunDir, ledger: Ledger) -> None:
+    """Give back what the starts before have set aside for calls in batches that were never sent."""
+    waves = WaveLedger(run_dir.path, run_dir.quarantine)
+    # Given up first: after a crash between the two it stays booked, and is not given back twice.
+    freed = [Amount(*most) for most in waves.give_up_unsent()]
+    waves.close()
+    if freed:
+        ledger.append("returned", sum(freed, Amount()))
+
+
+def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
+    bounds = bounds_of(plan.config, plan.setups)
+    is_proven = has_answers and run_dir.same_endpoints and len(bounds) == 1
+    return WorkerSetup(
+        number=0,
+        parent_pid=os.getpid(),
+        run_dir=run_dir.path,
+        config=plan.config,
+        api=plan.api,
+        provenance=Provenance(
+            sandbox=plan.sandbox,
+            seed=plan.config.seed,
+            config_digest=run_dir.digest,
+            versions=run_dir.versions,
+        ),
+        script=plan.script,
+        bounds=bounds,
+        budget=budget_of(plan.config),
+        # Of several endpoints nobody knows which one answered.
+        proven=frozenset(map(url_of, bounds)) if is_proven else frozenset(),
+    )
+
+
+def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
+    """Remove what workers that died left of conversations that have ended since."""
+    if listed(run_dir.workspaces) or segments(run_dir.inflight):
+        settled = Settled(load_index(run_dir.path), max_attempts)
+        _remove_workspaces(run_dir, settled)
+        Inflight(run_dir.inflight).read(settled=settled)
+
+
+def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
+    """Remove what a crash left between a durable record and the end of its workspace.
+
+    Names that are not ours and directories that resist are left and logged.
+    """
+    for path in listed(run_dir.workspaces):
+        try:
+            if path.name.startswith(TEMPORARY):
+                path.unlink()
+            elif bytes.fromhex(path.name.removesuffix(".half")) in settled:
+                remove_tree(path)
+        except (ValueError, OSError) as error:
+            log.warning("left alone: %s: %s", path, error)
+
+
+@contextmanager
+def _signals_to(supervisor: Supervisor) -> Iterator[list[int]]:
+    """Turn SIGINT, SIGTERM and SIGHUP into an orderly stop; gives the list of those received."""
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        supervisor.interrupt()
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # What nohup or a shell script's background job ignores stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, on_signal)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

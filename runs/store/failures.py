@@ -1,0 +1,138 @@
+"""`failures.jsonl`: why attempts failed and rows could not be used, one line each.
+
+Lines: {"kind": "attempt", "id", "input_digest", "attempt", "class", "message", "at"}, the same
+with "kind": "death" for a worker that died while it held the task, and {"kind": "bad_row",
+"file", "line", "reason", "at"}.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from runs.dataset.lines import BadRow
+from runs.dataset.scan import task_key
+from runs.store.checksum import DamagedLine, read_object, with_checksum
+from runs.store.files import AppendFile, repair_tail
+from runs.store.settled import WORKER_DIED
+
+
+class Failure(NamedTuple):
+    """One failed attempt of a task."""
+
+    id: str
+    input_digest: str
+    attempt: int
+    error_class: str
+    message: str
+
+
+class FailureFile:
+    """The failures of one run: counts by task, and an open file for more."""
+
+    def __init__(self, run_dir: Path, quarantine: Path) -> None:
+        path = run_dir / "failures.jsonl"
+        repair_tail(path, quarantine)
+        self.attempts: Counter[bytes] = Counter()
+        """Failed attempts by task key."""
+        self.deaths: Counter[bytes] = Counter()
+        """Worker deaths by key of the tasks that were held."""
+        self._bad_rows: set[tuple[str, int, str]] = set()
+        for line in _lines(path):
+            self._count(line)
+        self._file = AppendFile(path)
+
+    def append(self, failure: Failure) -> None:
+        """Write one failure; `sync` makes it survive a power loss."""
+        self._write(
+            {
+                "kind": "death" if failure.error_class == WORKER_DIED else "attempt",
+                "id": failure.id,
+                "input_digest": failure.input_digest,
+                "attempt": failure.attempt,
+                "class": failure.error_class,
+                "message": failure.message,
+                "at": time.time(),
+            }
+        )
+
+    def append_bad_row(self, file: Path, row: BadRow) -> None:
+        """Write a bad row, once over all starts of the run."""
+        if (str(file), row.line, row.reason) not in self._bad_rows:
+            self._write(
+                {
+                    "kind": "bad_row",
+                    "file": str(file),
+                    "line": row.line,
+                    "reason": row.reason,
+                    "at": time.time(),
+                }
+            )
+
+    def sync(self) -> None:
+        """Make all lines survive a power loss. Raises `StorageError`."""
+        self._file.check_is_there()
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._count(line)
+        self._file.append(with_checksum(orjson.dumps(line)))
+
+    def _count(self, line: dict[str, Any]) -> None:
+        match line.get("kind"):
+            case "bad_row":
+                self._bad_rows.add((line["file"], line["line"], line["reason"]))
+            case "attempt":
+                self.attempts[task_key(line["id"], line["input_digest"])] += 1
+            case "death":
+                self.deaths[task_key(line["id"], line["input_digest"])] += 1
+
+
+def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
+    """The class of the last failed attempt of each task that has any; writes nothing."""
+    return {
+        task_key(line["id"], line["input_digest"]): line["class"]
+        for line in _lines(run_dir / "failures.jsonl")
+        if line.get("kind") == "attempt"
+    }
+
+
+def read_failure(text: bytes) -> dict[str, Any] | None:
+    """What one line says, None where it is unreadable."""
+    try:
+        line = read_object(text)
+    except DamagedLine:
+        return None
+    return line if _is_told(line) else None
+
+
+def is_failure(text: bytes) -> bool:
+    """Whether a line can be read."""
+    return read_failure(text) is not None
+
+
+def _is_told(line: dict[str, Any]) -> bool:
+    if line.get("kind") == "bad_row":
+        return isinstance(line.get("line"), int) and _texts(line, "file", "reason")
+    return _texts(line, "kind", "id", "input_digest", "class")
+
+
+def _texts(line: dict[str, Any], *keys: str) -> bool:
+    return all(isinstance(line.get(key), str) for key in keys)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The readable lines; failures only explain, so one that is unreadable is passed over."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return [line for text in content.splitlines() if (line := read_failure(text)) is not None]

@@ -1,0 +1,197 @@
+"""Writing the turn journal: events are on disk before anything is done with them.
+
+A line is in the page cache when `append` returns, so a killed process loses nothing; a thread
+makes it durable at most about 20 ms later, which is what a power loss can take.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from agent.messages import Event
+from runs.dataset.scan import task_key
+from runs.store.checksum import with_checksum
+from runs.store.files import AppendFile, StorageError, storage_error
+from toolsets import exact_json
+
+_SYNC_EVERY_S = 0.02
+_SEGMENT_BYTES = 16 << 20
+
+
+class Journal(Protocol):
+    """Where a worker puts the events of its tasks."""
+
+    def append(
+        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
+    ) -> None:
+        """Take one event.
+
+        `deal` counts how often the task was dealt, and `position` the events before this one:
+        together they tell the order of events that lie in the segments of several workers.
+        """
+        ...
+
+    async def kept(self, key: bytes) -> None:
+        """Wait until a process kill can no longer take the replies of the task."""
+        ...
+
+    def flush(self) -> None:
+        """Hand over all events so far, before anything that is said after them."""
+        ...
+
+    def finish(self, key: bytes) -> None:
+        """Forget a task whose record is durable."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+class JournalWriter:
+    """The segments of one worker. All calls belong to one thread at a time."""
+
+    def __init__(
+        self,
+        inflight: Path,
+        worker: int,
+        *,
+        on_storage_error: Callable[[StorageError], None],
+        sync_every_s: float = _SYNC_EVERY_S,
+    ) -> None:
+        """`sync_every_s` is how much a power loss can take."""
+        self._inflight = inflight
+        self._worker = worker
+        self._on_storage_error = on_storage_error
+        self._sync_every_s = sync_every_s
+        self._next_segment = 0
+        self._open_tasks: dict[AppendFile, set[bytes]] = {}
+        self._segment = self._new_segment()
+        self._full: list[AppendFile] = []
+        """Not written to any more, and not synced yet."""
+        self._done: list[AppendFile] = []
+        """Removed, and to be closed by the thread that may be syncing them."""
+        self._dirty = threading.Event()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._syncer = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
+        self._syncer.start()
+
+    def append(
+        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
+    ) -> None:
+        """Write one event; once this returns a process kill keeps it. Raises `StorageError`."""
+        line = journal_line(task_id, input_digest, event, deal=deal, position=position)
+        self.append_lines([task_key(task_id, input_digest)], line)
+
+    def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
+        """Write lines made by `journal_line`, of the tasks with these keys; as `append`."""
+        if self._segment.was_removed():
+            self._put_back()
+        if self._segment.size >= _SEGMENT_BYTES:
+            following = self._new_segment()
+            with self._lock:
+                self._full.append(self._segment)
+                self._segment = following
+        self._segment.append(lines)
+        self._open_tasks[self._segment].update(keys)
+        self._dirty.set()
+
+    async def kept(self, key: bytes) -> None:
+        """See `Journal`: `append` has seen to it."""
+
+    def flush(self) -> None:
+        """See `Journal`: nothing is held back."""
+
+    def finish(self, key: bytes) -> None:
+        """Forget a task whose record is durable; delete segments that nobody needs any more."""
+        for segment, tasks in list(self._open_tasks.items()):
+            tasks.discard(key)
+            if not tasks and segment != self._segment:
+                segment.path.unlink(missing_ok=True)
+                del self._open_tasks[segment]
+                with self._lock:
+                    self._done.append(segment)
+
+    def close(self) -> None:
+        """Sync what is left; delete the last segment too where nothing in it is open."""
+        self._stopping.set()
+        self._dirty.set()
+        self._syncer.join()
+        self._sync_once()
+        try:
+            if any(tasks and segment.was_removed() for segment, tasks in self._open_tasks.items()):
+                self._put_back()
+        except StorageError as error:
+            self._on_storage_error(error)
+        for segment, tasks in self._open_tasks.items():
+            segment.close()
+            if not tasks:
+                segment.path.unlink(missing_ok=True)
+
+    def _put_back(self) -> None:
+        """Write segments that were removed anew, and have the run stopped.
+
+        Raises `StorageError` where that cannot be done, as where the whole run was removed.
+        """
+        removed = [segment for segment in self._open_tasks if segment.was_removed()]
+        try:
+            self._inflight.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise storage_error(self._inflight, error) from error
+        for segment in removed:
+            segment.put_back()
+        msg = (
+            f"{removed[0].path}: it was removed or replaced while the run wrote to it. What it "
+            "held is written anew; run the same command again to go on."
+        )
+        self._on_storage_error(StorageError(msg))
+
+    def _new_segment(self) -> AppendFile:
+        path = self._inflight / f"worker-{self._worker}-{self._next_segment}.jsonl"
+        segment = AppendFile(path)
+        self._next_segment += 1
+        self._open_tasks[segment] = set()
+        return segment
+
+    def _sync_forever(self) -> None:
+        """Group commit: one sync covers all events of the last moments."""
+        while not self._stopping.is_set():
+            self._dirty.wait()
+            self._stopping.wait(self._sync_every_s)
+            self._dirty.clear()
+            if not self._sync_once():
+                return
+
+    def _sync_once(self) -> bool:
+        with self._lock:
+            full, self._full = self._full, []
+            done, self._done = self._done, []
+            segment = self._segment
+        try:
+            for retired in full:
+                retired.sync()
+            segment.sync()
+            for removed in done:
+                removed.close()
+        except StorageError as error:
+            self._on_storage_error(error)
+            return False
+        return True
+
+
+def journal_line(
+    task_id: str, input_digest: str, event: Event, *, deal: int, position: int, place: str = ""
+) -> bytes:
+    """One line of a segment; see `Journal.append`. `place` is where the task's workspace lies."""
+    line = {
+        "task": task_id,
+        "input_digest": input_digest,
+        "deal": deal,
+        "position": position,
+        "event": event,
+    }
+    return with_checksum(exact_json.dumps(line | {"place": place} if place else line))

@@ -1,0 +1,36 @@
+"""Whether a task needs more work, by what lies on disk: one rule for dealing and accounts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from runs.store.index import Entry
+
+WORKER_DIED = "worker_died"
+"""The failure class of a task that killed its workers; it is not tried again by itself."""
+
+NO_BOUND = sys.maxsize
+"""As many attempts as anybody could allow."""
+
+
+def is_settled(entry: Entry, max_attempts: int) -> bool:
+    """Whether a task with this record needs no more work.
+
+    A failed record can be tried again once `max_attempts` is raised.
+    """
+    if entry.status != "failed":
+        return True
+    return entry.error_class == WORKER_DIED or entry.attempt >= max_attempts
+
+
+class Settled:
+    """The keys of the tasks that need no more work, for asking about some of them."""
+
+    def __init__(self, records: Mapping[bytes, Entry], max_attempts: int) -> None:
+        self._records = records
+        self._max_attempts = max_attempts
+
+    def __contains__(self, key: object) -> bool:
+        entry = self._records.get(key) if isinstance(key, bytes) else None
+        return entry is not None and is_settled(entry, self._max_attempts)

@@ -1,0 +1,1 @@
+"""The parent process at work: workers, tasks, limits, budget, progress."""

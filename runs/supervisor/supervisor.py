@@ -1,0 +1,415 @@
+"""The supervisor: deals tasks to worker processes and writes what they finish.
+
+It knows which tasks each worker holds. A worker that dies or falls silent is replaced, and its
+tasks are dealt again from where their journal ends; `task_queue` says in which order.
+
+A finished task is acknowledged to its worker only after its record is durable; records of
+several tasks share one sync.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from agent.loop.steps import End
+from agent.models.model import url_of
+from runs.batch_api.service import Waves
+from runs.config.models import Setups, bounds_of
+from runs.config.run_config import RunConfig
+from runs.config.sampling import setup_of_task
+from runs.dataset.scan import Task
+from runs.errors import DatasetChanged, EnvironmentStop
+from runs.executors.base import Executor, WorkerLink
+from runs.protocol.messages import Deal, pack, unpack
+from runs.protocol.worker_setup import WorkerSetup
+from runs.record import dump_record, make_record
+from runs.run_dir import RunDir
+from runs.store.failures import Failure, FailureFile
+from runs.store.files import StorageError
+from runs.store.index import PASSED
+from runs.store.journal import Inflight, next_worker_number
+from runs.store.records import RecordFile, index_fields
+from runs.store.settled import WORKER_DIED
+from runs.supervisor.budget import Ledger, RunBudget
+from runs.supervisor.damaged import listed_in_words
+from runs.supervisor.limits import RunLimits
+from runs.supervisor.outages import Outages
+from runs.supervisor.progress import Progress
+from runs.supervisor.task_queue import TaskQueue
+from runs.supervisor.workers import KILL_AFTER_GRACE_S, Crew
+from runs.worker.budget_share import Amount
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_FAILED_STARTS = 3
+_FAILURES_SHOWN = 20
+
+
+class Supervisor:
+    """Runs all tasks of one start. Use `run` once."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: RunDir,
+        config: RunConfig,
+        executor: Executor,
+        setups: Setups,
+        setup: WorkerSetup,
+        tasks: Iterator[Task],
+        records: RecordFile,
+        failures: FailureFile,
+        inflight: Inflight,
+        progress: Progress,
+        spent: Amount,
+        held: dict[bytes, dict[str, list[Any]]],
+        ledger: Ledger,
+        waves: Waves,
+    ) -> None:
+        """`spent` is what the run has used up of its budget before this start; of that, `held` is
+        set aside for calls in batches, by task and call."""
+        self._run_dir = run_dir
+        self._config = config
+        self._setups = setups
+        self._setup = setup
+        self._queue = TaskQueue(tasks, failures.deaths)
+        self._records = records
+        self._failures = failures
+        self._inflight = inflight
+        self._progress = progress
+        self._waves = waves
+        self._held = held
+        self._failed_now: set[bytes] = set()
+        """Tasks that failed in this start: their journals stay for the next one."""
+        self.limits = RunLimits(bounds_of(config, setups))
+        self.budget = RunBudget(setup.budget, spent=spent, ledger=ledger)
+        first_number = next_worker_number(run_dir.inflight)
+        self._crew = Crew(executor, config, first_number=first_number)
+        self._failed_starts = 0
+        self._outages = Outages(setup.proven, say=progress.say)
+        self._signals = 0
+        self._stop_reason: str | None = None
+        self.is_out_of_budget = False
+        self.is_dataset_changed = False
+        self._kill_at: float | None = None
+
+    def interrupt(self) -> None:
+        """Stop the run: the first time in good order, the second at once. For signal handlers."""
+        self._crew.inbox.put((None, None))
+
+    def run(self) -> str | None:
+        """Work until every task has ended, or the run is stopped.
+
+        Returns None, or why the environment stopped the run ("" after `interrupt`). Raises
+        `EnvironmentStop` where the records cannot be written or no worker starts.
+        """
+        try:
+            for _ in range(min(self._config.num_workers, self._progress.left)):
+                self._crew.start(self._setup)
+            while not self._is_over():
+                self._take_in()
+                self._look_after_workers()
+                self.limits.share(self._crew.workers)
+                self._keep_budget()
+                self._deal()
+                self._keep_waves()
+                self._progress.show(self._crew.held, self._in_words())
+            self._dismiss_workers()
+        finally:
+            self._crew.kill()
+            self._waves.close()
+        return self._stop_reason
+
+    def _in_words(self) -> str:
+        parts = (self._outages, self._waves, self.limits, self.budget)
+        return ", ".join(filter(None, (part.in_words() for part in parts)))
+
+    def _is_over(self) -> bool:
+        if self._crew.held:
+            return False
+        return self._stop_reason is not None or self._queue.is_empty()
+
+    # Taking in what workers say.
+
+    def _take_in(self) -> None:
+        """Handle all that has come in, waiting for the first message; sync once for all."""
+        finished: list[tuple[WorkerLink, bytes]] = []
+        try:
+            item = self._crew.inbox.get(timeout=_TICK_S)
+            while True:
+                self._handle(*item, finished)
+                item = self._crew.inbox.get_nowait()
+        except queue.Empty:
+            pass
+        self._run_dir.check_is_there()
+        if (words := self._run_dir.what_vanished()) is not None:
+            self._stop(words)
+        if finished:
+            self._records.sync()
+            self._failures.sync()
+        durable: dict[WorkerLink, list[bytes]] = {}
+        for worker, key in finished:
+            self._inflight.finish(key)
+            self._waves.forget(key)
+            durable.setdefault(worker, []).append(key)
+        for worker, keys in durable.items():
+            worker.durable(keys)
+
+    def _handle(
+        self,
+        worker: WorkerLink | None,
+        message: bytes | None,
+        finished: list[tuple[WorkerLink, bytes]],
+    ) -> None:
+        if worker is None:
+            self._on_signal()
+        elif message is None:
+            self._on_death(worker, finished)
+        else:
+            worker.heard_at = time.monotonic()
+            header, payload = unpack(message)
+            self._on_message(worker, header, payload, finished)
+
+    def _on_message(
+        self,
+        worker: WorkerLink,
+        header: dict[str, Any],
+        payload: bytes,
+        finished: list[tuple[WorkerLink, bytes]],
+    ) -> None:
+        match header["type"]:
+            case "ready":
+                worker.ready = True
+                self._failed_starts = 0
+            case "alive":
+                self._progress.add(header["counters"])
+                self.limits.on_busy(header["busy"])
+                proven = self._setup.proven | set(header["proven"])
+                self._setup = replace(self._setup, proven=proven)
+            case "finished":
+                key = bytes.fromhex(header["key"])
+                self._release(worker, key)
+                if header["failure"]:
+                    self._failures.append(Failure(**header["failure"]))
+                self._records.append(payload, header["fields"])
+                failed = header["failure"] and header["failure"]["error_class"]
+                self._progress.task_ended(failure=failed, passed=header["fields"][PASSED])
+                finished.append((worker, key))
+            case "failed":
+                failure = Failure(**header["failure"])
+                self._release(worker, bytes.fromhex(header["key"]))
+                self._failures.append(failure)
+                self._failed_now.add(bytes.fromhex(header["key"]))
+                self._progress.task_ended(failure=failure.error_class)
+                self._say_failed(failure)
+            case "released":
+                self._release(worker, bytes.fromhex(header["key"]))
+            case "ask":
+                self._waves.ask(worker, header["id"], header["model"], payload, header["most"])
+            case "load":
+                self.limits.on_load(worker, header["endpoint"], header["load"])
+                if header["load"]["replies"]:
+                    self._outages.on_replies(url_of(header["endpoint"]))
+            case "refused":
+                self.limits.on_refusal(
+                    header["endpoint"], header["retry_after_s"], header["sent_at"]
+                )
+            case "purse":
+                self.budget.on_purse(worker, header["told"])
+            case "outage":
+                self._outages.note(header["url"], header["words"], header["left_s"])
+            case "say":
+                self._progress.say(header["message"])
+            case "halt":
+                self._stop(header["message"])
+
+    def _say_failed(self, failure: Failure) -> None:
+        """Show the first failures each: a run may have thousands, and failures.jsonl has all."""
+        if len(self._failed_now) <= _FAILURES_SHOWN:
+            self._progress.say(
+                f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
+                f"{failure.message.strip().splitlines()[-1]}"
+            )
+        if len(self._failed_now) == _FAILURES_SHOWN:
+            self._progress.say(f"further failures: {self._run_dir.path / 'failures.jsonl'}")
+
+    def _release(self, worker: WorkerLink, key: bytes) -> None:
+        worker.held.pop(key, None)
+        worker.alone = False
+        self._waves.leave(key)
+
+    def _keep_budget(self) -> None:
+        self.budget.lend(self._crew.workers)
+        if self._stop_reason is None and (words := self.budget.used_up(self._crew.workers)):
+            self.is_out_of_budget = True
+            self._stop(words)
+
+    def _keep_waves(self) -> None:
+        while not self._waves.news.empty():
+            self._progress.say(self._waves.news.get())
+        if self._waves.problem is not None:
+            self._stop(self._waves.problem)
+        held = self._crew.held if self._crew.is_ready else None
+        self._waves.tick(held, self._progress.ended_share)
+
+    # Workers: starting, watching, replacing.
+
+    def _on_death(self, worker: WorkerLink, finished: list[tuple[WorkerLink, bytes]]) -> None:
+        if not self._crew.bury(worker):
+            return
+        why = f": {worker.last_words}" if worker.last_words else ""
+        log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
+        for key in worker.held:
+            self._waves.leave(key)
+        if self._stop_reason is not None:
+            return
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _FAILED_STARTS:
+                msg = (
+                    f"workers die before they are ready{why}; "
+                    f"{self._run_dir.path / 'run.log'} may say more"
+                )
+                raise EnvironmentStop(msg)
+        if worker.held:
+            self._progress.say(f"{worker.name} died; its {len(worker.held)} tasks go on in another")
+            self._take_over(worker)
+        self._crew.start(self._setup)
+
+    def _take_over(self, worker: WorkerLink) -> None:
+        """Deal the tasks of a dead worker again, or convict the one that it held alone."""
+        # What it finished must be durable before its journals are looked through.
+        self._records.sync()
+        self._inflight.add_worker(
+            worker.number, wanted=lambda key: key in worker.held or key in self._failed_now
+        )
+        if damaged := self._inflight.damaged:
+            self._progress.say(
+                f"{len(damaged)} damaged lines of its journals were set aside in "
+                f"{self._run_dir.quarantine}: {listed_in_words(damaged)}; what they told is asked "
+                "again"
+            )
+            damaged.clear()
+        for key, (task, attempt) in worker.held.items():
+            failure = Failure(
+                task.id,
+                task.input_digest,
+                attempt,
+                WORKER_DIED,
+                "the worker process died while this task was in flight",
+            )
+            self._failures.append(failure)
+            if worker.alone:
+                self._convict(key, task, failure)
+            else:
+                self._queue.put_back(task)
+        self._failures.sync()
+
+    def _convict(self, key: bytes, task: Task, failure: Failure) -> None:
+        row = self._config.row_rules(self._setup.api).read(task.columns)
+        record = make_record(
+            task,
+            row.trajectory(self._inflight.events(key)),
+            end=End("failed"),
+            terms=row.terms,
+            setup=setup_of_task(self._setups, self._config, task),
+            failure=failure,
+            attempt=failure.attempt,
+            provenance=self._setup.provenance,
+        )
+        self._records.append(dump_record(record), index_fields(record))
+        self._records.sync()
+        self._inflight.finish(key)
+        self._waves.forget(key)
+        self._progress.task_ended(failure=failure.error_class)
+
+    def _look_after_workers(self) -> None:
+        self._crew.kill_silent()
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._crew.kill()
+
+    # Dealing.
+
+    def _deal(self) -> None:
+        """Give tasks to the workers with the most room, `batch_size` at a time at most."""
+        if self._stop_reason is not None:
+            return
+        hands: dict[WorkerLink, list[Deal]] = {}
+        while worker := self._crew.with_room(self._progress.left):
+            try:
+                if (task := self._queue.next()) is None:
+                    break
+                deal = self._hold(worker, task)
+            except (DatasetChanged, StorageError) as error:
+                self.is_dataset_changed = isinstance(error, DatasetChanged)
+                self._stop(str(error))
+                break
+            hands.setdefault(worker, []).append(deal)
+        for worker in self._crew.idle():
+            if suspect := self._queue.next_suspect():
+                worker.alone = True
+                hands[worker] = [self._hold(worker, suspect)]
+        for worker, deals in hands.items():
+            for first in range(0, len(deals), self._config.batch_size):
+                batch = deals[first : first + self._config.batch_size]
+                worker.send(pack("tasks", deals=batch))
+
+    def _hold(self, worker: WorkerLink, task: Task) -> Deal:
+        """Note who has a task, and give what it is to be told. Raises `StorageError`."""
+        attempt = self._failures.attempts[task.key] + 1
+        deal = Deal(
+            task=task._asdict(),
+            attempt=attempt,
+            deal=self._inflight.next_deal(task.key),
+            events=self._inflight.events(task.key),
+            place=self._inflight.workspace_place(task.key),
+            # Once: a worker that dies with it may have had the answer, and booked it.
+            held=self._held.pop(task.key, {}),
+        )
+        worker.held[task.key] = (task, attempt)
+        return deal
+
+    # Stopping.
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals == 1 and self._stop_reason is not None:
+            self._progress.say("already stopping; interrupt again to stop at once")
+        elif self._signals == 1 and self._outages.are_all():
+            self._progress.say("stopping: no call has succeeded, so there is nothing to wait for")
+            self._stop("", grace_s=0.0)
+        elif self._signals == 1:
+            self._progress.say(
+                f"stopping: running turns get {self._config.grace_s:g} s to finish; "
+                "interrupt again to stop at once (nothing that was finished is lost)"
+            )
+            self._stop("")
+        else:
+            self._crew.kill()
+
+    def _stop(self, reason: str, *, grace_s: float | None = None) -> None:
+        """Stop the run; turns get `grace_s` to finish, by default what the user says."""
+        grace_s = self._config.grace_s if grace_s is None else grace_s
+        if self._stop_reason is not None:
+            self._stop_reason = self._stop_reason or reason
+            return
+        self._stop_reason = reason
+        self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
+        self._waves.stop()
+        self._crew.tell(pack("stop", grace_s=grace_s))
+
+    def _dismiss_workers(self) -> None:
+        """Let the workers go, and hear what they say last of limits and money."""
+        is_done = self._stop_reason is None and not self._failed_now
+        for leaver, message in self._crew.dismiss(is_done=is_done):
+            header = unpack(message)[0]
+            if header["type"] == "load":
+                self.limits.on_load(leaver, header["endpoint"], header["load"])
+            elif header["type"] == "purse":
+                self.budget.on_purse(leaver, header["told"])

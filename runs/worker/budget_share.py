@@ -1,0 +1,198 @@
+"""A worker's share of what a run may spend.
+
+What a call can cost at most is set aside before it is made, and what it did cost is booked when
+it has ended. The parent lends money from the run's budget (see `budget`): shares of all workers
+never sum to more than is left of it, so the budget cannot be overshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agent.models.admission import Claim
+from agent.models.errors import ModelError
+from agent.models.model import Completion
+from runs.process.stopped import Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Dollars and tokens; of what the run does not bound always 0."""
+
+    usd: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.usd + other.usd, self.tokens + other.tokens)
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(self.usd - other.usd, self.tokens - other.tokens)
+
+    def covers(self, other: Amount) -> bool:
+        """Whether `other` can be paid from this."""
+        return self.usd >= other.usd and self.tokens >= other.tokens
+
+    def to_json(self) -> list[float]:
+        """For a message."""
+        return [self.usd, self.tokens]
+
+
+_NOTHING = Amount()
+
+
+class Purse:
+    """Sets money aside for calls; waits for the parent to lend more where there is too little."""
+
+    def __init__(self, *, bounds: Amount | None, tell: Callable[[dict[str, Any]], None]) -> None:
+        """`bounds` is the run's budget, None where there is none. `tell` reaches the parent."""
+        self._bounds = bounds or Amount()
+        self.is_kept = bounds is not None
+        self._tell_parent = tell
+        self._idle = Amount()
+        self._aside = Amount()
+        self._calls = 0
+        self._waiting: list[tuple[asyncio.Future[None], Amount]] = []
+        self._is_short = self._is_stopping = self._is_telling = False
+        self._loans = 0
+
+    def amount_of(self, claim: Claim) -> Amount:
+        """What a call can use up of the budget at most."""
+        usd = claim.usd if self._bounds.usd else 0.0
+        tokens = claim.tokens if self._bounds.tokens else 0
+        if usd is None or tokens is None:
+            msg = "a budget needs models whose price is known and a bound on their replies"
+            raise ValueError(msg)
+        return Amount(usd, tokens)
+
+    def try_to_set_aside(self, most: Amount) -> bool:
+        """Keep `most` for one call, if it is there and nobody waits for it."""
+        if self._waiting or self._is_stopping or not self._idle.covers(most):
+            return False
+        self._keep(most)
+        return True
+
+    async def set_aside(self, most: Amount) -> None:
+        """Wait until `most` is there, and keep it for one call; raises `Stopped`."""
+        if self._is_stopping:
+            raise Stopped
+        if not self.try_to_set_aside(most):
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((turn, most))
+            self._serve()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled() and turn.exception() is None:
+                    self.give_back(most)
+                raise
+
+    def take_over(self, most: Amount) -> None:
+        """Keep for one call what an earlier start has set aside for it and never booked."""
+        self._aside += most
+        self._calls += 1
+
+    def book(self, most: Amount, outcome: Completion | ModelError | None) -> None:
+        """A call for which `most` was set aside is over; see `Permit.leave`."""
+        self.give_back(most, spent=self._spent(most, outcome))
+
+    def take_loan(self, loan: Amount) -> None:
+        """More money from the parent."""
+        self._loans += 1
+        self._idle += loan
+        self._serve()
+
+    def recall(self) -> None:
+        """The run is short of money: from now on nothing is held that is not set aside."""
+        self._is_short = True
+        self._tell_soon()
+
+    def stop(self) -> None:
+        """Turn all away that wait and come."""
+        self._is_stopping = True
+        for turn, _ in self._waiting:
+            if not turn.done():
+                turn.set_exception(Stopped())
+        self._waiting.clear()
+
+    def _spent(self, most: Amount, outcome: Completion | ModelError | None) -> Amount:
+        """What a call did use up; the most it could where nobody knows."""
+        if isinstance(outcome, ModelError):
+            return most if outcome.may_have_cost else Amount()
+        if outcome is None:
+            return most
+        usage = outcome.usage or {"input_tokens": None, "output_tokens": None}
+        usd = most.usd if outcome.cost_usd is None else outcome.cost_usd
+        counts = (usage["input_tokens"], usage["output_tokens"])
+        tokens = most.tokens if None in counts else sum(n or 0 for n in counts)
+        return Amount(usd if self._bounds.usd else 0.0, tokens if self._bounds.tokens else 0)
+
+    def _keep(self, most: Amount) -> None:
+        self._idle -= most
+        self._aside += most
+        self._calls += 1
+
+    def give_back(self, most: Amount, *, spent: Amount = _NOTHING) -> None:
+        """Set `most` aside no longer; `spent` of it is gone."""
+        self._idle += most - spent
+        self._aside -= most
+        self._calls -= 1
+        self._serve()
+
+    def _serve(self) -> None:
+        """Let all go that can be paid for, in their order."""
+        left = []
+        for turn, most in self._waiting:
+            if turn.done():
+                continue
+            if self._idle.covers(most):
+                self._keep(most)
+                turn.set_result(None)
+            else:
+                left.append((turn, most))
+        self._waiting = left
+        if self._is_short or self._waiting:
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        """One message for all that happens in one round of the event loop."""
+        if not self._is_telling:
+            self._is_telling = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._is_telling = False
+        waiting = [most for turn, most in self._waiting if not turn.done()]
+        returned = Amount()
+        if self._is_short:
+            returned, self._idle = self._idle, Amount()
+        # What is on its way now tells how much will be needed soon.
+        wanted = sum(waiting, self._aside) - self._idle
+        self._tell_parent(
+            {
+                "loans": self._loans,
+                "calls": self._calls,
+                "is_short": self._is_short,
+                "returned": returned.to_json(),
+                "wanted": wanted.to_json(),
+                "needs": self._needs(waiting),
+            }
+        )
+
+    def close(self) -> None:
+        """Give back what is not set aside: no call comes any more."""
+        self._is_short = True
+        self._tell()
+
+    def _needs(self, waiting: list[Amount]) -> list[list[float]]:
+        """The least that lets one of the waiting calls go: by dollars, and by tokens."""
+        if not waiting:
+            return []
+        least = {
+            min(waiting, key=lambda most: (most.usd, most.tokens)),
+            min(waiting, key=lambda most: (most.tokens, most.usd)),
+        }
+        short = (most - self._idle for most in least)
+        return [[max(0.0, one.usd), max(0, one.tokens)] for one in short]

@@ -1,0 +1,220 @@
+"""Where a worker's calls to one endpoint wait for their turn.
+
+The parent says how many of the run's calls this worker may have in flight; each attempt of a call
+passes here. What the endpoint does is told back: refusals at once, the rest in sums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agent.models.admission import Claim
+from agent.models.errors import ModelError
+from agent.models.model import Completion
+from runs.process.stopped import Stopped
+from runs.worker.budget_share import Amount, Purse
+from runs.worker.token_bucket import Pace
+
+_WEIGHT = 0.1
+"""Of the newest reply in the running mean of reply lengths."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What a gate has seen since it was asked last, and what goes on now."""
+
+    in_flight: int = 0
+    waiting: int = 0
+    told: int = 0
+    """The number of the last message about permits that was heard."""
+    replies: int = 0
+    failures: int = 0
+
+
+class CallGate:
+    """Lets `permits` attempts through at a time, at a pace, and as far as the money goes."""
+
+    def __init__(
+        self,
+        *,
+        permits: int,
+        purse: Purse,
+        on_refusal: Callable[[float | None, float], None],
+        rpm: float | None = None,
+        tpm: float | None = None,
+        stock: float = 1.0,
+        has_answered: bool = False,
+    ) -> None:
+        """`on_refusal` is told of each refusal (429) at once: what the endpoint asked for, and when
+        the call was sent. `rpm` and `tpm` bound requests and tokens per minute; with a `stock`
+        below 1 the first call waits, so that those of several workers are spread."""
+        now = time.monotonic()
+        self._permits = permits
+        self._told = 0
+        self._purse = purse
+        self._on_refusal = on_refusal
+        self._calls_pace = Pace(rpm, now=now, stock=stock)
+        self._tokens_pace = Pace(tpm, now=now, stock=stock)
+        self._has_tpm = tpm is not None
+        self._mean_reply_tokens = 0.0
+        self.has_answered = has_answered
+        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
+        self._in_flight = 0
+        self._not_before = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._replies = 0
+        self._failures = 0
+        self._is_stopping = False
+
+    async def enter(self, claim: Callable[[], Claim]) -> CallPermit:
+        """See `Gate`; raises `Stopped` where no new call is to be made."""
+        if self._is_stopping:
+            raise Stopped
+        claimed = claim() if self._has_tpm or self._purse.is_kept else None
+        tokens = 0.0
+        if claimed is not None and self._has_tpm:
+            tokens = claimed.likely_input_tokens + self._mean_reply_tokens
+        most = Amount()
+        if claimed is not None and self._purse.is_kept:
+            most = self._purse.amount_of(claimed)
+        await self._take_turn(tokens)
+        if self._purse.is_kept and not self._purse.try_to_set_aside(most):
+            # Money is waited for without a turn, which others can use, and a pause may begin.
+            self._give_up_turn(tokens)
+            await self._purse.set_aside(most)
+            try:
+                await self._take_turn(tokens)
+            except BaseException:
+                self._purse.give_back(most)
+                raise
+        return CallPermit(self, most, tokens, time.monotonic())
+
+    def leave(self, permit: CallPermit, outcome: Completion | ModelError | None) -> None:
+        """See `Permit`."""
+        if self._purse.is_kept:
+            self._purse.book(permit.most, outcome)
+        if isinstance(outcome, Completion):
+            self._replies += 1
+            self.has_answered = True
+            self._count_tokens(permit, outcome)
+        elif outcome is not None and outcome.kind == "rate_limited":
+            self._on_refusal(outcome.retry_after_s, permit.sent_at)
+        elif outcome is not None and outcome.action == "retry":
+            self._failures += 1
+        self._leave()
+
+    def allow(
+        self,
+        permits: int,
+        *,
+        cool_down_s: float,
+        number: int = 0,
+        rpm: float | None = None,
+        tpm: float | None = None,
+    ) -> None:
+        """Take a new share of the run's limits; nothing is sent for `cool_down_s`.
+
+        `number` is that of the message that told of it.
+        """
+        now = time.monotonic()
+        self._told = number
+        self._permits = permits
+        self._not_before = now + cool_down_s
+        self._calls_pace.change(rpm, now=now)
+        self._tokens_pace.change(tpm, now=now)
+        self._let_in()
+
+    def stop(self) -> None:
+        """Turn all away that wait and come."""
+        self._is_stopping = True
+        while self._waiting:
+            turn, _ = self._waiting.popleft()
+            if not turn.done():
+                turn.set_exception(Stopped())
+
+    def take_load(self) -> Load:
+        """What has happened since this was asked last."""
+        waiting = sum(not turn.done() for turn, _ in self._waiting)
+        load = Load(self._in_flight, waiting, self._told, self._replies, self._failures)
+        self._replies = self._failures = 0
+        return load
+
+    async def _take_turn(self, tokens: float) -> None:
+        if not self._waiting and not self._wait_s():
+            self._go(tokens)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, tokens))
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._leave()
+            raise
+
+    def _go(self, tokens: float) -> None:
+        self._in_flight += 1
+        self._calls_pace.take(1)
+        self._tokens_pace.take(tokens)
+
+    def _give_up_turn(self, tokens: float) -> None:
+        self._calls_pace.take(-1)
+        self._tokens_pace.take(-tokens)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._in_flight -= 1
+        self._let_in()
+
+    def _count_tokens(self, permit: CallPermit, completion: Completion) -> None:
+        """Set right what was guessed when the call went out."""
+        usage = completion.usage
+        if not self._has_tpm or usage is None:
+            return
+        sent, received = usage["input_tokens"], usage["output_tokens"]
+        if sent is None or received is None:
+            return
+        self._tokens_pace.take(sent + received - permit.tokens)
+        mean = self._mean_reply_tokens
+        self._mean_reply_tokens = mean + _WEIGHT * (received - mean) if mean else float(received)
+
+    def _wait_s(self) -> float:
+        """How long nothing may go yet: 0 where something may, infinite until a call is over."""
+        if self._in_flight >= self._permits:
+            return float("inf")
+        now = time.monotonic()
+        paces = (self._calls_pace.wait_s(now=now), self._tokens_pace.wait_s(now=now))
+        return max(self._not_before - now, *paces, 0.0)
+
+    def _let_in(self) -> None:
+        while self._waiting and not (wait_s := self._wait_s()):
+            turn, tokens = self._waiting.popleft()
+            if not turn.done():
+                self._go(tokens)
+                turn.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and wait_s < float("inf"):
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._let_in)
+
+
+@dataclass(frozen=True, slots=True)
+class CallPermit:
+    """One attempt that may be made; a `Permit`."""
+
+    gate: CallGate
+    most: Amount
+    """What was set aside for it."""
+    tokens: float
+    """What it was expected to use of the tokens per minute."""
+    sent_at: float
+
+    def leave(self, outcome: Completion | ModelError | None) -> None:
+        """See `Permit`."""
+        self.gate.leave(self, outcome)

@@ -1,0 +1,89 @@
+"""What a conversation in a worker lives in: nothing is done with a reply before it is safe, and
+no call is made once the worker is stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agent.models.model import Completion, Model, Request
+from agent.options import Subagent
+from agent.setup import Home
+from runs.process.stopped import Stopped
+from toolsets.space import TaskSpace
+from toolsets.tool import Tool, ToolResult
+from toolsets.toolbox import Toolbox
+
+Kept = Callable[[], Awaitable[None]]
+"""Waits until the replies so far are safe."""
+
+
+class Stops(Protocol):
+    """Whether the worker is stopping, and how a task makes it stop."""
+
+    is_stopping: bool
+
+    def halt(self, message: str) -> None:
+        """Have the whole run stopped, and say why."""
+        ...
+
+
+class Gate:
+    """Lets no new model call through once the worker is stopping, or before replies are safe."""
+
+    def __init__(self, stops: Stops, model: Model, kept: Kept) -> None:
+        self._stops = stops
+        self._model = model
+        self._kept = kept
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`. Raises `Stopped`."""
+        await self._kept()
+        if self._stops.is_stopping:
+            raise Stopped
+        return await self._model.complete(request)
+
+    async def close(self) -> None:
+        """See `Model.close`."""
+        await self._model.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskHome(Home):
+    """A home whose tools wait until the reply that calls them is safe."""
+
+    kept: Kept
+
+    def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
+        """See `Host`."""
+        return self._box(self.setup.tools if toolsets is None else self.setup.only(toolsets).tools)
+
+    def subagent_toolbox(self, agent: Subagent) -> Toolbox:
+        """See `Host`."""
+        return self._box(self.setup.subagents[agent.name].tools)
+
+    def _box(self, tools: Sequence[Tool]) -> Toolbox:
+        return _Toolbox(tools, self.space, self.call_timeout_s, self.kept)
+
+
+class _Toolbox(Toolbox):
+    def __init__(
+        self, tools: Sequence[Tool], space: TaskSpace, call_timeout_s: float, kept: Kept
+    ) -> None:
+        super().__init__(tools, space, call_timeout_s=call_timeout_s)
+        self._kept = kept
+
+    async def call(
+        self,
+        name: str,
+        arguments: str,
+        *,
+        conversation: Sequence[Mapping[str, Any]] = (),
+        user_reply: str | None = None,
+        others: Sequence[str] = (),
+    ) -> ToolResult:
+        await self._kept()
+        return await super().call(
+            name, arguments, conversation=conversation, user_reply=user_reply, others=others
+        )

@@ -1,0 +1,106 @@
+"""The turn journal of a worker whose disk may go with it: the parent keeps it.
+
+Events travel to the parent, who writes them as a worker beside it would and says so. Nothing is
+done with a reply before (`kept`): a model call that was paid for is on the parent's disk by then.
+Results of tools travel with the next reply of any task, or a little later.
+
+While the parent has not answered, what comes up waits and then travels together, so that a
+parent who is busy gets fewer, larger messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from agent.messages import Event
+from runs.dataset.scan import task_key
+from runs.protocol.messages import pack
+from runs.store.journal_writer import journal_line
+
+_RESULTS_WAIT_S = 0.02
+
+
+class SentJournal:
+    """A `Journal` at the other end of the connection. Belongs to the event loop's thread."""
+
+    def __init__(self, send: Callable[[bytes], None], *, place: str) -> None:
+        self._send = send
+        self._place = place
+        self._lines: list[bytes] = []
+        self._keys: set[bytes] = set()
+        self._reply_of: dict[bytes, int] = {}
+        """The number of the message that each task's last reply travels in."""
+        self._sent = 0
+        self._kept = 0
+        self._is_urgent = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+
+    def append(
+        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
+    ) -> None:
+        """See `Journal`."""
+        key = task_key(task_id, input_digest)
+        self._lines.append(
+            journal_line(
+                task_id, input_digest, event, deal=deal, position=position, place=self._place
+            )
+        )
+        self._keys.add(key)
+        if holds_reply(event):
+            self._reply_of[key] = self._sent + 1
+            if not self._is_urgent:
+                self._is_urgent = True
+                asyncio.get_running_loop().call_soon(self._send_if_heard)
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_RESULTS_WAIT_S, self.flush)
+
+    async def kept(self, key: bytes) -> None:
+        """See `Journal`."""
+        number = self._reply_of.get(key, 0)
+        if number > self._kept:
+            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((number, answer))
+            await answer
+
+    def on_kept(self, number: int) -> None:
+        """The parent has kept all messages up to this one."""
+        self._kept = number
+        waiting, self._waiting = self._waiting, []
+        for wanted, answer in waiting:
+            if wanted > number:
+                self._waiting.append((wanted, answer))
+            elif not answer.done():
+                answer.set_result(None)
+        if self._is_urgent:
+            self.flush()
+
+    def flush(self) -> None:
+        """See `Journal`."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._is_urgent = False
+        if self._lines:
+            self._sent += 1
+            keys = [key.hex() for key in self._keys]
+            self._send(pack("events", b"".join(self._lines), keys=keys, number=self._sent))
+            self._lines, self._keys = [], set()
+
+    def finish(self, key: bytes) -> None:
+        """See `Journal`: the parent has forgotten it already."""
+        self._reply_of.pop(key, None)
+
+    def close(self) -> None:
+        """See `Journal`."""
+        self.flush()
+
+    def _send_if_heard(self) -> None:
+        if self._is_urgent and self._kept == self._sent:
+            self.flush()
+
+
+def holds_reply(event: Event) -> bool:
+    """Whether an event is a model's reply, of an inner conversation too."""
+    return holds_reply(event["event"]) if event["kind"] == "sub" else event["kind"] == "reply"

@@ -1,0 +1,282 @@
+"""Carrying one task out, from its deal to the message that says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from agent.loop.loop import close_calls
+from agent.loop.rules import Terms
+from agent.loop.steps import End
+from agent.messages import Event, is_paid_alone
+from agent.models.errors import ModelError
+from agent.models.model import Model
+from agent.models.resolve import SCRIPTED
+from agent.models.scripted import ScriptedTurn, parse_script
+from agent.runner import Conversation
+from agent.setup import Setup, replies_played
+from agent.state.trajectory import Trajectory
+from runs.config.models import Setups
+from runs.config.sampling import setup_of_task
+from runs.dataset.row import RowTask
+from runs.dataset.row_fork import Fork
+from runs.dataset.scan import Task
+from runs.process.stopped import Stopped
+from runs.protocol.messages import Deal, no_counters, pack
+from runs.protocol.worker_setup import WorkerSetup
+from runs.record import dump_record, make_record
+from runs.store.failures import Failure
+from runs.store.files import StorageError
+from runs.store.journal_writer import Journal
+from runs.store.records import index_fields
+from runs.worker.batch_api_model import items_in
+from runs.worker.budget_share import Amount
+from runs.worker.calls import Calls
+from runs.worker.durable_calls import Gate, Stops, TaskHome
+from runs.worker.replay import replay, replayable
+from runs.worker.workspace_setup import SetupFailed
+from runs.worker.workspaces import RowSpaces
+from toolsets.errors import HostError, machine_failure
+from toolsets.space import TaskSpace
+
+log = logging.getLogger(__name__)
+
+
+class TaskRunner:
+    """Carries out the tasks of one worker, each on its own; keeps what they have in common."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        *,
+        setups: Setups,
+        spaces: RowSpaces,
+        journal: Journal,
+        calls: Calls,
+        stops: Stops,
+    ) -> None:
+        self._setup = setup
+        self._config = setup.config
+        self._rules = setup.config.row_rules(setup.api)
+        self._setups = setups
+        self._spaces = spaces
+        self._journal = journal
+        self._calls = calls
+        self._stops = stops
+        self._trajectories: dict[bytes, Trajectory] = {}
+        self._not_durable: dict[bytes, TaskSpace] = {}
+        self.counters = no_counters()
+        """What was done since whoever reads them set them back."""
+
+    async def run(self, task: Task, deal: Deal) -> bytes:
+        """Run one task; give the message about how it went: the parent must hear of it."""
+        try:
+            return await self._carry_out(task, deal)
+        except Stopped:
+            return pack("released", key=task.key.hex())
+        except (StorageError, HostError) as error:
+            self._stops.halt(str(error))
+            return pack("released", key=task.key.hex())
+        except (Exception, asyncio.CancelledError) as error:
+            try:
+                return self._sort_out(task, deal, error)
+            except Exception as defect:
+                if (words := machine_failure(defect)) is not None:
+                    self._stops.halt(f"{task.id}: {words}")
+                    return pack("released", key=task.key.hex())
+                # Not even a record of it can be made; its attempt must be told all the same.
+                log.exception("%s: no record of its failure can be made", task.id)
+                trace = traceback.format_exc()
+                failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
+                return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        finally:
+            self._trajectories.pop(task.key, None)
+
+    def release(self, key: bytes) -> TaskSpace | None:
+        """The task's record is durable; give its space where that is to be removed."""
+        self._journal.finish(key)
+        space = self._not_durable.pop(key, None)
+        return space if space is not None and space.workspace.root.exists() else None
+
+    def _sort_out(self, task: Task, deal: Deal, error: BaseException) -> bytes:
+        """The message about a task that ended in a way which nothing foresaw."""
+        if (words := machine_failure(error)) is not None:
+            log.error("%s: the machine failed", task.id, exc_info=error)
+            self._stops.halt(f"{task.id}: {words}")
+        if self._stops.is_stopping:
+            return pack("released", key=task.key.hex())
+        log.error("%s: a defect of this program", task.id, exc_info=error)
+        trace = "".join(traceback.format_exception(error))
+        failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
+        if deal["attempt"] < self._config.max_attempts:
+            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        row = self._rules.read(task.columns)
+        # What it had received by then was paid for and belongs into its record.
+        trajectory = self._trajectories.get(task.key) or row.trajectory(deal["events"])
+        close_calls(trajectory, "failed", lambda event: None)
+        return self._finished(task, deal, trajectory, row.terms, End("failed"), failure)
+
+    async def _carry_out(self, task: Task, deal: Deal) -> bytes:
+        """Run one task; give the message that says how it ended, with its record if there is one.
+
+        Raises what `run` has to sort out.
+        """
+        row = self._rules.read(task.columns)
+        space = self._spaces.open(task.key, row, resumed=_has_begun(deal))
+        trajectory = row.trajectory(deal["events"])
+        self._trajectories[task.key] = trajectory
+        end = End("failed")
+        failure = check = None
+        try:
+            kept = await self._spaces.prepare(space, row, place=deal["place"])
+            end = await self._converse(task, deal, trajectory, row, space, kept=kept)
+            check = await self._spaces.judge(space, row)
+        except ModelError as error:
+            if self._calls.is_the_endpoints(error):
+                self._stops.halt(self._calls.in_words(error))
+                raise Stopped from error
+            failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
+        except SetupFailed as error:
+            end = End("failed")
+            failure = Failure(
+                task.id, task.input_digest, deal["attempt"], "setup_failed", str(error)
+            )
+        finally:
+            await space.close(remove=False)
+        log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
+        if failure and deal["attempt"] < self._config.max_attempts:
+            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        self._not_durable[task.key] = space
+        return self._finished(task, deal, trajectory, row.terms, end, failure, check)
+
+    def _finished(
+        self,
+        task: Task,
+        deal: Deal,
+        trajectory: Trajectory,
+        terms: Terms,
+        end: End,
+        failure: Failure | None,
+        check: dict[str, Any] | None = None,
+    ) -> bytes:
+        record = make_record(
+            task,
+            trajectory,
+            end=end,
+            terms=terms,
+            setup=setup_of_task(self._setups, self._config, task),
+            failure=failure,
+            check=check,
+            attempt=deal["attempt"],
+            provenance=self._setup.provenance,
+        )
+        return pack(
+            "finished",
+            dump_record(record),
+            key=task.key.hex(),
+            fields=index_fields(record),
+            failure=failure and failure._asdict(),
+        )
+
+    async def _converse(
+        self,
+        task: Task,
+        deal: Deal,
+        trajectory: Trajectory,
+        row: RowTask,
+        space: TaskSpace,
+        *,
+        kept: bool,
+    ) -> End:
+        setup = setup_of_task(self._setups, self._config, task)
+
+        async def until_kept() -> None:
+            await self._journal.kept(task.key)
+
+        used = items_in(deal["events"])
+        held = {id: Amount(*most) for id, most in deal["held"].items()}
+
+        def gated(model: Model) -> Gate:
+            return Gate(self._stops, self._calls.by_batch(model, task.key, used, held), until_kept)
+
+        home = TaskHome(
+            setup,
+            space,
+            self._calls.pool,
+            self._config.tool_timeout_s,
+            gate=gated,
+            kept=until_kept,
+        )
+        positions = itertools.count(len(deal["events"]))
+
+        def journal(event: Event) -> None:
+            self._journal.append(
+                task.id,
+                task.input_digest,
+                event,
+                deal=deal["deal"],
+                position=next(positions),
+            )
+            self._count(event)
+
+        if row.fork is not None and trajectory.forked is None:
+            forked = row.fork.event(
+                branch=task.sample,
+                replay=await self._replay(setup, home, trajectory, row.fork),
+            )
+            journal(forked)
+            trajectory.apply(forked)
+        conversation = Conversation(
+            trajectory=trajectory,
+            terms=row.terms,
+            model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),
+            toolbox=home.toolbox(),
+            journal=journal,
+            host=home,
+            subagents=row.terms.options.subagents,
+            approve=setup.approve,
+            kept=kept,
+        )
+        return await conversation.run(taken_up=_has_begun(deal))
+
+    async def _replay(
+        self, setup: Setup, home: TaskHome, trajectory: Trajectory, fork: Fork
+    ) -> dict[str, Any]:
+        def go_on() -> None:
+            if self._stops.is_stopping:
+                raise Stopped
+
+        servers = frozenset(self._config.mcp or ())
+        return await replay(
+            fork.events, home.toolbox(), trajectory, replayable(setup, servers), go_on=go_on
+        )
+
+    def _count(self, event: Event) -> None:
+        if event["kind"] == "sub":
+            self._count(event["event"])
+        elif event["kind"] == "reply":
+            usage = event["usage"]
+            self.counters["turns"] += 1
+            if usage is not None:
+                self.counters["input_tokens"] += usage["input_tokens"] or 0
+                self.counters["output_tokens"] += usage["output_tokens"] or 0
+            if event["cost_usd"] is None:
+                self.counters["cost_unknown"] = True
+            else:
+                self.counters["cost_usd"] += event["cost_usd"]
+
+    def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
+        """What model "scripted" plays; to others a column of that name means nothing."""
+        if self._setup.api != SCRIPTED:
+            return ()
+        own = task.columns.get("script")
+        return self._setup.script or () if own is None else parse_script(own)
+
+
+def _has_begun(deal: Deal) -> bool:
+    """Whether the task goes on from something, and not only paid for what is lost."""
+    return not all(map(is_paid_alone, deal["events"]))

@@ -1,0 +1,287 @@
+"""A worker: one process, one event loop, many conversations in flight.
+
+It journals every reply and tool result itself and sends each finished record to the parent, who
+alone writes records. A task's journal and workspace are kept until the parent says that its
+record is durable. A worker never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+from agent.models.client.retrying import Retry
+from agent.models.model import ModelSettings
+from runs.config.models import set_up_models
+from runs.config.toolsets import catalog_of
+from runs.dataset.scan import Task
+from runs.process.child_watcher import use_pidfd_watcher
+from runs.process.startup import (
+    allow_many_files,
+    collect_garbage_rarely,
+    die_with_parent,
+    flush_log,
+    log_through,
+    log_to,
+)
+from runs.protocol.messages import Deal, no_counters, pack, unpack
+from runs.protocol.worker_setup import WorkerSetup
+from runs.store.files import StorageError
+from runs.store.journal_writer import JournalWriter
+from runs.worker.calls import Calls
+from runs.worker.remote_journal import SentJournal
+from runs.worker.task_runner import TaskRunner
+from runs.worker.workspaces import RowSpaces
+from toolsets.browser.process import Browsers
+from toolsets.errors import machine_failure
+from toolsets.mcp.servers import McpServers
+from toolsets.sandbox.factory import sandbox_problem
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
+
+_TELL_EVERY_S = 1.0
+
+
+def worker_main(connection: Connection, setup: WorkerSetup) -> None:
+    """Entry point of a worker process."""
+    die_with_parent(setup.parent_pid)
+    run_worker(connection, setup)
+
+
+def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
+    """Work in this process until the parent says exit; see `Worker.serve`.
+
+    Exits where the machine fails, having told the parent.
+    """
+    # The parent decides what a Ctrl-C, a scheduler's SIGTERM or a closed terminal means. Not
+    # SIG_IGN: commands would inherit that, and `kill` would do nothing in them.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave_to_the_parent)
+    allow_many_files()
+    collect_garbage_rarely()
+    try:
+        if not setup.is_remote:
+            log_to(setup.run_dir / "run.log", setup.config.log_level)
+        use_pidfd_watcher()
+        if setup.provenance.sandbox == "bwrap":
+            sandbox_problem("bwrap")  # probes once, before there is a loop to block
+        worker = Worker(connection, setup)
+        if setup.is_remote:
+            log_through(worker.send, setup.config.log_level)
+        return asyncio.run(worker.serve())
+    except StorageError as error:
+        connection.send_bytes(pack("halt", message=str(error)))
+        sys.exit(1)
+    except Exception as error:
+        if (words := machine_failure(error)) is None:
+            raise
+        log.exception("the machine failed")
+        connection.send_bytes(pack("halt", message=f"a worker cannot work: {words}"))
+        sys.exit(1)
+
+
+def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:
+    """A signal that the whole process group got."""
+
+
+class Worker:
+    """Runs the tasks that it is dealt, as many at a time as it is dealt."""
+
+    def __init__(self, connection: Connection, setup: WorkerSetup) -> None:
+        self._connection = connection
+        self._setup = setup
+        self._config = setup.config
+        self._servers = McpServers(self._config.mcp or {})
+        self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
+        self._browsers = Browsers(self._config.web_settings().allow)
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._removals: set[asyncio.Task[None]] = set()
+        self.is_stopping = False
+        self._told_at: dict[str, float] = {}
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._exit = asyncio.Event()
+        self._cpu_s, self._asked_at = time.process_time(), time.monotonic()
+        self._is_done = False
+
+    async def serve(self) -> bool:
+        """Take deals until the parent says exit; tell whether the run is done by then."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_lost_error)
+        self._sender = sender = threading.Thread(
+            target=self._send_forever, name="sender", daemon=True
+        )
+        sender.start()
+        self._journal = self._open_journal()
+        self._calls = Calls(
+            self._setup.bounds,
+            self._setup.budget,
+            number=self._setup.number,
+            workers=self._config.num_workers,
+            proven=self._setup.proven,
+            by_batch=self._config.batch_api,
+            clock_offset_s=self._setup.clock_offset_s,
+            send=self.send,
+            on_retry=self._on_retry,
+        )
+        self._runner = TaskRunner(
+            self._setup,
+            setups=self._setups,
+            spaces=RowSpaces(self._setup, self._browsers),
+            journal=self._journal,
+            calls=self._calls,
+            stops=self,
+        )
+        self._servers.open()
+        self._browsers.open()
+        loop.add_reader(self._connection.fileno(), self._receive)
+        self.send("ready")
+        while not self._exit.is_set():
+            self.send(
+                "alive",
+                counters=self._runner.counters,
+                proven=sorted(self._calls.proven),
+                busy=self._busy(),
+            )
+            self._runner.counters = no_counters()
+            flush_log()
+            try:
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await self._exit.wait()
+            except TimeoutError:
+                continue
+        loop.remove_reader(self._connection.fileno())
+        await asyncio.gather(*self._removals)
+        await self._calls.close()
+        await self._browsers.close()
+        await self._servers.close()
+        self._journal.close()
+        flush_log()
+        self._outbox.put(None)
+        sender.join()
+        return self._is_done
+
+    def _open_journal(self) -> SentJournal | JournalWriter:
+        if self._setup.is_remote:
+            return SentJournal(self._outbox.put, place=self._setup.place)
+        return JournalWriter(
+            self._setup.run_dir / "inflight",
+            self._setup.number,
+            on_storage_error=lambda error: self.halt(str(error)),
+        )
+
+    def _busy(self) -> float:
+        """How much of a core this process has used since this was asked last."""
+        cpu_s, self._cpu_s = self._cpu_s, time.process_time()
+        asked_at, self._asked_at = self._asked_at, time.monotonic()
+        return (self._cpu_s - cpu_s) / max(self._asked_at - asked_at, 0.001)
+
+    def _receive(self) -> None:
+        try:
+            header, payload = unpack(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)  # the parent is gone: whoever resumes the run owns its files now
+        match header["type"]:
+            case "tasks":
+                for deal in header["deals"]:
+                    self._start(deal)
+            case "durable":
+                for key in header["keys"]:
+                    self._release(bytes.fromhex(key))
+            case "answer":
+                self._calls.on_answer(header["id"], header["how"], payload)
+            case "limits":
+                self._calls.on_limits(**header["limits"])
+            case "loan":
+                self._calls.on_loan(header["amount"])
+            case "recall":
+                self._calls.on_recall()
+            case "stop":
+                self.is_stopping = True
+                self._calls.stop()
+                asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
+            case "kept":
+                assert isinstance(self._journal, SentJournal)
+                self._journal.on_kept(header["number"])
+            case "exit":
+                self._is_done = header["done"]
+                self._exit.set()
+
+    def _start(self, deal: Deal) -> None:
+        task = Task(**deal["task"])
+        self._running[task.key] = asyncio.create_task(self._run(task, deal))
+
+    async def _run(self, task: Task, deal: Deal) -> None:
+        message = await self._runner.run(task, deal)
+        self._journal.flush()
+        self._running.pop(task.key, None)
+        self._outbox.put(message)
+
+    def _release(self, key: bytes) -> None:
+        """The task's record is durable: nothing else of it is needed."""
+        space = self._runner.release(key)
+        if space is not None:
+            removal = asyncio.create_task(space.close(remove=True))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
+
+    def _abandon(self) -> None:
+        """Grace is over: what runs now is repeated by the next start."""
+        for task in self._running.values():
+            task.cancel()
+
+    def _on_retry(self, asked: ModelSettings, retry: Retry) -> None:
+        """Log every retry; tell the parent of one a second, which it shows while nothing answers.
+
+        That an endpoint which has answered wants fewer calls is no outage.
+        """
+        url = asked.base_url or ""
+        log.info("%s: %s", url, retry)
+        now = time.monotonic()
+        is_told = now - self._told_at.get(url, -_TELL_EVERY_S) < _TELL_EVERY_S
+        if is_told or (retry.kind == "rate_limited" and url in self._calls.proven):
+            return
+        self._told_at[url] = now
+        words = f"{retry.kind}: {retry.words}"
+        self.send("outage", url=url, words=words, left_s=retry.left_s)
+
+    def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback failed, and what it was to do is lost: by the machine's fault, all stops."""
+        error = context.get("exception")
+        words = None if error is None else machine_failure(error)
+        if words is None:
+            loop.default_exception_handler(context)
+            return
+        log.error("the machine failed", exc_info=error)
+        self.halt(f"a worker cannot go on: {words}")
+        self._outbox.put(None)
+        self._sender.join()
+        os._exit(1)
+
+    def halt(self, message: str) -> None:
+        """Ask the parent to stop the run; conversations rest until it is taken up again."""
+        self.is_stopping = True
+        self._calls.stop()
+        self.send("halt", message=message)
+
+    def send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
+        """Tell the parent; from any thread."""
+        self._outbox.put(pack(type, payload, **fields))
+
+    def _send_forever(self) -> None:
+        """A pipe that is full must not hold the event loop, so a thread does the writing."""
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:
+                os._exit(1)

@@ -1,0 +1,94 @@
+"""Where the tasks of a worker work: a workspace each, set up and judged as its row says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from typing import Any
+
+from runs.dataset.row import RowTask
+from runs.protocol.worker_setup import WorkerSetup
+from runs.worker.workspace_setup import SetupFailed, half_set_up, run_check, set_up_workspace
+from toolsets.browser.process import Browsers
+from toolsets.builtin.command_result import sandbox_of
+from toolsets.sandbox.docker import docker_problem
+from toolsets.sandbox.factory import Limits, Sandbox, make_sandbox
+from toolsets.space import TaskSpace
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import Workspace
+
+
+class RowSpaces:
+    """Opens the spaces of the tasks of one worker."""
+
+    def __init__(self, setup: WorkerSetup, browsers: Browsers) -> None:
+        self._setup = setup
+        self._web = setup.config.web_settings()
+        self._browsers = browsers
+        self._images: dict[str, str | None] = {}
+
+    def open(self, key: bytes, row: RowTask, *, resumed: bool) -> TaskSpace:
+        """The space of the task with this key; its directory is made when it is needed."""
+        workspace = Workspace(self._setup.run_dir / "workspaces" / key.hex())
+        return TaskSpace(
+            workspace,
+            self._sandbox_for(workspace, row.image),
+            web=self._web,
+            browsers=self._browsers,
+            resumed=resumed,
+        )
+
+    async def prepare(self, space: TaskSpace, row: RowTask, *, place: str) -> bool:
+        """Make a space what its row says; tell whether it is the one of an earlier deal.
+
+        `place` is where the workspace of that deal is. Raises `SetupFailed`.
+        """
+        root = space.workspace.root
+        is_new = not space.resumed or place != self._setup.place
+        if is_new and os.path.lexists(root):
+            # What a conversation left whose journal was lost is not this one's, nor is what this
+            # one left here before it went on elsewhere.
+            await asyncio.to_thread(remove_tree, root)
+        if row.image is not None and (problem := await self._image_problem(row.image)):
+            raise SetupFailed(problem)
+        if half_set_up(root).exists():
+            await asyncio.to_thread(remove_tree, root)
+        kept = root.exists()
+        if row.setup is not None:
+            space.workspace.start_dir = row.setup.start_dir
+            if not kept:
+                await set_up_workspace(space, row.setup)
+        return kept
+
+    async def judge(self, space: TaskSpace, row: RowTask) -> dict[str, Any] | None:
+        """What the row's check says at the end; None where it has none. Raises `SetupFailed`."""
+        if row.setup is None or row.setup.check is None:
+            return None
+        # What the model left running could change what the check relies on.
+        await sandbox_of(space).stop()
+        judged = replace(space, sandbox=self._sandbox_for(space.workspace, row.image))
+        try:
+            return await run_check(judged, row.setup.check)
+        finally:
+            await judged.close(remove=False)
+
+    async def _image_problem(self, image: str) -> str | None:
+        """Why a row's image cannot be run; asked once per image."""
+        if image not in self._images:
+            self._images[image] = await asyncio.to_thread(docker_problem, image)
+        return self._images[image]
+
+    def _sandbox_for(self, workspace: Workspace, image: str | None) -> Sandbox | None:
+        kind = self._setup.provenance.sandbox
+        if kind is None:
+            return None
+        config = self._setup.config
+        limits = Limits(
+            timeout_s=config.command_timeout_s,
+            memory_mb=config.command_memory_mb,
+            processes=config.max_processes,
+            workspace_mb=config.workspace_mb,
+            network=config.network,
+        )
+        return make_sandbox(kind, workspace, limits, image=image or config.docker_image)

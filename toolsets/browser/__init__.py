@@ -1,0 +1,1 @@
+"""The browser tools and the Chromium behind them."""

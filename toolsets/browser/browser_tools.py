@@ -1,0 +1,223 @@
+"""The browser tools: open pages, read them as snapshots with refs, act on what the refs name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from toolsets.browser.process import Browsers
+from toolsets.browser.session import NOTHING_OPEN, BrowserSession
+from toolsets.errors import ToolError
+from toolsets.space import TaskSpace
+from toolsets.text import clip, valid_utf8
+from toolsets.tool import ToolResult, tool
+
+_HELD = "browser"
+_MAX_CHARS = 80_000
+_SHOWN_CHARS = 8_000
+"""Of the snapshot that comes with every action."""
+_MAX_IMAGES = 100
+_MAX_TEXT_CHARS = 10_000
+
+Ref = Annotated[str, Field(max_length=50, description="The element's ref in the last snapshot.")]
+
+
+@tool(sequential=True)
+async def browser_navigate(
+    space: TaskSpace,
+    url: Annotated[str, Field(min_length=1, description="Address of the page: http or https.")],
+) -> ToolResult:
+    """Open a web page in the browser. Gives a snapshot of the page, with a ref per element."""
+    session = _session(space, opens=True)
+    await session.navigate(url)
+    return await _shown(session)
+
+
+@tool(sequential=True)
+async def browser_snapshot(
+    space: TaskSpace,
+    max_chars: Annotated[
+        int, Field(ge=1, le=_MAX_CHARS, description="How many characters to show at most.")
+    ] = 20_000,
+    offset: Annotated[int, Field(ge=0, description="First character to show.")] = 0,
+) -> ToolResult:
+    """Show the page in the browser as a tree of its elements and texts, with refs."""
+    return await _shown(_session(space), max_chars=max_chars, offset=offset)
+
+
+@tool(sequential=True)
+async def browser_click(space: TaskSpace, ref: Ref) -> ToolResult:
+    """Click an element of the page. Gives a new snapshot."""
+
+    async def click(page: Any) -> None:
+        await (await BrowserSession.element(page, ref)).click()
+
+    return await _acted(space, click)
+
+
+@tool(sequential=True)
+async def browser_type(
+    space: TaskSpace,
+    ref: Ref,
+    text: Annotated[
+        str, Field(max_length=_MAX_TEXT_CHARS, description="Replaces what the field holds.")
+    ],
+    submit: Annotated[bool, Field(description="Press Enter afterwards.")] = False,
+) -> ToolResult:
+    """Type text into a field of the page. Gives a new snapshot."""
+
+    async def fill(page: Any) -> None:
+        field = await BrowserSession.element(page, ref)
+        await field.fill(text)
+        if submit:
+            await field.press("Enter")
+
+    return await _acted(space, fill)
+
+
+@tool(sequential=True)
+async def browser_select(
+    space: TaskSpace,
+    ref: Ref,
+    option: Annotated[str, Field(max_length=1000, description="Its text or value.")],
+) -> ToolResult:
+    """Choose an option of a drop-down list of the page. Gives a new snapshot."""
+
+    async def select(page: Any) -> None:
+        await (await BrowserSession.element(page, ref)).select_option(option)
+
+    return await _acted(space, select)
+
+
+@tool(sequential=True)
+async def browser_press(
+    space: TaskSpace,
+    key: Annotated[
+        str,
+        Field(
+            min_length=1, max_length=50, description="Enter, Tab, Escape, ArrowDown, a, Control+a."
+        ),
+    ],
+) -> ToolResult:
+    """Press a key in the page, where its focus is. Gives a new snapshot."""
+    return await _acted(space, lambda page: page.keyboard.press(key))
+
+
+@tool(sequential=True)
+async def browser_scroll(
+    space: TaskSpace,
+    direction: Literal["up", "down"],
+    screens: Annotated[int, Field(ge=1, le=20, description="How far.")] = 1,
+) -> ToolResult:
+    """Scroll the page, as is needed where more loads on scrolling. Gives a new snapshot."""
+    way = screens if direction == "down" else -screens
+    return await _acted(
+        space, lambda page: page.evaluate("n => window.scrollBy(0, n * window.innerHeight)", way)
+    )
+
+
+@tool(sequential=True)
+async def browser_back(space: TaskSpace) -> ToolResult:
+    """Go back to the page before. Gives a new snapshot."""
+    session = _session(space)
+    await session.act(session.back)
+    return await _shown(session)
+
+
+@tool(sequential=True)
+async def browser_get_images(space: TaskSpace) -> list[Any]:
+    """List the images of the page, with address, description and size in pixels."""
+    found = await _session(space).act(
+        lambda page: page.locator("img").evaluate_all(
+            """(all, most) => all.slice(0, most).map(one => ({
+                url: String(one.currentSrc || one.src).slice(0, 1000),
+                alt: String(one.alt).slice(0, 300),
+                width: one.naturalWidth,
+                height: one.naturalHeight,
+            }))""",
+            _MAX_IMAGES,
+        )
+    )
+    return [
+        {
+            "url": valid_utf8(clip(str(one["url"]), max_chars=1000)),
+            "alt": valid_utf8(clip(str(one["alt"]), max_chars=300)),
+            "width": one["width"],
+            "height": one["height"],
+        }
+        for one in found[:_MAX_IMAGES]
+    ]
+
+
+@tool(sequential=True)
+async def browser_screenshot(
+    space: TaskSpace,
+    path: Annotated[
+        str, Field(min_length=1, description="File to write in the workspace.")
+    ] = "screenshot.png",
+) -> ToolResult:
+    """Save what the browser shows of the page as a PNG file in the workspace."""
+    if not path.lower().endswith(".png"):
+        raise ToolError("the file is a PNG: its name must end in .png")
+    picture = await _session(space).act(lambda page: page.screenshot(type="png"))
+    await asyncio.to_thread(space.workspace.write_bytes, path, picture)
+    details = {"path": path, "bytes": len(picture)}
+    return ToolResult(f"Saved {path} ({len(picture)} bytes).", details=details)
+
+
+BROWSER_TOOLS = (
+    browser_back,
+    browser_click,
+    browser_get_images,
+    browser_navigate,
+    browser_press,
+    browser_screenshot,
+    browser_scroll,
+    browser_select,
+    browser_snapshot,
+    browser_type,
+)
+
+
+def _session(space: TaskSpace, *, opens: bool = False) -> BrowserSession:
+    """The browser of the task. Raises `ToolError` where nothing was opened yet."""
+    held = space.held.get(_HELD)
+    if isinstance(held, BrowserSession):
+        return held
+    if not opens:
+        lost = " (what was open before the conversation was taken up again is gone)"
+        raise ToolError(NOTHING_OPEN + lost * space.resumed)
+    browsers = space.browsers or Browsers(space.web.allow if space.web is not None else ())
+    session = space.held[_HELD] = BrowserSession(browsers)
+    return session
+
+
+async def _acted(space: TaskSpace, action: Callable[[Any], Awaitable[Any]]) -> ToolResult:
+    session = _session(space)
+    await session.act(action)
+    return await _shown(session)
+
+
+async def _shown(
+    session: BrowserSession, *, max_chars: int = _SHOWN_CHARS, offset: int = 0
+) -> ToolResult:
+    """The page as the model reads it, cut at the end of a line where it is long."""
+    title, url, snapshot, notes = await session.read()
+    if offset and offset >= len(snapshot):
+        raise ToolError(f"the snapshot has only {len(snapshot)} characters")
+    end = min(offset + max_chars, len(snapshot))
+    if end < len(snapshot):
+        end = snapshot.rfind("\n", offset, end) + 1 or end
+    lines = [f"Title: {title}"] if title else []
+    lines += [f"URL: {url}", *(f"Note: {note}" for note in notes), ""]
+    lines.append(snapshot[offset:end].rstrip("\n") or "[an empty page]")
+    if is_part := end < len(snapshot):
+        lines.append(
+            f"[characters {offset}-{end} of {len(snapshot)}; browser_snapshot with offset={end} "
+            "goes on]"
+        )
+    details = {"url": url, "chars": len(snapshot), "truncated": is_part}
+    return ToolResult("\n".join(lines), details=details)

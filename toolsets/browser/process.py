@@ -1,0 +1,326 @@
+"""Chromium as a process: found, confined, shared by the conversations of an event loop, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolsets.browser.proxy import Proxy
+from toolsets.errors import HostError, ToolError, failure_told, machine_failure
+from toolsets.extras import install
+from toolsets.net.guard import Guard
+from toolsets.sandbox.bwrap import bwrap_problem, python_options, system_options
+from toolsets.sandbox.interpreter import python_bin
+
+_log = logging.getLogger(__name__)
+
+VARIABLE = "BROWSER_EXECUTABLE"
+"""The environment variable that names the browser's program, if not the first on PATH."""
+
+_PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_START_S = 60.0
+_STOP_S = 10.0
+_MEMORY_MB = 2048
+_TMP_MB = 512
+_LAUNCHER = Path(__file__).with_name("browser_launcher.py")
+_NODE_VARIABLE = "PLAYWRIGHT_NODEJS_PATH"
+_FLAGS = (
+    f"--js-flags=--max-old-space-size={_MEMORY_MB // 2}",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--disable-quic",
+    "--disable-gpu",
+    "--renderer-process-limit=8",
+)
+_ETC = ("alternatives", "chromium", "chromium.d", "fonts", "ld.so.cache", "localtime", "opt")
+_UNSHARE = (
+    *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+    # Chromium's own sandbox works for everybody but root.
+    *("--uid", "1000", "--gid", "1000", "--hostname", "browser"),
+)
+
+
+def browser_problem() -> str | None:
+    """Why the browser cannot be offered here, and what to install; None where it can."""
+    if find_spec("playwright") is None:
+        return f"it needs a further package: {install('browser')}"
+    named = os.environ.get(VARIABLE)
+    if _executable() is not None:
+        return None
+    if named:
+        return f"{VARIABLE} is {named!r}, which is no program; name Chromium or Google Chrome"
+    return (
+        "it needs Chromium or Google Chrome: install it (on Debian: apt-get install chromium), or "
+        f"name the program in {VARIABLE}"
+    )
+
+
+class Browsers:
+    """The browser of a process: one per event loop, started when a conversation first needs it.
+
+    `open` and `close` bracket its life, and may be nested.
+    """
+
+    def __init__(self, allow: Iterable[str] = ()) -> None:
+        """`allow` says what may be reached beside public addresses; see `Guard`."""
+        self._guard = Guard(allow)
+        self._loops: dict[asyncio.AbstractEventLoop, _Shared] = {}
+
+    def open(self) -> None:
+        """Have `close` stop the browser of the running loop, once it was called as often."""
+        self._shared().users += 1
+
+    async def close(self) -> None:
+        """Stop the browser of the running loop, if this was the last user."""
+        shared = self._shared()
+        shared.users -= 1
+        if shared.users <= 0:
+            del self._loops[asyncio.get_running_loop()]
+            if shared.start is not None:
+                await _stop(shared.start)
+
+    async def chromium(self) -> Chromium:
+        """The running browser, started if there is none. Raises `ToolError`."""
+        shared = self._shared()
+        if shared.start is not None and shared.start.done() and not _is_alive(shared.start):
+            dead, shared.start = shared.start, None
+            shared.start = asyncio.create_task(self._start_after(dead))
+        elif shared.start is None:
+            shared.start = asyncio.create_task(_start(self._guard))
+        # A call that is cut off leaves no half of a browser behind.
+        return await asyncio.shield(shared.start)
+
+    async def _start_after(self, dead: asyncio.Task[Chromium]) -> Chromium:
+        await _stop(dead)
+        return await _start(self._guard)
+
+    def _shared(self) -> _Shared:
+        return self._loops.setdefault(asyncio.get_running_loop(), _Shared())
+
+
+@dataclass(slots=True)
+class _Shared:
+    users: int = 0
+    start: asyncio.Task[Chromium] | None = None
+
+
+class Chromium(NamedTuple):
+    """A running browser."""
+
+    browser: Any
+    """As playwright knows it."""
+    proxy: Proxy
+    resources: AsyncExitStack
+
+
+class _Mode(NamedTuple):
+    """A way to confine Chromium."""
+
+    name: str
+    bwrap: str | None
+    own_sandbox: bool
+
+
+def _executable() -> str | None:
+    named = os.environ.get(VARIABLE)
+    found = (shutil.which(name) for name in ((named,) if named else _PROGRAMS))
+    return next((path for path in found if path is not None), None)
+
+
+def _is_alive(start: asyncio.Task[Chromium]) -> bool:
+    return (
+        not start.cancelled()
+        and start.exception() is None
+        and bool(start.result().browser.is_connected())
+    )
+
+
+async def _stop(start: asyncio.Task[Chromium]) -> None:
+    try:
+        chromium = await start
+    except (ToolError, HostError):
+        return  # It never ran, which was said where it was asked for.
+    try:
+        await chromium.resources.aclose()
+    except Exception as error:
+        _log.warning("the browser did not end in order: %s", _first_line(error))
+
+
+async def _start(guard: Guard) -> Chromium:
+    executable = await asyncio.to_thread(_executable)
+    if executable is None:
+        raise ToolError("the browser is gone from this machine")
+    why = ""
+    for mode in await asyncio.to_thread(_modes):
+        try:
+            async with asyncio.timeout(_START_S):
+                return await _launch(Path(executable), mode, guard)
+        except Exception as error:
+            why = _first_line(error) or type(error).__name__
+            if (words := machine_failure(error) or failure_told(why)) is not None:
+                raise HostError(f"the browser does not start: {words}") from error
+            _log.warning("browser %s does not start %s: %s", executable, mode.name, why)
+    raise ToolError("the browser could not be started")
+
+
+def _modes() -> list[_Mode]:
+    """The ways to start Chromium, the safest first; the next is for where one does not work."""
+    modes = []
+    if bwrap_problem() is None:
+        modes.append(_Mode("in bwrap", shutil.which("bwrap"), True))
+    if os.geteuid() == 0:
+        modes.append(_Mode("as root, without a sandbox", None, False))
+    else:
+        modes.append(_Mode("outside bwrap", None, True))
+    return modes
+
+
+async def _launch(executable: Path, mode: _Mode, guard: Guard) -> Chromium:
+    from playwright.async_api import async_playwright
+
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        proxy = Proxy(guard)
+        # What is in it is needed for starting alone.
+        with (
+            tempfile.TemporaryDirectory(prefix="browser-") as directory,
+            socket.socket(socket.AF_UNIX) as door,
+        ):
+            home = Path(directory)
+            path = home / "s"
+            door.bind(str(path))
+            door.listen(1)
+            door.setblocking(False)
+            with _driver_without_secrets(home):
+                manager = async_playwright()
+                playwright = await manager.start()
+            stack.push_async_callback(_bounded, playwright.stop)
+            script = _script(home / "chromium", _command(executable, mode, path))
+            launching = asyncio.create_task(
+                playwright.chromium.launch(
+                    executable_path=script,
+                    args=list(_FLAGS),
+                    chromium_sandbox=mode.own_sandbox,
+                    env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
+                    timeout=_START_S * 1000,
+                    handle_sigint=False,
+                    handle_sigterm=False,
+                    handle_sighup=False,
+                )
+            )
+            stack.push_async_callback(_cancelled, launching)
+            taking = asyncio.create_task(loop.sock_accept(door))
+            stack.push_async_callback(_cancelled, taking)
+            await asyncio.wait({launching, taking}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                await launching  # Says why it failed.
+            connection, _ = await taking
+            # Closing it is what ends every process of the browser, come what may.
+            stack.callback(connection.close)
+            connection.settimeout(_START_S)
+            listener = await asyncio.to_thread(_received, connection)
+            await proxy.serve(listener)
+            stack.push_async_callback(proxy.close)
+            browser = await launching
+            stack.push_async_callback(_bounded, browser.close)
+        return Chromium(browser, proxy, stack.pop_all())
+
+
+def _received(connection: socket.socket) -> socket.socket:
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    listener = socket.socket(fileno=descriptors[0])
+    listener.setblocking(False)
+    return listener
+
+
+async def _bounded(close: Any) -> None:
+    """Close in order if that works in time; otherwise what follows ends it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STOP_S):
+            await close()
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+
+
+_WITH_OWN_TEMPORARY = """
+trap : HUP INT TERM
+own=$(mktemp -d) || exit
+TMPDIR=$own "$@"
+status=$?
+rm -rf "$own"
+exit $status
+"""
+"""Runs a command and removes its temporary files: the driver leaves some where it ends in haste."""
+
+
+@contextlib.contextmanager
+def _driver_without_secrets(home: Path) -> Iterator[None]:
+    """Have playwright start its driver, a Node.js process, without our environment.
+
+    It takes all of it, API keys too, and has no option against that, but lets its program be named.
+    """
+    import playwright
+
+    named = os.environ.get(_NODE_VARIABLE)
+    node = named or str(Path(playwright.__file__).parent / "driver" / "node")
+    variables = {"HOME": str(home), "PATH": os.environ.get("PATH", os.defpath)}
+    if "TMPDIR" in os.environ:
+        variables["TMPDIR"] = os.environ["TMPDIR"]
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    command = ["env", "-i", *settings, "sh", "-c", _WITH_OWN_TEMPORARY, "sh", node]
+    os.environ[_NODE_VARIABLE] = _script(home / "node", command)
+    try:
+        yield
+    finally:
+        if named is None:
+            del os.environ[_NODE_VARIABLE]
+        else:
+            os.environ[_NODE_VARIABLE] = named
+
+
+def _script(path: Path, command: list[str]) -> str:
+    """Write a program that runs `command` with the arguments it is given."""
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+def _command(executable: Path, mode: _Mode, door: Path) -> list[str]:
+    if mode.bwrap is None:
+        python = [sys.executable, "-I", "-S", str(_LAUNCHER)]
+        return [*python, str(door), str(_MEMORY_MB), "", str(executable)]
+    real = executable.resolve()
+    options = [*_UNSHARE, *system_options(), *python_options()]
+    options += ["--proc", "/proc", "--dev", "/dev"]
+    for sized in ("/tmp", "/dev/shm"):
+        options += ["--size", str(_TMP_MB << 20), "--tmpfs", sized]
+    for name in _ETC:
+        options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    if not real.is_relative_to("/usr"):
+        options += ["--ro-bind", str(real.parent), str(real.parent)]
+    options += ["--ro-bind", str(_LAUNCHER), "/run/launcher.py", "--bind", str(door), "/run/door"]
+    options += ["--clearenv", "--setenv", "PATH", f"{python_bin()}:/usr/local/bin:/usr/bin:/bin"]
+    options += ["--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8", "--chdir", "/tmp"]
+    python = [str(python_bin() / "python3"), "-I", "-S", "/run/launcher.py"]
+    chromium = ["/run/door", str(_MEMORY_MB), "/tmp/profile", str(real)]
+    return [mode.bwrap, *options, "--", *python, *chromium]
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]

@@ -1,0 +1,341 @@
+"""The browser of one conversation: its cookies, its pages, and what is done in them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from yarl import URL
+
+from toolsets.browser.process import Browsers, Chromium
+from toolsets.errors import ToolError
+from toolsets.net.guard import checked
+from toolsets.text import clip, valid_utf8
+
+_log = logging.getLogger(__name__)
+
+_ACTION_S = 5.0
+_ANSWER_S = 2.0
+_LOAD_S = 30.0
+_STARTED_LOADING_S = 0.25
+"""How long an action has to make its page load another."""
+_DEADLINE_S = 60.0
+_CLOSE_S = 5.0
+_MAX_PAGES = 5
+_MAX_NOTES = 20
+_VIEWPORT = {"width": 1280, "height": 800}
+_REF = re.compile(r"(f\d+)?e\d+")
+_NET_ERROR = re.compile(r"net::(ERR_\w+)")
+
+NOTHING_OPEN = "no page is open; open one with browser_navigate"
+
+
+class BrowserSession:
+    """Opened at the first page, closed with the space of the task; one call at a time."""
+
+    def __init__(self, browsers: Browsers) -> None:
+        self._browsers = browsers
+        self._lock = asyncio.Lock()
+        self._chromium: Chromium | None = None
+        self._context: Any = None
+        self._page: Any = None
+        self._notes: list[str] = []
+        self._loading: set[Any] = set()
+        self._loaded = asyncio.Event()
+        self._shown = asyncio.Event()
+        self._last_request = ""
+        self._failed = ""
+        browsers.open()
+
+    async def close(self) -> None:
+        """Forget the pages and cookies; the browser ends with its last user."""
+        async with self._lock:
+            try:
+                await self._close_context()
+            finally:
+                await self._browsers.close()
+
+    async def navigate(self, url: str) -> None:
+        """Open `url`; raises `ToolError` where it may not or cannot be opened."""
+        # A page's own router reads the fragment.
+        target = str(checked(url).with_fragment(URL(url.strip()).fragment or None))
+
+        async def go(page: Any) -> None:
+            self._shown.clear()
+            response = await page.goto(
+                target, wait_until="domcontentloaded", timeout=_LOAD_S * 1000
+            )
+            if response is not None and response.status >= 400:
+                self._note(f"the server answered with HTTP {response.status}")
+
+        await self.act(go, opens=True)
+
+    async def act(
+        self,
+        action: Callable[[Any], Awaitable[Any]],
+        *,
+        opens: bool = False,
+        only_looks: bool = False,
+    ) -> Any:
+        """Do something with the page and wait for what it loads then; gives what `action` gives.
+
+        `opens` makes a page where there is none; what `only_looks` makes none load. Raises
+        `ToolError`.
+        """
+        from playwright.async_api import Error
+
+        async with self._lock:
+            page = await self._current(opens=opens)
+            self._failed = ""
+            try:
+                async with asyncio.timeout(_DEADLINE_S):
+                    result = await action(page)
+                    if not only_looks:
+                        await self._settle()
+                if self._failed:
+                    raise self._network_error(self._failed)
+                return result
+            except TimeoutError:
+                await self._give_up()
+                raise ToolError(
+                    f"the page did not answer within {_DEADLINE_S:g} s and was closed; "
+                    "open another with browser_navigate"
+                ) from None
+            except Error as error:
+                if self._failed:
+                    # Chromium's page about it comes a little later, and would end what is opened
+                    # next.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_ANSWER_S):
+                            await self._shown.wait()
+                raise await self._in_words(error) from error
+
+    async def read(self) -> tuple[str, str, str, list[str]]:
+        """Title, address and snapshot of the page, and what has happened since the last reading."""
+
+        async def look(_: Any) -> tuple[str, str, str]:
+            # An action before this one may have led to another page.
+            page = await self._current(opens=False)
+            snapshot = await page.aria_snapshot(mode="ai", timeout=_ACTION_S * 1000)
+            return await page.title(), page.url, snapshot
+
+        title, url, snapshot = await self.act(look, only_looks=True)
+        notes, self._notes = self._notes, []
+        return (
+            clip(valid_utf8(" ".join(title.split())), max_chars=300),
+            clip(valid_utf8(url), max_chars=1000),
+            valid_utf8(snapshot),
+            [valid_utf8(note) for note in notes],
+        )
+
+    async def back(self, page: Any) -> None:
+        """An action: go to the page before; in a tab that a page opened, close it."""
+        response = await page.go_back(wait_until="domcontentloaded", timeout=_LOAD_S * 1000)
+        if response is not None:
+            return
+        if len(self._context.pages) > 1 and await page.opener() is not None:
+            await page.close()
+            self._note("the tab was closed; this is the one before")
+
+    @staticmethod
+    async def element(page: Any, ref: str) -> Any:
+        """What a ref of the last snapshot stands for. Raises `ToolError` where it is none."""
+        plain = ref.strip().strip("[]@").removeprefix("ref=")
+        if not _REF.fullmatch(plain):
+            shown = clip(ref, max_chars=50)
+            raise ToolError(f"{shown!r} is no ref; refs stand in the snapshot, like e12")
+        found = page.get_by_ref(plain)
+        if not await found.count():
+            raise ToolError(f"nothing on the page has the ref {plain} now; see browser_snapshot")
+        return found
+
+    async def _current(self, *, opens: bool) -> Any:
+        """The page that is worked with. Raises `ToolError` where there is none."""
+        if self._chromium is not None and not self._chromium.browser.is_connected():
+            self._chromium = self._context = self._page = None
+            if not opens:
+                raise ToolError(
+                    "the browser has ended, and its pages and cookies are gone; start again with "
+                    "browser_navigate"
+                )
+        if self._page is None or self._page.is_closed():
+            pages = self._context.pages if self._context is not None else []
+            self._page = pages[-1] if pages else None
+        if self._page is None:
+            if not opens:
+                raise ToolError(NOTHING_OPEN)
+            await self._open()
+        return self._page
+
+    async def _open(self) -> None:
+        from playwright.async_api import Error
+
+        if self._chromium is None:
+            self._chromium = await self._browsers.chromium()
+        try:
+            if self._context is None:
+                self._context = await self._chromium.browser.new_context(
+                    accept_downloads=False, service_workers="block", viewport=_VIEWPORT
+                )
+                self._context.set_default_timeout(_ACTION_S * 1000)
+                for event, handler in (
+                    ("page", self._on_page),
+                    ("dialog", self._on_dialog),
+                    ("request", self._on_request),
+                    ("requestfinished", self._on_request_over),
+                    ("requestfailed", self._on_request_failed),
+                ):
+                    self._context.on(event, handler)
+            self._page = await self._context.new_page()
+        except Error as error:
+            self._chromium = self._context = self._page = None
+            raise ToolError("the browser has ended; try again") from error
+
+    async def _settle(self) -> None:
+        """Wait until what was clicked, typed or opened has loaded the page that it leads to."""
+        from playwright.async_api import Error
+
+        await asyncio.sleep(_STARTED_LOADING_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOAD_S):
+                while self._loading:
+                    self._loaded.clear()
+                    await self._loaded.wait()
+        self._loading.clear()
+        # Pictures and scripts may come late or never; what is there by then is shown.
+        with contextlib.suppress(Error):
+            page = self._context.pages[-1] if self._page.is_closed() else self._page
+            await page.wait_for_load_state("load", timeout=_ACTION_S * 1000)
+
+    async def _answers(self) -> bool:
+        """Whether the page's scripts leave it time for anything else."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await self._page.evaluate("0")
+        except Exception:
+            return False
+        return True
+
+    async def _give_up(self) -> None:
+        """Close a page that does not answer, or else all of them."""
+        page, self._page = self._page, None
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await page.close()
+        except Exception as error:
+            _log.info("a page that did not answer cannot be closed: %r", error)
+            await self._close_context()
+
+    async def _close_context(self) -> None:
+        context, self._context, self._page = self._context, None, None
+        self._loading.clear()
+        if context is None:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await context.close()
+        except Exception as error:
+            _log.info("a browser context was not closed: %s", error)
+
+    async def _in_words(self, error: Exception) -> ToolError:
+        from playwright.async_api import TimeoutError as LateError
+
+        said = str(error).partition("\nCall log:")[0]
+        self._loading.clear()
+        if match := _NET_ERROR.search(said):
+            return self._network_error(match[1])
+        if "Download is starting" in said:
+            return ToolError(
+                "that is a file to download, which the browser does not do; web_fetch reads text"
+            )
+        if "crashed" in said.lower():
+            await self._give_up()
+            return ToolError("the page crashed and was closed; open another with browser_navigate")
+        if "has been closed" in said:
+            return ToolError(f"the page has been closed; {NOTHING_OPEN}")
+        if isinstance(error, LateError):
+            if not await self._answers():
+                await self._give_up()
+                return ToolError(
+                    "the page does not answer and was closed; open another with browser_navigate"
+                )
+            return ToolError(
+                f"not done within the time: {_plain(said)}; take a new browser_snapshot to see "
+                "what is there"
+            )
+        return ToolError(_plain(said))
+
+    def _network_error(self, name: str) -> ToolError:
+        """What Chromium calls an error of the network, in words for the model."""
+        with contextlib.suppress(ValueError):
+            asked = URL(self._last_request)
+            failure = self._chromium and self._chromium.proxy.failure(
+                (asked.raw_host or "").lower(), asked.port or 0
+            )
+            if failure and name.startswith(("ERR_SOCKS", "ERR_PROXY", "ERR_TUNNEL")):
+                return ToolError(f"{clip(str(asked), max_chars=200)}: {failure}")
+        shown = clip(self._last_request, max_chars=200)
+        return ToolError(f"{shown}: the page could not be loaded ({name})")
+
+    def _note(self, words: str) -> None:
+        if len(self._notes) < _MAX_NOTES:
+            self._notes.append(words)
+
+    async def _on_page(self, page: Any) -> None:
+        page.on("framenavigated", self._on_navigated)
+        page.on("download", lambda _: self._note("a download was refused"))
+        if page is self._page or self._page is None:
+            return
+        if len(self._context.pages) > _MAX_PAGES:
+            self._note("a further tab was closed at once: too many are open")
+            with contextlib.suppress(Exception):
+                await page.close()
+            return
+        self._page = page
+        self._note("a new tab was opened and is shown now; browser_back closes it")
+
+    async def _on_dialog(self, dialog: Any) -> None:
+        if dialog.type != "beforeunload":
+            words = clip(" ".join(dialog.message.split()), max_chars=300)
+            self._note(f"the page showed a dialog ({dialog.type}), which was dismissed: {words}")
+        with contextlib.suppress(Exception):
+            # A page may not keep its visitor.
+            await (dialog.accept() if dialog.type == "beforeunload" else dialog.dismiss())
+
+    def _on_request(self, request: Any) -> None:
+        if _loads_a_page(request):
+            self._last_request = request.url
+            self._loading.add(request)
+
+    def _on_request_failed(self, request: Any) -> None:
+        if request in self._loading and (match := _NET_ERROR.search(request.failure or "")):
+            self._failed = "" if match[1] == "ERR_ABORTED" else match[1]
+        self._on_request_over(request)
+
+    def _on_navigated(self, frame: Any) -> None:
+        if frame.parent_frame is None:
+            self._shown.set()
+
+    def _on_request_over(self, request: Any) -> None:
+        self._loading.discard(request)
+        self._loaded.set()
+
+
+def _loads_a_page(request: Any) -> bool:
+    from playwright.async_api import Error
+
+    if not request.is_navigation_request():
+        return False
+    try:
+        return request.frame.parent_frame is None
+    except Error:
+        return True  # It has no frame yet, being the first of a new tab.
+
+
+def _plain(said: str) -> str:
+    """An error of playwright without the name of its own method."""
+    return clip(re.sub(r"^\w+\.\w+: ", "", " ".join(said.split())), max_chars=300)

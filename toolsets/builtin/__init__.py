@@ -1,0 +1,1 @@
+"""The tools `file`, `terminal` and `python`."""

@@ -1,0 +1,98 @@
+"""How a command's outcome becomes a tool result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from toolsets.errors import ToolError
+from toolsets.sandbox.base import ExecResult, Sandbox, Session
+from toolsets.space import TaskSpace
+from toolsets.text import clip
+from toolsets.tool import MAX_RESULT_CHARS, ToolResult
+
+# Chosen where the command runs, since a sandbox need not hold the programs of this machine.
+_SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$1" bash; exec sh -c "$1" sh'
+_NOTHING_LEFT = "its state (variables, functions, current directory) is lost; files are kept"
+
+
+def shell_argv(command: str) -> list[str]:
+    """What runs one shell command apart from the task's shell: bash where there is one."""
+    return ["sh", "-c", _SHELL, "sh", command]
+
+
+def sandbox_of(space: TaskSpace) -> Sandbox:
+    """Return the sandbox that commands run in; raises `ToolError` where there is none."""
+    if space.sandbox is None:
+        raise ToolError("this task has no sandbox to run commands in")
+    return space.sandbox
+
+
+def as_tool_result(
+    result: ExecResult, space: TaskSpace, *, session: Session, tool: str, **more: object
+) -> ToolResult:
+    """Return the outcome of a call of `tool` as JSON, with `more` in it.
+
+    The content is an object with exit_code, stdout and stderr; where it applies also value and
+    plots (python), timed_out and error, and a note where the state of the session was lost. Only
+    a call that was stopped is an error of the tool; a command that fails is none.
+    """
+    shown: dict[str, Any] = {"exit_code": result.exit_code, **more}
+    if result.value is not None:
+        shown["value"] = result.value
+    shown |= {"stdout": result.stdout, "stderr": result.stderr}
+    if result.plots:
+        shown["plots"] = list(result.plots)
+    if result.timed_out:
+        shown["timed_out"] = True
+        shown["error"] = "stopped: it was still running when its time was up"
+    if result.full_mb is not None:
+        full = f"the workspace is over its limit ({result.full_mb} MB); remove files"
+        shown["error"] = f"stopped: {full}" if result.was_filling else full
+    if note := _note(result, space, session, tool):
+        shown["note"] = note
+    content, shortened = _fitted(shown)
+    details = {
+        "exit_code": result.exit_code,
+        "timed_out": result.timed_out,
+        "truncated": result.truncated or shortened,
+        "duration_s": round(result.duration_s, 3),
+    }
+    is_error = result.timed_out or result.full_mb is not None
+    return ToolResult(content, is_error=is_error, details=details)
+
+
+def _note(result: ExecResult, space: TaskSpace, session: Session, tool: str) -> str:
+    """What the model has to know of the session's state; "" where it is as it left it."""
+    noun = "shell" if session == "shell" else "interpreter"
+    notes = []
+    if result.lost is not None:
+        notes.append(f"[new {noun}: {result.lost}, with all that ran in it; {_NOTHING_LEFT}]")
+    elif result.is_first and space.resumed and _was_called(tool, space):
+        notes.append(f"[new {noun}: the one before ended between the calls; {_NOTHING_LEFT}]")
+    if result.ended:
+        stopped = result.timed_out or result.was_filling
+        how = "was killed" if stopped else "ended"
+        notes.append(f"[the {noun} {how}; {_NOTHING_LEFT}; the next call starts a new one]")
+    return " ".join(notes)
+
+
+def _was_called(tool: str, space: TaskSpace) -> bool:
+    """Whether a call of this tool has been answered in the conversation before."""
+    return any(
+        message.get("role") == "tool" and message.get("name") == tool
+        for message in space.conversation
+    )
+
+
+def _fitted(shown: dict[str, Any]) -> tuple[str, bool]:
+    """Return the JSON text, with what was printed shortened until it fits, and whether it was."""
+    texts = {name: shown[name] for name in ("value", "stdout", "stderr") if name in shown}
+    max_chars = MAX_RESULT_CHARS
+    while True:
+        clipped = {name: clip(text, max_chars=max_chars) for name, text in texts.items()}
+        content = orjson.dumps({**shown, **clipped}).decode()
+        if len(content) <= MAX_RESULT_CHARS:
+            return content, any(max_chars < len(text) for text in texts.values())
+        max_chars //= 2

@@ -1,0 +1,1 @@
+"""Which toolsets there are, and which a task gets."""

@@ -1,0 +1,88 @@
+"""Distributions: how often each toolset is offered. Every task draws its own toolsets.
+
+A distribution maps toolsets to percentages, each drawn by itself: {"file": 100, "terminal": 60}
+offers `file` always and `terminal` in 60 of 100 tasks. Where none is drawn, the likeliest is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from toolsets.catalog.registry import TOOLSETS, Toolset, UnknownToolset
+
+Distribution = Mapping[str, float]
+"""Percentages in (0, 100] by toolset."""
+
+DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
+    {
+        "all": {"file": 100, "python": 100, "terminal": 100},
+        "even": {"file": 50, "python": 50, "terminal": 50},
+        "coding": {"file": 100, "terminal": 80, "python": 50},
+        "shell": {"terminal": 100, "file": 40, "python": 20},
+        "files": {"file": 100, "terminal": 10},
+        # Those of hermes-agent, as far as there are such toolsets here.
+        "balanced": {"file": 50, "terminal": 50, "web": 50},
+        "development": {"file": 80, "terminal": 80, "web": 30},
+        "minimal": {"web": 100},
+        "research": {"terminal": 10, "web": 90},
+        "science": {"file": 94, "terminal": 94, "web": 94},
+        "terminal_only": {"file": 100, "terminal": 100},
+        "terminal_tasks": {"file": 97, "terminal": 97, "web": 97},
+        "terminal_web": {"file": 100, "terminal": 100, "web": 100},
+    }
+)
+"""The distributions that have a name."""
+
+
+class UnknownDistribution(ValueError):
+    """A distribution was named that is neither known nor a readable file."""
+
+
+def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> Distribution:
+    """The distribution with this name, or in the YAML file at this path.
+
+    Raises `UnknownDistribution`, `UnknownToolset`, and `ValueError` for a percentage that is none.
+    """
+    if name in DISTRIBUTIONS:
+        return DISTRIBUTIONS[name]
+    if not name.endswith((".yaml", ".yml")):
+        names = ", ".join(sorted(DISTRIBUTIONS))
+        msg = f"Unknown distribution {name!r}; known: {names}, or the path of a YAML file"
+        raise UnknownDistribution(msg)
+    try:
+        loaded = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UnknownDistribution(f"{name}: cannot read this distribution: {error}") from error
+    return _check(loaded, name, known)
+
+
+def draw_toolsets(distribution: Distribution, key: str) -> list[str]:
+    """The toolsets that the task with this key is offered, sorted: the same ones every time."""
+    drawn = [name for name, percent in distribution.items() if _draw(f"{key}/{name}") < percent]
+    return sorted(drawn) or [max(sorted(distribution), key=lambda name: distribution[name])]
+
+
+def _check(loaded: Any, name: str, known: Mapping[str, Toolset]) -> Distribution:
+    if not isinstance(loaded, dict) or not loaded:
+        raise UnknownDistribution(f"{name}: a distribution maps toolsets to percentages")
+    for toolset, percent in loaded.items():
+        if toolset not in known:
+            names = ", ".join(sorted(known))
+            raise UnknownToolset(f"{name}: unknown toolset {toolset!r}; known: {names}")
+        is_number = isinstance(percent, int | float) and not isinstance(percent, bool)
+        if not is_number or not 0 < percent <= 100:
+            msg = f"{name}: {toolset}: {percent!r} is no percentage in (0, 100]"
+            raise ValueError(msg)
+    return loaded
+
+
+def _draw(key: str) -> float:
+    """A number in [0, 100) that depends on `key` alone, whatever machine and order."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 * 100

@@ -1,0 +1,166 @@
+"""The toolsets by name, and which tools a selection of them means."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from toolsets.browser.browser_tools import BROWSER_TOOLS
+from toolsets.browser.process import browser_problem
+from toolsets.builtin.file import list_files, patch_file, read_file, search_files, write_file
+from toolsets.builtin.python import python
+from toolsets.builtin.terminal import terminal
+from toolsets.tool import Tool
+from toolsets.web.web_tools import web_fetch, web_problem, web_search
+
+_log = logging.getLogger(__name__)
+
+ALL = ("all", "*")
+NONE = "none"
+"""What stands for toolsets in a selection and is the name of none."""
+
+
+class UnknownToolset(ValueError):
+    """A toolset was named that does not exist."""
+
+
+class UnavailableToolset(ValueError):
+    """A toolset was named that cannot work here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolset:
+    """Tools that are enabled together."""
+
+    name: str
+    description: str
+    tools: tuple[Tool, ...]
+    needs_sandbox: bool = False
+    """Its tools run commands."""
+    includes: tuple[str, ...] = ()
+    """Names of toolsets that come along with it."""
+    in_all: bool = True
+    """Whether "all" means it too; False for one that must be asked for by its name."""
+    problem: Callable[[], str | None] = lambda: None
+    """Says why it cannot be offered here, and what to install; None where it can."""
+
+
+def _by_name(*toolsets: Toolset) -> Mapping[str, Toolset]:
+    return MappingProxyType({toolset.name: toolset for toolset in toolsets})
+
+
+TOOLSETS: Mapping[str, Toolset] = _by_name(
+    Toolset(
+        name="browser",
+        description="Open web pages in a browser, read them and act on them.",
+        tools=BROWSER_TOOLS,
+        needs_sandbox=False,
+        in_all=False,
+        problem=browser_problem,
+    ),
+    Toolset(
+        name="file",
+        description="Read, write, patch, list and search files of the workspace.",
+        tools=(list_files, patch_file, read_file, search_files, write_file),
+        needs_sandbox=False,
+    ),
+    Toolset(
+        name="python",
+        description="Run Python code in the workspace.",
+        tools=(python,),
+        needs_sandbox=True,
+    ),
+    Toolset(
+        name="terminal",
+        description="Run shell commands in the workspace.",
+        tools=(terminal,),
+        needs_sandbox=True,
+    ),
+    Toolset(
+        name="web",
+        description="Search the web and read its pages.",
+        tools=(web_fetch, web_search),
+        needs_sandbox=False,
+        in_all=False,  # What leaves this machine is for the user to decide.
+        problem=web_problem,
+    ),
+)
+
+
+def resolve_toolsets(
+    enabled: Sequence[str] | None,
+    disabled: Sequence[str] = (),
+    *,
+    known: Mapping[str, Toolset] = TOOLSETS,
+) -> tuple[Toolset, ...]:
+    """Return the toolsets that a selection means, sorted by name, without disabled tools.
+
+    None, "all" and "*" enable every toolset that is `in_all` and can work here (the log names
+    those left out), "none" and an empty selection enable none. What is disabled goes with all it
+    includes, and its tools go from other toolsets as well; a toolset left without any tool is
+    dropped. Raises `UnknownToolset`, and `UnavailableToolset` for one that was named.
+    """
+    enabled = ALL[:1] if enabled is None else enabled
+    general = _general(known) if set(enabled) & set(ALL) else ()
+    wanted = _expand(enabled, known, everything=general)
+    unwanted = _expand(disabled, known, everything=known)
+    gone = {tool.name for name in unwanted for tool in known[name].tools}
+    kept = []
+    for name in sorted(wanted - unwanted):
+        tools = tuple(tool for tool in known[name].tools if tool.name not in gone)
+        if tools:
+            if (problem := known[name].problem()) is not None:
+                raise UnavailableToolset(f"toolset {name!r} cannot be offered: {problem}")
+            kept.append(dataclasses.replace(known[name], tools=tools))
+    return tuple(kept)
+
+
+def tools_of(toolsets: Sequence[Toolset]) -> tuple[Tool, ...]:
+    """Return the tools of some toolsets, each once, sorted by name.
+
+    Raises `ValueError` when two different tools have the same name.
+    """
+    by_name: dict[str, tuple[Tool, str]] = {}
+    for toolset in toolsets:
+        for tool in toolset.tools:
+            other, owner = by_name.setdefault(tool.name, (tool, toolset.name))
+            if other is not tool:
+                raise ValueError(
+                    f"toolsets {owner} and {toolset.name} both have a tool {tool.name!r}; "
+                    "disable or rename one"
+                )
+    return tuple(by_name[name][0] for name in sorted(by_name))
+
+
+def _general(known: Mapping[str, Toolset]) -> list[str]:
+    """The toolsets that "all" enables here."""
+    names = []
+    for name, toolset in known.items():
+        if not toolset.in_all:
+            continue
+        if (problem := toolset.problem()) is None:
+            names.append(name)
+        else:
+            _log.warning("toolset %s is left out: %s", name, problem)
+    return names
+
+
+def _expand(
+    names: Sequence[str], known: Mapping[str, Toolset], *, everything: Collection[str]
+) -> set[str]:
+    """Return the named toolsets and all they include; a circle of includes is fine."""
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name in ALL:
+            pending.extend(set(everything) - found)
+        elif name != NONE and name not in found:
+            if name not in known:
+                raise UnknownToolset(f"unknown toolset {name!r}; known: {', '.join(sorted(known))}")
+            found.add(name)
+            pending.extend(known[name].includes)
+    return found

@@ -1,0 +1,232 @@
+"""MCP servers as toolsets: their tools are called `server__tool`, and checked before the call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from toolsets.catalog.registry import Toolset
+from toolsets.errors import HostError
+from toolsets.extras import install
+from toolsets.mcp.connection import Link, StartError
+from toolsets.mcp.mcp_settings import ListedTool, McpServer
+from toolsets.space import TaskSpace
+from toolsets.text import clip
+from toolsets.tool import TOOL_NAME, ArgumentsError, Tool, ToolResult
+
+_STARTS_AT_A_TIME = 4
+_HOME = "/workspace"
+"""The workspace in what a server says when it is listed."""
+_MAX_PROBLEMS = 10
+_MAX_PROBLEM_CHARS = 300
+
+
+class McpError(ValueError):
+    """A server cannot be used; the message says which one and why."""
+
+
+async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer | McpError]:
+    """Start each server, ask it for its tools and stop it again.
+
+    Gives each server with what it offers, or why it cannot be used.
+    """
+    if servers and find_spec("mcp") is None:
+        missing = McpError(f"mcp: the MCP SDK is missing: {install('mcp')}")
+        return dict.fromkeys(servers, missing)
+    starts = asyncio.Semaphore(_STARTS_AT_A_TIME)
+    tasks = [_list(name, server, starts) for name, server in servers.items()]
+    return dict(zip(servers, await asyncio.gather(*tasks), strict=True))
+
+
+class McpServers:
+    """The servers of one process. Each is started when one of its tools is first called.
+
+    `open` and `close` bracket the life of an event loop's servers; those that belong to one task
+    are closed with its space.
+    """
+
+    def __init__(self, servers: Mapping[str, McpServer]) -> None:
+        self._servers = servers
+        self._loops: dict[asyncio.AbstractEventLoop, _Links] = {}
+
+    def toolsets(self) -> tuple[Toolset, ...]:
+        """One toolset per server, without tools where the server was not listed.
+
+        Raises `McpError` for tools that cannot be offered.
+        """
+        return tuple(self._toolset(name, server) for name, server in self._servers.items())
+
+    def open(self) -> None:
+        """Have `close` stop the servers of the running loop, once it was called as often."""
+        self._links().users += 1
+
+    async def close(self) -> None:
+        """Stop the servers of the running loop that tasks share."""
+        links = self._links()
+        links.users -= 1
+        if links.users <= 0:
+            del self._loops[asyncio.get_running_loop()]
+            await asyncio.gather(*(link.close() for link in links.shared.values()))
+
+    def _links(self) -> _Links:
+        return self._loops.setdefault(asyncio.get_running_loop(), _Links())
+
+    def _toolset(self, name: str, server: McpServer) -> Toolset:
+        tools = tuple(self._tool(name, server, listed) for listed in server.listed or ())
+        names = [tool.name for tool in tools]
+        for tool in tools:
+            if names.count(tool.name) > 1:
+                msg = f"mcp: server {name!r} has two tools called {tool.name!r}"
+                raise McpError(msg)
+        return Toolset(name, f"Tools of the MCP server {name}.", tools)
+
+    def _tool(self, name: str, server: McpServer, listed: ListedTool) -> Tool:
+        tool_name = listed.name_in(name)
+        if not TOOL_NAME.fullmatch(tool_name):
+            msg = (
+                f"mcp: server {name!r}: the tool name {clip(tool_name, max_chars=100)!r} is too "
+                "long for endpoints, which take 64 characters; give the server a shorter name"
+            )
+            raise McpError(msg)
+
+        async def call(space: TaskSpace, /, **arguments: Any) -> ToolResult:
+            link = self._link(name, server, space)
+            if not server.is_per_task:
+                return _as_result(await link.call(listed.name, arguments))
+            await asyncio.to_thread(space.workspace.make)
+            result = await link.call(listed.name, _translated(arguments, space))
+            return _as_result(result, roots=_roots(space), home=space.home)
+
+        return Tool(
+            name=tool_name,
+            description=listed.description,
+            parameters=dict(listed.input_schema),
+            function=call,
+            arguments_model=None,
+            idempotent=listed.is_idempotent,
+            sequential=not listed.is_read_only,
+            check=_check_by(listed.input_schema, tool_name),
+        )
+
+    def _link(self, name: str, server: McpServer, space: TaskSpace) -> Link:
+        links = self._links()
+        if server.is_per_task:
+            key = f"mcp:{name}"
+            held = space.held.get(key)
+            if not isinstance(held, Link):
+                held = Link(name, server, starts=links.starts, workspace=space.workspace.root)
+                space.held[key] = held
+            return held
+        if name not in links.shared:
+            links.shared[name] = Link(name, server, starts=links.starts, workspace=None)
+        return links.shared[name]
+
+
+@dataclass(slots=True)
+class _Links:
+    """The servers of one event loop that tasks share."""
+
+    users: int = 0
+    shared: dict[str, Link] = field(default_factory=dict)
+    starts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_STARTS_AT_A_TIME))
+
+
+async def _list(name: str, server: McpServer, starts: asyncio.Semaphore) -> McpServer | McpError:
+    with tempfile.TemporaryDirectory(prefix="mcp-") as directory:
+        link = Link(name, server, starts=starts, workspace=Path(directory))
+        try:
+            async with asyncio.timeout(2 * server.start_timeout_s):
+                listed = await link.list_tools()
+            # Paths in what a server says would make every start of a run another run.
+            return server.with_listed(tuple(_without_path(tool, directory) for tool in listed))
+        except (StartError, HostError) as error:
+            return McpError(f"mcp: {error}")
+        except Exception as error:
+            words = " ".join(str(error).split()) or type(error).__name__
+            return McpError(f"mcp: the server {name!r} does not list its tools: {words}")
+        finally:
+            await link.close()
+
+
+def _without_path(tool: ListedTool, directory: str) -> ListedTool:
+    schema = json.dumps(tool.input_schema).replace(directory, _HOME)
+    description = tool.description.replace(directory, _HOME)
+    return replace(tool, description=description, input_schema=json.loads(schema))
+
+
+def _check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, Any]], None]:
+    """A check of arguments against a server's schema; raises `McpError` where that is none."""
+    import jsonschema
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        msg = f"mcp: the schema of {tool_name} is no JSON Schema: {error.message}"
+        raise McpError(msg) from error
+    # A registry of our own, for the default one fetches references from the network.
+    validator = kind(schema, registry=Registry())
+
+    def check(arguments: dict[str, Any]) -> None:
+        try:
+            problems = sorted(validator.iter_errors(arguments), key=lambda one: str(one.json_path))
+        except Unresolvable:
+            return  # a reference to elsewhere: the server itself will check
+        except RecursionError:
+            raise ArgumentsError("the JSON is nested too deeply") from None
+        lines = [
+            f"{'.'.join(map(str, one.absolute_path)) or 'arguments'}: "
+            f"{clip(one.message, max_chars=_MAX_PROBLEM_CHARS)}"
+            for one in problems[:_MAX_PROBLEMS]
+        ]
+        if lines:
+            raise ArgumentsError("\n".join(lines))
+
+    return check
+
+
+def _roots(space: TaskSpace) -> tuple[str, ...]:
+    """The paths by which a server may name the workspace, the longest first."""
+    root = space.workspace.root
+    return tuple(sorted({str(root), str(root.resolve())}, key=len, reverse=True))
+
+
+def _translated(value: Any, space: TaskSpace) -> Any:
+    """Arguments with the model's path of the workspace replaced by its real one."""
+    if isinstance(value, dict):
+        return {key: _translated(inner, space) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_translated(inner, space) for inner in value]
+    if isinstance(value, str) and (value == space.home or value.startswith(f"{space.home}/")):
+        return str(space.workspace.root) + value[len(space.home) :]
+    return value
+
+
+def _as_result(result: Any, *, roots: tuple[str, ...] = (), home: str = "") -> ToolResult:
+    """A result of the SDK as one of ours: all text in it, and a mark for all that is none."""
+    parts = [_as_text(block) for block in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    content = "\n".join(parts)
+    for root in roots:
+        content = content.replace(root, home)
+    return ToolResult(content, is_error=bool(result.is_error))
+
+
+def _as_text(block: Any) -> str:
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource_link":
+        return f"[resource {block.uri}]"
+    if block.type == "resource":
+        text = getattr(block.resource, "text", None)
+        return f"[resource {block.resource.uri}]" if text is None else str(text)
+    return f"[{block.type} {block.mime_type}, {len(block.data) * 3 // 4} bytes]"

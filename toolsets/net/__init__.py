@@ -1,0 +1,1 @@
+"""What the web tools and the browser may reach."""

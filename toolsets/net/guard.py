@@ -1,0 +1,118 @@
+"""Which URLs the web tools take, and which addresses they may connect to.
+
+A page or a model can name any URL, and a name can lead anywhere. So what is judged is the address
+that is about to be connected to, at that moment; see `toolsets.web.http`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+from yarl import URL
+
+from toolsets.errors import ToolError
+from toolsets.text import clip
+
+_MAX_URL_CHARS = 8192
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_SPECIAL = tuple(
+    ipaddress.ip_network(network)
+    for network in ("168.63.129.16/32", "192.0.0.0/24", "64:ff9b:1::/48", "fec0::/10")
+)
+"""Answered by a cloud's own machinery or a private network, though not every Python says so."""
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+class Guard:
+    """Lets public addresses through, and what the user allows beside them."""
+
+    def __init__(self, allow: Iterable[str]) -> None:
+        """`allow` holds HOST, HOST:PORT or NETWORK/BITS; IPv6 with a port is `[ADDRESS]:PORT`.
+
+        Raises `ValueError` naming an entry that is none of these.
+        """
+        self._hosts: set[tuple[str, int | None]] = set()
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        for entry in allow:
+            if "/" in entry:
+                self._networks.append(_network(entry))
+            else:
+                self._hosts.add(_host_and_port(entry))
+
+    def permits(self, host: str, port: int, address: str) -> bool:
+        """Whether `address` may be connected to, where `host` and `port` are those of the URL."""
+        name = _plain(host)
+        if (name, None) in self._hosts or (name, port) in self._hosts:
+            return True
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        return any(ip in network for network in self._networks) or _is_public(ip)
+
+
+def _is_public(ip: IPAddress) -> bool:
+    if isinstance(ip, ipaddress.IPv6Address) and (inner := _embedded(ip)) is not None:
+        return _is_public(inner)
+    is_special = ip.is_multicast or ip.is_reserved or any(ip in network for network in _SPECIAL)
+    return ip.is_global and not is_special
+
+
+def _embedded(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that packets to `ip` end at, if it stands for one."""
+    if ip in _NAT64:
+        return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return ip.ipv4_mapped or ip.sixtofour
+
+
+def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    try:
+        return ipaddress.ip_network(entry)
+    except ValueError as error:
+        raise ValueError(f"web_allow: {entry!r} is no network: {error}") from None
+
+
+def _host_and_port(entry: str) -> tuple[str, int | None]:
+    host, port = entry, ""
+    if entry.startswith("["):
+        host, bracket, rest = entry[1:].partition("]")
+        port = rest.removeprefix(":")
+        is_valid = bool(bracket) and (not rest or (rest.startswith(":") and bool(port)))
+    else:
+        if entry.count(":") == 1:
+            host, _, port = entry.partition(":")
+        is_valid = entry.count(":") != 1 or bool(port)
+    is_valid &= bool(host) and not set(host) & set(" @/[]\\") and host.isprintable()
+    is_valid &= not port or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
+    if not is_valid:
+        raise ValueError(f"web_allow: {entry!r} must be HOST, HOST:PORT or NETWORK/BITS")
+    return _plain(host), int(port) if port else None
+
+
+def _plain(host: str) -> str:
+    """One form for all spellings of a host: lower case, no dot at the end, short IPv6."""
+    host = host.lower().rstrip(".")
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host
+
+
+def checked(url: str) -> URL:
+    """`url` in one form, without its fragment. Raises `ToolError` where it may not be asked for."""
+    shown = clip(url, max_chars=200)
+    try:
+        parsed = URL(url.strip())
+        host, port = parsed.host, parsed.port
+    except ValueError as error:
+        raise ToolError(f"not a URL: {shown!r} ({error})") from None
+    if parsed.scheme not in ("http", "https"):
+        raise ToolError(f"only http and https URLs can be fetched, not {shown!r}")
+    if not host or not port:
+        raise ToolError(f"the URL has no host: {shown!r}")
+    if parsed.user is not None or parsed.password is not None:
+        raise ToolError("URLs with a user name or password are not fetched")
+    if len(url) > _MAX_URL_CHARS:
+        raise ToolError(f"the URL is longer than {_MAX_URL_CHARS} characters")
+    return parsed.with_fragment(None)

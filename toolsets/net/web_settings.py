@@ -1,0 +1,61 @@
+"""What the web tools work with: how to search, what may be reached, where pages are kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import urlsplit
+
+from toolsets.net.guard import Guard
+
+KEY_VARIABLES: Mapping[str, str | None] = MappingProxyType(
+    {"brave": "BRAVE_API_KEY", "ddgs": None, "tavily": "TAVILY_API_KEY"}
+)
+"""The search providers, each with the environment variable of its key if it needs one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebSettings:
+    """Settings of the web tools. Holds no secrets: keys are read from the environment when used.
+
+    Raises `ValueError` where one of them cannot be meant.
+    """
+
+    cache_dir: Path | None = None
+    """Where pages and results are kept for whoever asks again; None keeps nothing."""
+    provider: str = "ddgs"
+    """Who answers searches; one of `KEY_VARIABLES`."""
+    search_url: str | None = None
+    """Where the provider is asked, if not at its own address; not for ddgs."""
+    allow: tuple[str, ...] = ()
+    """What may be fetched beside public addresses: HOST, HOST:PORT or NETWORK/BITS."""
+    timeout_s: float = 30.0
+    """Deadline of one download with all its redirects, and of one search."""
+    max_bytes: int = 5 * 1024 * 1024
+    """Longest body, decompressed."""
+    cache_bytes: int = 1024**3
+    """Size that the kept pages and results stay below; the oldest go first."""
+
+    def __post_init__(self) -> None:
+        if self.provider not in KEY_VARIABLES:
+            known = ", ".join(sorted(KEY_VARIABLES))
+            raise ValueError(f"unknown search provider {self.provider!r}; known: {known}")
+        if self.search_url is not None:
+            parts = urlsplit(self.search_url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+                raise ValueError(
+                    f"search_url {self.search_url!r} must be an http or https URL without password"
+                )
+            if self.provider == "ddgs":
+                raise ValueError("search_url goes with a provider that is not ddgs")
+        Guard(self.allow)
+
+    def problem(self) -> str | None:
+        """Why searching cannot work with these settings here, and what to do; None if it can."""
+        variable = KEY_VARIABLES[self.provider]
+        if variable is None or os.environ.get(variable):
+            return None
+        return f"search provider {self.provider} needs its key in the variable {variable}; set it"

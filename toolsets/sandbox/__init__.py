@@ -1,0 +1,1 @@
+"""Where commands run: bwrap, docker, or plain processes."""

@@ -1,0 +1,185 @@
+"""Commands run in namespaces of their own by bubblewrap: no network, no host files, no secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.channel import Launch
+from toolsets.sandbox.interpreter import python_bin, python_prefix
+from toolsets.sandbox.served import ServedSandbox
+
+HOME = "/workspace"
+
+_INSTALL = "install bubblewrap (on Debian and Ubuntu: apt-get install bubblewrap)"
+_ALLOW = (
+    "allow unprivileged user namespaces for bwrap (sysctl kernel.unprivileged_userns_clone, "
+    "kernel.apparmor_restrict_unprivileged_userns, or the container's seccomp profile)"
+)
+_UNSHARE = [
+    *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+    # Our server is process 1 itself: nothing in the sandbox can kill it or look into it, and the
+    # bwrap outside waits for it, so that no process is left for others to collect.
+    "--as-pid-1",
+    *("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"),
+]
+_PASSWD = b"root:x:0:0:root:/root:/usr/sbin/nologin\nuser:x:1000:1000:user:/workspace:/bin/sh\n"
+_GROUP = b"root:x:0:\nuser:x:1000:\n"
+_ETC = ["ld.so.cache", "alternatives", "nsswitch.conf", "localtime"]
+# Not all of /etc/ssl, which holds private keys on some machines.
+_ETC_NETWORK = ["resolv.conf", "hosts", "ssl/certs", "ssl/openssl.cnf", "pki/tls/certs"]
+
+
+class BwrapSandbox(ServedSandbox):
+    """Runs a task's commands in namespaces of their own around the workspace.
+
+    A command sees /usr and the running Python read-only, the workspace at /workspace, a /tmp of
+    the task's own, and nothing else of the machine. When the sandbox is stopped and when this
+    process dies the kernel ends every process in it, whatever it did to get away.
+
+    The server inside is process 1, out of reach of commands; what they can forge is the result of
+    their own task.
+    """
+
+    name = "bwrap"
+
+    @property
+    def home(self) -> str:
+        """The workspace is in the same place for every task."""
+        return HOME
+
+    @property
+    def max_processes(self) -> int | None:
+        """Since Linux 5.14 processes are counted per user namespace; root's never are."""
+        release = tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])
+        return self._limits.processes if os.getuid() != 0 and release >= (5, 14) else None
+
+    def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
+        """See `ServedSandbox`."""
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise SandboxError(f"the sandbox is gone: bwrap was not found; {_INSTALL}")
+        passwd, group = (stack.enter_context(_file_with(text)) for text in (_PASSWD, _GROUP))
+        options = [
+            *confinement(bwrap, self._limits),
+            *("--ro-bind-data", str(passwd.fileno()), "/etc/passwd"),
+            *("--ro-bind-data", str(group.fileno()), "/etc/group"),
+            *("--bind", str(self._workspace.root), HOME, "--chdir", HOME),
+            # Last, because mounting needs directories to be made.
+            *("--remount-ro", "/dev", "--remount-ro", "/"),
+        ]
+        # Not as arguments, since commands can see those of process 1: they tell host paths.
+        packed = b"".join(os.fsencode(option) + b"\0" for option in options)
+        args = stack.enter_context(_file_with(packed))
+        return Launch(
+            argv=[bwrap, "--args", str(args.fileno()), "--", *argv],
+            # Of bwrap too, which outlives its start: clearing that of commands would not do.
+            env={},
+            cwd="/",
+            pass_fds=[file.fileno() for file in (args, passwd, group)],
+        )
+
+
+def bwrap_problem() -> str | None:
+    """Return None where bwrap works, else what to do about it."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        return f"sandbox bwrap: the program bwrap was not found; {_INSTALL}"
+    failure = _probe(bwrap, ("--disable-userns",))
+    if failure is not None:
+        failure = _probe(bwrap, ())
+    return failure and f"sandbox bwrap: it does not work here ({failure}); {_ALLOW}"
+
+
+def confinement(bwrap: str, limits: Limits) -> list[str]:
+    """Return the options that make every sandbox, apart from its workspace."""
+    options = [*_UNSHARE, *(["--share-net"] if limits.network else [])]
+    if _probe(bwrap, ("--disable-userns",)) is None:
+        options.append("--disable-userns")
+    options += system_options()
+    options += ["--proc", "/proc", "--dev", "/dev"]
+    for sized in ("/tmp", "/dev/shm"):
+        options += ["--size", str(limits.tmp_mb << 20), "--tmpfs", sized]
+    options += ["--symlink", "../tmp", "/var/tmp"]
+    options += python_options()
+    for name in [*_ETC, *(_ETC_NETWORK if limits.network else [])]:
+        options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    options.append("--clearenv")
+    for name, value in _env().items():
+        options += ["--setenv", name, value]
+    return options
+
+
+def _env() -> dict[str, str]:
+    return {
+        "PATH": f"{python_bin()}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+        "HOME": HOME,
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "USER": "user",
+        "MPLBACKEND": "Agg",
+    }
+
+
+@cache
+def system_options() -> tuple[str, ...]:
+    options = ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        path = Path("/", name)
+        if path.is_symlink():
+            options += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            options += ["--ro-bind", str(path), str(path)]
+    return tuple(options)
+
+
+def python_options() -> list[str]:
+    prefix = python_prefix()
+    if prefix.is_relative_to("/usr"):
+        return []
+    return ["--ro-bind", str(prefix), str(prefix)]
+
+
+@cache
+def _probe(bwrap: str, extra: tuple[str, ...]) -> str | None:
+    """Return None if a sandbox can be made, else bwrap's complaint."""
+    options = [*_UNSHARE, *extra, *system_options(), "--proc", "/proc", "--dev", "/dev"]
+    try:
+        done = subprocess.run(
+            [bwrap, *options, "--", "true"],
+            env={},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    return _first_line(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}"
+
+
+@contextlib.contextmanager
+def _file_with(content: bytes) -> Iterator[IO[bytes]]:
+    """An unnamed file, to be read from its start."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file
+
+
+def _first_line(text: str) -> str:
+    with contextlib.suppress(IndexError):
+        return text.splitlines()[0][:300]
+    return ""

@@ -1,0 +1,53 @@
+"""The sandboxes by name: which there are, whether they work here, and how to make one.
+
+A sandbox that was asked for and does not work is refused; none ever stands in for another.
+"""
+
+from __future__ import annotations
+
+from toolsets.sandbox.base import ExecResult, Limits, Sandbox, SandboxError
+from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
+from toolsets.sandbox.docker import DockerSandbox, docker_problem
+from toolsets.sandbox.local import LocalSandbox
+from toolsets.workspace.workspace import Workspace
+
+__all__ = [
+    "SANDBOXES",
+    "ExecResult",
+    "Limits",
+    "Sandbox",
+    "SandboxError",
+    "make_sandbox",
+    "sandbox_problem",
+]
+
+SANDBOXES = ("bwrap", "docker", "local")
+"""The names of the sandboxes."""
+
+
+def sandbox_problem(name: str, *, image: str | None = None) -> str | None:
+    """Return None if the sandbox works here, else one sentence that says what to do.
+
+    `image` is what docker is to run.
+    """
+    if name not in SANDBOXES:
+        return f"unknown sandbox {name!r}; known: {', '.join(SANDBOXES)}"
+    if name == "docker":
+        return docker_problem(image)
+    return bwrap_problem() if name == "bwrap" else None
+
+
+def make_sandbox(
+    name: str, workspace: Workspace, limits: Limits, *, image: str | None = None
+) -> Sandbox:
+    """Return a sandbox around `workspace`; raises `SandboxError` if it does not work here.
+
+    An image is not looked for until the sandbox starts, which it then does not.
+    """
+    if name == "docker" and image is not None:
+        return DockerSandbox(workspace, limits, image=image)
+    if name == "docker":
+        raise SandboxError("sandbox docker: no image was named")
+    if problem := sandbox_problem(name):
+        raise SandboxError(problem)
+    return BwrapSandbox(workspace, limits) if name == "bwrap" else LocalSandbox(workspace, limits)

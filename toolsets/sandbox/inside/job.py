@@ -1,0 +1,135 @@
+"""One process that a sandbox's server has started, and how it is spoken to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from toolsets.sandbox.inside.outputs import HeadTail
+
+_CHUNK_BYTES = 1 << 16
+_DRAIN_BYTES = 1 << 20
+"""Taken of output that is there when a call has ended; a writer that never pauses gets no more."""
+_STATUS_BYTES = 4 << 20
+
+
+class Watcher(Protocol):
+    """What tells a job that there is something to read or room to write."""
+
+    output_bytes: int
+
+    def watch(self, fd: int, events: int, handler: Callable[[], object]) -> None:
+        """Have `handler` called whenever there is something to do for `fd`."""
+
+    def forget(self, fd: int) -> None:
+        """Watch `fd` no longer, and close it."""
+
+
+class Job:
+    """A process of ours: a shell, an interpreter, or a single command; and its pipes."""
+
+    def __init__(self, server: Watcher, argv: list[str], control_at: int = 0, stdin: int = -1):
+        self.control = -1
+        self.unsent = b""
+        self.status: bytes | None = None
+        self.exit_code: int | None = None
+        self.outputs = {1: HeadTail(server.output_bytes), 2: HeadTail(server.output_bytes)}
+        self.pipes: dict[int, int] = {}
+        self._server = server
+        self._partial = b""
+        ends = [os.open("/dev/null", os.O_RDONLY) if stdin < 0 else stdin]
+        actions = [(os.POSIX_SPAWN_DUP2, ends[0], 0)]
+        for fd in (1, 2):
+            self.pipes[fd], end = os.pipe()
+            ends.append(end)
+            actions.append((os.POSIX_SPAWN_DUP2, end, fd))
+        if control_at:
+            ours, theirs = socket.socketpair()
+            self.control = ours.detach()
+            ends.append(theirs.detach())
+            actions.append((os.POSIX_SPAWN_DUP2, ends[-1], control_at))
+        try:
+            self.pid = os.posix_spawnp(
+                argv[0],
+                argv,
+                os.environ,
+                file_actions=actions,
+                setpgroup=0,
+                # What Python ignores its children would ignore too.
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT],
+            )
+        except OSError:
+            self.close()
+            raise
+        finally:
+            for end in ends:
+                os.close(end)
+        for fd, pipe in self.pipes.items():
+            os.set_blocking(pipe, False)
+            server.watch(pipe, select.POLLIN, partial(self.read_output, fd))
+        if control_at:
+            os.set_blocking(self.control, False)
+            server.watch(self.control, select.POLLIN, self._talk)
+
+    def send(self, request: bytes) -> None:
+        """Begin to send what is to be run."""
+        self.status = None
+        self.unsent += request
+        self._server.watch(self.control, select.POLLIN | select.POLLOUT, self._talk)
+
+    def read_output(self, fd: int) -> int:
+        """Take what is in an output pipe, a piece at most; return how many bytes it was."""
+        if fd not in self.pipes:
+            return 0
+        try:
+            chunk = os.read(self.pipes[fd], _CHUNK_BYTES)
+        except BlockingIOError:
+            return 0
+        self.outputs[fd].feed(chunk)
+        if not chunk:
+            self._server.forget(self.pipes.pop(fd))
+        return len(chunk)
+
+    def take_output(self) -> dict[int, HeadTail]:
+        """Return what was printed since the last time, without waiting for more."""
+        for fd in (1, 2):
+            left = _DRAIN_BYTES
+            while left > 0 and (count := self.read_output(fd)):
+                left -= count
+        taken = self.outputs
+        size = self._server.output_bytes
+        self.outputs = {1: HeadTail(size), 2: HeadTail(size)}
+        return taken
+
+    def close(self) -> None:
+        """Let go of the pipes."""
+        for pipe in [*self.pipes.values(), *([self.control] if self.control >= 0 else [])]:
+            self._server.forget(pipe)
+        self.pipes = {}
+        self.control = -1
+
+    def _talk(self) -> None:
+        if self.unsent:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                self.unsent = self.unsent[os.write(self.control, self.unsent[:_CHUNK_BYTES]) :]
+            if not self.unsent:
+                self._server.watch(self.control, select.POLLIN, self._talk)
+        try:
+            chunk = os.read(self.control, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            chunk = b""
+        self._partial += chunk
+        if not chunk or len(self._partial) > _STATUS_BYTES:
+            # It ends soon, or became another program; or what it says is not from our loop.
+            self._server.forget(self.control)
+            self.control = -1
+        elif self._partial.endswith(b"\n"):
+            self.status, self._partial = self._partial, b""

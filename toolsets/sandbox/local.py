@@ -1,0 +1,42 @@
+"""Commands run as plain processes of this machine, only where that was chosen by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from toolsets.sandbox.channel import Launch
+from toolsets.sandbox.interpreter import python_bin
+from toolsets.sandbox.served import ServedSandbox
+
+
+class LocalSandbox(ServedSandbox):
+    """Runs commands without isolation, in a cleared environment and under resource limits.
+
+    A command can read and write whatever this user can, use the network, see the processes of
+    this user and read their environment. When the sandbox is stopped and when this process dies,
+    every process that it started is killed, on Linux also those that started a session of their
+    own; unless a command killed the server that sees to it. /tmp is the machine's.
+    """
+
+    name = "local"
+
+    @property
+    def home(self) -> str:
+        """The real path of the workspace."""
+        return str(self._workspace.root)
+
+    def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
+        """See `ServedSandbox`."""
+        return Launch(argv=argv, env=self._env(), cwd=self.home)
+
+    def _env(self) -> dict[str, str]:
+        return {
+            "PATH": f"{python_bin()}:{os.environ.get('PATH', os.defpath)}",
+            "HOME": self.home,
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "USER": os.environ.get("USER", "user"),
+            "MPLBACKEND": "Agg",
+        }

@@ -1,0 +1,305 @@
+"""A sandbox that is kept for a whole task: what all kinds of it have in common.
+
+A program of ours runs inside (`toolsets.sandbox.inside`) and holds the task's shell and
+interpreter. A sandbox that breaks its rules, is silent past a call's deadline, or whose caller is
+cancelled, is ended as a whole; the next call starts another, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from toolsets.errors import HOST_ERRNOS, HostError, has_memory, in_words
+from toolsets.sandbox.base import ExecResult, Limits, SandboxError, Session
+from toolsets.sandbox.cgroup import Group, make_group, refusals_here
+from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
+from toolsets.sandbox.inside.boot import BOOT
+from toolsets.sandbox.user_limit import is_user_full
+from toolsets.text import output_text
+from toolsets.workspace.workspace import Workspace
+
+_START_TIMEOUT_S = 60.0
+_REPLY_GRACE_S = 10.0
+"""For what the server does when the time is up; longer than all its own graces together."""
+_MAX_CODE_CHARS = 8 << 20
+_INSIDE = Path(__file__).parent / "inside"
+_MODULES = ("boot", "outputs", "processes", "job", "shells", "server")
+"""In the order in which they import each other."""
+_PROGRAM = """\
+import sys, types
+for name, source in {sources!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+sys.modules["toolsets.sandbox.inside.server"].main()
+"""
+
+
+class ServedSandbox(ABC):
+    """A sandbox around one workspace, from its first call until it is stopped."""
+
+    def __init__(self, workspace: Workspace, limits: Limits) -> None:
+        self._workspace = workspace
+        self._limits = limits
+        self._lock = asyncio.Lock()
+        self._channel: Channel | None = None
+        self._is_stopped = False
+        self._calls = 0
+        self._opened: set[Session] = set()
+        self._held: set[Session] = set()
+        self._lost: dict[Session, str] = {}
+
+    @property
+    @abstractmethod
+    def home(self) -> str:
+        """The path of the workspace as commands see it."""
+
+    @abstractmethod
+    def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
+        """How to start `argv` in the sandbox; what is put on `stack` is kept until it has begun."""
+
+    @property
+    def max_processes(self) -> int | None:
+        """The bound on processes that the sandbox is to set for itself, where that works."""
+        return None
+
+    def group(self) -> Group | None:
+        """The control group that bounds what the sandbox does not bound itself."""
+        processes = None if self.max_processes else self._limits.processes
+        return make_group(processes, self._limits.memory_mb)
+
+    @property
+    def watches_memory(self) -> bool:
+        """Whether the server has to look at the memory where no control group bounds it."""
+        return True
+
+    async def exec(
+        self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
+    ) -> ExecResult:
+        """See `Sandbox`."""
+        if not argv:
+            raise SandboxError("there is no command to run")
+        argv = [_sendable(argument) for argument in argv]
+        request = {"kind": "command", "argv": argv, "stdin": base64.b64encode(stdin).decode()}
+        return await self._call(request, timeout_s)
+
+    async def run(
+        self,
+        session: Session,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        output_file: str | None = None,
+    ) -> ExecResult:
+        """See `Sandbox`."""
+        request = {
+            "kind": session,
+            "code": _sendable(code) if session == "shell" else _encodable(code),
+            "output_file": output_file,
+            "max_chars": self._limits.output_bytes,
+        }
+        if len(code) > _MAX_CODE_CHARS:
+            raise SandboxError("the code is too long; write it to a file and run that")
+        return await self._call(request, timeout_s, session)
+
+    async def stop(self) -> None:
+        """See `Sandbox`."""
+        self._is_stopped = True
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def _call(
+        self, request: dict[str, Any], asked_s: float | None, session: Session | None = None
+    ) -> ExecResult:
+        timeout_s = self._limits.command_timeout_s(asked_s)
+        async with self._lock:
+            begun = time.monotonic()
+            channel = await self._started()
+            self._calls += 1
+            request |= {"id": self._calls, "timeout_s": timeout_s}
+            before = self._refusals(channel)
+            try:
+                try:
+                    reply = await channel.ask(request, timeout_s + _REPLY_GRACE_S)
+                except (Gone, TimeoutError):
+                    self._look_into(channel, before)
+                    raise
+                self._look_into(channel, before)
+                if reply.stopped == "memory":
+                    raise Gone(self._took_too_much())
+                if reply.refused == errno.EAGAIN:
+                    if not self._is_at_its_bound(channel, reply):
+                        raise HostError(f"cannot start a command: {in_words(errno.EAGAIN)}")
+                    # At its bound a task could not even stop a process, so it starts afresh.
+                    raise Gone("ran too many processes and was ended")
+                result = self._result(reply, session, time.monotonic() - begun)
+                if is_user_full(result.stdout, result.stderr):
+                    raise HostError(f"a command could not run: {in_words(errno.EAGAIN)}")
+                return result
+            except HostError:
+                await self._discard("was ended by a failure of the machine")
+                raise
+            except (Gone, TimeoutError) as error:
+                why = str(error) if isinstance(error, Gone) else "did not react and was ended"
+                await self._discard(why, besides=session)
+                raise SandboxError(
+                    f"the sandbox {why}, with all that ran in it; the next call starts a new one"
+                ) from error
+            except asyncio.CancelledError:
+                # The command must not run on, and what it was is known only inside.
+                await self._discard("was ended with a call that was cut off")
+                raise
+
+    def _refusals(self, channel: Channel) -> int:
+        """How often the system has refused processes or memory, here and in the sandbox."""
+        return refusals_here() + (channel.group.refusals() if channel.group is not None else 0)
+
+    def _look_into(self, channel: Channel, before: int) -> None:
+        """Where something was refused during a call, tell by whose bounds: the task's or others.
+
+        Raises `Gone` where a task has used up its memory, and `HostError`: what commands made of a
+        refusal that was not about them is no result.
+        """
+        if self._refusals(channel) == before:
+            return
+        group = channel.group
+        if group is not None and group.was_out_of_memory():
+            raise Gone(self._took_too_much())
+        if group is None or not group.was_full():
+            raise HostError(
+                "processes or memory were refused during a call, by the limits of this machine or "
+                "container; raise them (pids, memory), or run fewer conversations at a time "
+                "(--batch_size, --num_workers)"
+            )
+
+    def _is_at_its_bound(self, channel: Channel, reply: Reply) -> bool:
+        """Whether it was the task's own bound on processes that refused one."""
+        if channel.group is not None and channel.group.was_full():
+            return True
+        # Some may have ended since; a machine that is full leaves a task far fewer.
+        return reply.processes >= 0.75 * self._limits.processes
+
+    def _took_too_much(self) -> str:
+        return f"used more memory than its limit of {self._limits.memory_mb} MB and was ended"
+
+    async def _discard(self, why: str, besides: Session | None = None) -> None:
+        """End the sandbox, and keep in mind what is to be told to whoever had a session in it."""
+        channel, self._channel = self._channel, None
+        self._lost |= dict.fromkeys(self._held - {besides}, f"the sandbox {why}")
+        self._held.clear()
+        if channel is not None:
+            await channel.close()
+
+    async def _started(self) -> Channel:
+        if self._is_stopped:
+            raise SandboxError("the sandbox of this task was stopped")
+        if self._channel is not None:
+            return self._channel
+        self._workspace.make()
+        limits = self._limits
+        rlimits = {
+            "RLIMIT_CORE": 0,
+            "RLIMIT_FSIZE": limits.file_mb << 20,
+            # The data segment, not the address space, of which some runtimes reserve far more
+            # than they use.
+            "RLIMIT_DATA": limits.memory_mb << 20,
+        }
+        if self.max_processes is not None:
+            rlimits["RLIMIT_NPROC"] = self.max_processes
+        terms = {
+            "home": self.home,
+            "start_dir": self._workspace.start_dir,
+            "kernel": _kernel(),
+            "output_bytes": limits.output_bytes,
+            "workspace_mb": limits.workspace_mb,
+            "rlimits": rlimits,
+        }
+        group = self.group()
+        is_bound = not self.watches_memory or (group is not None and group.bounds_memory)
+        terms["memory_mb"] = 0 if is_bound else limits.memory_mb
+        with ExitStack() as stack:
+            launch = self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack)
+            channel = Channel(launch, group, output_bytes=limits.output_bytes)
+        try:
+            await channel.begin(_program(), terms, _START_TIMEOUT_S)
+        except asyncio.CancelledError:
+            await channel.close(grace_s=0)
+            raise
+        except SandboxError as error:
+            if self._calls:
+                raise
+            # Nothing of the task has run in it, so this is the machine's failure, not its own.
+            raise HostError(str(error)) from error
+        self._channel = channel
+        return channel
+
+    def _result(self, reply: Reply, session: Session | None, duration_s: float) -> ExecResult:
+        if reply.refused is not None:
+            raise _refusal(reply.refused)
+        out, err = (
+            decoded(kept, self._limits.output_bytes) for kept in (reply.stdout, reply.stderr)
+        )
+        is_first = session is not None and session not in self._opened
+        lost = None
+        if session is not None:
+            self._opened.add(session)
+            lost = self._lost.pop(session, None)
+            (self._held.discard if reply.ended else self._held.add)(session)
+        return ExecResult(
+            exit_code=reply.exit_code,
+            stdout=output_text(*out),
+            stderr=output_text(*err),
+            timed_out=reply.stopped == "time",
+            truncated=any(total > len(head) + len(tail) for head, tail, total in (out, err)),
+            duration_s=duration_s,
+            full_mb=reply.full_mb,
+            was_filling=reply.stopped == "space",
+            value=reply.value,
+            plots=tuple(reply.plots),
+            last_pid=reply.last_pid,
+            ended=reply.ended,
+            lost=lost,
+            is_first=is_first,
+        )
+
+
+def _sendable(argument: str) -> str:
+    if "\0" in argument:
+        raise SandboxError("a command cannot contain a NUL character")
+    return _encodable(argument)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _refusal(number: int) -> Exception:
+    if number in HOST_ERRNOS and (number != errno.ENOMEM or not has_memory()):
+        return HostError(f"cannot start a command: {in_words(number)}")
+    if number == errno.E2BIG:
+        return SandboxError("the command is too long; write it to a file and run that")
+    return SandboxError(f"the command could not be started: {os.strerror(number)}")
+
+
+@cache
+def _program() -> str:
+    sources = [
+        (f"toolsets.sandbox.inside.{name}", (_INSIDE / f"{name}.py").read_text())
+        for name in _MODULES
+    ]
+    return _PROGRAM.format(sources=sources)
+
+
+@cache
+def _kernel() -> str:
+    return (_INSIDE / "kernel.py").read_text()

@@ -1,0 +1,103 @@
+"""The web tools: search the web, and read one page of it."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from toolsets.errors import ToolError
+from toolsets.extras import install
+from toolsets.net.web_settings import WebSettings
+from toolsets.space import TaskSpace
+from toolsets.tool import ToolResult, tool
+from toolsets.web.cache import WebCache
+
+_PACKAGES = ("aiohttp", "ddgs", "lxml_html_clean", "trafilatura")
+_MAX_CHARS = 80_000
+
+
+def web_problem() -> str | None:
+    """Why the web tools cannot be offered here, and what to install; None where they can."""
+    if all(find_spec(package) is not None for package in _PACKAGES):
+        return None
+    return f"it needs further packages: {install('web')}"
+
+
+@tool(idempotent=True)
+async def web_search(
+    space: TaskSpace,
+    query: Annotated[str, Field(min_length=1, max_length=1000, description="What to search for.")],
+    max_results: Annotated[int, Field(ge=1, le=20, description="How many results at most.")] = 5,
+) -> list[Any]:
+    """Search the web. Gives a list of results with title, url and snippet."""
+    from toolsets.web.search import search
+
+    if not query.strip():
+        raise ToolError("query is blank")
+    settings = space.web or WebSettings()
+    key = f"search {settings.provider} {max_results} {query}"
+    if (kept := await _kept(settings, key)) is not None:
+        return list(kept)
+    found = await search(query, max_results, settings)
+    # That nothing was found is more often the provider's bad day than a fact about the web.
+    return list(await _keep(settings, key, found)) if found else []
+
+
+@tool(idempotent=True)
+async def web_fetch(
+    space: TaskSpace,
+    url: Annotated[str, Field(min_length=1, description="Address of the page: http or https.")],
+    max_chars: Annotated[
+        int, Field(ge=1, le=_MAX_CHARS, description="How many characters of text to show at most.")
+    ] = 20_000,
+    offset: Annotated[int, Field(ge=0, description="First character of the text to show.")] = 0,
+) -> ToolResult:
+    """Read a web page: its title and main text as markdown with links; text and JSON as they are.
+
+    A long page is shown in part, with a note on how to read on.
+    """
+    settings = space.web or WebSettings()
+    page = await _page(url, settings)
+    text = page["text"]
+    if offset and offset >= len(text):
+        raise ToolError(f"the text has only {len(text)} characters")
+    end = min(offset + max_chars, len(text))
+    lines = [f"Title: {page['title']}"] if page["title"] else []
+    lines += [f"URL: {page['url']}", "", text[offset:end] or "[no text]"]
+    if is_part := end < len(text):
+        lines.append(f"[characters {offset}-{end} of {len(text)}; go on with offset={end}]")
+    details = {"url": page["url"], "type": page["type"], "chars": len(text), "truncated": is_part}
+    return ToolResult("\n".join(lines), details=details)
+
+
+async def _page(url: str, settings: WebSettings) -> Any:
+    """The page at `url` as the cache holds it: url, type, title and text."""
+    from toolsets.net.guard import checked
+    from toolsets.web.http import download
+    from toolsets.web.page import read_page
+
+    key = f"GET {checked(url)}"
+    if (kept := await _kept(settings, key)) is not None:
+        return kept
+    got = await download(url, settings)
+    read = await asyncio.to_thread(read_page, got.url, got.content_type, got.charset, got.body)
+    page = {"url": got.url, "type": got.content_type, "title": read.title, "text": read.text}
+    return await _keep(settings, key, page)
+
+
+async def _kept(settings: WebSettings, key: str) -> Any | None:
+    if settings.cache_dir is None:
+        return None
+    cache = WebCache(settings.cache_dir, settings.cache_bytes)
+    return await asyncio.to_thread(cache.get, key)
+
+
+async def _keep(settings: WebSettings, key: str, value: Any) -> Any:
+    """Store a value; gives the one to go on with, which another process may have stored first."""
+    if settings.cache_dir is None:
+        return value
+    cache = WebCache(settings.cache_dir, settings.cache_bytes)
+    return await asyncio.to_thread(cache.put, key, value)

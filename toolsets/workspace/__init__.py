@@ -1,0 +1,1 @@
+"""The directory a conversation works in."""
