@@ -25,9 +25,9 @@ import aiohttp
 import orjson
 
 from agent.messages import Message
+from agent.models.client.open_model import open_model
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.model import ModelSettings, Request
-from agent.models.resolve import open_model
 
 THOUGHT, TEXT = "I should look at the file first. " * 12, "Let me look at it."
 RESULT = "a line of the file that was read\n" * 12

@@ -35,12 +35,12 @@ from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
 from benchmarks.engines import SYSTEM
 from benchmarks.quick_endpoint import QuickEndpoint, scripted_replies
-from runs.dataset.scan import Task
 from runs.protocol.messages import pack
 from runs.record import Provenance, dump_record, make_record
 from runs.store.files import AppendFile
 from runs.store.index import index_fields
 from runs.store.journal_writer import JournalWriter
+from runs.tasks import Task
 from toolsets.space import TaskSpace
 from toolsets.tool import tool
 from toolsets.workspace.workspace import Workspace

@@ -10,8 +10,8 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runs.dataset.scan import task_key
 from runs.store.checksum import read_object
+from runs.tasks import task_key
 
 
 class _Seen(NamedTuple):

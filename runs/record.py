@@ -22,10 +22,9 @@ from agent.runner import was_compacted
 from agent.setup import Setup, schemas_for
 from agent.state.trajectory import Trajectory
 from runs.dataset.row_fork import without_events
-from runs.dataset.scan import Task
-from runs.run_dir import SCHEMA_VERSION
 from runs.store.checksum import with_checksum
 from runs.store.failures import Failure
+from runs.tasks import SCHEMA_VERSION, Task
 from toolsets import exact_json
 
 

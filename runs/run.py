@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from agent.models.model import url_of
+from runs.amounts import Amount
 from runs.batch_api.ledger import WaveLedger, held_in
 from runs.batch_api.service import Waves, with_open_batches
 from runs.config.models import bounds_of, budget_of
@@ -36,7 +37,6 @@ from runs.supervisor.damaged import listed_in_words, set_aside_damaged
 from runs.supervisor.progress import Progress
 from runs.supervisor.supervisor import Supervisor
 from runs.worker.batch_api_model import task_of
-from runs.worker.budget_share import Amount
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 

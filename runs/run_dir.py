@@ -48,10 +48,8 @@ from runs.store.files import (
     training_file_of,
 )
 from runs.store.records import refuse_lost_records
+from runs.tasks import SCHEMA_VERSION
 from toolsets import exact_json
-
-SCHEMA_VERSION = 2
-"""Of records and run.json; raised when a reader of the older form would misread the newer."""
 
 _RUN_KEYS = {
     "api": str,

@@ -12,7 +12,7 @@ from export.dataset.directory import export_dataset
 from export.recipe import Recipe
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan, tasks
-from runs.run_dir import SCHEMA_VERSION
+from runs.tasks import SCHEMA_VERSION
 from tests.running import lines, write_rows
 from tests.test_hermes import assistant, call, record_of, result, user
 

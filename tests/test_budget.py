@@ -22,11 +22,12 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import claim
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.amounts import Amount
 from runs.process.stopped import Stopped
 from runs.store.journal import Inflight
 from runs.store.records import load_index
 from runs.supervisor.budget import Ledger, RunBudget, spent_before
-from runs.worker.budget_share import Amount, Purse
+from runs.worker.budget_share import Purse
 from tests.running import (
     WRITE_A_NOTE,
     lines,

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runs.dataset.lines import BadRow, Reading, Row, read_rows
+from runs.dataset.lines import Reading, Row, read_rows
 from runs.dataset.row import RowRules, opening_messages
-from runs.dataset.scan import Task, scan, tasks, tasks_at
+from runs.dataset.scan import scan, tasks, tasks_at
 from runs.errors import DatasetChanged, DatasetError
+from runs.tasks import BadRow, Task
 
 
 def write(path: Path, *lines: object) -> Path:

@@ -16,7 +16,8 @@ from agent.loop.loop import run_agent
 from agent.loop.rules import Terms
 from agent.loop.tools import AgentTools
 from agent.messages import Event, Message
-from agent.models.resolve import open_model, resolve_model
+from agent.models.client.open_model import open_model
+from agent.models.resolve import resolve_model
 from agent.options import AgentOptions
 from agent.state.trajectory import Trajectory
 from run_agent import AIAgent

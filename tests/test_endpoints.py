@@ -17,8 +17,8 @@ from runs.config.loading import load_config
 from runs.config.models import asked, bounds_of, set_up_models
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
-from runs.dataset.scan import Task
 from runs.errors import ConfigError
+from runs.tasks import Task
 from tests.running import WRITE_A_NOTE, lines, run, write_rows
 
 

@@ -28,10 +28,10 @@ from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.config.toolsets import catalog_of
 from runs.dataset.row_fork import read_fork
-from runs.dataset.scan import Task
 from runs.errors import ConfigError
 from runs.maintenance.fork import forked_config
 from runs.run_dir import locked, read_run_json
+from runs.tasks import Task
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir
 from tests.playing import OPENING, call, calls, play, say

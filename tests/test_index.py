@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
-from runs.dataset.scan import task_key
 from runs.store.index import MARK, ROW_BYTES, Ending, Entry, Index, RowMaker, index_fields
 from runs.store.records import RecordFile, load_index, parse_record
+from runs.tasks import task_key
 
 ENDINGS = [
     ("completed", None),

@@ -15,9 +15,10 @@ from agent.models.admission import Claim
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from benchmarks.fake_endpoint import FakeEndpoint
+from runs.amounts import Bounds
 from runs.process.stopped import Stopped
 from runs.protocol.messages import unpack
-from runs.supervisor.limiter import MAX_COOL_DOWN_S, Bounds, Limiter, share_out
+from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
 from runs.supervisor.limits import RunLimits
 from runs.worker.budget_share import Purse
 from runs.worker.call_gate import CallGate

@@ -20,12 +20,12 @@ from report.in_flight import conversations_under_way
 from report.lookup import find_record
 from report.page.writer import write_report
 from report.status import run_status
-from runs.dataset.scan import task_key
 from runs.errors import ConfigError, EnvironmentStop, RunDirError
 from runs.run_dir import locked
 from runs.store.failures import Failure, FailureFile
 from runs.store.journal_writer import JournalWriter
 from runs.store.settled import WORKER_DIED
+from runs.tasks import task_key
 from tests.running import SCRIPTED, command, lines, run, started, wait_until, write_rows
 from tests.test_report import HOSTILE_ID, ROWS
 

@@ -33,9 +33,9 @@ from export.conversation.row_json import dumps_row
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import to_row
 from run_agent import AIAgent
-from runs.dataset.scan import Task
 from runs.record import Provenance, dump_record, make_record
 from runs.store.journal import usable_prefix
+from runs.tasks import Task
 from tests import playing
 from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
 from toolsets import exact_json

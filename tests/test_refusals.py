@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agent.messages import Message
+from agent.models.client.open_model import open_model
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.resolve import open_model
 from tests.answering import JSON, answering
 
 Refuse = Callable[[JSON], JSON | None]

@@ -18,11 +18,12 @@ import pytest
 from agent.loop.acceptance import make_ids_unique
 from agent.messages import Message
 from agent.models.client.endpoint import EndpointModel
+from agent.models.client.open_model import open_model
 from agent.models.dialects.openai_responses import API, read_reply, request_body
 from agent.models.dialects.openai_responses_stream import ResponsesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.resolve import open_model, resolve_model, resolve_sibling
+from agent.models.resolve import resolve_model, resolve_sibling
 from agent.stream_events import StreamEvent, StreamHandler
 from run_agent import AIAgent
 from tests.answering import listening

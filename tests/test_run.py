@@ -571,7 +571,7 @@ def test_a_conversation_that_begins_anew_finds_an_empty_workspace(tmp_path: Path
     given = {**RUN, "model": "scripted"}
     run(tmp_path, **given)
     (record,) = lines(records(tmp_path))
-    from runs.dataset.scan import task_key
+    from runs.tasks import task_key
 
     key = task_key(record["id"], record["input_digest"]).hex()
     left = records(tmp_path).parent / "workspaces" / key

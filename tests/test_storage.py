@@ -15,9 +15,8 @@ import pytest
 
 from agent.messages import OUT_OF_PLACE, Event
 from agent.state.trajectory import Trajectory
+from runs.amounts import Amount
 from runs.batch_api.ledger import WaveLedger
-from runs.dataset.lines import BadRow
-from runs.dataset.scan import task_key
 from runs.store.checksum import with_checksum
 from runs.store.failures import Failure, FailureFile, load_failed_attempts
 from runs.store.files import AppendFile, StorageError, repair_tail, replace_file
@@ -26,7 +25,7 @@ from runs.store.journal_writer import JournalWriter
 from runs.store.records import RecordFile, index_fields, load_index
 from runs.supervisor.budget import Ledger
 from runs.supervisor.damaged import set_aside_damaged
-from runs.worker.budget_share import Amount
+from runs.tasks import BadRow, task_key
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:

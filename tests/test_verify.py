@@ -17,11 +17,11 @@ import pytest
 
 from cli.shared import export_and_account
 from runs.config.run_config import RunConfig
-from runs.dataset.scan import task_key
 from runs.maintenance.upkeep import Checked, check
 from runs.run_dir import locked, read_run_json
 from runs.store.checksum import read_object, with_checksum
 from runs.store.index import ROW_BYTES, mark_for
+from runs.tasks import task_key
 from tests.running import SCRIPTED, ids, lines, run, write_rows
 
 NOTE = {"tool_calls": [{"name": "write_file", "arguments": {"path": "n", "content": "1"}}]}

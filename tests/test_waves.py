@@ -15,16 +15,17 @@ import pytest
 from agent.messages import Message
 from agent.models.batches.base import LostBatch, Undecided
 from agent.models.batches.calls import body_of, open_batches, read_reply
+from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings, Request
 from agent.models.prices import claim
-from agent.models.resolve import open_model, resolve_model
+from agent.models.resolve import resolve_model
 from benchmarks.fake_batches import FakeBatches
 from runs.batch_api.delivery import WaveCourier
 from runs.batch_api.gathering import Bounds, WaveOffice
 from runs.batch_api.ledger import State, Wave, WaveLedger, held_in
 from runs.batch_api.totals import sum_up
-from runs.dataset.scan import task_key
 from runs.process.stopped import Stopped
+from runs.tasks import task_key
 from runs.worker.batch_api_model import (
     Answer,
     BatchedModel,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.base import Sandbox
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import Workspace
-
-if TYPE_CHECKING:
-    from toolsets.browser.process import Browsers
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +20,19 @@ class Held(Protocol):
 
     async def close(self) -> None:
         """Release it."""
+
+
+class SharedBrowser(Protocol):
+    """A browser that the conversations of a process share; see `toolsets.browser.process`."""
+
+    def open(self) -> None:
+        """Count one more user."""
+
+    async def close(self) -> None:
+        """Count one user less; the last one stops the browser."""
+
+    async def chromium(self) -> Any:
+        """The running browser, started if there is none. Raises `ToolError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class TaskSpace:
     """Runs commands; None where no tool that runs commands is enabled."""
     web: WebSettings | None = None
     """What the web tools work with; None means the defaults, without a cache."""
-    browsers: Browsers | None = None
+    browsers: SharedBrowser | None = None
     """The browser that tasks share; None where the task is to have one of its own."""
     conversation: Sequence[Mapping[str, Any]] = ()
     """The live messages of the conversation, while a call runs; not to be changed."""

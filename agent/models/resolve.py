@@ -15,14 +15,12 @@ key, its prices, its dialect. So the key of one is never sent to another, unless
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from agent.models.admission import Gate
-from agent.models.client.retrying import PatientModel, Retry
 from agent.models.model import ModelSettings
 
 Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
@@ -223,17 +221,3 @@ def read_key(settings: ModelSettings) -> str:
         )
         raise MissingKey(msg)
     return key
-
-
-def open_model(
-    settings: ModelSettings,
-    *,
-    api_key: str,
-    on_retry: Callable[[Retry], None],
-    gate: Gate | None = None,
-) -> PatientModel:
-    """A model ready to be asked, in the running event loop; see `PatientModel`."""
-    from agent.models.client.endpoint import EndpointModel
-
-    adapter = EndpointModel(settings, api_key)
-    return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)

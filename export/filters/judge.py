@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from agent.models.client.open_model import open_model
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, ModelSettings, Request
-from agent.models.resolve import open_model, read_key
+from agent.models.resolve import read_key
 from export.filters.verdicts import NAME, Question, Questions, read_verdicts
 from export.recipe import Judge
 from runs.errors import ConfigError, EnvironmentStop

@@ -8,11 +8,10 @@ from agent.models.batches.calls import has_batches
 from agent.models.model import ModelSettings
 from agent.models.resolve import SCRIPTED, read_key, resolve_model
 from agent.setup import Setup, set_up
+from runs.amounts import Amount, Bounds
 from runs.config.endpoints import to_prices
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
-from runs.supervisor.limiter import Bounds
-from runs.worker.budget_share import Amount
 from toolsets.catalog.registry import TOOLSETS, Toolset
 
 Setups = Mapping[str, Setup]

@@ -8,7 +8,7 @@ from agent.setup import Setup
 from runs.config.models import Setups
 from runs.config.run_config import RunConfig
 from runs.dataset.row import MODEL_COLUMN
-from runs.dataset.scan import Task
+from runs.tasks import Task
 from toolsets.catalog.distributions import draw_toolsets
 
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from agent.json_depth import MAX_NESTING, is_nested_deeper
 from runs.dataset.row import RowRules, kind_of
 from runs.errors import DatasetError
+from runs.tasks import BadRow
 from toolsets import exact_json
 
 MAX_LINE_BYTES = 256 << 20
@@ -27,13 +28,6 @@ class Row(NamedTuple):
     line: int
     columns: dict[str, Any]
     offset: int
-
-
-class BadRow(NamedTuple):
-    """A line that cannot be used, and why."""
-
-    line: int
-    reason: str
 
 
 class Reading:

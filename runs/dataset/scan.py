@@ -19,15 +19,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import orjson
 
-from runs.dataset.lines import BadRow, Reading, read_again, read_rows
+from runs.dataset.lines import Reading, read_again, read_rows
 from runs.dataset.row import RowRules, with_plain_prompt
 from runs.dataset.row_setup import SIGNS
 from runs.errors import DatasetChanged, DatasetError
 from runs.shards import Shard
+from runs.tasks import BadRow, Task, task_key
 from toolsets import exact_json
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
@@ -35,22 +36,6 @@ ID_COLUMNS = ("id", "task_id", "instance_id")
 _LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}|^\d{4}-\d\d-\d\d([T ]|$)")
 """Own ids that the content hash stands in for: they could be taken for generated ones, or, being
 dates, the Hugging Face loader would turn the whole column into timestamps."""
-
-
-class Task(NamedTuple):
-    """One sample of one prompt: the unit of scheduling, resuming and accounting."""
-
-    id: str
-    prompt_id: str
-    sample: int
-    input_digest: str
-    """Changes when the row's rollout columns change: an edited prompt is new work."""
-    columns: dict[str, Any]
-
-    @property
-    def key(self) -> bytes:
-        """16 bytes that identify the task and its input."""
-        return task_key(self.id, self.input_digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +209,6 @@ def _changed(path: Path, offset: int) -> DatasetChanged:
 def input_digest(columns: dict[str, Any], rules: RowRules) -> str:
     """16 hex digits over the columns that decide what a conversation is."""
     return hashlib.blake2b(_canonical(rules.deciding(columns)), digest_size=8).hexdigest()
-
-
-def task_key(task_id: str, digest: str) -> bytes:
-    """16 bytes for a task id and its input digest: small enough to hold millions of them."""
-    return hashlib.blake2b(f"{digest} {task_id}".encode(), digest_size=16).digest()
 
 
 def _rows_with_a_used_id(

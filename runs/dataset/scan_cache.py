@@ -20,11 +20,12 @@ from typing import Any, TypedDict, Unpack
 import orjson
 from pydantic import BaseModel
 
-from runs.dataset.lines import BadRow, is_as_read
+from runs.dataset.lines import is_as_read
 from runs.dataset.row import RowRules
 from runs.dataset.scan import Scan, scan
 from runs.shards import Shard
 from runs.store.files import replace_file
+from runs.tasks import BadRow
 
 NAME = "dataset.idx"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from runs.dataset.scan import Task
 from runs.protocol.messages import pack
 from runs.protocol.worker_setup import WorkerSetup
+from runs.tasks import Task
 
 Inbox = queue.SimpleQueue[tuple["WorkerLink | None", bytes | None]]
 """What workers say, in order: (worker, message), (worker, None) once it is gone."""

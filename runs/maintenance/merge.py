@@ -18,7 +18,7 @@ from typing import Any
 from runs.batch_api.ledger import calls_kept
 from runs.config.loading import load_config
 from runs.config.run_config import RunConfig
-from runs.dataset.scan import Scan, task_key
+from runs.dataset.scan import Scan
 from runs.errors import ConfigError, RunDirError
 from runs.run_dir import dataset_of, locked, write_run_json
 from runs.shards import check_shards
@@ -26,6 +26,7 @@ from runs.store.failures import read_failure
 from runs.store.files import AppendFile, sync_directory, training_file_of
 from runs.store.journal import turns_under_way
 from runs.store.records import RecordFile, index_fields, lines_from, load_index, parse_record
+from runs.tasks import task_key
 from runs.worker.batch_api_model import task_of
 from toolsets.workspace.removal import remove_tree
 

@@ -23,7 +23,7 @@ from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, load_scan
 from runs.maintenance.verify_batches import check_batches
 from runs.maintenance.verify_exports import check_exports
-from runs.run_dir import SCHEMA_VERSION, litter_of
+from runs.run_dir import litter_of
 from runs.store.checksum import DamagedLine, is_whole
 from runs.store.failures import is_failure
 from runs.store.files import listed, tail_of
@@ -41,6 +41,7 @@ from runs.store.journal import key_and_order, segments
 from runs.store.records import id_in, lines_from, parse_record, read_line
 from runs.store.settled import NO_BOUND, Settled
 from runs.supervisor.budget import is_loan
+from runs.tasks import SCHEMA_VERSION
 from runs.totals.accounts import Accounts, account
 from toolsets import exact_json
 

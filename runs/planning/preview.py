@@ -12,11 +12,12 @@ from agent.runner import Conversation
 from agent.setup import Home
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import unused_turns
-from runs.dataset.scan import Task, tasks_at
+from runs.dataset.scan import tasks_at
 from runs.dataset.scan_cache import NAME, kept_keys
 from runs.planning.plan import Plan
 from runs.run_dir import check_reopening, refuse_held
 from runs.store.records import load_index
+from runs.tasks import Task
 from runs.totals.accounts import Accounts, account
 from toolsets.space import TaskSpace
 from toolsets.text import clip

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.models.scripted import ScriptedTurn
+from runs.amounts import Amount, Bounds
 from runs.config.run_config import RunConfig
 from runs.record import Provenance
-from runs.supervisor.limiter import Bounds
-from runs.worker.budget_share import Amount
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from runs.dataset.lines import BadRow
-from runs.dataset.scan import task_key
 from runs.store.checksum import DamagedLine, read_object, with_checksum
 from runs.store.files import AppendFile, repair_tail
 from runs.store.settled import WORKER_DIED
+from runs.tasks import BadRow, task_key
 
 
 class Failure(NamedTuple):

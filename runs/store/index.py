@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from agent.messages import MOST_TOKENS
-from runs.dataset.scan import task_key
 from runs.store.checks import judgement_of
+from runs.tasks import task_key
 
 ROW_BYTES = 64
 _FORMAT = f"batch records index 2, {sys.byteorder}".encode()

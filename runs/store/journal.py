@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from agent.messages import OUT_OF_PLACE, Event, ForkedEvent, ReplyEvent, is_paid_alone
-from runs.dataset.scan import task_key
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import StorageError, set_aside
+from runs.tasks import task_key
 
 _REPLY = b'"kind":"reply"'
 _COST = re.compile(rb'"cost_usd":(\d[0-9.eE+-]*)')

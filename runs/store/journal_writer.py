@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from agent.messages import Event
-from runs.dataset.scan import task_key
 from runs.store.checksum import with_checksum
 from runs.store.files import AppendFile, StorageError, storage_error
+from runs.tasks import task_key
 from toolsets import exact_json
 
 _SYNC_EVERY_S = 0.02

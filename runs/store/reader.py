@@ -10,11 +10,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from runs.dataset.scan import task_key
 from runs.store.checksum import DamagedLine
 from runs.store.files import refuse_strange_files
 from runs.store.index import Index
 from runs.store.records import AFTER_ID, HEAD, load_index, read_line, unreadable_record
+from runs.tasks import task_key
 
 _DIGEST = b',"input_digest":"'
 _HEAD_BYTES = 512

@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 
 from agent.messages import Event
+from runs.amounts import Amount
 from runs.executors.base import WorkerLink
 from runs.protocol.messages import pack
 from runs.store.checksum import DamagedLine, read_object, with_checksum
 from runs.store.files import AppendFile, repair_tail
 from runs.store.journal import Inflight
 from runs.store.records import Entry
-from runs.worker.budget_share import Amount
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ and when, and gives numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 _CUT = 0.85
 """What is left of the limit after a refusal."""
@@ -29,18 +28,6 @@ _MOST_HELD_UP = 3
 
 MAX_COOL_DOWN_S = 60.0
 """Longest pause of all calls, also where the endpoint asks for more."""
-
-
-class Bounds(NamedTuple):
-    """What the user says about the calls to one endpoint."""
-
-    start: int
-    """Calls in flight to begin with."""
-    ceiling: int
-    rpm: float | None
-    """Requests per minute."""
-    tpm: float | None
-    """Tokens per minute, in and out."""
 
 
 class Limiter:

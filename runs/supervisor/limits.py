@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.models.model import url_of
+from runs.amounts import Bounds
 from runs.executors.base import WorkerLink
 from runs.protocol.messages import pack
-from runs.supervisor.limiter import Bounds, Limiter, share_out
+from runs.supervisor.limiter import Limiter, share_out
 
 _TURN_S = 1.0
 """How long a worker keeps what could as well be another's."""

@@ -18,11 +18,11 @@ from typing import Any
 
 from agent.loop.steps import End
 from agent.models.model import url_of
+from runs.amounts import Amount
 from runs.batch_api.service import Waves
 from runs.config.models import Setups, bounds_of
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
-from runs.dataset.scan import Task
 from runs.errors import DatasetChanged, EnvironmentStop
 from runs.executors.base import Executor, WorkerLink
 from runs.protocol.messages import Deal, pack, unpack
@@ -42,7 +42,7 @@ from runs.supervisor.outages import Outages
 from runs.supervisor.progress import Progress
 from runs.supervisor.task_queue import TaskQueue
 from runs.supervisor.workers import KILL_AFTER_GRACE_S, Crew
-from runs.worker.budget_share import Amount
+from runs.tasks import Task
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from runs.dataset.scan import Task
+from runs.tasks import Task
 
 DEATHS_ALONE = 2
 """A task that was held at this many worker deaths is dealt with no other task beside it."""

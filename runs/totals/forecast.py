@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
+from runs.amounts import Bounds
 from runs.dataset.scan import Scan, tasks
 from runs.store.failures import load_failed_attempts
 from runs.store.index import own_work
 from runs.store.reader import open_records, read_record
 from runs.store.records import Entry, load_index
-from runs.supervisor.limiter import Bounds
 from runs.totals.accounts import Accounts
 
 _CONFIDENCE = 0.95

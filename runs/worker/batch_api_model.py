@@ -22,8 +22,9 @@ from agent.models.client.retrying import PatientModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import claim, priced
+from runs.amounts import Amount
 from runs.process.stopped import Stopped
-from runs.worker.budget_share import Amount, Purse
+from runs.worker.budget_share import Purse
 from runs.worker.call_gate import CallGate
 from toolsets import exact_json
 

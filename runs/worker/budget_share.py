@@ -9,36 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from agent.models.admission import Claim
 from agent.models.errors import ModelError
 from agent.models.model import Completion
+from runs.amounts import Amount
 from runs.process.stopped import Stopped
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """Dollars and tokens; of what the run does not bound always 0."""
-
-    usd: float = 0.0
-    tokens: int = 0
-
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(self.usd + other.usd, self.tokens + other.tokens)
-
-    def __sub__(self, other: Amount) -> Amount:
-        return Amount(self.usd - other.usd, self.tokens - other.tokens)
-
-    def covers(self, other: Amount) -> bool:
-        """Whether `other` can be paid from this."""
-        return self.usd >= other.usd and self.tokens >= other.tokens
-
-    def to_json(self) -> list[float]:
-        """For a message."""
-        return [self.usd, self.tokens]
-
 
 _NOTHING = Amount()
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from agent.models.admission import Claim
 from agent.models.errors import ModelError
 from agent.models.model import Completion
+from runs.amounts import Amount
 from runs.process.stopped import Stopped
-from runs.worker.budget_share import Amount, Purse
+from runs.worker.budget_share import Purse
 from runs.worker.token_bucket import Pace
 
 _WEIGHT = 0.1

@@ -12,9 +12,9 @@ from agent.models.client.retrying import PatientModel
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, url_of
 from agent.models.resolve import read_key
-from runs.supervisor.limiter import Bounds
+from runs.amounts import Amount, Bounds
 from runs.worker.batch_api_model import BatchedModel, Desk
-from runs.worker.budget_share import Amount, Purse
+from runs.worker.budget_share import Purse
 from runs.worker.call_gate import CallGate, Load
 
 _LOAD_EVERY_S = 0.1

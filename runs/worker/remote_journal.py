@@ -14,9 +14,9 @@ import asyncio
 from collections.abc import Callable
 
 from agent.messages import Event
-from runs.dataset.scan import task_key
 from runs.protocol.messages import pack
 from runs.store.journal_writer import journal_line
+from runs.tasks import task_key
 
 _RESULTS_WAIT_S = 0.02
 

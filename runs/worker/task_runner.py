@@ -20,11 +20,11 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import Conversation
 from agent.setup import Setup, replies_played
 from agent.state.trajectory import Trajectory
+from runs.amounts import Amount
 from runs.config.models import Setups
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import RowTask
 from runs.dataset.row_fork import Fork
-from runs.dataset.scan import Task
 from runs.process.stopped import Stopped
 from runs.protocol.messages import Deal, no_counters, pack
 from runs.protocol.worker_setup import WorkerSetup
@@ -33,8 +33,8 @@ from runs.store.failures import Failure
 from runs.store.files import StorageError
 from runs.store.journal_writer import Journal
 from runs.store.records import index_fields
+from runs.tasks import Task
 from runs.worker.batch_api_model import items_in
-from runs.worker.budget_share import Amount
 from runs.worker.calls import Calls
 from runs.worker.durable_calls import Gate, Stops, TaskHome
 from runs.worker.replay import replay, replayable

@@ -23,7 +23,6 @@ from agent.models.client.retrying import Retry
 from agent.models.model import ModelSettings
 from runs.config.models import set_up_models
 from runs.config.toolsets import catalog_of
-from runs.dataset.scan import Task
 from runs.process.child_watcher import use_pidfd_watcher
 from runs.process.startup import (
     allow_many_files,
@@ -37,6 +36,7 @@ from runs.protocol.messages import Deal, no_counters, pack, unpack
 from runs.protocol.worker_setup import WorkerSetup
 from runs.store.files import StorageError
 from runs.store.journal_writer import JournalWriter
+from runs.tasks import Task
 from runs.worker.calls import Calls
 from runs.worker.remote_journal import SentJournal
 from runs.worker.task_runner import TaskRunner

@@ -11,9 +11,10 @@ from typing import Any
 
 from yarl import URL
 
-from toolsets.browser.process import Browsers, Chromium
+from toolsets.browser.process import Chromium
 from toolsets.errors import ToolError
 from toolsets.net.guard import checked
+from toolsets.space import SharedBrowser
 from toolsets.text import clip, valid_utf8
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ NOTHING_OPEN = "no page is open; open one with browser_navigate"
 class BrowserSession:
     """Opened at the first page, closed with the space of the task; one call at a time."""
 
-    def __init__(self, browsers: Browsers) -> None:
+    def __init__(self, browsers: SharedBrowser) -> None:
         self._browsers = browsers
         self._lock = asyncio.Lock()
         self._chromium: Chromium | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agent.models.admission import Gate
+from agent.models.client.open_model import open_model
 from agent.models.client.retrying import PatientModel, Retry
 from agent.models.model import ModelSettings
-from agent.models.resolve import open_model
 
 KeyOf = Callable[[ModelSettings], str]
 OnRetry = Callable[[ModelSettings, Retry], None]

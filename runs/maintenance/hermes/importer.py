@@ -18,12 +18,13 @@ from typing import Any
 
 import orjson
 
-from runs.dataset.scan import Scan, Task, tasks
+from runs.dataset.scan import Scan, tasks
 from runs.errors import ConfigError
 from runs.maintenance.hermes.sharegpt import Conversation, read_conversation
 from runs.record import dump_record
-from runs.run_dir import SCHEMA_VERSION, RunDir
+from runs.run_dir import RunDir
 from runs.store.records import RecordFile, index_fields
+from runs.tasks import SCHEMA_VERSION, Task
 from toolsets import exact_json
 
 _BATCH = re.compile(r"batch_(\d+)\.jsonl")

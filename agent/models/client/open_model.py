@@ -1,0 +1,22 @@
+"""Open a model for calls: its endpoint, with retries around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agent.models.admission import Gate
+from agent.models.client.endpoint import EndpointModel
+from agent.models.client.retrying import PatientModel, Retry
+from agent.models.model import ModelSettings
+
+
+def open_model(
+    settings: ModelSettings,
+    *,
+    api_key: str,
+    on_retry: Callable[[Retry], None],
+    gate: Gate | None = None,
+) -> PatientModel:
+    """A model ready to be asked, in the running event loop; see `PatientModel`."""
+    adapter = EndpointModel(settings, api_key)
+    return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)
