@@ -15,7 +15,7 @@ from report.failures_seen import errors_seen
 from report.formatting import count, one_line, plain, plural, seconds
 from report.in_flight import conversations_under_way
 from report.lookup import last_records
-from runs.batch_api.totals import WaveSums, sum_up
+from runs.batch_api.totals import BatchTotals, sum_up
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.process.console import show
@@ -64,7 +64,7 @@ class Status(NamedTuple):
     """What that process said last, see `runs/supervisor/progress.py`."""
     details: dict[str, Any]
     """See `run_status`."""
-    batches: WaveSums | None
+    batches: BatchTotals | None
     """What its batches brought; None where it has none."""
 
     def to_json(self) -> dict[str, Any]:

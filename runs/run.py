@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from agent.models.model import url_of
 from runs.amounts import Amount
-from runs.batch_api.ledger import WaveLedger, held_in
-from runs.batch_api.service import Waves, with_open_batches
+from runs.batch_api.batch_log import BatchLog, held_in
+from runs.batch_api.service import BatchService, with_open_batches
 from runs.config.models import bounds_of, budget_of
 from runs.dataset.scan import tasks_at
 from runs.dataset.scan_cache import NAME
@@ -132,7 +132,7 @@ def _work(
             progress.say("calls in batches of earlier starts are waited for; all others go live")
         with (
             closing(open_executor(config, run_dir)) as executor,
-            closing(Waves(config, plan.setups, run_dir, stock.settled)) as waves,
+            closing(BatchService(config, plan.setups, run_dir, stock.settled)) as batches,
         ):
             supervisor = Supervisor(
                 run_dir=run_dir,
@@ -148,7 +148,7 @@ def _work(
                 failures=failures,
                 inflight=inflight,
                 progress=progress,
-                waves=waves,
+                batches=batches,
             )
             del stock  # the index of all records is in it, and nobody asks it any more
             with _signals_to(supervisor) as received:
@@ -250,10 +250,10 @@ def _take_stock(
 
 def _free_unsent(run_dir: RunDir, ledger: Ledger) -> None:
     """Give back what the starts before have set aside for calls in batches that were never sent."""
-    waves = WaveLedger(run_dir.path, run_dir.quarantine)
+    batches = BatchLog(run_dir.path, run_dir.quarantine)
     # Given up first: after a crash between the two it stays booked, and is not given back twice.
-    freed = [Amount(*most) for most in waves.give_up_unsent()]
-    waves.close()
+    freed = [Amount(*most) for most in batches.give_up_unsent()]
+    batches.close()
     if freed:
         ledger.append("returned", sum(freed, Amount()))
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.fake_batches import FakeBatches
 from benchmarks.fake_script import Options
-from runs.batch_api.ledger import waves_in
+from runs.batch_api.batch_log import jobs_in
 from runs.supervisor.budget import Ledger
 from tests.faults.oracle import check_run, finished_lines
 from tests.running import (
@@ -287,8 +287,8 @@ def test_what_is_set_aside_for_calls_that_were_never_sent_is_free_at_the_next_st
             os.kill(process.pid, signal.SIGTERM)
             process.wait()
         assert not api.batches
-    waves = waves_in(place / "batches.jsonl")
-    held = [tokens for one in waves if one.state == "gathered" for _, tokens in one.most]
+    jobs = jobs_in(place / "batches.jsonl")
+    held = [tokens for one in jobs if one.state == "gathered" for _, tokens in one.most]
     assert Ledger(place, tmp_path).balance.tokens == sum(held)
 
 

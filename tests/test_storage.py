@@ -16,7 +16,7 @@ import pytest
 from agent.messages import OUT_OF_PLACE, Event
 from agent.state.trajectory import Trajectory
 from runs.amounts import Amount
-from runs.batch_api.ledger import WaveLedger
+from runs.batch_api.batch_log import BatchLog
 from runs.store.checksum import with_checksum
 from runs.store.failures import Failure, FailureFile, load_failed_attempts
 from runs.store.files import AppendFile, StorageError, repair_tail, replace_file
@@ -433,7 +433,7 @@ def test_failures_and_ledgers_that_are_removed_are_noticed(tmp_path: Path) -> No
     failures.sync()
     budget = Ledger(tmp_path, tmp_path / "quarantine")
     budget.append("lent", Amount(1.0, 1))
-    batches = WaveLedger(tmp_path, tmp_path / "quarantine")
+    batches = BatchLog(tmp_path, tmp_path / "quarantine")
     batches.note_live(1)
     for name in ("failures.jsonl", "budget.jsonl", "batches.jsonl"):
         (tmp_path / name).unlink()

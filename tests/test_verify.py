@@ -124,7 +124,7 @@ def event_of(task: str) -> bytes:
 UNFINISHED = task_key("z", "d").hex()
 
 
-def note_batch(path: Path, *steps: str, task: str = UNFINISHED, wave: str = "w") -> None:
+def note_batch(path: Path, *steps: str, task: str = UNFINISHED, job: str = "w") -> None:
     """Note that a call of a task was in a batch, up to the last of these steps."""
     fields: dict[str, dict[str, Any]] = {
         "gathered": {"model": "m", "items": [f"{task}-0a"]},
@@ -135,7 +135,7 @@ def note_batch(path: Path, *steps: str, task: str = UNFINISHED, wave: str = "w")
     }
     with (path / "batches.jsonl").open("ab") as file:
         for step in steps:
-            line = {"kind": step, "wave": wave, "at": 1.5, **fields[step]}
+            line = {"kind": step, "wave": job, "at": 1.5, **fields[step]}
             file.write(orjson.dumps(line) + b"\n")
 
 
@@ -290,7 +290,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a batch of two waves": Damage(
         all_of(
-            lambda p: note_batch(p, *ALL_STEPS[:3], wave="v"),
+            lambda p: note_batch(p, *ALL_STEPS[:3], job="v"),
             lambda p: note_batch(p, *ALL_STEPS[:3]),
         ),
         "batches.jsonl:6: batch b1 of wave w is that of wave v too",
@@ -385,7 +385,7 @@ def append(file: Path, content: bytes) -> None:
 def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
     keep_results(path, RESULT)
     note_batch(path, *ALL_STEPS)
-    note_batch(path, "gathered", "sending", wave="v")
+    note_batch(path, "gathered", "sending", job="v")
     assert not checked(path).found
 
 

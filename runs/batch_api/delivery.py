@@ -18,7 +18,7 @@ from agent.models.batches.calls import read_reply
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.prices import price
-from runs.batch_api.ledger import Wave, WaveLedger
+from runs.batch_api.batch_log import BatchJob, BatchLog
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ _NO_ROOM_S = (30.0, 600.0)
 T = TypeVar("T")
 
 
-class WaveCourier:
+class BatchDelivery:
     """Sees the waves of one model through."""
 
     def __init__(
         self,
-        ledger: WaveLedger,
+        ledger: BatchLog,
         settings: ModelSettings,
         api: Batches,
         *,
@@ -65,135 +65,133 @@ class WaveCourier:
         self._ledger = ledger
         self._settings = settings
         self._known = set(known)
-        self._under_way: set[Wave] = set()
+        self._under_way: set[BatchJob] = set()
         self._patience_s = patience_s
         self._say = say
         self._no_room_s = _NO_ROOM_S[0]
 
-    async def see_through(self, wave: Wave) -> None:
+    async def see_through(self, job: BatchJob) -> None:
         """Carry a wave on until it is collected, failed or void.
 
         Raises `ModelError` and `StorageError`; the wave then stays as it is noted.
         """
-        if wave.state == "gathered":
+        if job.state == "gathered":
             while (wait_s := self.not_before - time.monotonic()) > 0:
                 await asyncio.sleep(min(wait_s, _LOOK_S))
-            await self._create(wave)
-        elif wave.state == "sending":
-            await self._look_for(wave)
-        if wave.state == "created":
-            self._under_way.add(wave)
+            await self._create(job)
+        elif job.state == "sending":
+            await self._look_for(job)
+        if job.state == "created":
+            self._under_way.add(job)
             try:
-                await self._wait_for(wave)
+                await self._wait_for(job)
             finally:
-                self._under_way.discard(wave)
-        if wave.state == "created":
-            await self._collect(wave)
+                self._under_way.discard(job)
+        if job.state == "created":
+            await self._collect(job)
 
-    async def _create(self, wave: Wave) -> None:
-        items = self._ledger.items_file(wave)
+    async def _create(self, job: BatchJob) -> None:
+        items = self._ledger.items_file(job)
         upload = await self._patiently(lambda: self.api.upload(items))
 
         async def create() -> str | None:
-            self._ledger.note(wave, "sending", upload=upload, bytes=wave.size)
+            self._ledger.note(job, "sending", upload=upload, bytes=job.size)
             try:
-                return await self.api.create(wave.name, items, upload)
+                return await self.api.create(job.name, items, upload)
             except ModelError as error:
                 if not _may_have_worked(error):
-                    self._ledger.note(wave, "void")
+                    self._ledger.note(job, "void")
                     raise
                 log.warning("creating a batch: %s; looking whether it is there", error)
             return None
 
         batch = await self._patiently(create)
         if batch is None:
-            await self._look_for(wave)
+            await self._look_for(job)
         else:
-            self._note_created(wave, batch)
-            log.info("batch %s: %d calls to %s", batch, len(wave.ids), wave.model)
+            self._note_created(job, batch)
+            log.info("batch %s: %d calls to %s", batch, len(job.ids), job.model)
         items.unlink(missing_ok=True)
 
-    async def _look_for(self, wave: Wave) -> None:
+    async def _look_for(self, job: BatchJob) -> None:
         """Find out whether a batch was created whose id nobody was told."""
-        lost = LostBatch(
-            wave.name, wave.upload, frozenset(map(wave.sent_id, wave.ids)), wave.sent_at
-        )
+        lost = LostBatch(job.name, job.upload, frozenset(map(job.sent_id, job.ids)), job.sent_at)
         began = time.monotonic()
-        settle_s = _SETTLE_S + wave.size / _SETTLE_BYTES_PER_S
+        settle_s = _SETTLE_S + job.size / _SETTLE_BYTES_PER_S
         # By a clock that was set back, it was sent in the future.
-        settles_at = began + min(settle_s, settle_s - (time.time() - wave.sent_at))
+        settles_at = began + min(settle_s, settle_s - (time.time() - job.sent_at))
         while True:
             if is_last := time.monotonic() >= settles_at:
-                await self._patiently(lambda: self.api.withdraw(wave.upload))
+                await self._patiently(lambda: self.api.withdraw(job.upload))
             try:
                 batch = await self._patiently(lambda: self.api.find(lost, self._known))
             except Undecided:
                 await self._wait_part_of(time.monotonic() - began)
                 continue
             if batch is not None:
-                self._note_created(wave, batch)
-                log.info("batch %s: found again, %d calls", batch, len(wave.ids))
+                self._note_created(job, batch)
+                log.info("batch %s: found again, %d calls", batch, len(job.ids))
                 return
             if is_last:
-                self._ledger.note(wave, "void")
+                self._ledger.note(job, "void")
                 return
             await asyncio.sleep(min(1.0, max(0.0, settles_at - time.monotonic())))
 
-    async def _wait_for(self, wave: Wave) -> None:
+    async def _wait_for(self, job: BatchJob) -> None:
         """Wait until a batch is over; it has failed where none of its calls was made."""
         while True:
             try:
-                state = await self._patiently(lambda: self.api.state(wave.batch))
+                state = await self._patiently(lambda: self.api.state(job.batch))
             except ModelError as error:
                 if error.kind != "not_found":
                     raise
-                if time.time() - wave.created_at < _KEPT_S:
+                if time.time() - job.created_at < _KEPT_S:
                     words = (
-                        f"{error}; batch {wave.batch} is not known there. Is it the key and the "
+                        f"{error}; batch {job.batch} is not known there. Is it the key and the "
                         "base URL that made it? To give it up and ask its calls again, remove "
                         "batches.jsonl from the run directory"
                     )
                     error.args = (words,)
                     raise
-                self._ledger.note(wave, "failed", why="the provider keeps it no longer")
+                self._ledger.note(job, "failed", why="the provider keeps it no longer")
                 return
             if state.is_for_want_of_room:
-                self._no_room(wave, state.failure)
-                self._ledger.note(wave, "void")
+                self._no_room(job, state.failure)
+                self._ledger.note(job, "void")
                 return
             if state.failure:
-                self._say(f"batch {wave.batch} failed, its calls are made live: {state.failure}")
-                self._ledger.note(wave, "failed", why=state.failure)
+                self._say(f"batch {job.batch} failed, its calls are made live: {state.failure}")
+                self._ledger.note(job, "failed", why=state.failure)
                 return
             if state.is_over:
                 return
-            await self._wait_part_of(time.time() - wave.sent_at)
+            await self._wait_part_of(time.time() - job.sent_at)
 
-    async def _collect(self, wave: Wave) -> None:
+    async def _collect(self, job: BatchJob) -> None:
         """Fetch the results and note what they cost."""
-        replies, cost_usd, saved_usd, unpriced = await self._patiently(lambda: self._fetch(wave))
+        replies, cost_usd, saved_usd, unpriced = await self._patiently(lambda: self._fetch(job))
         self._ledger.note(
-            wave,
+            job,
             "collected",
-            batch=wave.batch,
+            batch=job.batch,
             replies=replies,
-            failed=len(wave.ids) - replies,
+            failed=len(job.ids) - replies,
             cost_usd=cost_usd,
             saved_usd=saved_usd,
             unpriced=unpriced,
-            seconds=max(0.0, time.time() - wave.sent_at),
+            seconds=max(0.0, time.time() - job.sent_at),
         )
         self._no_room_s = _NO_ROOM_S[0]
-        log.info("batch %s: %d of %d replies", wave.batch, replies, len(wave.ids))
+        log.info("batch %s: %d of %d replies", job.batch, replies, len(job.ids))
 
-    async def _fetch(self, wave: Wave) -> tuple[int, float, float, int]:
-        ours = frozenset(wave.ids)
+    async def _fetch(self, job: BatchJob) -> tuple[int, float, float, int]:
+        ours = frozenset(job.ids)
         replies = unpriced = 0
         cost_usd = saved_usd = 0.0
-        results = self._ledger.begin_results(wave)
+        results = self._ledger.begin_results(job)
         try:
-            async for result in self.api.results(wave.batch):
-                id = wave.own_id(result.id)
+            async for result in self.api.results(job.batch):
+                id = job.own_id(result.id)
                 if id is None or id not in ours or not results.add(replace(result, id=id)):
                     continue
                 if result.reply is None:
@@ -210,8 +208,8 @@ class WaveCourier:
             results.close()
         return replies, cost_usd, saved_usd, unpriced
 
-    def _note_created(self, wave: Wave, batch: str) -> None:
-        self._ledger.note(wave, "created", batch=batch)
+    def _note_created(self, job: BatchJob, batch: str) -> None:
+        self._ledger.note(job, "created", batch=batch)
         self._known.add(batch)
 
     # Waiting.
@@ -240,14 +238,14 @@ class WaveCourier:
     async def _wait_part_of(self, age_s: float) -> None:
         await asyncio.sleep(min(_POLL_S[1], max(_POLL_S[0], _POLL_PART * age_s)))
 
-    def _no_room(self, wave: Wave, why: str) -> None:
+    def _no_room(self, job: BatchJob, why: str) -> None:
         """Hold all waves back for a while; where this one was alone, it was too large."""
-        if self._under_way == {wave}:
-            self.most = max(1, min(self.most, len(wave.ids) // 2))
+        if self._under_way == {job}:
+            self.most = max(1, min(self.most, len(job.ids) // 2))
         if time.monotonic() < self.not_before:
             return
         self._say(
-            f"no room for a batch of {len(wave.ids):,} calls now; the next, of {self.most:,} at "
+            f"no room for a batch of {len(job.ids):,} calls now; the next, of {self.most:,} at "
             f"most, in {self._no_room_s:.0f} s: {why}"
         )
         self.not_before = time.monotonic() + self._no_room_s

@@ -16,9 +16,9 @@ from typing import Any
 
 from agent.models.batches.calls import open_batches
 from agent.models.resolve import read_key
-from runs.batch_api.delivery import WaveCourier
-from runs.batch_api.gathering import Bounds, WaveOffice
-from runs.batch_api.ledger import Wave, WaveLedger
+from runs.batch_api.batch_log import BatchJob, BatchLog
+from runs.batch_api.collector import BatchCollector, CollectorLimits
+from runs.batch_api.delivery import BatchDelivery
 from runs.config.models import Setups, asked
 from runs.config.run_config import RunConfig
 from runs.executors.base import WorkerLink
@@ -32,7 +32,7 @@ _MOST_S = 10.0
 """For creations under way to be told their ids when a run ends."""
 
 
-class Waves:
+class BatchService:
     """The batches of one start."""
 
     def __init__(
@@ -45,15 +45,15 @@ class Waves:
         """What the user should hear."""
         self.problem: str | None = None
         """Why the run has to stop."""
-        self._office: WaveOffice | None = None
+        self._office: BatchCollector | None = None
         self._thread: threading.Thread | None = None
         if not config.batch_api:
             return
-        ledger = WaveLedger(run_dir.path, run_dir.quarantine)
-        waves = ledger.load(lambda id: task_of(id) in settled)
+        ledger = BatchLog(run_dir.path, run_dir.quarantine)
+        jobs = ledger.load(lambda id: task_of(id) in settled)
         self._ready = threading.Event()
         self._thread = threading.Thread(
-            target=asyncio.run, args=(self._serve(ledger, waves),), name="waves", daemon=True
+            target=asyncio.run, args=(self._serve(ledger, jobs),), name="waves", daemon=True
         )
         self._thread.start()
         self._ready.wait()
@@ -73,7 +73,7 @@ class Waves:
         self._do(lambda office: office.forget(task))
 
     def tick(self, held: int | None, ended_share: float) -> None:
-        """See `WaveOffice.tick`; `ended_share` of the run's tasks have ended."""
+        """See `BatchCollector.tick`; `ended_share` of the run's tasks have ended."""
         is_tail = ended_share >= self._config.batch_live_share
         self._do(lambda office: office.tick(held, is_tail=is_tail))
 
@@ -93,25 +93,25 @@ class Waves:
             self._thread.join()
             self._thread = None
 
-    async def _serve(self, ledger: WaveLedger, waves: list[Wave]) -> None:
+    async def _serve(self, ledger: BatchLog, jobs: list[BatchJob]) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         config = self._config
         try:
-            office = self._office = WaveOffice(
+            office = self._office = BatchCollector(
                 ledger,
-                waves,
+                jobs,
                 {
-                    name_of(one): WaveCourier(
+                    name_of(one): BatchDelivery(
                         ledger,
                         one,
                         open_batches(one, api_key=read_key(one)),
-                        known=[wave.batch for wave in waves],
+                        known=[job.batch for job in jobs],
                         patience_s=config.call_timeout_s,
                         say=self.news.put,
                     )
                     for one in asked(self._setups)
                 },
-                Bounds(config.batch_wait_s, config.batch_max_requests),
+                CollectorLimits(config.batch_wait_s, config.batch_max_requests),
                 on_problem=self._on_problem,
             )
         except Exception as error:
@@ -128,11 +128,11 @@ class Waves:
             log.exception("batches: not closed in good order")
             self._on_problem(str(error))
 
-    def _do(self, act: Callable[[WaveOffice], Any]) -> None:
+    def _do(self, act: Callable[[BatchCollector], Any]) -> None:
         if self._thread is None or self._office is None:
             return
 
-        def guarded(office: WaveOffice) -> None:
+        def guarded(office: BatchCollector) -> None:
             try:
                 act(office)
             except Exception as error:
@@ -152,7 +152,7 @@ def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[byt
     """
     if config.batch_api:
         return config
-    ledger = WaveLedger(run_dir.path, run_dir.quarantine)
+    ledger = BatchLog(run_dir.path, run_dir.quarantine)
     if not ledger.load(lambda id: task_of(id) in settled):
         return config
     return config.model_copy(update={"batch_api": True, "batch_live_share": 0.0})

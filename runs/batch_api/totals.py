@@ -8,11 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from runs.batch_api.ledger import read_lines
+from runs.batch_api.batch_log import read_lines
 
 
 @dataclass(frozen=True, slots=True)
-class WaveSums:
+class BatchTotals:
     """The sums; `summary.json` has them under `batches`."""
 
     batches: int
@@ -50,7 +50,7 @@ class WaveSums:
         return words + (f" (price of {self.unpriced:,} unknown)" if self.unpriced else "")
 
 
-def sum_up(run_dir: Path) -> WaveSums | None:
+def sum_up(run_dir: Path) -> BatchTotals | None:
     """The sums of a run; None where it has no batches."""
     calls: dict[str, int] = {}
     under_way: dict[str, float] = {}
@@ -75,7 +75,7 @@ def sum_up(run_dir: Path) -> WaveSums | None:
     if is_empty:
         return None
     brought = collected.values()
-    return WaveSums(
+    return BatchTotals(
         batches=len(collected),
         calls=sum(line["replies"] for line in brought),
         failed=sum(line["failed"] for line in brought),
@@ -84,7 +84,7 @@ def sum_up(run_dir: Path) -> WaveSums | None:
         saved_usd=sum(line["saved_usd"] for line in brought),
         unpriced=sum(line["unpriced"] for line in brought),
         waited_s=_covered(times),
-        waiting=sum(calls.get(wave, 0) for wave in under_way),
+        waiting=sum(calls.get(job, 0) for job in under_way),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs.batch_api.ledger import calls_kept
+from runs.batch_api.batch_log import calls_kept
 from runs.config.loading import load_config
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan

@@ -10,7 +10,15 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from runs.batch_api.ledger import State, Wave, WaveLedger, apply_step, index_of, read_line, waves_in
+from runs.batch_api.batch_log import (
+    BatchJob,
+    BatchLog,
+    State,
+    apply_step,
+    index_of,
+    jobs_in,
+    read_line,
+)
 from runs.store.files import listed
 from runs.store.records import lines_from
 from runs.worker.batch_api_model import task_of
@@ -43,7 +51,7 @@ def check_batches(
     `settled` are the tasks that need no more work, `ended` those that never will.
     """
     ledger = path / "batches.jsonl"
-    waves: dict[str, Wave] = {}
+    jobs: dict[str, BatchJob] = {}
     last: dict[str, int] = {}
     needed: set[str] = set()
     for number, (_, text) in enumerate(lines_from(ledger, 0), start=1):
@@ -52,29 +60,29 @@ def check_batches(
             yield Wrong("unreadable", ledger, number, message)
         elif line["kind"] != "live":
             name = line["wave"]
-            for message in _contradictions(waves, line, is_needed=name in needed):
+            for message in _contradictions(jobs, line, is_needed=name in needed):
                 yield Wrong("contradiction", ledger, number, message)
             last[name] = number
-            if name in waves or line["kind"] == "gathered":
-                apply_step(waves, line)
+            if name in jobs or line["kind"] == "gathered":
+                apply_step(jobs, line)
             if any(task_of(id) not in settled for id in line.get("items", ())):
                 needed.add(name)
     kept = set()
-    for wave in waves.values():
-        if is_never_taken(wave, ended):
+    for job in jobs.values():
+        if is_never_taken(job, ended):
             message = (
-                f"batch {wave.batch}: its {len(wave.ids):,} calls are paid for, and no "
+                f"batch {job.batch}: its {len(job.ids):,} calls are paid for, and no "
                 "conversation takes their results any more; their cost is in no sum"
             )
-            yield Wrong("contradiction", ledger, last[wave.name], message)
-        if wave.state == "collected" and wave.name in needed:
-            results = path / "batches" / f"{wave.name}.results"
+            yield Wrong("contradiction", ledger, last[job.name], message)
+        if job.state == "collected" and job.name in needed:
+            results = path / "batches" / f"{job.name}.results"
             kept.add(results)
             try:
-                index_of(results, wave)
+                index_of(results, job)
             except (OSError, ValueError) as error:
                 message = (
-                    f"not what batch {wave.batch} brought ({error}); the next start fetches it "
+                    f"not what batch {job.batch} brought ({error}); the next start fetches it "
                     "again, which is free"
                 )
                 yield Wrong("derived", results, None, message)
@@ -84,9 +92,9 @@ def check_batches(
             yield Wrong("leftover", file, None, message)
 
 
-def is_never_taken(wave: Wave, ended: Container[bytes]) -> bool:
+def is_never_taken(job: BatchJob, ended: Container[bytes]) -> bool:
     """Whether a batch was made whose results are not here, and that nobody will ask for."""
-    return wave.state == "created" and all(task_of(id) in ended for id in wave.ids)
+    return job.state == "created" and all(task_of(id) in ended for id in job.ids)
 
 
 def repair_batches(
@@ -98,20 +106,20 @@ def repair_batches(
     """
     for file in leftovers:
         file.unlink(missing_ok=True)
-    ledger = WaveLedger(path, quarantine)
-    for wave in waves_in(path / "batches.jsonl"):
-        if is_never_taken(wave, ended):
-            ledger.note(wave, "failed", why="no conversation takes its results any more")
+    ledger = BatchLog(path, quarantine)
+    for job in jobs_in(path / "batches.jsonl"):
+        if is_never_taken(job, ended):
+            ledger.note(job, "failed", why="no conversation takes its results any more")
     ledger.close()
 
 
 def _contradictions(
-    waves: Mapping[str, Wave], line: Mapping[str, Any], *, is_needed: bool
+    jobs: Mapping[str, BatchJob], line: Mapping[str, Any], *, is_needed: bool
 ) -> Iterator[str]:
     """What is wrong with the next step of a wave; nothing where no conversation needs it."""
     kind, name = line["kind"], line["wave"]
-    wave = waves.get(name)
-    if wave is None:
+    job = jobs.get(name)
+    if job is None:
         if kind in ("created", "collected"):
             yield (
                 f"wave {name} is {kind}, and no line before tells which calls it has; they will "
@@ -120,14 +128,14 @@ def _contradictions(
         return
     if not is_needed:
         return
-    if kind not in _NEXT[wave.state]:
-        yield f"wave {name} is {kind} after it was {wave.state}; the later line counts"
+    if kind not in _NEXT[job.state]:
+        yield f"wave {name} is {kind} after it was {job.state}; the later line counts"
     if kind == "created":
-        for other in waves.values():
+        for other in jobs.values():
             if other.batch == line["batch"]:
                 yield f"batch {line['batch']} of wave {name} is that of wave {other.name} too"
-    if kind == "collected" and line["replies"] + line["failed"] != len(wave.ids):
+    if kind == "collected" and line["replies"] + line["failed"] != len(job.ids):
         yield (
-            f"wave {name} has {len(wave.ids):,} calls, and {line['replies']:,} replies and "
+            f"wave {name} has {len(job.ids):,} calls, and {line['replies']:,} replies and "
             f"{line['failed']:,} failures"
         )

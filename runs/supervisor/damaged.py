@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runs.batch_api.ledger import is_step
+from runs.batch_api.batch_log import is_step
 from runs.store.failures import is_failure
 from runs.store.files import keep_readable
 from runs.store.journal import is_event, segments

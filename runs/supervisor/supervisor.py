@@ -19,7 +19,7 @@ from typing import Any
 from agent.loop.steps import End
 from agent.models.model import url_of
 from runs.amounts import Amount
-from runs.batch_api.service import Waves
+from runs.batch_api.service import BatchService
 from runs.config.models import Setups, bounds_of
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
@@ -70,7 +70,7 @@ class Supervisor:
         spent: Amount,
         held: dict[bytes, dict[str, list[Any]]],
         ledger: Ledger,
-        waves: Waves,
+        batches: BatchService,
     ) -> None:
         """`spent` is what the run has used up of its budget before this start; of that, `held` is
         set aside for calls in batches, by task and call."""
@@ -83,7 +83,7 @@ class Supervisor:
         self._failures = failures
         self._inflight = inflight
         self._progress = progress
-        self._waves = waves
+        self._batches = batches
         self._held = held
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
@@ -118,16 +118,16 @@ class Supervisor:
                 self.limits.share(self._crew.workers)
                 self._keep_budget()
                 self._deal()
-                self._keep_waves()
+                self._keep_batches()
                 self._progress.show(self._crew.held, self._in_words())
             self._dismiss_workers()
         finally:
             self._crew.kill()
-            self._waves.close()
+            self._batches.close()
         return self._stop_reason
 
     def _in_words(self) -> str:
-        parts = (self._outages, self._waves, self.limits, self.budget)
+        parts = (self._outages, self._batches, self.limits, self.budget)
         return ", ".join(filter(None, (part.in_words() for part in parts)))
 
     def _is_over(self) -> bool:
@@ -156,7 +156,7 @@ class Supervisor:
         durable: dict[WorkerLink, list[bytes]] = {}
         for worker, key in finished:
             self._inflight.finish(key)
-            self._waves.forget(key)
+            self._batches.forget(key)
             durable.setdefault(worker, []).append(key)
         for worker, keys in durable.items():
             worker.durable(keys)
@@ -211,7 +211,7 @@ class Supervisor:
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
             case "ask":
-                self._waves.ask(worker, header["id"], header["model"], payload, header["most"])
+                self._batches.ask(worker, header["id"], header["model"], payload, header["most"])
             case "load":
                 self.limits.on_load(worker, header["endpoint"], header["load"])
                 if header["load"]["replies"]:
@@ -242,7 +242,7 @@ class Supervisor:
     def _release(self, worker: WorkerLink, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.alone = False
-        self._waves.leave(key)
+        self._batches.leave(key)
 
     def _keep_budget(self) -> None:
         self.budget.lend(self._crew.workers)
@@ -250,13 +250,13 @@ class Supervisor:
             self.is_out_of_budget = True
             self._stop(words)
 
-    def _keep_waves(self) -> None:
-        while not self._waves.news.empty():
-            self._progress.say(self._waves.news.get())
-        if self._waves.problem is not None:
-            self._stop(self._waves.problem)
+    def _keep_batches(self) -> None:
+        while not self._batches.news.empty():
+            self._progress.say(self._batches.news.get())
+        if self._batches.problem is not None:
+            self._stop(self._batches.problem)
         held = self._crew.held if self._crew.is_ready else None
-        self._waves.tick(held, self._progress.ended_share)
+        self._batches.tick(held, self._progress.ended_share)
 
     # Workers: starting, watching, replacing.
 
@@ -266,7 +266,7 @@ class Supervisor:
         why = f": {worker.last_words}" if worker.last_words else ""
         log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
         for key in worker.held:
-            self._waves.leave(key)
+            self._batches.leave(key)
         if self._stop_reason is not None:
             return
         if not worker.ready:
@@ -326,7 +326,7 @@ class Supervisor:
         self._records.append(dump_record(record), index_fields(record))
         self._records.sync()
         self._inflight.finish(key)
-        self._waves.forget(key)
+        self._batches.forget(key)
         self._progress.task_ended(failure=failure.error_class)
 
     def _look_after_workers(self) -> None:
@@ -401,7 +401,7 @@ class Supervisor:
             return
         self._stop_reason = reason
         self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
-        self._waves.stop()
+        self._batches.stop()
         self._crew.tell(pack("stop", grace_s=grace_s))
 
     def _dismiss_workers(self) -> None:

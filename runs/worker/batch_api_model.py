@@ -31,7 +31,7 @@ from toolsets import exact_json
 _HASH_BYTES = 10
 
 
-class Answer(NamedTuple):
+class BatchAnswer(NamedTuple):
     """What the parent says to a call."""
 
     how: str
@@ -39,22 +39,22 @@ class Answer(NamedTuple):
     reply: bytes
 
 
-class Desk:
+class BatchApiClient:
     """Where the conversations of a worker leave their calls, and wait for the answers."""
 
     def __init__(self, send: Callable[..., None]) -> None:
         """`send(type, payload, **fields)` reaches the parent."""
         self._send = send
-        self._waiting: dict[str, asyncio.Future[Answer]] = {}
+        self._waiting: dict[str, asyncio.Future[BatchAnswer]] = {}
         self._is_stopping = False
 
     async def ask(
         self, id: str, settings: ModelSettings, body: bytes, most: Amount | None = None
-    ) -> Answer:
+    ) -> BatchAnswer:
         """Have a call made by a batch, for which `most` is set aside; raises `Stopped`."""
         if self._is_stopping:
             raise Stopped
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
         told = None if most is None else most.to_json()
         self._send("ask", body, id=id, model=name_of(settings), most=told)
@@ -67,7 +67,7 @@ class Desk:
         """The parent answers."""
         answer = self._waiting.get(id)
         if answer is not None and not answer.done():
-            answer.set_result(Answer(how, reply))
+            answer.set_result(BatchAnswer(how, reply))
 
     def stop(self) -> None:
         """Turn all away that wait and come: their batches are found again by the next start."""
@@ -77,14 +77,14 @@ class Desk:
                 answer.set_exception(Stopped())
 
 
-class BatchedModel:
+class BatchApiModel:
     """A model of one conversation, asked by batches, or live where the parent says so."""
 
     def __init__(
         self,
         live: PatientModel,
         *,
-        desk: Desk,
+        desk: BatchApiClient,
         gate: CallGate,
         purse: Purse,
         task: bytes,
@@ -152,7 +152,7 @@ class BatchedModel:
                     self._purse.give_back(most)
         return completion
 
-    async def _ask(self, id: str, request: Request, most: Amount | None) -> Answer:
+    async def _ask(self, id: str, request: Request, most: Amount | None) -> BatchAnswer:
         while True:
             body = body_of(request, self._live.settings)
             answer = await self._desk.ask(id, self._settings, body, most)

@@ -13,7 +13,7 @@ from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, url_of
 from agent.models.resolve import read_key
 from runs.amounts import Amount, Bounds
-from runs.worker.batch_api_model import BatchedModel, Desk
+from runs.worker.batch_api_model import BatchApiClient, BatchApiModel
 from runs.worker.budget_share import Purse
 from runs.worker.call_gate import CallGate, Load
 
@@ -51,7 +51,7 @@ class Calls:
         self._gates = {
             endpoint: self._gate(endpoint, of_one) for endpoint, of_one in bounds.items()
         }
-        self._desk = Desk(send) if by_batch else None
+        self._desk = BatchApiClient(send) if by_batch else None
         self._loads = dict.fromkeys(bounds, Load())
         self.pool = ModelPool(
             key_of=read_key,
@@ -101,10 +101,10 @@ class Calls:
         self._desk.on_answer(id, how, reply)
 
     def by_batch(self, model: Model, task: bytes, used: set[str], held: dict[str, Amount]) -> Model:
-        """The model by which a task asks; see `BatchedModel`. Scripts need no batches."""
+        """The model by which a task asks; see `BatchApiModel`. Scripts need no batches."""
         if self._desk is None or not isinstance(model, PatientModel):
             return model
-        return BatchedModel(
+        return BatchApiModel(
             model,
             desk=self._desk,
             gate=self._gates[model.asked.endpoint],

@@ -17,8 +17,8 @@ from typing import Any
 
 from agent.models.batches.base import ItemResult
 from agent.models.errors import RULES, ModelError
-from runs.batch_api.delivery import WaveCourier
-from runs.batch_api.ledger import Wave, WaveLedger
+from runs.batch_api.batch_log import BatchJob, BatchLog
+from runs.batch_api.delivery import BatchDelivery
 from runs.errors import EnvironmentStop
 from runs.store.files import AppendFile
 from runs.worker.batch_api_model import task_of
@@ -37,7 +37,7 @@ _ANSWERS, _ANSWERS_S = 500, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class CollectorLimits:
     """When a wave is closed, beside when nobody can join it any more."""
 
     wait_s: float
@@ -48,24 +48,24 @@ class Bounds:
 class _Gathering:
     """A wave that calls are still joining."""
 
-    wave: Wave
+    job: BatchJob
     file: AppendFile
     began: float = field(default_factory=time.monotonic)
 
 
-class WaveOffice:
+class BatchCollector:
     """Gathers calls, sees their batches through, and answers. All calls belong to one loop."""
 
     def __init__(
         self,
-        ledger: WaveLedger,
-        waves: Iterable[Wave],
-        couriers: Mapping[str, WaveCourier],
-        bounds: Bounds,
+        ledger: BatchLog,
+        jobs: Iterable[BatchJob],
+        couriers: Mapping[str, BatchDelivery],
+        bounds: CollectorLimits,
         *,
         on_problem: Callable[[str], None],
     ) -> None:
-        """`waves` are those of earlier starts; `couriers` by `name_of`.
+        """`jobs` are those of earlier starts; `couriers` by `name_of`.
 
         `on_problem` stops the run.
         """
@@ -73,21 +73,21 @@ class WaveOffice:
         self._couriers = couriers
         self._bounds = bounds
         self._on_problem = on_problem
-        self._waves: set[Wave] = set()
-        self._wave_of: dict[str, Wave] = {}
+        self._waves: set[BatchJob] = set()
+        self._wave_of: dict[str, BatchJob] = {}
         self._calls_of: defaultdict[bytes, set[str]] = defaultdict(set)
         self._waiting: dict[str, Reply] = {}
         self._waiting_of: defaultdict[bytes, set[str]] = defaultdict(set)
         self._gathering: dict[str, _Gathering] = {}
-        self._working: dict[asyncio.Task[None], Wave] = {}
+        self._working: dict[asyncio.Task[None], BatchJob] = {}
         self._joined_at = 0.0
         self._is_tail = self._is_stopping = False
         self.live = 0
         """Calls that were sent live."""
         self.in_batches = (0, 0)
         """How many calls are in batches that are not over, and how many such batches there are."""
-        for wave in waves:
-            self._take_up(wave)
+        for job in jobs:
+            self._take_up(job)
 
     def ask(
         self, id: str, model: str, body: bytes, reply: Reply, most: list[Any] | None = None
@@ -98,9 +98,9 @@ class WaveOffice:
         self._waiting[id] = reply
         self._waiting_of[task_of(id)].add(id)
         self._joined_at = time.monotonic()
-        wave = self._wave_of.get(id)
-        if wave is not None:
-            self._answer(wave, id)
+        job = self._wave_of.get(id)
+        if job is not None:
+            self._answer(job, id)
         elif self._is_tail:
             self._send(id, "live")
         else:
@@ -115,12 +115,12 @@ class WaveOffice:
         """A task has its record: its calls are never asked again."""
         self.leave(task)
         for id in self._calls_of.pop(task, ()):
-            wave = self._wave_of.pop(id)
-            wave.index.pop(id, None)
-            wave.needed -= 1
-            if not wave.needed and wave.state in ("collected", "failed"):
-                self._ledger.remove(wave)
-                self._waves.discard(wave)
+            job = self._wave_of.pop(id)
+            job.index.pop(id, None)
+            job.needed -= 1
+            if not job.needed and job.state in ("collected", "failed"):
+                self._ledger.remove(job)
+                self._waves.discard(job)
 
     def tick(self, held: int | None, *, is_tail: bool) -> None:
         """Close the waves that are complete.
@@ -128,8 +128,8 @@ class WaveOffice:
         `held` is how many tasks the workers have, None while more of them are starting. With
         `is_tail` the run is so near its end that what comes now is asked live.
         """
-        under_way = [wave for wave in self._waves if wave.state in ("sending", "created")]
-        self.in_batches = (sum(len(wave.ids) for wave in under_way), len(under_way))
+        under_way = [job for job in self._waves if job.state in ("sending", "created")]
+        self.in_batches = (sum(len(job.ids) for job in under_way), len(under_way))
         now = time.monotonic()
         if self._is_stopping:
             return
@@ -137,7 +137,7 @@ class WaveOffice:
             self._is_tail = True
             for gathering in list(self._gathering.values()):
                 self._drop(gathering)
-                self._let_go(gathering.wave, "live")
+                self._let_go(gathering.job, "live")
         waiting = sum(map(bool, self._waiting_of.values()))
         is_complete = waiting == held and now - self._joined_at >= _QUIET_S
         for gathering in list(self._gathering.values()):
@@ -149,16 +149,16 @@ class WaveOffice:
         self._is_stopping = True
         for gathering in list(self._gathering.values()):
             self._drop(gathering)
-            if gathering.wave.most:
-                self._note_gathered(gathering.wave)  # the next start gives back what is set aside
-        for task, wave in self._working.items():
-            if wave.state == "gathered":
+            if gathering.job.most:
+                self._note_gathered(gathering.job)  # the next start gives back what is set aside
+        for task, job in self._working.items():
+            if job.state == "gathered":
                 task.cancel()
 
     async def close(self, wait_s: float) -> None:
         """Wait `wait_s` at most for creations under way, so that their ids get known; then end."""
         self.stop()
-        creating = [task for task, wave in self._working.items() if wave.state == "sending"]
+        creating = [task for task, job in self._working.items() if job.state == "sending"]
         deadline = time.monotonic() + wait_s
         while creating and time.monotonic() < deadline:
             await asyncio.wait(creating, timeout=0.05)
@@ -183,70 +183,70 @@ class WaveOffice:
         api = courier.api
         gathering = self._gathering.get(model)
         room = min(self._bounds.max_requests, courier.most)
-        line = api.line(gathering.wave.sent_id(id) if gathering else id, body)
+        line = api.line(gathering.job.sent_id(id) if gathering else id, body)
         if gathering is not None and (
-            len(gathering.wave.ids) >= room or gathering.file.size + len(line) > api.max_bytes
+            len(gathering.job.ids) >= room or gathering.file.size + len(line) > api.max_bytes
         ):
             self._close(gathering)
             gathering = None
         if gathering is None:
-            wave = Wave(secrets.token_hex(4), model, [])
-            gathering = _Gathering(wave, AppendFile(self._ledger.items_file(wave)))
+            job = BatchJob(secrets.token_hex(4), model, [])
+            gathering = _Gathering(job, AppendFile(self._ledger.items_file(job)))
             self._gathering[model] = gathering
-            self._waves.add(wave)
-            line = api.line(wave.sent_id(id), body)
+            self._waves.add(job)
+            line = api.line(job.sent_id(id), body)
         gathering.file.append(line)
-        gathering.wave.ids.append(id)
-        gathering.wave.needed += 1
+        gathering.job.ids.append(id)
+        gathering.job.needed += 1
         if most is not None:
-            gathering.wave.most.append(most)
-        self._know(id, gathering.wave)
+            gathering.job.most.append(most)
+        self._know(id, gathering.job)
 
     def _close(self, gathering: _Gathering) -> None:
         """Send a wave, if all its calls are still wanted; else those that are gather anew."""
-        wave = gathering.wave
-        del self._gathering[wave.model]
+        job = gathering.job
+        del self._gathering[job.model]
         gathering.file.close()
-        if not all(id in self._waiting for id in wave.ids):
-            self._ledger.remove(wave)
-            self._let_go(wave, "again")
+        if not all(id in self._waiting for id in job.ids):
+            self._ledger.remove(job)
+            self._let_go(job, "again")
             return
-        wave.size = gathering.file.size
-        self._note_gathered(wave)
-        self._work(wave)
+        job.size = gathering.file.size
+        self._note_gathered(job)
+        self._work(job)
 
-    def _note_gathered(self, wave: Wave) -> None:
-        most = {"most": wave.most} if wave.most else {}
-        self._ledger.note(wave, "gathered", model=wave.model, items=wave.ids, **most)
+    def _note_gathered(self, job: BatchJob) -> None:
+        most = {"most": job.most} if job.most else {}
+        self._ledger.note(job, "gathered", model=job.model, items=job.ids, **most)
 
     def _drop(self, gathering: _Gathering) -> None:
         """Forget a wave of which nothing was sent."""
-        del self._gathering[gathering.wave.model]
+        del self._gathering[gathering.job.model]
         gathering.file.close()
-        self._ledger.remove(gathering.wave)
+        self._ledger.remove(gathering.job)
 
-    def _know(self, id: str, wave: Wave) -> None:
-        self._wave_of[id] = wave
+    def _know(self, id: str, job: BatchJob) -> None:
+        self._wave_of[id] = job
         self._calls_of[task_of(id)].add(id)
 
-    def _let_go(self, wave: Wave, how: str) -> None:
+    def _let_go(self, job: BatchJob, how: str) -> None:
         """The calls of a wave belong to it no longer."""
-        self._waves.discard(wave)
-        for id in wave.ids:
-            if self._wave_of.get(id) is wave:
+        self._waves.discard(job)
+        for id in job.ids:
+            if self._wave_of.get(id) is job:
                 del self._wave_of[id]
                 self._calls_of[task_of(id)].discard(id)
             self._send(id, how)
 
     # Answering.
 
-    def _answer(self, wave: Wave, id: str) -> None:
+    def _answer(self, job: BatchJob, id: str) -> None:
         """Answer a call of a wave that is waited for, if it is decided."""
-        if wave.state not in ("collected", "failed") or id not in self._waiting:
+        if job.state not in ("collected", "failed") or id not in self._waiting:
             return
-        result = ItemResult(id, None, wave.why)
-        if wave.state == "collected":
-            result = self._ledger.result(wave, id)
+        result = ItemResult(id, None, job.why)
+        if job.state == "collected":
+            result = self._ledger.result(job, id)
         if result.reply is None:
             log.info("%s: asked live: %s", id, result.why)
             self._send(id, "live")
@@ -261,41 +261,41 @@ class WaveOffice:
 
     # Seeing a wave through.
 
-    def _take_up(self, wave: Wave) -> None:
+    def _take_up(self, job: BatchJob) -> None:
         """Go on with a wave of an earlier start."""
-        if wave.model not in self._couriers:
-            log.warning("batch %s asks %s, which this run no longer does", wave.batch, wave.model)
+        if job.model not in self._couriers:
+            log.warning("batch %s asks %s, which this run no longer does", job.batch, job.model)
             return
-        self._waves.add(wave)
-        for id in wave.ids:
-            self._know(id, wave)
-        if wave.state in ("sending", "created"):
-            self._work(wave)
+        self._waves.add(job)
+        for id in job.ids:
+            self._know(id, job)
+        if job.state in ("sending", "created"):
+            self._work(job)
 
-    def _work(self, wave: Wave) -> None:
-        task = asyncio.get_running_loop().create_task(self._see_through(wave))
-        self._working[task] = wave
+    def _work(self, job: BatchJob) -> None:
+        task = asyncio.get_running_loop().create_task(self._see_through(job))
+        self._working[task] = job
         task.add_done_callback(lambda task: self._working.pop(task, None))
 
-    async def _see_through(self, wave: Wave) -> None:
+    async def _see_through(self, job: BatchJob) -> None:
         """From the calls of a wave to their answers. What fails for good stops the run."""
         try:
-            await self._couriers[wave.model].see_through(wave)
-            if wave.state == "void":
-                self._let_go(wave, "again")
-            for n, id in enumerate(wave.ids, 1):
-                self._answer(wave, id)
+            await self._couriers[job.model].see_through(job)
+            if job.state == "void":
+                self._let_go(job, "again")
+            for n, id in enumerate(job.ids, 1):
+                self._answer(job, id)
                 if n % _ANSWERS == 0:  # else the pipes would hold all replies of a large wave
                     await asyncio.sleep(_ANSWERS_S)
-            if not wave.needed:
-                self._ledger.remove(wave)
+            if not job.needed:
+                self._ledger.remove(job)
         except ModelError as error:
-            self._on_problem(f"batches of {wave.model}: {RULES[error.kind].meaning}: {error}")
+            self._on_problem(f"batches of {job.model}: {RULES[error.kind].meaning}: {error}")
         except (EnvironmentStop, HostError) as error:
             self._on_problem(str(error))
         except Exception as error:
             if (words := machine_failure(error)) is not None:
                 self._on_problem(words)
                 return
-            log.exception("batch %s: a defect of this program", wave.batch or wave.name)
+            log.exception("batch %s: a defect of this program", job.batch or job.name)
             self._on_problem(f"a defect of this program, see run.log: {error!r}")

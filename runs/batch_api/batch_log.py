@@ -58,7 +58,7 @@ _CALL = re.compile(r"[0-9a-f]{32}-[0-9a-f]+")
 
 
 @dataclass(eq=False)
-class Wave:
+class BatchJob:
     """The calls of one batch."""
 
     name: str
@@ -94,7 +94,7 @@ class Wave:
         return id if name == self.name else None
 
 
-class WaveLedger:
+class BatchLog:
     """Reads and writes what is on disk. For use by one thread. Methods raise `StorageError`."""
 
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
@@ -109,34 +109,34 @@ class WaveLedger:
         Gives what was set aside for these calls. Nobody else will give it back: who asked for them
         is gone.
         """
-        unsent = [wave for wave in waves_in(self._path) if wave.state == "gathered"]
-        for wave in unsent:
-            self.note(wave, "void")
-        return [most for wave in unsent for most in wave.most]
+        unsent = [job for job in jobs_in(self._path) if job.state == "gathered"]
+        for job in unsent:
+            self.note(job, "void")
+        return [most for job in unsent for most in job.most]
 
-    def load(self, is_settled: Callable[[str], bool]) -> list[Wave]:
+    def load(self, is_settled: Callable[[str], bool]) -> list[BatchJob]:
         """The waves that some call still needs, as the starts before have left them.
 
         `is_settled` tells of a call's id whether its conversation has its record.
         """
         found = []
-        for wave in waves_in(self._path):
-            wave.needed = sum(not is_settled(id) for id in wave.ids)
-            if wave.state == "collected" and wave.needed:
-                self._index(wave)
-            if wave.needed and wave.state not in ("gathered", "void"):
-                found.append(wave)
-        kept = {self._results_file(wave) for wave in found}
+        for job in jobs_in(self._path):
+            job.needed = sum(not is_settled(id) for id in job.ids)
+            if job.state == "collected" and job.needed:
+                self._index(job)
+            if job.needed and job.state not in ("gathered", "void"):
+                found.append(job)
+        kept = {self._results_file(job) for job in found}
         for path in listed(self._place):
             if path not in kept:  # of waves that are done with, or half written
                 path.unlink()
         return found
 
-    def note(self, wave: Wave, state: State, **more: Any) -> None:
+    def note(self, job: BatchJob, state: State, **more: Any) -> None:
         """Write one line, durably, and change the wave by it."""
-        line = {"kind": state, "wave": wave.name, "at": time.time(), **more}
+        line = {"kind": state, "wave": job.name, "at": time.time(), **more}
         self._append(line)
-        apply_step({wave.name: wave}, line)
+        apply_step({job.name: job}, line)
 
     def note_live(self, calls: int) -> None:
         """Write how many calls of this start were made live."""
@@ -149,35 +149,35 @@ class WaveLedger:
         self._file.append(with_checksum(orjson.dumps(line)))
         self._file.sync()
 
-    def items_file(self, wave: Wave) -> Path:
+    def items_file(self, job: BatchJob) -> Path:
         """Where the calls of a wave are, as lines for the provider."""
         self._place.mkdir(mode=0o700, exist_ok=True)
-        return self._place / f"{wave.name}.items"
+        return self._place / f"{job.name}.items"
 
-    def begin_results(self, wave: Wave) -> Results:
+    def begin_results(self, job: BatchJob) -> Results:
         """A new file for the results of a wave, which counts once it is kept."""
         self._place.mkdir(mode=0o700, exist_ok=True)
-        return Results(wave, self._results_file(wave))
+        return Results(job, self._results_file(job))
 
-    def result(self, wave: Wave, id: str) -> ItemResult:
+    def result(self, job: BatchJob, id: str) -> ItemResult:
         """The result of a call of a collected wave."""
-        place = wave.index.get(id)
+        place = job.index.get(id)
         if place is None:
             return ItemResult(id, None, "the batch is over and has no result for it")
         try:
-            with self._results_file(wave).open("rb") as file:
+            with self._results_file(job).open("rb") as file:
                 file.seek(place[0])
                 line = exact_json.loads(file.read(place[1]))
         except OSError as error:
-            msg = f"{self._results_file(wave)}: cannot read: {error.strerror or error}"
+            msg = f"{self._results_file(job)}: cannot read: {error.strerror or error}"
             raise StorageError(msg) from error
         if "reply" in line:
             return ItemResult(id, exact_json.dumps(line["reply"]))
         return ItemResult(id, None, line["why"])
 
-    def remove(self, wave: Wave) -> None:
+    def remove(self, job: BatchJob) -> None:
         """Remove the files of a wave that nobody needs any more."""
-        for path in (self._place / f"{wave.name}.items", self._results_file(wave)):
+        for path in (self._place / f"{job.name}.items", self._results_file(job)):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -187,23 +187,23 @@ class WaveLedger:
         if self._place.is_dir() and not any(self._place.iterdir()):
             self._place.rmdir()
 
-    def _results_file(self, wave: Wave) -> Path:
-        return self._place / f"{wave.name}.results"
+    def _results_file(self, job: BatchJob) -> Path:
+        return self._place / f"{job.name}.results"
 
-    def _index(self, wave: Wave) -> None:
+    def _index(self, job: BatchJob) -> None:
         """Find the results again; without their file they are fetched once more, which is free."""
         try:
-            wave.index = index_of(self._results_file(wave), wave)
+            job.index = index_of(self._results_file(job), job)
         except (OSError, ValueError) as error:
-            log.warning("%s: fetched again: %s", self._results_file(wave), error)
-            wave.state = "created"
+            log.warning("%s: fetched again: %s", self._results_file(job), error)
+            job.state = "created"
 
 
 class Results:
     """The results of a wave, written as they come."""
 
-    def __init__(self, wave: Wave, path: Path) -> None:
-        self._wave = wave
+    def __init__(self, job: BatchJob, path: Path) -> None:
+        self._wave = job
         self._path = path
         self._temporary = path.with_suffix(".half")
         self._temporary.unlink(missing_ok=True)
@@ -273,7 +273,7 @@ def _are_amounts(most: Any, calls: int) -> bool:
     return pairs and all(isinstance(number, _NUMBER) for one in most for number in one)
 
 
-def index_of(results: Path, wave: Wave) -> dict[str, tuple[int, int]]:
+def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
     """Where the result of each call of a collected wave is in a file: offset and length.
 
     Raises `OSError`, and `ValueError` where these are not the results that were collected.
@@ -289,8 +289,8 @@ def index_of(results: Path, wave: Wave) -> dict[str, tuple[int, int]]:
             index[result["id"]] = (offset, len(line))
             offset += len(line)
             replies += "reply" in result
-    if replies != wave.replies:
-        msg = f"{replies:,} replies instead of {wave.replies:,}"
+    if replies != job.replies:
+        msg = f"{replies:,} replies instead of {job.replies:,}"
         raise ValueError(msg)
     return index
 
@@ -298,11 +298,11 @@ def index_of(results: Path, wave: Wave) -> dict[str, tuple[int, int]]:
 def calls_kept(run_dir: Path, is_settled: Callable[[str], bool]) -> int:
     """How many calls are in batches, or have results here, that no conversation has taken.
 
-    See `WaveLedger.load`; writes nothing.
+    See `BatchLog.load`; writes nothing.
     """
-    waves = waves_in(run_dir / "batches.jsonl")
-    kept = (wave for wave in waves if wave.state in ("sending", "created", "collected"))
-    return sum(not is_settled(id) for wave in kept for id in wave.ids)
+    jobs = jobs_in(run_dir / "batches.jsonl")
+    kept = (job for job in jobs if job.state in ("sending", "created", "collected"))
+    return sum(not is_settled(id) for job in kept for id in job.ids)
 
 
 def held_in(run_dir: Path, is_settled: Callable[[str], bool]) -> dict[str, list[Any]]:
@@ -313,42 +313,42 @@ def held_in(run_dir: Path, is_settled: Callable[[str], bool]) -> dict[str, list[
     are to be given up first.
     """
     found: dict[str, list[Any]] = {}
-    for wave in waves_in(run_dir / "batches.jsonl"):
-        if wave.state in ("sending", "created"):
-            amounts = zip(wave.ids, wave.most, strict=False)
+    for job in jobs_in(run_dir / "batches.jsonl"):
+        if job.state in ("sending", "created"):
+            amounts = zip(job.ids, job.most, strict=False)
             found |= {id: most for id, most in amounts if not is_settled(id)}
     return found
 
 
-def waves_in(path: Path) -> Iterable[Wave]:
+def jobs_in(path: Path) -> Iterable[BatchJob]:
     """The waves that a `batches.jsonl` tells of, as they are after its last line."""
-    waves: dict[str, Wave] = {}
+    jobs: dict[str, BatchJob] = {}
     for line in read_lines(path):
         try:
-            apply_step(waves, line)
+            apply_step(jobs, line)
         except KeyError as error:
             log.warning(
                 "%s: passed over: a step of a wave that was never gathered: %s", path, error
             )
-    return waves.values()
+    return jobs.values()
 
 
-def apply_step(waves: dict[str, Wave], line: dict[str, Any]) -> None:
-    """Change `waves`, by name, by one line. Raises `KeyError` where its wave is not known."""
-    if line["kind"] == "gathered" and line["wave"] not in waves:
+def apply_step(jobs: dict[str, BatchJob], line: dict[str, Any]) -> None:
+    """Change `jobs`, by name, by one line. Raises `KeyError` where its wave is not known."""
+    if line["kind"] == "gathered" and line["wave"] not in jobs:
         name, most = line["wave"], line.get("most", [])
-        waves[name] = Wave(name, line["model"], line["items"], most)
+        jobs[name] = BatchJob(name, line["model"], line["items"], most)
         return
     if line["kind"] == "live":
         return
-    wave = waves[line["wave"]]
-    wave.state = line["kind"]
+    job = jobs[line["wave"]]
+    job.state = line["kind"]
     match line["kind"]:
         case "sending":
-            wave.sent_at, wave.upload, wave.size = line["at"], line["upload"], line["bytes"]
+            job.sent_at, job.upload, job.size = line["at"], line["upload"], line["bytes"]
         case "created":
-            wave.batch, wave.created_at = line["batch"], line["at"]
+            job.batch, job.created_at = line["batch"], line["at"]
         case "collected":
-            wave.replies = line["replies"]
+            job.replies = line["replies"]
         case "failed":
-            wave.why = line["why"]
+            job.why = line["why"]

@@ -20,16 +20,16 @@ from agent.models.model import ModelSettings, Request
 from agent.models.prices import claim
 from agent.models.resolve import resolve_model
 from benchmarks.fake_batches import FakeBatches
-from runs.batch_api.delivery import WaveCourier
-from runs.batch_api.gathering import Bounds, WaveOffice
-from runs.batch_api.ledger import State, Wave, WaveLedger, held_in
+from runs.batch_api.batch_log import BatchJob, BatchLog, State, held_in
+from runs.batch_api.collector import BatchCollector, CollectorLimits
+from runs.batch_api.delivery import BatchDelivery
 from runs.batch_api.totals import sum_up
 from runs.process.stopped import Stopped
 from runs.tasks import task_key
 from runs.worker.batch_api_model import (
-    Answer,
-    BatchedModel,
-    Desk,
+    BatchAnswer,
+    BatchApiClient,
+    BatchApiModel,
     item_id,
     items_in,
     name_of,
@@ -56,25 +56,25 @@ def settings_for(api: FakeBatches, dialect: str) -> ModelSettings:
 class Desks:
     """An office with whoever asks it."""
 
-    office: WaveOffice
+    office: BatchCollector
     settings: ModelSettings
-    courier: WaveCourier
+    courier: BatchDelivery
     problems: list[str]
     said: list[str]
     asking: set[bytes] = field(default_factory=set)
     is_tail: bool = False
 
-    async def ask(self, prompt: str, nth: int = 0) -> Answer:
+    async def ask(self, prompt: str, nth: int = 0) -> BatchAnswer:
         """Have one call made for the task that is called like its prompt."""
         id, body = self.call(prompt, nth)
         self.asking.add(task_of(id))
         while True:
-            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
 
             def on_answer(
-                _: str, how: str, reply: bytes, answer: asyncio.Future[Answer] = answer
+                _: str, how: str, reply: bytes, answer: asyncio.Future[BatchAnswer] = answer
             ) -> None:
-                answer.set_result(Answer(how, reply))
+                answer.set_result(BatchAnswer(how, reply))
 
             self.office.ask(id, name_of(self.settings), body, on_answer)
             found = await answer
@@ -100,16 +100,16 @@ class Crash(Exception):
     """The process ends here."""
 
 
-class CrashingLedger(WaveLedger):
+class CrashingLedger(BatchLog):
     """Ends the process before or after one step is on disk."""
 
     def __init__(self, run_dir: Path, state: State, *, is_after: bool) -> None:
         super().__init__(run_dir, run_dir / "quarantine")
         self._state, self._is_after = state, is_after
 
-    def note(self, wave: Wave, state: State, **more: Any) -> None:
+    def note(self, job: BatchJob, state: State, **more: Any) -> None:
         if state != self._state or self._is_after:
-            super().note(wave, state, **more)
+            super().note(job, state, **more)
         if state == self._state:
             raise Crash(state)
 
@@ -120,29 +120,29 @@ async def office(
     api: FakeBatches,
     dialect: str = "chat",
     *,
-    ledger: WaveLedger | None = None,
+    ledger: BatchLog | None = None,
     settled: Callable[[str], bool] = lambda id: False,
     most: int = 100,
 ) -> AsyncIterator[Desks]:
     run_dir.mkdir(exist_ok=True)
-    ledger = ledger or WaveLedger(run_dir, run_dir / "quarantine")
+    ledger = ledger or BatchLog(run_dir, run_dir / "quarantine")
     settings = settings_for(api, dialect)
-    waves = ledger.load(settled)
+    jobs = ledger.load(settled)
     problems: list[str] = []
     said: list[str] = []
-    courier = WaveCourier(
+    courier = BatchDelivery(
         ledger,
         settings,
         open_batches(settings, api_key="none"),
-        known=[wave.batch for wave in waves],
+        known=[job.batch for job in jobs],
         patience_s=1.0,
         say=said.append,
     )
-    one = WaveOffice(
+    one = BatchCollector(
         ledger,
-        waves,
+        jobs,
         {name_of(settings): courier},
-        Bounds(wait_s=60, max_requests=most),
+        CollectorLimits(wait_s=60, max_requests=most),
         on_problem=problems.append,
     )
     desks = Desks(one, settings, courier, problems, said)
@@ -154,7 +154,7 @@ async def office(
         await one.close(0)
 
 
-async def all_of(desks: Desks, prompts: Sequence[str]) -> list[Answer]:
+async def all_of(desks: Desks, prompts: Sequence[str]) -> list[BatchAnswer]:
     """Ask all at a time; gives what was answered by the time of the answers or of a problem."""
     asking = [asyncio.create_task(desks.ask(prompt)) for prompt in prompts]
     while not all(one.done() for one in asking) and not desks.problems:
@@ -235,7 +235,7 @@ def test_answers_are_those_of_their_calls(tmp_path: Path, dialect: str) -> None:
     """The results come in another order; what failed or expired is for a live call."""
     prompts = [f"prompt {n}" for n in range(20)]
 
-    async def ask() -> tuple[list[Answer], ModelSettings]:
+    async def ask() -> tuple[list[BatchAnswer], ModelSettings]:
         with FakeBatches(errored=0.2, expired=0.2) as api:
             async with office(tmp_path, api, dialect) as desks:
                 alone = [desks.office.in_batches]
@@ -427,22 +427,22 @@ def test_calls_in_batches_are_claimed_at_their_price() -> None:
 
 def test_what_is_set_aside_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
     id = item_id(task_key("t", ""), b"asked", 0)
-    wave = Wave("w", "m", [id], most=[[0.5, 7]])
-    ledger = WaveLedger(tmp_path, tmp_path / "quarantine")
+    job = BatchJob("w", "m", [id], most=[[0.5, 7]])
+    ledger = BatchLog(tmp_path, tmp_path / "quarantine")
     steps: list[tuple[State, dict[str, Any]]] = [
-        ("gathered", {"model": "m", "items": wave.ids, "most": wave.most}),
+        ("gathered", {"model": "m", "items": job.ids, "most": job.most}),
         ("sending", {"upload": "", "bytes": 1}),
         ("created", {"batch": "b"}),
     ]
     for step, fields in steps:
-        ledger.note(wave, step, **fields)
+        ledger.note(job, step, **fields)
         if step == "gathered":
             continue
         assert not ledger.give_up_unsent()
         assert held_in(tmp_path, lambda _: False) == {id: [0.5, 7]}
         assert not held_in(tmp_path, lambda _: True), "its conversation has ended"
     counts: dict[str, Any] = {"cost_usd": 0.1, "saved_usd": 0.1, "unpriced": 0}
-    ledger.note(wave, "collected", replies=1, failed=0, **counts)
+    ledger.note(job, "collected", replies=1, failed=0, **counts)
     assert not held_in(tmp_path, lambda _: False)
     ledger.close()
 
@@ -452,20 +452,22 @@ class Parent:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.desk = Desk(self._send)
+        self.desk = BatchApiClient(self._send)
 
     def _send(self, type: str, body: bytes, *, id: str, model: str, most: Any) -> None:
         self.asked.append(id)
 
 
 @asynccontextmanager
-async def model_of(parent: Parent, api: FakeBatches, used: set[str]) -> AsyncIterator[BatchedModel]:
+async def model_of(
+    parent: Parent, api: FakeBatches, used: set[str]
+) -> AsyncIterator[BatchApiModel]:
     settings = settings_for(api, "chat")
     live = open_model(settings, api_key="none", on_retry=lambda words: None)
     purse = Purse(bounds=None, tell=lambda told: None)
     gate = CallGate(permits=0, purse=purse, on_refusal=lambda *_: None)
     try:
-        yield BatchedModel(
+        yield BatchApiModel(
             live,
             desk=parent.desk,
             gate=gate,
