@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
+class Cost:
     """Dollars and tokens; of what the run does not bound always 0."""
 
     usd: float = 0.0
     tokens: int = 0
 
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(self.usd + other.usd, self.tokens + other.tokens)
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.usd + other.usd, self.tokens + other.tokens)
 
-    def __sub__(self, other: Amount) -> Amount:
-        return Amount(self.usd - other.usd, self.tokens - other.tokens)
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.usd - other.usd, self.tokens - other.tokens)
 
-    def covers(self, other: Amount) -> bool:
+    def covers(self, other: Cost) -> bool:
         """Whether `other` can be paid from this."""
         return self.usd >= other.usd and self.tokens >= other.tokens
 

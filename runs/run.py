@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from agent.models.model import url_of
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.batch_api.batch_log import BatchLog, held_in
 from runs.batch_api.service import BatchService, with_open_batches
 from runs.config.models import bounds_of, budget_of
@@ -32,7 +32,7 @@ from runs.store.files import listed
 from runs.store.journal import Inflight, segments
 from runs.store.records import RecordFile, load_index
 from runs.store.settled import Settled, is_settled
-from runs.supervisor.budget import Ledger, spent_before
+from runs.supervisor.budget import BudgetLog, spent_before
 from runs.supervisor.damaged import listed_in_words, set_aside_damaged
 from runs.supervisor.progress import Progress
 from runs.supervisor.supervisor import Supervisor
@@ -99,7 +99,7 @@ def _work(
     damaged = set_aside_damaged(run_dir.path)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
     inflight = Inflight(run_dir.inflight)
-    ledger = Ledger(run_dir.path, run_dir.quarantine)
+    budget_log = BudgetLog(run_dir.path, run_dir.quarantine)
     progress = Progress(
         total=plan.scan.rows * config.num_samples if only is None else len(only),
         run_dir=run_dir.path,
@@ -119,7 +119,7 @@ def _work(
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
-        stock = _take_stock(plan, run_dir, only, records, inflight, ledger)
+        stock = _take_stock(plan, run_dir, only, records, inflight, budget_log)
         progress.found_ended(
             done=stock.done,
             failed=stock.failed,
@@ -142,7 +142,7 @@ def _work(
                 setup=_worker_setup(plan, run_dir, has_answers=stock.has_answers),
                 spent=stock.spent,
                 held=stock.held,
-                ledger=ledger,
+                budget_log=budget_log,
                 tasks=tasks_at(plan.scan, stock.owed),
                 records=records,
                 failures=failures,
@@ -164,7 +164,7 @@ def _work(
         progress.close()
         records.close()
         failures.close()
-        ledger.close()
+        budget_log.close()
     return Outcome(
         signal=received[0] if received else None,
         stopped_by=stopped_by or None,
@@ -188,7 +188,7 @@ class _Stock(NamedTuple):
     """Those that were checked, and what of that came."""
     has_answers: bool
     """An endpoint has answered in an earlier start."""
-    spent: Amount
+    spent: Cost
     """What of the budget is used up; nothing where there is none."""
     held: dict[bytes, dict[str, list[Any]]]
     """What of that is set aside for calls in batches, by task and call; see `held_in`."""
@@ -202,7 +202,7 @@ def _take_stock(
     only: Collection[bytes] | None,
     records: RecordFile,
     inflight: Inflight,
-    ledger: Ledger,
+    budget_log: BudgetLog,
 ) -> _Stock:
     """Look at all records once; remove what is left of settled tasks, and read the journals."""
     scan, max_attempts = plan.scan, plan.config.max_attempts
@@ -210,15 +210,15 @@ def _take_stock(
     settled = Settled(found, max_attempts)
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
-    _free_unsent(run_dir, ledger)
-    spent = Amount()
+    _free_unsent(run_dir, budget_log)
+    spent = Cost()
     held: dict[bytes, dict[str, list[Any]]] = {}
     if budget_of(plan.config) is not None:
         for id, most in held_in(run_dir.path, lambda id: task_of(id) in settled).items():
             held.setdefault(task_of(id), {})[id] = most
-        amounts = [Amount(*most) for of_task in held.values() for most in of_task.values()]
+        amounts = [Cost(*most) for of_task in held.values() for most in of_task.values()]
         entries = (entry for _, entry in found.records())
-        spent = spent_before(entries, inflight, ledger, held=amounts)
+        spent = spent_before(entries, inflight, budget_log, held=amounts)
     rows, _ = found.match(scan.keys)
     owed = array("I")
     counts = Counter[bool]()
@@ -248,14 +248,14 @@ def _take_stock(
     )
 
 
-def _free_unsent(run_dir: RunDir, ledger: Ledger) -> None:
+def _free_unsent(run_dir: RunDir, budget_log: BudgetLog) -> None:
     """Give back what the starts before have set aside for calls in batches that were never sent."""
     batches = BatchLog(run_dir.path, run_dir.quarantine)
     # Given up first: after a crash between the two it stays booked, and is not given back twice.
-    freed = [Amount(*most) for most in batches.give_up_unsent()]
+    freed = [Cost(*most) for most in batches.give_up_unsent()]
     batches.close()
     if freed:
-        ledger.append("returned", sum(freed, Amount()))
+        budget_log.append("returned", sum(freed, Cost()))
 
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:

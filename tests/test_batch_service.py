@@ -35,7 +35,7 @@ from runs.worker.batch_api_model import (
     name_of,
     task_of,
 )
-from runs.worker.budget_share import Purse
+from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_gate import CallGate
 
 DIALECTS = ("chat", "messages")
@@ -464,14 +464,14 @@ async def model_of(
 ) -> AsyncIterator[BatchApiModel]:
     settings = settings_for(api, "chat")
     live = open_model(settings, api_key="none", on_retry=lambda words: None)
-    purse = Purse(bounds=None, tell=lambda told: None)
-    gate = CallGate(permits=0, purse=purse, on_refusal=lambda *_: None)
+    budget = WorkerBudget(bounds=None, tell=lambda told: None)
+    gate = CallGate(permits=0, budget=budget, on_refusal=lambda *_: None)
     try:
         yield BatchApiModel(
             live,
             desk=parent.desk,
             gate=gate,
-            purse=purse,
+            budget=budget,
             task=task_key("t", ""),
             used=used,
             held={},

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.fake_batches import FakeBatches
 from benchmarks.fake_script import Options
 from runs.batch_api.batch_log import jobs_in
-from runs.supervisor.budget import Ledger
+from runs.supervisor.budget import BudgetLog
 from tests.faults.oracle import check_run, finished_lines
 from tests.running import (
     WRITE_A_NOTE,
@@ -256,7 +256,7 @@ def test_what_is_set_aside_for_a_batch_is_so_once_over_all_starts(
         assert done.returncode == 0, done.stderr
         assert api.paid.total() == 3 * TURNS
     sums = summary_of(tmp_path)
-    ledger = Ledger(tmp_path / "trajectories" / "r", tmp_path)
+    ledger = BudgetLog(tmp_path / "trajectories" / "r", tmp_path)
     assert ledger.balance.tokens >= sums["input_tokens"] + sums["output_tokens"]
     if number == signal.SIGTERM:
         assert ledger.balance.tokens == sums["input_tokens"] + sums["output_tokens"]
@@ -289,7 +289,7 @@ def test_what_is_set_aside_for_calls_that_were_never_sent_is_free_at_the_next_st
         assert not api.batches
     jobs = jobs_in(place / "batches.jsonl")
     held = [tokens for one in jobs if one.state == "gathered" for _, tokens in one.most]
-    assert Ledger(place, tmp_path).balance.tokens == sum(held)
+    assert BudgetLog(place, tmp_path).balance.tokens == sum(held)
 
 
 @pytest.mark.long
@@ -305,7 +305,7 @@ def test_what_is_set_aside_for_calls_that_were_never_sent_is_so_once(tmp_path: P
                 os.kill(process.pid, signal.SIGTERM)
                 process.wait()
         assert not api.batches
-        assert Ledger(budget.parent, tmp_path).balance.tokens <= 12_000
+        assert BudgetLog(budget.parent, tmp_path).balance.tokens <= 12_000
         done = run(tmp_path, BY_BATCH, **given | {"max_run_tokens": 22_000})
         assert done.returncode == 0, done.stderr
         assert api.paid.total() == 3 * TURNS

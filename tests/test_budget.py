@@ -22,12 +22,12 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import claim
 from benchmarks.fake_endpoint import FakeEndpoint
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.process.stopped import Stopped
 from runs.store.journal import Inflight
 from runs.store.records import load_index
-from runs.supervisor.budget import Ledger, RunBudget, spent_before
-from runs.worker.budget_share import Purse
+from runs.supervisor.budget import BudgetLog, RunBudget, spent_before
+from runs.worker.budget_share import WorkerBudget
 from tests.running import (
     WRITE_A_NOTE,
     lines,
@@ -97,15 +97,15 @@ class TestPurse:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            purse = Purse(bounds=Amount(usd=5.0), tell=told.append)
-            first = asyncio.create_task(purse.set_aside(Amount(usd=1.0)))
-            second = asyncio.create_task(purse.set_aside(Amount(usd=1.0)))
+            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            first = asyncio.create_task(budget.reserve(Cost(usd=1.0)))
+            second = asyncio.create_task(budget.reserve(Cost(usd=1.0)))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            purse.take_loan(Amount(usd=1.5))
+            budget.take_grant(Cost(usd=1.5))
             await asyncio.sleep(0)
             assert (first.done(), second.done()) == (True, False)
-            purse.book(Amount(usd=1.0), reply(0.25))
+            budget.settle(Cost(usd=1.0), reply(0.25))
             await second
 
         asyncio.run(use())
@@ -130,11 +130,11 @@ class TestPurse:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            purse = Purse(bounds=Amount(usd=5.0), tell=told.append)
-            purse.take_loan(Amount(usd=2.0))
-            await purse.set_aside(Amount(usd=1.0))
-            purse.book(Amount(usd=1.0), outcome)
-            purse.recall()
+            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            budget.take_grant(Cost(usd=2.0))
+            await budget.reserve(Cost(usd=1.0))
+            budget.settle(Cost(usd=1.0), outcome)
+            budget.reclaim()
             await asyncio.sleep(0)
 
         asyncio.run(use())
@@ -144,26 +144,26 @@ class TestPurse:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            purse = Purse(bounds=Amount(usd=5.0), tell=told.append)
-            purse.take_over(Amount(usd=1.0))
-            assert not purse.try_to_set_aside(Amount(usd=0.5))
-            purse.book(Amount(usd=1.0), reply(0.25))
-            assert purse.try_to_set_aside(Amount(usd=0.5))
-            purse.close()
+            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            budget.take_over(Cost(usd=1.0))
+            assert not budget.try_to_reserve(Cost(usd=0.5))
+            budget.settle(Cost(usd=1.0), reply(0.25))
+            assert budget.try_to_reserve(Cost(usd=0.5))
+            budget.close()
 
         asyncio.run(use())
         assert told[-1]["returned"] == [0.25, 0]
 
     def test_who_waits_is_turned_away_when_the_run_stops(self) -> None:
         async def use() -> None:
-            purse = Purse(bounds=Amount(tokens=5), tell=lambda told: None)
-            waiter = asyncio.create_task(purse.set_aside(Amount(tokens=1)))
+            budget = WorkerBudget(bounds=Cost(tokens=5), tell=lambda told: None)
+            waiter = asyncio.create_task(budget.reserve(Cost(tokens=1)))
             await asyncio.sleep(0)
-            purse.stop()
+            budget.stop()
             with pytest.raises(Stopped):
                 await waiter
             with pytest.raises(Stopped):
-                await purse.set_aside(Amount())
+                await budget.reserve(Cost())
 
         asyncio.run(use())
 
@@ -173,10 +173,10 @@ class Worker:
 
     ready = True
 
-    def __init__(self, bounds: Amount) -> None:
+    def __init__(self, bounds: Cost) -> None:
         self.to_parent: list[dict[str, Any]] = []
         self.from_parent: list[dict[str, Any]] = []
-        self.purse = Purse(bounds=bounds, tell=self.to_parent.append)
+        self.budget = WorkerBudget(bounds=bounds, tell=self.to_parent.append)
 
     def send(self, message: bytes) -> None:
         self.from_parent.append(orjson.loads(message.split(b"\n")[0]))
@@ -184,9 +184,9 @@ class Worker:
     def receive(self) -> None:
         for header in self.from_parent:
             if header["type"] == "loan":
-                self.purse.take_loan(Amount(*header["amount"]))
+                self.budget.take_grant(Cost(*header["amount"]))
             else:
-                self.purse.recall()
+                self.budget.reclaim()
         self.from_parent.clear()
 
 
@@ -202,34 +202,34 @@ def test_the_budget_is_never_overshot_and_never_stuck(
     """Whatever the calls, they all go, or the rest cannot be paid for in the worst case."""
 
     async def play() -> tuple[int, bool]:
-        bounds = Amount(tokens=cap)
-        ledger = Ledger(Path(directory), Path(directory))
-        budget = RunBudget(bounds, spent=Amount(), ledger=ledger)
+        bounds = Cost(tokens=cap)
+        budget_log = BudgetLog(Path(directory), Path(directory))
+        budget = RunBudget(bounds, spent=Cost(), budget_log=budget_log)
         hands: Any = [Worker(bounds) for _ in range(workers)]
         spent = [0]
 
         async def call(worker: Worker, most: int, used: int) -> None:
-            await worker.purse.set_aside(Amount(tokens=most))
+            await worker.budget.reserve(Cost(tokens=most))
             for _ in range(order.randrange(4)):
                 await asyncio.sleep(0)
             used = min(most, used)
             spent[0] += used
             assert spent[0] <= cap
-            worker.purse.book(Amount(tokens=most), reply(0.0, (used, 0)))
+            worker.budget.settle(Cost(tokens=most), reply(0.0, (used, 0)))
 
         tasks = [asyncio.create_task(call(order.choice(hands), *sizes)) for sizes in calls]
         used_up = None
         while tasks and used_up is None and not all(task.done() for task in tasks):
             for worker in order.sample(hands, len(hands)):
                 for told in worker.to_parent:
-                    budget.on_purse(worker, told)
+                    budget.on_worker_budget(worker, told)
                 worker.to_parent.clear()
-                budget.lend(hands)
+                budget.grant_shares(hands)
                 worker.receive()
                 await asyncio.sleep(0)
             used_up = budget.used_up(hands)
         for worker in hands:
-            worker.purse.stop()
+            worker.budget.stop()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(result is None or isinstance(result, Stopped) for result in results), results
         waiting = [most for (most, _), result in zip(calls, results, strict=True) if result]
@@ -238,12 +238,12 @@ def test_the_budget_is_never_overshot_and_never_stuck(
             assert f"{spent[0]:,} of {cap:,} tokens" in used_up
             assert min(waiting) > cap - spent[0]
         for worker in hands:
-            worker.purse.close()
+            worker.budget.close()
             for told in worker.to_parent:
-                budget.on_purse(worker, told)
-        assert ledger.balance == Amount(tokens=spent[0])
-        ledger.close()
-        assert Ledger(Path(directory), Path(directory)).balance == ledger.balance
+                budget.on_worker_budget(worker, told)
+        assert budget_log.balance == Cost(tokens=spent[0])
+        budget_log.close()
+        assert BudgetLog(Path(directory), Path(directory)).balance == budget_log.balance
         return spent[0], bool(waiting)
 
     with tempfile.TemporaryDirectory() as directory:
@@ -339,16 +339,16 @@ def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
         run(tmp_path, **asked, max_attempts=1)
     run_dir = tmp_path / "trajectories" / "r"
     entries = [entry for _, entry in load_index(run_dir).records()]
-    ledger = Ledger(run_dir, run_dir)
+    budget_log = BudgetLog(run_dir, run_dir)
     inflight = Inflight(run_dir / "inflight")
-    once = spent_before(entries, inflight, ledger)
-    assert spent_before([*entries, *entries], inflight, ledger).tokens == 2 * once.tokens > 0
-    held = [Amount(tokens=7), Amount(tokens=10**5)]  # beside what is known, and inside what is lent
-    found = spent_before(entries, inflight, ledger, held=held)
+    once = spent_before(entries, inflight, budget_log)
+    assert spent_before([*entries, *entries], inflight, budget_log).tokens == 2 * once.tokens > 0
+    held = [Cost(tokens=7), Cost(tokens=10**5)]  # beside what is known, and inside what is lent
+    found = spent_before(entries, inflight, budget_log, held=held)
     assert found.tokens == once.tokens + 7 + 10**5
-    ledger.append("lent", Amount(tokens=10**6))
-    assert spent_before(entries, inflight, ledger, held=held).tokens == 10**6
-    ledger.close()
+    budget_log.append("lent", Cost(tokens=10**6))
+    assert spent_before(entries, inflight, budget_log, held=held).tokens == 10**6
+    budget_log.close()
 
 
 @pytest.mark.parametrize("cost", ["-1.0", "1e999", "true"])

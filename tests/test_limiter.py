@@ -20,7 +20,7 @@ from runs.process.stopped import Stopped
 from runs.protocol.messages import unpack
 from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
 from runs.supervisor.limits import RunLimits
-from runs.worker.budget_share import Purse
+from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_gate import CallGate
 from runs.worker.token_bucket import Pace
 from tests.running import lines, run, write_prompts
@@ -137,7 +137,7 @@ REPLY = Completion(
 
 
 def open_gate(**more: Any) -> CallGate:
-    purse = Purse(bounds=None, tell=lambda told: None)
+    purse = WorkerBudget(bounds=None, tell=lambda told: None)
     return CallGate(**{"permits": 1, "purse": purse, "on_refusal": lambda *_: None, **more})
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from agent.messages import OUT_OF_PLACE, Event
 from agent.state.trajectory import Trajectory
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.batch_api.batch_log import BatchLog
 from runs.store.checksum import with_checksum
 from runs.store.failures import Failure, FailureFile, load_failed_attempts
@@ -23,7 +23,7 @@ from runs.store.files import AppendFile, StorageError, repair_tail, replace_file
 from runs.store.journal import Inflight, next_worker_number, turns_under_way, usable_prefix
 from runs.store.journal_writer import JournalWriter
 from runs.store.records import RecordFile, index_fields, load_index
-from runs.supervisor.budget import Ledger
+from runs.supervisor.budget import BudgetLog
 from runs.supervisor.damaged import set_aside_damaged
 from runs.tasks import BadRow, task_key
 
@@ -134,16 +134,16 @@ def test_damaged_lines_of_journals_and_ledgers_are_set_aside_and_named(tmp_path:
     first, second, third = segment.read_bytes().splitlines(keepends=True)
     changed = second.replace(b'"task":"b"', b'"task":"c"')
     segment.write_bytes(first + changed + third[:-1])
-    ledger = Ledger(tmp_path, tmp_path / "quarantine")
-    ledger.append("lent", Amount(1.5, 10))
-    ledger.append("returned", Amount(0.5, 5))
+    ledger = BudgetLog(tmp_path, tmp_path / "quarantine")
+    ledger.append("lent", Cost(1.5, 10))
+    ledger.append("returned", Cost(0.5, 5))
     ledger.close()
     budget = tmp_path / "budget.jsonl"
     budget.write_bytes(budget.read_bytes().replace(b"0.5", b"0.7"))
     assert set_aside_damaged(tmp_path) == ["budget.jsonl:2", "worker-0-0.jsonl:2"]
     assert segment.read_bytes() == first + third
     assert (tmp_path / "quarantine" / "worker-0-0.jsonl.line2").read_bytes() == changed
-    assert Ledger(tmp_path, tmp_path / "quarantine").balance == Amount(1.5, 10)
+    assert BudgetLog(tmp_path, tmp_path / "quarantine").balance == Cost(1.5, 10)
     assert read_back(inflight, "a") == [reply(1), reply(2)]
     assert set_aside_damaged(tmp_path) == []
 
@@ -431,15 +431,15 @@ def test_failures_and_ledgers_that_are_removed_are_noticed(tmp_path: Path) -> No
     failures = FailureFile(tmp_path, tmp_path / "quarantine")
     failures.append_bad_row(tmp_path, BadRow(1, "empty"))
     failures.sync()
-    budget = Ledger(tmp_path, tmp_path / "quarantine")
-    budget.append("lent", Amount(1.0, 1))
+    budget = BudgetLog(tmp_path, tmp_path / "quarantine")
+    budget.append("lent", Cost(1.0, 1))
     batches = BatchLog(tmp_path, tmp_path / "quarantine")
     batches.note_live(1)
     for name in ("failures.jsonl", "budget.jsonl", "batches.jsonl"):
         (tmp_path / name).unlink()
     writes: list[Callable[[], None]] = [
         failures.sync,
-        lambda: budget.append("lent", Amount(1.0, 1)),
+        lambda: budget.append("lent", Cost(1.0, 1)),
         lambda: batches.note_live(1),
     ]
     for write in writes:

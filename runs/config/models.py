@@ -8,7 +8,7 @@ from agent.models.batches.calls import has_batches
 from agent.models.model import ModelSettings
 from agent.models.resolve import SCRIPTED, read_key, resolve_model
 from agent.setup import Setup, set_up
-from runs.amounts import Amount, Bounds
+from runs.amounts import Bounds, Cost
 from runs.config.endpoints import to_prices
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
@@ -63,11 +63,11 @@ def bounds_of(config: RunConfig, setups: Setups) -> dict[str, Bounds]:
     return bounds
 
 
-def budget_of(config: RunConfig) -> Amount | None:
+def budget_of(config: RunConfig) -> Cost | None:
     """What the run may spend, None where it is not bounded."""
     if config.max_run_cost_usd is None and config.max_run_tokens is None:
         return None
-    return Amount(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
+    return Cost(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
 
 
 def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup:

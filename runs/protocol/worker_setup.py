@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.models.scripted import ScriptedTurn
-from runs.amounts import Amount, Bounds
+from runs.amounts import Bounds, Cost
 from runs.config.run_config import RunConfig
 from runs.record import Provenance
 
@@ -26,7 +26,7 @@ class WorkerSetup:
     script: list[ScriptedTurn] | None
     bounds: Mapping[str, Bounds]
     """On the calls of the run to each endpoint."""
-    budget: Amount | None
+    budget: Cost | None
     proven: frozenset[str]
     """The base URLs that have answered already."""
     place: str = ""

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from agent.messages import Event
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.executors.base import WorkerLink
 from runs.protocol.messages import pack
 from runs.store.checksum import DamagedLine, read_object, with_checksum
@@ -26,76 +26,76 @@ _PART = 2
 
 
 @dataclass(slots=True)
-class _Borrower:
+class _WorkerShare:
     """What the parent knows of one worker's purse."""
 
-    loans: int = 0
+    grants: int = 0
     """Loans that were sent to it."""
-    loans_seen: int = 0
+    grants_seen: int = 0
     calls: int = 0
     """Its calls for which money is set aside."""
-    is_recalled: bool = False
+    is_reclaimed: bool = False
     is_short: bool = False
     """It holds nothing beyond that."""
-    wanted: Amount = field(default_factory=Amount)
-    needs: list[Amount] = field(default_factory=list)
+    wanted: Cost = field(default_factory=Cost)
+    needs: list[Cost] = field(default_factory=list)
     """What would let one of its calls go, either of these; empty where none waits."""
 
     @property
     def is_quiet(self) -> bool:
         """It has nothing to give back, and nothing is on its way to it."""
-        return self.is_short and not self.calls and self.loans == self.loans_seen
+        return self.is_short and not self.calls and self.grants == self.grants_seen
 
 
 class RunBudget:
     """Lends what is left of the run's budget to the workers that ask for it."""
 
-    def __init__(self, bounds: Amount | None, *, spent: Amount, ledger: Ledger) -> None:
+    def __init__(self, bounds: Cost | None, *, spent: Cost, budget_log: BudgetLog) -> None:
         """`spent` is what the run had used up before this start; see `spent_before`."""
         self.bounds = bounds
-        self._ledger = ledger
-        self._left = (bounds or Amount()) - _bounded(spent, bounds)
-        self._borrowers: dict[WorkerLink, _Borrower] = {}
+        self._log = budget_log
+        self._left = (bounds or Cost()) - _bounded(spent, bounds)
+        self._shares: dict[WorkerLink, _WorkerShare] = {}
         self._is_short = False
 
-    def on_purse(self, worker: WorkerLink, told: dict[str, Any]) -> None:
-        """A worker says what it holds and wants; see `Purse`."""
-        borrower = self._borrowers.setdefault(worker, _Borrower())
-        borrower.loans_seen = told["loans"]
-        borrower.calls = told["calls"]
-        borrower.is_short = told["is_short"]
-        borrower.wanted = Amount(*told["wanted"])
-        borrower.needs = [Amount(*need) for need in told["needs"]]
+    def on_worker_budget(self, worker: WorkerLink, told: dict[str, Any]) -> None:
+        """A worker says what it holds and wants; see `WorkerBudget`."""
+        share = self._shares.setdefault(worker, _WorkerShare())
+        share.grants_seen = told["loans"]
+        share.calls = told["calls"]
+        share.is_short = told["is_short"]
+        share.wanted = Cost(*told["wanted"])
+        share.needs = [Cost(*need) for need in told["needs"]]
         if any(told["returned"]):
-            self._left += Amount(*told["returned"])
-            self._ledger.append("returned", Amount(*told["returned"]))
+            self._left += Cost(*told["returned"])
+            self._log.append("returned", Cost(*told["returned"]))
 
-    def lend(self, workers: Sequence[WorkerLink]) -> None:
+    def grant_shares(self, workers: Sequence[WorkerLink]) -> None:
         """Lend what can be lent. What a worker held when it died stays spent: it may have been."""
         if self.bounds is None:
             return
-        for gone in self._borrowers.keys() - set(workers):
-            del self._borrowers[gone]
+        for gone in self._shares.keys() - set(workers):
+            del self._shares[gone]
         for worker in workers:
-            borrower = self._borrowers.setdefault(worker, _Borrower())
-            if not borrower.needs or borrower.loans != borrower.loans_seen:
+            share = self._shares.setdefault(worker, _WorkerShare())
+            if not share.needs or share.grants != share.grants_seen:
                 continue
-            payable = [need for need in borrower.needs if self._left.covers(need)]
+            payable = [need for need in share.needs if self._left.covers(need)]
             if payable:
-                self._lend_to(worker, borrower, payable[0], len(workers))
+                self._grant_to(worker, share, payable[0], len(workers))
             else:
                 self._is_short = True
         if self._is_short:
-            for worker, borrower in self._borrowers.items():
-                if worker.ready and not borrower.is_recalled:
-                    borrower.is_recalled = True
+            for worker, share in self._shares.items():
+                if worker.ready and not share.is_reclaimed:
+                    share.is_reclaimed = True
                     worker.send(pack("recall"))
 
     def used_up(self, workers: Sequence[WorkerLink]) -> str | None:
         """In words, that the budget is used up; None while some call can still be paid for."""
-        ready = [self._borrowers[worker] for worker in workers if worker in self._borrowers]
-        needs = [need for borrower in ready for need in borrower.needs]
-        if not needs or not all(borrower.is_quiet for borrower in ready):
+        ready = [self._shares[worker] for worker in workers if worker in self._shares]
+        needs = [need for share in ready for need in share.needs]
+        if not needs or not all(share.is_quiet for share in ready):
             return None
         if any(self._left.covers(need) for need in needs):
             return None
@@ -119,23 +119,23 @@ class RunBudget:
         """For the progress line; "" while there is enough."""
         return "limited by the budget" if self._is_short else ""
 
-    def _lend_to(self, worker: WorkerLink, borrower: _Borrower, need: Amount, workers: int) -> None:
-        most = Amount(self._left.usd / _PART / workers, self._left.tokens // _PART // workers)
-        loan = Amount(
-            max(need.usd, min(borrower.wanted.usd, most.usd)),
-            max(need.tokens, min(borrower.wanted.tokens, most.tokens)),
+    def _grant_to(self, worker: WorkerLink, share: _WorkerShare, need: Cost, workers: int) -> None:
+        most = Cost(self._left.usd / _PART / workers, self._left.tokens // _PART // workers)
+        grant = Cost(
+            max(need.usd, min(share.wanted.usd, most.usd)),
+            max(need.tokens, min(share.wanted.tokens, most.tokens)),
         )
         if self._is_short:
-            loan = need
-        self._left -= loan
-        borrower.loans += 1
-        borrower.needs = []
+            grant = need
+        self._left -= grant
+        share.grants += 1
+        share.needs = []
         # On disk before it can be spent: what a crash leaves unreturned may have been.
-        self._ledger.append("lent", loan)
-        worker.send(pack("loan", amount=loan.to_json()))
+        self._log.append("lent", grant)
+        worker.send(pack("loan", amount=grant.to_json()))
 
 
-class Ledger:
+class BudgetLog:
     """`budget.jsonl`: what was lent to workers and what they gave back, over all starts.
 
     Lines: {"kind": "lent" or "returned", "usd", "tokens"}. The difference was spent, or may have
@@ -145,7 +145,7 @@ class Ledger:
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
         path = run_dir / "budget.jsonl"
         repair_tail(path, quarantine)
-        self.balance = Amount()
+        self.balance = Cost()
         """Lent and not given back."""
         lines = path.read_bytes().splitlines() if path.exists() else []
         for number, text in enumerate(lines, 1):
@@ -156,7 +156,7 @@ class Ledger:
         self._path = path
         self._file: AppendFile | None = None
 
-    def append(self, kind: str, amount: Amount) -> None:
+    def append(self, kind: str, amount: Cost) -> None:
         """Write one line; raises `StorageError`. The file is there from the first one on."""
         if self._file is None:
             self._file = AppendFile(self._path)
@@ -172,7 +172,7 @@ class Ledger:
             self._file.close()
 
     def _count(self, kind: str, usd: float, tokens: int) -> None:
-        amount = Amount(usd, tokens)
+        amount = Cost(usd, tokens)
         self.balance = self.balance + amount if kind == "lent" else self.balance - amount
 
 
@@ -196,37 +196,41 @@ def _read_loan(text: bytes) -> dict[str, Any] | None:
 
 
 def spent_before(
-    records: Iterable[Entry], inflight: Inflight, ledger: Ledger, *, held: Iterable[Amount] = ()
-) -> Amount:
+    records: Iterable[Entry],
+    inflight: Inflight,
+    budget_log: BudgetLog,
+    *,
+    held: Iterable[Cost] = (),
+) -> Cost:
     """What the starts before have used up.
 
     By `records`, those that later attempts have replaced included, and by the journals of the
     rest; or by the ledger, where that is more: it knows what calls may have cost whose replies
     never arrived, or did not tell. `held` is set aside for calls in batches, which go on to use it.
     """
-    spent = sum(held, Amount())
+    spent = sum(held, Cost())
     for entry in records:
         tokens = (entry.input_tokens or 0) + (entry.output_tokens or 0)
-        spent += Amount(entry.cost_usd or 0.0, tokens)
+        spent += Cost(entry.cost_usd or 0.0, tokens)
     for key in inflight.tasks():
         for event in inflight.events(key):
             spent += _spent_by(event)
-    lent = ledger.balance
-    return Amount(max(spent.usd, lent.usd), max(spent.tokens, lent.tokens))
+    lent = budget_log.balance
+    return Cost(max(spent.usd, lent.usd), max(spent.tokens, lent.tokens))
 
 
-def _spent_by(event: Event) -> Amount:
+def _spent_by(event: Event) -> Cost:
     if event["kind"] == "sub":
         return _spent_by(event["event"])
     if event["kind"] != "reply":
-        return Amount()
+        return Cost()
     usage = event["usage"] or {"input_tokens": None, "output_tokens": None}
     tokens = (usage["input_tokens"] or 0) + (usage["output_tokens"] or 0)
-    return Amount(event["cost_usd"] or 0.0, tokens)
+    return Cost(event["cost_usd"] or 0.0, tokens)
 
 
-def _bounded(spent: Amount, bounds: Amount | None) -> Amount:
+def _bounded(spent: Cost, bounds: Cost | None) -> Cost:
     """What counts against the bounds that there are."""
     if bounds is None:
-        return Amount()
-    return Amount(spent.usd if bounds.usd else 0.0, spent.tokens if bounds.tokens else 0)
+        return Cost()
+    return Cost(spent.usd if bounds.usd else 0.0, spent.tokens if bounds.tokens else 0)

@@ -18,7 +18,7 @@ from typing import Any
 
 from agent.loop.steps import End
 from agent.models.model import url_of
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.batch_api.service import BatchService
 from runs.config.models import Setups, bounds_of
 from runs.config.run_config import RunConfig
@@ -35,7 +35,7 @@ from runs.store.index import PASSED
 from runs.store.journal import Inflight, next_worker_number
 from runs.store.records import RecordFile, index_fields
 from runs.store.settled import WORKER_DIED
-from runs.supervisor.budget import Ledger, RunBudget
+from runs.supervisor.budget import BudgetLog, RunBudget
 from runs.supervisor.damaged import listed_in_words
 from runs.supervisor.limits import RunLimits
 from runs.supervisor.outages import Outages
@@ -67,9 +67,9 @@ class Supervisor:
         failures: FailureFile,
         inflight: Inflight,
         progress: Progress,
-        spent: Amount,
+        spent: Cost,
         held: dict[bytes, dict[str, list[Any]]],
-        ledger: Ledger,
+        budget_log: BudgetLog,
         batches: BatchService,
     ) -> None:
         """`spent` is what the run has used up of its budget before this start; of that, `held` is
@@ -88,7 +88,7 @@ class Supervisor:
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
         self.limits = RunLimits(bounds_of(config, setups))
-        self.budget = RunBudget(setup.budget, spent=spent, ledger=ledger)
+        self.budget = RunBudget(setup.budget, spent=spent, budget_log=budget_log)
         first_number = next_worker_number(run_dir.inflight)
         self._crew = Crew(executor, config, first_number=first_number)
         self._failed_starts = 0
@@ -221,7 +221,7 @@ class Supervisor:
                     header["endpoint"], header["retry_after_s"], header["sent_at"]
                 )
             case "purse":
-                self.budget.on_purse(worker, header["told"])
+                self.budget.on_worker_budget(worker, header["told"])
             case "outage":
                 self._outages.note(header["url"], header["words"], header["left_s"])
             case "say":
@@ -245,7 +245,7 @@ class Supervisor:
         self._batches.leave(key)
 
     def _keep_budget(self) -> None:
-        self.budget.lend(self._crew.workers)
+        self.budget.grant_shares(self._crew.workers)
         if self._stop_reason is None and (words := self.budget.used_up(self._crew.workers)):
             self.is_out_of_budget = True
             self._stop(words)
@@ -412,4 +412,4 @@ class Supervisor:
             if header["type"] == "load":
                 self.limits.on_load(leaver, header["endpoint"], header["load"])
             elif header["type"] == "purse":
-                self.budget.on_purse(leaver, header["told"])
+                self.budget.on_worker_budget(leaver, header["told"])

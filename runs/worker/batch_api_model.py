@@ -22,9 +22,9 @@ from agent.models.client.retrying import PatientModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import claim, priced
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.process.stopped import Stopped
-from runs.worker.budget_share import Purse
+from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_gate import CallGate
 from toolsets import exact_json
 
@@ -49,7 +49,7 @@ class BatchApiClient:
         self._is_stopping = False
 
     async def ask(
-        self, id: str, settings: ModelSettings, body: bytes, most: Amount | None = None
+        self, id: str, settings: ModelSettings, body: bytes, most: Cost | None = None
     ) -> BatchAnswer:
         """Have a call made by a batch, for which `most` is set aside; raises `Stopped`."""
         if self._is_stopping:
@@ -86,10 +86,10 @@ class BatchApiModel:
         *,
         desk: BatchApiClient,
         gate: CallGate,
-        purse: Purse,
+        budget: WorkerBudget,
         task: bytes,
         used: set[str],
-        held: dict[str, Amount],
+        held: dict[str, Cost],
     ) -> None:
         """`gate` is that of the live calls, told when the endpoint answers.
 
@@ -100,7 +100,7 @@ class BatchApiModel:
         self._settings = live.asked
         self._desk = desk
         self._gate = gate
-        self._purse = purse
+        self._budget = budget
         self._task = task
         self._used = used
         self._held = held
@@ -131,28 +131,28 @@ class BatchApiModel:
 
     async def _by_batch(self, id: str, request: Request) -> Completion | None:
         """The reply that a batch brings, with its price; None where it brings none."""
-        most = Amount()
-        if self._purse.is_kept:
-            most = self._purse.amount_of(claim(request, self._settings, by_batch=True))
+        most = Cost()
+        if self._budget.is_kept:
+            most = self._budget.worst_case_of(claim(request, self._settings, by_batch=True))
             held = self._held.pop(id, None)
             if held is not None and held.covers(most):
-                self._purse.take_over(most)
+                self._budget.take_over(most)
             else:
-                await self._purse.set_aside(most)
+                await self._budget.reserve(most)
         may_cost, completion = True, None  # who stops waiting leaves a batch behind
         try:
-            answer = await self._ask(id, request, most if self._purse.is_kept else None)
+            answer = await self._ask(id, request, most if self._budget.is_kept else None)
             may_cost = answer.how == "reply"
             completion = self._read(answer.reply, request) if may_cost else None
         finally:
-            if self._purse.is_kept:
+            if self._budget.is_kept:
                 if may_cost:
-                    self._purse.book(most, completion)
+                    self._budget.settle(most, completion)
                 else:
-                    self._purse.give_back(most)
+                    self._budget.release(most)
         return completion
 
-    async def _ask(self, id: str, request: Request, most: Amount | None) -> BatchAnswer:
+    async def _ask(self, id: str, request: Request, most: Cost | None) -> BatchAnswer:
         while True:
             body = body_of(request, self._live.settings)
             answer = await self._desk.ask(id, self._settings, body, most)

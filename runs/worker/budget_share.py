@@ -14,74 +14,74 @@ from typing import Any
 from agent.models.admission import Claim
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.process.stopped import Stopped
 
-_NOTHING = Amount()
+_NOTHING = Cost()
 
 
-class Purse:
+class WorkerBudget:
     """Sets money aside for calls; waits for the parent to lend more where there is too little."""
 
-    def __init__(self, *, bounds: Amount | None, tell: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, *, bounds: Cost | None, tell: Callable[[dict[str, Any]], None]) -> None:
         """`bounds` is the run's budget, None where there is none. `tell` reaches the parent."""
-        self._bounds = bounds or Amount()
+        self._bounds = bounds or Cost()
         self.is_kept = bounds is not None
         self._tell_parent = tell
-        self._idle = Amount()
-        self._aside = Amount()
+        self._idle = Cost()
+        self._reserved = Cost()
         self._calls = 0
-        self._waiting: list[tuple[asyncio.Future[None], Amount]] = []
+        self._waiting: list[tuple[asyncio.Future[None], Cost]] = []
         self._is_short = self._is_stopping = self._is_telling = False
-        self._loans = 0
+        self._grants = 0
 
-    def amount_of(self, claim: Claim) -> Amount:
+    def worst_case_of(self, claim: Claim) -> Cost:
         """What a call can use up of the budget at most."""
         usd = claim.usd if self._bounds.usd else 0.0
         tokens = claim.tokens if self._bounds.tokens else 0
         if usd is None or tokens is None:
             msg = "a budget needs models whose price is known and a bound on their replies"
             raise ValueError(msg)
-        return Amount(usd, tokens)
+        return Cost(usd, tokens)
 
-    def try_to_set_aside(self, most: Amount) -> bool:
-        """Keep `most` for one call, if it is there and nobody waits for it."""
-        if self._waiting or self._is_stopping or not self._idle.covers(most):
+    def try_to_reserve(self, worst_case: Cost) -> bool:
+        """Keep `worst_case` for one call, if it is there and nobody waits for it."""
+        if self._waiting or self._is_stopping or not self._idle.covers(worst_case):
             return False
-        self._keep(most)
+        self._keep(worst_case)
         return True
 
-    async def set_aside(self, most: Amount) -> None:
-        """Wait until `most` is there, and keep it for one call; raises `Stopped`."""
+    async def reserve(self, worst_case: Cost) -> None:
+        """Wait until `worst_case` is there, and keep it for one call; raises `Stopped`."""
         if self._is_stopping:
             raise Stopped
-        if not self.try_to_set_aside(most):
+        if not self.try_to_reserve(worst_case):
             turn = asyncio.get_running_loop().create_future()
-            self._waiting.append((turn, most))
+            self._waiting.append((turn, worst_case))
             self._serve()
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled() and turn.exception() is None:
-                    self.give_back(most)
+                    self.release(worst_case)
                 raise
 
-    def take_over(self, most: Amount) -> None:
+    def take_over(self, worst_case: Cost) -> None:
         """Keep for one call what an earlier start has set aside for it and never booked."""
-        self._aside += most
+        self._reserved += worst_case
         self._calls += 1
 
-    def book(self, most: Amount, outcome: Completion | ModelError | None) -> None:
-        """A call for which `most` was set aside is over; see `Permit.leave`."""
-        self.give_back(most, spent=self._spent(most, outcome))
+    def settle(self, worst_case: Cost, outcome: Completion | ModelError | None) -> None:
+        """A call for which `worst_case` was set aside is over; see `Permit.leave`."""
+        self.release(worst_case, spent=self._spent(worst_case, outcome))
 
-    def take_loan(self, loan: Amount) -> None:
+    def take_grant(self, grant: Cost) -> None:
         """More money from the parent."""
-        self._loans += 1
-        self._idle += loan
+        self._grants += 1
+        self._idle += grant
         self._serve()
 
-    def recall(self) -> None:
+    def reclaim(self) -> None:
         """The run is short of money: from now on nothing is held that is not set aside."""
         self._is_short = True
         self._tell_soon()
@@ -94,41 +94,41 @@ class Purse:
                 turn.set_exception(Stopped())
         self._waiting.clear()
 
-    def _spent(self, most: Amount, outcome: Completion | ModelError | None) -> Amount:
+    def _spent(self, worst_case: Cost, outcome: Completion | ModelError | None) -> Cost:
         """What a call did use up; the most it could where nobody knows."""
         if isinstance(outcome, ModelError):
-            return most if outcome.may_have_cost else Amount()
+            return worst_case if outcome.may_have_cost else Cost()
         if outcome is None:
-            return most
+            return worst_case
         usage = outcome.usage or {"input_tokens": None, "output_tokens": None}
-        usd = most.usd if outcome.cost_usd is None else outcome.cost_usd
+        usd = worst_case.usd if outcome.cost_usd is None else outcome.cost_usd
         counts = (usage["input_tokens"], usage["output_tokens"])
-        tokens = most.tokens if None in counts else sum(n or 0 for n in counts)
-        return Amount(usd if self._bounds.usd else 0.0, tokens if self._bounds.tokens else 0)
+        tokens = worst_case.tokens if None in counts else sum(n or 0 for n in counts)
+        return Cost(usd if self._bounds.usd else 0.0, tokens if self._bounds.tokens else 0)
 
-    def _keep(self, most: Amount) -> None:
-        self._idle -= most
-        self._aside += most
+    def _keep(self, worst_case: Cost) -> None:
+        self._idle -= worst_case
+        self._reserved += worst_case
         self._calls += 1
 
-    def give_back(self, most: Amount, *, spent: Amount = _NOTHING) -> None:
-        """Set `most` aside no longer; `spent` of it is gone."""
-        self._idle += most - spent
-        self._aside -= most
+    def release(self, worst_case: Cost, *, spent: Cost = _NOTHING) -> None:
+        """Set `worst_case` aside no longer; `spent` of it is gone."""
+        self._idle += worst_case - spent
+        self._reserved -= worst_case
         self._calls -= 1
         self._serve()
 
     def _serve(self) -> None:
         """Let all go that can be paid for, in their order."""
         left = []
-        for turn, most in self._waiting:
+        for turn, worst_case in self._waiting:
             if turn.done():
                 continue
-            if self._idle.covers(most):
-                self._keep(most)
+            if self._idle.covers(worst_case):
+                self._keep(worst_case)
                 turn.set_result(None)
             else:
-                left.append((turn, most))
+                left.append((turn, worst_case))
         self._waiting = left
         if self._is_short or self._waiting:
             self._tell_soon()
@@ -141,15 +141,15 @@ class Purse:
 
     def _tell(self) -> None:
         self._is_telling = False
-        waiting = [most for turn, most in self._waiting if not turn.done()]
-        returned = Amount()
+        waiting = [worst_case for turn, worst_case in self._waiting if not turn.done()]
+        returned = Cost()
         if self._is_short:
-            returned, self._idle = self._idle, Amount()
+            returned, self._idle = self._idle, Cost()
         # What is on its way now tells how much will be needed soon.
-        wanted = sum(waiting, self._aside) - self._idle
+        wanted = sum(waiting, self._reserved) - self._idle
         self._tell_parent(
             {
-                "loans": self._loans,
+                "loans": self._grants,
                 "calls": self._calls,
                 "is_short": self._is_short,
                 "returned": returned.to_json(),
@@ -163,13 +163,13 @@ class Purse:
         self._is_short = True
         self._tell()
 
-    def _needs(self, waiting: list[Amount]) -> list[list[float]]:
+    def _needs(self, waiting: list[Cost]) -> list[list[float]]:
         """The least that lets one of the waiting calls go: by dollars, and by tokens."""
         if not waiting:
             return []
         least = {
-            min(waiting, key=lambda most: (most.usd, most.tokens)),
-            min(waiting, key=lambda most: (most.tokens, most.usd)),
+            min(waiting, key=lambda worst_case: (worst_case.usd, worst_case.tokens)),
+            min(waiting, key=lambda worst_case: (worst_case.tokens, worst_case.usd)),
         }
-        short = (most - self._idle for most in least)
+        short = (worst_case - self._idle for worst_case in least)
         return [[max(0.0, one.usd), max(0, one.tokens)] for one in short]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from agent.models.admission import Claim
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.process.stopped import Stopped
-from runs.worker.budget_share import Purse
+from runs.worker.budget_share import WorkerBudget
 from runs.worker.token_bucket import Pace
 
 _WEIGHT = 0.1
@@ -43,7 +43,7 @@ class CallGate:
         self,
         *,
         permits: int,
-        purse: Purse,
+        budget: WorkerBudget,
         on_refusal: Callable[[float | None, float], None],
         rpm: float | None = None,
         tpm: float | None = None,
@@ -56,7 +56,7 @@ class CallGate:
         now = time.monotonic()
         self._permits = permits
         self._told = 0
-        self._purse = purse
+        self._budget = budget
         self._on_refusal = on_refusal
         self._calls_pace = Pace(rpm, now=now, stock=stock)
         self._tokens_pace = Pace(tpm, now=now, stock=stock)
@@ -75,29 +75,29 @@ class CallGate:
         """See `Gate`; raises `Stopped` where no new call is to be made."""
         if self._is_stopping:
             raise Stopped
-        claimed = claim() if self._has_tpm or self._purse.is_kept else None
+        claimed = claim() if self._has_tpm or self._budget.is_kept else None
         tokens = 0.0
         if claimed is not None and self._has_tpm:
             tokens = claimed.likely_input_tokens + self._mean_reply_tokens
-        most = Amount()
-        if claimed is not None and self._purse.is_kept:
-            most = self._purse.amount_of(claimed)
+        worst_case = Cost()
+        if claimed is not None and self._budget.is_kept:
+            worst_case = self._budget.worst_case_of(claimed)
         await self._take_turn(tokens)
-        if self._purse.is_kept and not self._purse.try_to_set_aside(most):
+        if self._budget.is_kept and not self._budget.try_to_reserve(worst_case):
             # Money is waited for without a turn, which others can use, and a pause may begin.
             self._give_up_turn(tokens)
-            await self._purse.set_aside(most)
+            await self._budget.reserve(worst_case)
             try:
                 await self._take_turn(tokens)
             except BaseException:
-                self._purse.give_back(most)
+                self._budget.release(worst_case)
                 raise
-        return CallPermit(self, most, tokens, time.monotonic())
+        return CallPermit(self, worst_case, tokens, time.monotonic())
 
     def leave(self, permit: CallPermit, outcome: Completion | ModelError | None) -> None:
         """See `Permit`."""
-        if self._purse.is_kept:
-            self._purse.book(permit.most, outcome)
+        if self._budget.is_kept:
+            self._budget.settle(permit.worst_case, outcome)
         if isinstance(outcome, Completion):
             self._replies += 1
             self.has_answered = True
@@ -210,7 +210,7 @@ class CallPermit:
     """One attempt that may be made; a `Permit`."""
 
     gate: CallGate
-    most: Amount
+    worst_case: Cost
     """What was set aside for it."""
     tokens: float
     """What it was expected to use of the tokens per minute."""

@@ -12,9 +12,9 @@ from agent.models.client.retrying import PatientModel
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, url_of
 from agent.models.resolve import read_key
-from runs.amounts import Amount, Bounds
+from runs.amounts import Bounds, Cost
 from runs.worker.batch_api_model import BatchApiClient, BatchApiModel
-from runs.worker.budget_share import Purse
+from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_gate import CallGate, Load
 
 _LOAD_EVERY_S = 0.1
@@ -26,7 +26,7 @@ class Calls:
     def __init__(
         self,
         bounds: Mapping[str, Bounds],
-        budget: Amount | None,
+        budget: Cost | None,
         *,
         number: int,
         workers: int,
@@ -46,7 +46,7 @@ class Calls:
         self._send = send
         self._clock_offset_s = clock_offset_s
         self._part, self._stock = 1 / workers, 1 - number % workers / workers
-        self._purse = Purse(bounds=budget, tell=lambda told: send("purse", told=told))
+        self._budget = WorkerBudget(bounds=budget, tell=lambda told: send("purse", told=told))
         self._proven_before = frozenset(proven)
         self._gates = {
             endpoint: self._gate(endpoint, of_one) for endpoint, of_one in bounds.items()
@@ -100,7 +100,7 @@ class Calls:
         assert self._desk is not None
         self._desk.on_answer(id, how, reply)
 
-    def by_batch(self, model: Model, task: bytes, used: set[str], held: dict[str, Amount]) -> Model:
+    def by_batch(self, model: Model, task: bytes, used: set[str], held: dict[str, Cost]) -> Model:
         """The model by which a task asks; see `BatchApiModel`. Scripts need no batches."""
         if self._desk is None or not isinstance(model, PatientModel):
             return model
@@ -108,19 +108,19 @@ class Calls:
             model,
             desk=self._desk,
             gate=self._gates[model.asked.endpoint],
-            purse=self._purse,
+            budget=self._budget,
             task=task,
             used=used,
             held=held,
         )
 
-    def on_loan(self, amount: list[Any]) -> None:
+    def on_grant(self, amount: list[Any]) -> None:
         """The parent lends money."""
-        self._purse.take_loan(Amount(*amount))
+        self._budget.take_grant(Cost(*amount))
 
-    def on_recall(self) -> None:
+    def on_reclaim(self) -> None:
         """The run is short of money."""
-        self._purse.recall()
+        self._budget.reclaim()
 
     def stop(self) -> None:
         """Let no new attempt through: who waits or comes gets `Stopped`."""
@@ -128,7 +128,7 @@ class Calls:
             self._desk.stop()
         for gate in self._gates.values():
             gate.stop()
-        self._purse.stop()
+        self._budget.stop()
 
     def _gate(self, endpoint: str, bounds: Bounds) -> CallGate:
         return CallGate(
@@ -136,7 +136,7 @@ class Calls:
             rpm=bounds.rpm and bounds.rpm * self._part,
             tpm=bounds.tpm and bounds.tpm * self._part,
             stock=self._stock,
-            purse=self._purse,
+            budget=self._budget,
             has_answered=url_of(endpoint) in self._proven_before,
             on_refusal=lambda retry_after_s, sent_at: self._send(
                 "refused",
@@ -149,8 +149,8 @@ class Calls:
     async def close(self) -> None:
         """Tell the last news, give money back, and release all connections."""
         self._report()
-        if self._purse.is_kept:
-            self._purse.close()
+        if self._budget.is_kept:
+            self._budget.close()
         await self.pool.close()
 
     def _report_on(self) -> None:

@@ -20,7 +20,7 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import Conversation
 from agent.setup import Setup, replies_played
 from agent.state.trajectory import Trajectory
-from runs.amounts import Amount
+from runs.amounts import Cost
 from runs.config.models import Setups
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import RowTask
@@ -198,7 +198,7 @@ class TaskRunner:
             await self._journal.kept(task.key)
 
         used = items_in(deal["events"])
-        held = {id: Amount(*most) for id, most in deal["held"].items()}
+        held = {id: Cost(*most) for id, most in deal["held"].items()}
 
         def gated(model: Model) -> Gate:
             return Gate(self._stops, self._calls.by_batch(model, task.key, used, held), until_kept)

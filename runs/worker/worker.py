@@ -203,9 +203,9 @@ class Worker:
             case "limits":
                 self._calls.on_limits(**header["limits"])
             case "loan":
-                self._calls.on_loan(header["amount"])
+                self._calls.on_grant(header["amount"])
             case "recall":
-                self._calls.on_recall()
+                self._calls.on_reclaim()
             case "stop":
                 self.is_stopping = True
                 self._calls.stop()
