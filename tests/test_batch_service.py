@@ -17,7 +17,7 @@ from agent.models.batches.base import LostBatch, Undecided
 from agent.models.batches.calls import body_of, open_batches, read_reply
 from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings, Request
-from agent.models.prices import claim
+from agent.models.prices import estimate_cost
 from agent.models.resolve import resolve_model
 from benchmarks.fake_batches import FakeBatches
 from runs.batch_api.batch_log import BatchJob, BatchLog, State, held_in
@@ -36,7 +36,7 @@ from runs.worker.batch_api_model import (
     task_of,
 )
 from runs.worker.budget_share import WorkerBudget
-from runs.worker.call_gate import CallGate
+from runs.worker.call_limiter import CallLimiter
 
 DIALECTS = ("chat", "messages")
 MODELS = {"chat": "openai:gpt-5-mini", "messages": "anthropic:claude-sonnet-4-5"}
@@ -419,7 +419,10 @@ def test_calls_in_batches_are_claimed_at_their_price() -> None:
     with FakeBatches() as api:
         settings = settings_for(api, "chat")
     request = Request([Message(role="user", content="x")])
-    live, by_batch = claim(request, settings), claim(request, settings, by_batch=True)
+    live, by_batch = (
+        estimate_cost(request, settings),
+        estimate_cost(request, settings, by_batch=True),
+    )
     assert live.usd
     assert by_batch.usd == pytest.approx(live.usd / 2)
     assert by_batch.tokens == live.tokens
@@ -465,7 +468,7 @@ async def model_of(
     settings = settings_for(api, "chat")
     live = open_model(settings, api_key="none", on_retry=lambda words: None)
     budget = WorkerBudget(bounds=None, tell=lambda told: None)
-    gate = CallGate(permits=0, budget=budget, on_refusal=lambda *_: None)
+    gate = CallLimiter(permits=0, budget=budget, on_refusal=lambda *_: None)
     try:
         yield BatchApiModel(
             live,

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.messages import Message
-from agent.models.admission import Claim
+from agent.models.admission import CostEstimate
 from agent.models.dialects.openai_chat import read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.prices import claim
+from agent.models.prices import estimate_cost
 from benchmarks.fake_endpoint import FakeEndpoint
 from runs.amounts import Cost
 from runs.process.stopped import Stopped
@@ -62,9 +62,9 @@ class TestClaim:
         max_tokens=1000,
     )
 
-    def ask(self, **changed: Any) -> Claim:
+    def ask(self, **changed: Any) -> CostEstimate:
         request = Request([Message(role="user", content="é" * 5000)])
-        return claim(request, replace(self.SETTINGS, **changed))
+        return estimate_cost(request, replace(self.SETTINGS, **changed))
 
     def test_it_is_above_what_any_tokenizer_makes_of_the_request(self) -> None:
         found = self.ask()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.messages import Message
-from agent.models.admission import Claim
+from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from benchmarks.fake_endpoint import FakeEndpoint
@@ -21,8 +21,8 @@ from runs.protocol.messages import unpack
 from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
 from runs.supervisor.limits import RunLimits
 from runs.worker.budget_share import WorkerBudget
-from runs.worker.call_gate import CallGate
-from runs.worker.token_bucket import Pace
+from runs.worker.call_limiter import CallLimiter
+from runs.worker.token_bucket import TokenBucket
 from tests.running import lines, run, write_prompts
 
 
@@ -136,12 +136,12 @@ REPLY = Completion(
 )
 
 
-def open_gate(**more: Any) -> CallGate:
+def open_gate(**more: Any) -> CallLimiter:
     purse = WorkerBudget(bounds=None, tell=lambda told: None)
-    return CallGate(**{"permits": 1, "purse": purse, "on_refusal": lambda *_: None, **more})
+    return CallLimiter(**{"permits": 1, "purse": purse, "on_refusal": lambda *_: None, **more})
 
 
-def no_claim() -> Claim:
+def no_claim() -> CostEstimate:
     raise AssertionError("nothing depends on it, and counting costs time")
 
 
@@ -239,8 +239,8 @@ class TestGate:
 
         async def use() -> None:
             gate = open_gate(permits=9, tpm=3600.0)
-            permit = await gate.enter(lambda: Claim(None, None, 60 * 3600))
-            waiter = asyncio.create_task(gate.enter(lambda: Claim(None, None, 1)))
+            permit = await gate.enter(lambda: CostEstimate(None, None, 60 * 3600))
+            waiter = asyncio.create_task(gate.enter(lambda: CostEstimate(None, None, 1)))
             await asyncio.sleep(0)
             assert not waiter.done()
             permit.leave(REPLY)
@@ -251,7 +251,7 @@ class TestGate:
 
 class TestPace:
     def test_what_is_taken_is_waited_off_before_the_next(self) -> None:
-        pace = Pace(60.0, now=0.0)
+        pace = TokenBucket(60.0, now=0.0)
         assert pace.wait_s(now=0.0) == 0.0
         pace.take(1)
         assert pace.wait_s(now=0.0) == pytest.approx(1.0, abs=0.01)
@@ -261,11 +261,11 @@ class TestPace:
 
     def test_workers_take_their_first_turns_one_after_the_other(self) -> None:
         """12 per minute among 4 workers: 3 a minute each, and never more than 12 together."""
-        starts = [Pace(3.0, now=0.0, stock=1 - n / 4).wait_s(now=0.0) for n in range(4)]
+        starts = [TokenBucket(3.0, now=0.0, initial=1 - n / 4).wait_s(now=0.0) for n in range(4)]
         assert starts == pytest.approx([0.0, 5.0, 10.0, 15.0], abs=0.01)
 
     def test_what_was_not_used_is_not_made_up_for(self) -> None:
-        pace = Pace(600.0, now=0.0)
+        pace = TokenBucket(600.0, now=0.0)
         taken = 0
         while not pace.wait_s(now=3600.0):
             pace.take(1)
@@ -273,7 +273,7 @@ class TestPace:
         assert taken <= 11
 
     def test_over_a_minute_it_is_as_much_as_was_allowed(self) -> None:
-        pace, now, taken = Pace(300.0, now=0.0), 0.0, 0
+        pace, now, taken = TokenBucket(300.0, now=0.0), 0.0, 0
         while now < 60:
             if wait_s := pace.wait_s(now=now):
                 now += wait_s
@@ -283,7 +283,7 @@ class TestPace:
         assert 295 <= taken <= 307
 
     def test_without_a_bound_nothing_waits(self) -> None:
-        pace = Pace(None, now=0.0)
+        pace = TokenBucket(None, now=0.0)
         pace.take(10**9)
         assert pace.wait_s(now=0.0) == 0.0
         pace.change(60.0, now=0.0)

@@ -11,7 +11,7 @@ import pytest
 
 from agent.messages import Message, Usage
 from agent.models.model import Completion, ModelSettings, Price, Request
-from agent.models.prices import claim, is_known, price, priced
+from agent.models.prices import estimate_cost, is_known, price, priced
 from agent.models.resolve import resolve_sibling
 from benchmarks.fake_endpoint import FakeEndpoint
 from runs.config.endpoints import PriceConfig
@@ -81,12 +81,12 @@ class TestWhatACallCosts:
 
     def test_a_claim_counts_the_dearest_kind_of_input(self) -> None:
         request = Request([Message(role="user", content="x" * 1000)])
-        found = claim(request, replace(self.OWN, max_tokens=1000))
+        found = estimate_cost(request, replace(self.OWN, max_tokens=1000))
         assert found.usd is not None
         assert found.tokens is not None
         assert found.usd == pytest.approx((found.tokens - 1000) * 3e-6 + 1000 * 10e-6)
         free = replace(self.OWN, prices={"gpt-4o": Price(0, 0, 0, 0)}, max_tokens=9)
-        assert claim(request, free).usd == 0.0
+        assert estimate_cost(request, free).usd == 0.0
 
     @pytest.mark.parametrize(("read", "written"), [(None, None), (0.0, 4.0)])
     def test_what_is_left_out_costs_as_input_does(

@@ -9,7 +9,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion
 
 
-class Claim(NamedTuple):
+class CostEstimate(NamedTuple):
     """What one attempt may use up, as far as can be told before it is made."""
 
     usd: float | None
@@ -32,7 +32,7 @@ class Permit(Protocol):
         ...
 
 
-class Gate(Protocol):
+class CallAdmission(Protocol):
     """Lets the attempts of one endpoint through."""
 
     @property
@@ -40,9 +40,9 @@ class Gate(Protocol):
         """Whether the endpoint has ever answered a call."""
         ...
 
-    async def enter(self, claim: Callable[[], Claim]) -> Permit:
+    async def enter(self, claim: Callable[[], CostEstimate]) -> Permit:
         """Wait until an attempt may be made; may raise to call it off.
 
-        `claim` is asked only where something depends on it, since counting costs time.
+        `estimate_cost` is asked only where something depends on it, since counting costs time.
         """
         ...

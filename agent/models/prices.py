@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from agent.messages import Usage as Counts
-from agent.models.admission import Claim
+from agent.models.admission import CostEstimate
 from agent.models.model import Completion, ModelSettings, Price, Request
 from toolsets import exact_json
 
@@ -80,7 +80,9 @@ def priced(
     return replace(completion, cost_usd=price(completion, settings, by_batch=by_batch))
 
 
-def claim(request: Request, settings: ModelSettings, *, by_batch: bool = False) -> Claim:
+def estimate_cost(
+    request: Request, settings: ModelSettings, *, by_batch: bool = False
+) -> CostEstimate:
     """What one attempt of a request can use up at most.
 
     No tokenizer makes more tokens than there are bytes, and the JSON around a message is longer
@@ -91,12 +93,12 @@ def claim(request: Request, settings: ModelSettings, *, by_batch: bool = False) 
     most_in, most_out = len(asked) + _UNSEEN_TOKENS, settings.reply_bound
     likely_in = len(asked) // _BYTES_PER_TOKEN
     if most_out is None:
-        return Claim(None, None, likely_in)
+        return CostEstimate(None, None, likely_in)
     rates = _rates_of(settings, most_in.bit_length(), by_batch=by_batch)
     if rates is None:
-        return Claim(None, most_in + most_out, likely_in)
+        return CostEstimate(None, most_in + most_out, likely_in)
     usd = most_in * rates.read + most_out * rates.written
-    return Claim(usd, most_in + most_out, likely_in)
+    return CostEstimate(usd, most_in + most_out, likely_in)
 
 
 class _Rates(NamedTuple):

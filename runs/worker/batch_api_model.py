@@ -21,11 +21,11 @@ from agent.models.batches.calls import body_of, read_reply
 from agent.models.client.retrying import PatientModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.prices import claim, priced
+from agent.models.prices import estimate_cost, priced
 from runs.amounts import Cost
 from runs.process.stopped import Stopped
 from runs.worker.budget_share import WorkerBudget
-from runs.worker.call_gate import CallGate
+from runs.worker.call_limiter import CallLimiter
 from toolsets import exact_json
 
 _HASH_BYTES = 10
@@ -85,7 +85,7 @@ class BatchApiModel:
         live: PatientModel,
         *,
         desk: BatchApiClient,
-        gate: CallGate,
+        gate: CallLimiter,
         budget: WorkerBudget,
         task: bytes,
         used: set[str],
@@ -133,7 +133,7 @@ class BatchApiModel:
         """The reply that a batch brings, with its price; None where it brings none."""
         most = Cost()
         if self._budget.is_kept:
-            most = self._budget.worst_case_of(claim(request, self._settings, by_batch=True))
+            most = self._budget.worst_case_of(estimate_cost(request, self._settings, by_batch=True))
             held = self._held.pop(id, None)
             if held is not None and held.covers(most):
                 self._budget.take_over(most)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from agent.models.admission import Claim
+from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from runs.amounts import Cost
@@ -35,7 +35,7 @@ class WorkerBudget:
         self._is_short = self._is_stopping = self._is_telling = False
         self._grants = 0
 
-    def worst_case_of(self, claim: Claim) -> Cost:
+    def worst_case_of(self, claim: CostEstimate) -> Cost:
         """What a call can use up of the budget at most."""
         usd = claim.usd if self._bounds.usd else 0.0
         tokens = claim.tokens if self._bounds.tokens else 0

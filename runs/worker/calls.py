@@ -15,7 +15,7 @@ from agent.models.resolve import read_key
 from runs.amounts import Bounds, Cost
 from runs.worker.batch_api_model import BatchApiClient, BatchApiModel
 from runs.worker.budget_share import WorkerBudget
-from runs.worker.call_gate import CallGate, Load
+from runs.worker.call_limiter import CallLimiter, Load
 
 _LOAD_EVERY_S = 0.1
 
@@ -130,12 +130,12 @@ class Calls:
             gate.stop()
         self._budget.stop()
 
-    def _gate(self, endpoint: str, bounds: Bounds) -> CallGate:
-        return CallGate(
+    def _gate(self, endpoint: str, bounds: Bounds) -> CallLimiter:
+        return CallLimiter(
             permits=0,  # until the parent has told what is free
             rpm=bounds.rpm and bounds.rpm * self._part,
             tpm=bounds.tpm and bounds.tpm * self._part,
-            stock=self._stock,
+            initial=self._stock,
             budget=self._budget,
             has_answered=url_of(endpoint) in self._proven_before,
             on_refusal=lambda retry_after_s, sent_at: self._send(

@@ -29,7 +29,7 @@ class Stops(Protocol):
         ...
 
 
-class Gate:
+class StoppableModel:
     """Lets no new model call through once the worker is stopping, or before replies are safe."""
 
     def __init__(self, stops: Stops, model: Model, kept: Kept) -> None:
@@ -50,7 +50,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskHome(Home):
+class DurableHome(Home):
     """A home whose tools wait until the reply that calls them is safe."""
 
     kept: Kept

@@ -36,7 +36,7 @@ from runs.store.records import index_fields
 from runs.tasks import Task
 from runs.worker.batch_api_model import items_in
 from runs.worker.calls import Calls
-from runs.worker.durable_calls import Gate, Stops, TaskHome
+from runs.worker.durable_calls import DurableHome, StoppableModel, Stops
 from runs.worker.replay import replay, replayable
 from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import RowSpaces
@@ -200,10 +200,12 @@ class TaskRunner:
         used = items_in(deal["events"])
         held = {id: Cost(*most) for id, most in deal["held"].items()}
 
-        def gated(model: Model) -> Gate:
-            return Gate(self._stops, self._calls.by_batch(model, task.key, used, held), until_kept)
+        def gated(model: Model) -> StoppableModel:
+            return StoppableModel(
+                self._stops, self._calls.by_batch(model, task.key, used, held), until_kept
+            )
 
-        home = TaskHome(
+        home = DurableHome(
             setup,
             space,
             self._calls.pool,
@@ -244,7 +246,7 @@ class TaskRunner:
         return await conversation.run(taken_up=_has_begun(deal))
 
     async def _replay(
-        self, setup: Setup, home: TaskHome, trajectory: Trajectory, fork: Fork
+        self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork
     ) -> dict[str, Any]:
         def go_on() -> None:
             if self._stops.is_stopping:

@@ -6,19 +6,19 @@ _BURST_S = 1.0
 """What was not used for longer than this is not made up for."""
 
 
-class Pace:
+class TokenBucket:
     """A stock that fills up at a steady rate. What is taken may leave a debt, which is waited
     off before the next may go."""
 
     def __init__(
-        self, per_minute: float | None, *, now: float, stock: float = 1.0, least: float = 1.0
+        self, per_minute: float | None, *, now: float, initial: float = 1.0, least: float = 1.0
     ) -> None:
         """`per_minute` None means no bound. Times are seconds of one monotonic clock.
 
-        It begins with `stock`, and lets something go while there are at least `least`.
+        It begins with `initial`, and lets something go while there are at least `least`.
         """
         self._per_s = None if per_minute is None else per_minute / 60
-        self._stock = stock
+        self._stock = initial
         self._least = least
         self._filled_at = now
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from agent.models.admission import Gate
+from agent.models.admission import CallAdmission
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.retrying import PatientModel, Retry
 from agent.models.model import ModelSettings
@@ -15,7 +15,7 @@ def open_model(
     *,
     api_key: str,
     on_retry: Callable[[Retry], None],
-    gate: Gate | None = None,
+    gate: CallAdmission | None = None,
 ) -> PatientModel:
     """A model ready to be asked, in the running event loop; see `PatientModel`."""
     adapter = EndpointModel(settings, api_key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from agent.models.admission import Gate
+from agent.models.admission import CallAdmission
 from agent.models.client.open_model import open_model
 from agent.models.client.retrying import PatientModel, Retry
 from agent.models.model import ModelSettings
@@ -21,7 +21,7 @@ class ModelPool:
         *,
         key_of: KeyOf,
         on_retry: OnRetry,
-        gate_of: Callable[[ModelSettings], Gate | None] = lambda settings: None,
+        gate_of: Callable[[ModelSettings], CallAdmission | None] = lambda settings: None,
     ) -> None:
         """`key_of` gives the API key for a model's endpoint, `gate_of` where its calls wait.
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
 
-from agent.models.admission import Gate
+from agent.models.admission import CallAdmission
 from agent.models.errors import Kind, ModelError
 from agent.models.keys import Key
 from agent.models.model import Adapter, Completion, ModelSettings, Request
-from agent.models.prices import claim, priced
+from agent.models.prices import estimate_cost, priced
 from agent.stream_events import StreamEvent
 
 MAX_WAIT_S = 60.0
@@ -57,7 +57,7 @@ class PatientModel:
         *,
         api_key: str,
         on_retry: Callable[[Retry], None],
-        gate: Gate | None = None,
+        gate: CallAdmission | None = None,
     ) -> None:
         """`on_retry` is told of every failure that is waited out.
 
@@ -125,7 +125,7 @@ class PatientModel:
             return await self._attempt(request)
         came = time.monotonic()
         with request.deadline.waiting() if request.deadline is not None else nullcontext():
-            permit = await self._gate.enter(lambda: claim(request, self._settings))
+            permit = await self._gate.enter(lambda: estimate_cost(request, self._settings))
         patience.waited_s += permit.sent_at - came
         outcome: Completion | ModelError | None = None
         try:

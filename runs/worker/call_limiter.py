@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent.models.admission import Claim
+from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from runs.amounts import Cost
 from runs.process.stopped import Stopped
 from runs.worker.budget_share import WorkerBudget
-from runs.worker.token_bucket import Pace
+from runs.worker.token_bucket import TokenBucket
 
 _WEIGHT = 0.1
 """Of the newest reply in the running mean of reply lengths."""
@@ -36,7 +36,7 @@ class Load:
     failures: int = 0
 
 
-class CallGate:
+class CallLimiter:
     """Lets `permits` attempts through at a time, at a pace, and as far as the money goes."""
 
     def __init__(
@@ -47,19 +47,19 @@ class CallGate:
         on_refusal: Callable[[float | None, float], None],
         rpm: float | None = None,
         tpm: float | None = None,
-        stock: float = 1.0,
+        initial: float = 1.0,
         has_answered: bool = False,
     ) -> None:
         """`on_refusal` is told of each refusal (429) at once: what the endpoint asked for, and when
-        the call was sent. `rpm` and `tpm` bound requests and tokens per minute; with a `stock`
+        the call was sent. `rpm` and `tpm` bound requests and tokens per minute; with a `initial`
         below 1 the first call waits, so that those of several workers are spread."""
         now = time.monotonic()
         self._permits = permits
         self._told = 0
         self._budget = budget
         self._on_refusal = on_refusal
-        self._calls_pace = Pace(rpm, now=now, stock=stock)
-        self._tokens_pace = Pace(tpm, now=now, stock=stock)
+        self._calls_pace = TokenBucket(rpm, now=now, initial=initial)
+        self._tokens_pace = TokenBucket(tpm, now=now, initial=initial)
         self._has_tpm = tpm is not None
         self._mean_reply_tokens = 0.0
         self.has_answered = has_answered
@@ -71,7 +71,7 @@ class CallGate:
         self._failures = 0
         self._is_stopping = False
 
-    async def enter(self, claim: Callable[[], Claim]) -> CallPermit:
+    async def enter(self, claim: Callable[[], CostEstimate]) -> CallPermit:
         """See `Gate`; raises `Stopped` where no new call is to be made."""
         if self._is_stopping:
             raise Stopped
@@ -209,7 +209,7 @@ class CallGate:
 class CallPermit:
     """One attempt that may be made; a `Permit`."""
 
-    gate: CallGate
+    gate: CallLimiter
     worst_case: Cost
     """What was set aside for it."""
     tokens: float
