@@ -21,7 +21,7 @@ from runs.batch_api.collector import BatchCollector, CollectorLimits
 from runs.batch_api.delivery import BatchDelivery
 from runs.config.models import Setups, asked
 from runs.config.run_config import RunConfig
-from runs.executors.base import WorkerLink
+from runs.executors.base import WorkerHandle
 from runs.protocol.messages import pack
 from runs.run_dir import RunDir
 from runs.worker.batch_api_model import name_of, task_of
@@ -59,7 +59,7 @@ class BatchService:
         self._ready.wait()
 
     def ask(
-        self, worker: WorkerLink, id: str, model: str, body: bytes, most: list[Any] | None
+        self, worker: WorkerHandle, id: str, model: str, body: bytes, most: list[Any] | None
     ) -> None:
         """A worker wants a call made, and has set `most` aside for it; the answer goes to it."""
         self._do(lambda office: office.ask(id, model, body, partial(_answer, worker), most))
@@ -158,5 +158,5 @@ def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[byt
     return config.model_copy(update={"batch_api": True, "batch_live_share": 0.0})
 
 
-def _answer(worker: WorkerLink, id: str, how: str, reply: bytes) -> None:
+def _answer(worker: WorkerHandle, id: str, how: str, reply: bytes) -> None:
     worker.send(pack("answer", reply, id=id, how=how))

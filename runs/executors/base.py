@@ -15,12 +15,12 @@ from runs.protocol.messages import pack
 from runs.protocol.worker_setup import WorkerSetup
 from runs.tasks import Task
 
-Inbox = queue.SimpleQueue[tuple["WorkerLink | None", bytes | None]]
+Inbox = queue.SimpleQueue[tuple["WorkerHandle | None", bytes | None]]
 """What workers say, in order: (worker, message), (worker, None) once it is gone."""
 
 
 @dataclass(eq=False)
-class WorkerLink(ABC):
+class WorkerHandle(ABC):
     """One worker. Two threads move its bytes, so that a worker that is stopped in mid-message
     holds up nobody else."""
 
@@ -31,7 +31,7 @@ class WorkerLink(ABC):
     heard_at: float = field(default_factory=time.monotonic)
     held: dict[bytes, tuple[Task, int]] = field(default_factory=dict)
     """The tasks that it was dealt and has not ended, by key, each with its attempt."""
-    alone: bool = False
+    isolated: bool = False
     """It holds one suspect and is dealt nothing else."""
     last_words: str | None = None
     """Why it died, where somebody knows."""
@@ -53,7 +53,7 @@ class WorkerLink(ABC):
         """Have it end at once; that it is gone comes through the inbox."""
 
     @abstractmethod
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Release what a dead worker leaves; its threads end by themselves once it is gone."""
 
     def send(self, message: bytes) -> None:
@@ -93,7 +93,7 @@ class WorkerLink(ABC):
 class Executor(Protocol):
     """Where workers run."""
 
-    def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerLink:
+    def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerHandle:
         """Start a worker for `setup`; what it says goes to `inbox`."""
         ...
 

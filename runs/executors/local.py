@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from runs.executors.base import Inbox, WorkerLink
+from runs.executors.base import Inbox, WorkerHandle
 from runs.protocol.worker_setup import WorkerSetup
 from runs.worker.worker import worker_main
 
@@ -43,7 +43,7 @@ def start_tracker_without_secrets() -> None:
 class LocalExecutor:
     """Starts workers as processes of this machine."""
 
-    def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerLink:
+    def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerHandle:
         """See `Executor`."""
         start_tracker_without_secrets()
         context = multiprocessing.get_context("spawn")
@@ -61,7 +61,7 @@ class LocalExecutor:
 
 
 @dataclass(eq=False, kw_only=True)
-class WorkerProcess(WorkerLink):
+class WorkerProcess(WorkerHandle):
     """A worker that is a child process."""
 
     process: BaseProcess
@@ -72,15 +72,15 @@ class WorkerProcess(WorkerLink):
         self._move_bytes(self.connection)
 
     def is_alive(self) -> bool:
-        """See `WorkerLink`."""
+        """See `WorkerHandle`."""
         return self.process.is_alive()
 
     def kill(self) -> None:
-        """See `WorkerLink`."""
+        """See `WorkerHandle`."""
         self.process.kill()
 
-    def bury(self) -> None:
-        """See `WorkerLink`."""
+    def reap(self) -> None:
+        """See `WorkerHandle`."""
         self._outbox.put(None)
         self.process.join()
         for thread in self._threads:

@@ -26,7 +26,7 @@ from agent.messages import Event
 from toolsets import exact_json
 
 
-class Deal(TypedDict):
+class Assignment(TypedDict):
     """A task as it is dealt to a worker, with the events that were journaled for it before."""
 
     task: dict[str, Any]

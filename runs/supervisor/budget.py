@@ -12,7 +12,7 @@ import orjson
 
 from agent.messages import Event
 from runs.amounts import Cost
-from runs.executors.base import WorkerLink
+from runs.executors.base import WorkerHandle
 from runs.protocol.messages import pack
 from runs.store.checksum import DamagedLine, read_object, with_checksum
 from runs.store.files import AppendFile, repair_tail
@@ -55,10 +55,10 @@ class RunBudget:
         self.bounds = bounds
         self._log = budget_log
         self._left = (bounds or Cost()) - _bounded(spent, bounds)
-        self._shares: dict[WorkerLink, _WorkerShare] = {}
+        self._shares: dict[WorkerHandle, _WorkerShare] = {}
         self._is_short = False
 
-    def on_worker_budget(self, worker: WorkerLink, told: dict[str, Any]) -> None:
+    def on_worker_budget(self, worker: WorkerHandle, told: dict[str, Any]) -> None:
         """A worker says what it holds and wants; see `WorkerBudget`."""
         share = self._shares.setdefault(worker, _WorkerShare())
         share.grants_seen = told["loans"]
@@ -70,7 +70,7 @@ class RunBudget:
             self._left += Cost(*told["returned"])
             self._log.append("returned", Cost(*told["returned"]))
 
-    def grant_shares(self, workers: Sequence[WorkerLink]) -> None:
+    def grant_shares(self, workers: Sequence[WorkerHandle]) -> None:
         """Lend what can be lent. What a worker held when it died stays spent: it may have been."""
         if self.bounds is None:
             return
@@ -91,7 +91,7 @@ class RunBudget:
                     share.is_reclaimed = True
                     worker.send(pack("recall"))
 
-    def used_up(self, workers: Sequence[WorkerLink]) -> str | None:
+    def used_up(self, workers: Sequence[WorkerHandle]) -> str | None:
         """In words, that the budget is used up; None while some call can still be paid for."""
         ready = [self._shares[worker] for worker in workers if worker in self._shares]
         needs = [need for share in ready for need in share.needs]
@@ -119,7 +119,9 @@ class RunBudget:
         """For the progress line; "" while there is enough."""
         return "limited by the budget" if self._is_short else ""
 
-    def _grant_to(self, worker: WorkerLink, share: _WorkerShare, need: Cost, workers: int) -> None:
+    def _grant_to(
+        self, worker: WorkerHandle, share: _WorkerShare, need: Cost, workers: int
+    ) -> None:
         most = Cost(self._left.usd / _PART / workers, self._left.tokens // _PART // workers)
         grant = Cost(
             max(need.usd, min(share.wanted.usd, most.usd)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from agent.models.model import url_of
 from runs.amounts import Bounds
-from runs.executors.base import WorkerLink
+from runs.executors.base import WorkerHandle
 from runs.protocol.messages import pack
 from runs.supervisor.limiter import Limiter, share_out
 
@@ -41,7 +41,7 @@ class RunLimits:
         self._busy_heartbeats += busy >= _BUSY
         self._busy += (busy - self._busy) * _LATELY
 
-    def on_load(self, worker: WorkerLink, endpoint: str, load: dict[str, int]) -> None:
+    def on_load(self, worker: WorkerHandle, endpoint: str, load: dict[str, int]) -> None:
         """A worker says what its calls did since it said so last, and how many wait."""
         self._endpoints[endpoint].on_load(worker, load)
 
@@ -50,7 +50,7 @@ class RunLimits:
         limiter = self._endpoints[endpoint].limiter
         limiter.on_refusal(retry_after_s, sent_at=sent_at, now=time.monotonic())
 
-    def share(self, workers: Sequence[WorkerLink]) -> None:
+    def share(self, workers: Sequence[WorkerHandle]) -> None:
         """Tell the workers their shares, where these have changed."""
         ready = [worker for worker in workers if worker.ready]
         for of_one in self._endpoints.values():
@@ -107,11 +107,11 @@ class _EndpointLimits:
         self.url = url_of(endpoint)
         self.limiter = Limiter(start=bounds.start, ceiling=bounds.ceiling)
         self._bounds = bounds
-        self._shares: dict[WorkerLink, _Share] = {}
+        self._shares: dict[WorkerHandle, _Share] = {}
         self._in_flight_max = self._replies = self._failed = 0
         self._is_paced = False
 
-    def on_load(self, worker: WorkerLink, load: dict[str, int]) -> None:
+    def on_load(self, worker: WorkerHandle, load: dict[str, int]) -> None:
         share = self._shares.setdefault(worker, _Share())
         share.in_flight, share.waiting = load["in_flight"], load["waiting"]
         if load["told"] == share.messages:
@@ -132,7 +132,7 @@ class _EndpointLimits:
             is_needed = any(one.waiting for one in self._shares.values())
             self.limiter.on_replies(load["replies"], is_needed=is_needed)
 
-    def share(self, ready: Sequence[WorkerLink]) -> None:
+    def share(self, ready: Sequence[WorkerHandle]) -> None:
         for gone in self._shares.keys() - set(ready):
             del self._shares[gone]
         shares = [self._shares.setdefault(worker, _Share()) for worker in ready]
@@ -156,7 +156,7 @@ class _EndpointLimits:
                 share.messages += 1
                 self._tell(worker, share, share.told / limit)
 
-    def _tell(self, worker: WorkerLink, share: _Share, part: float) -> None:
+    def _tell(self, worker: WorkerHandle, share: _Share, part: float) -> None:
         worker.send(
             pack(
                 "limits",

@@ -24,8 +24,8 @@ from runs.config.models import Setups, bounds_of
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.errors import DatasetChanged, EnvironmentStop
-from runs.executors.base import Executor, WorkerLink
-from runs.protocol.messages import Deal, pack, unpack
+from runs.executors.base import Executor, WorkerHandle
+from runs.protocol.messages import Assignment, pack, unpack
 from runs.protocol.worker_setup import WorkerSetup
 from runs.record import dump_record, make_record
 from runs.run_dir import RunDir
@@ -41,7 +41,7 @@ from runs.supervisor.limits import RunLimits
 from runs.supervisor.outages import Outages
 from runs.supervisor.progress import Progress
 from runs.supervisor.task_queue import TaskQueue
-from runs.supervisor.workers import KILL_AFTER_GRACE_S, Crew
+from runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, WorkerPool
 from runs.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Supervisor:
         self.limits = RunLimits(bounds_of(config, setups))
         self.budget = RunBudget(setup.budget, spent=spent, budget_log=budget_log)
         first_number = next_worker_number(run_dir.inflight)
-        self._crew = Crew(executor, config, first_number=first_number)
+        self._pool = WorkerPool(executor, config, first_number=first_number)
         self._failed_starts = 0
         self._outages = Outages(setup.proven, say=progress.say)
         self._signals = 0
@@ -101,7 +101,7 @@ class Supervisor:
 
     def interrupt(self) -> None:
         """Stop the run: the first time in good order, the second at once. For signal handlers."""
-        self._crew.inbox.put((None, None))
+        self._pool.inbox.put((None, None))
 
     def run(self) -> str | None:
         """Work until every task has ended, or the run is stopped.
@@ -111,18 +111,18 @@ class Supervisor:
         """
         try:
             for _ in range(min(self._config.num_workers, self._progress.left)):
-                self._crew.start(self._setup)
+                self._pool.start(self._setup)
             while not self._is_over():
                 self._take_in()
                 self._look_after_workers()
-                self.limits.share(self._crew.workers)
+                self.limits.share(self._pool.workers)
                 self._keep_budget()
-                self._deal()
+                self._assign()
                 self._keep_batches()
-                self._progress.show(self._crew.held, self._in_words())
-            self._dismiss_workers()
+                self._progress.show(self._pool.held, self._in_words())
+            self._shut_down_workers()
         finally:
-            self._crew.kill()
+            self._pool.kill()
             self._batches.close()
         return self._stop_reason
 
@@ -131,7 +131,7 @@ class Supervisor:
         return ", ".join(filter(None, (part.in_words() for part in parts)))
 
     def _is_over(self) -> bool:
-        if self._crew.held:
+        if self._pool.held:
             return False
         return self._stop_reason is not None or self._queue.is_empty()
 
@@ -139,12 +139,12 @@ class Supervisor:
 
     def _take_in(self) -> None:
         """Handle all that has come in, waiting for the first message; sync once for all."""
-        finished: list[tuple[WorkerLink, bytes]] = []
+        finished: list[tuple[WorkerHandle, bytes]] = []
         try:
-            item = self._crew.inbox.get(timeout=_TICK_S)
+            item = self._pool.inbox.get(timeout=_TICK_S)
             while True:
                 self._handle(*item, finished)
-                item = self._crew.inbox.get_nowait()
+                item = self._pool.inbox.get_nowait()
         except queue.Empty:
             pass
         self._run_dir.check_is_there()
@@ -153,7 +153,7 @@ class Supervisor:
         if finished:
             self._records.sync()
             self._failures.sync()
-        durable: dict[WorkerLink, list[bytes]] = {}
+        durable: dict[WorkerHandle, list[bytes]] = {}
         for worker, key in finished:
             self._inflight.finish(key)
             self._batches.forget(key)
@@ -163,9 +163,9 @@ class Supervisor:
 
     def _handle(
         self,
-        worker: WorkerLink | None,
+        worker: WorkerHandle | None,
         message: bytes | None,
-        finished: list[tuple[WorkerLink, bytes]],
+        finished: list[tuple[WorkerHandle, bytes]],
     ) -> None:
         if worker is None:
             self._on_signal()
@@ -178,10 +178,10 @@ class Supervisor:
 
     def _on_message(
         self,
-        worker: WorkerLink,
+        worker: WorkerHandle,
         header: dict[str, Any],
         payload: bytes,
-        finished: list[tuple[WorkerLink, bytes]],
+        finished: list[tuple[WorkerHandle, bytes]],
     ) -> None:
         match header["type"]:
             case "ready":
@@ -239,14 +239,14 @@ class Supervisor:
         if len(self._failed_now) == _FAILURES_SHOWN:
             self._progress.say(f"further failures: {self._run_dir.path / 'failures.jsonl'}")
 
-    def _release(self, worker: WorkerLink, key: bytes) -> None:
+    def _release(self, worker: WorkerHandle, key: bytes) -> None:
         worker.held.pop(key, None)
-        worker.alone = False
+        worker.isolated = False
         self._batches.leave(key)
 
     def _keep_budget(self) -> None:
-        self.budget.grant_shares(self._crew.workers)
-        if self._stop_reason is None and (words := self.budget.used_up(self._crew.workers)):
+        self.budget.grant_shares(self._pool.workers)
+        if self._stop_reason is None and (words := self.budget.used_up(self._pool.workers)):
             self.is_out_of_budget = True
             self._stop(words)
 
@@ -255,13 +255,13 @@ class Supervisor:
             self._progress.say(self._batches.news.get())
         if self._batches.problem is not None:
             self._stop(self._batches.problem)
-        held = self._crew.held if self._crew.is_ready else None
+        held = self._pool.held if self._pool.is_ready else None
         self._batches.tick(held, self._progress.ended_share)
 
     # Workers: starting, watching, replacing.
 
-    def _on_death(self, worker: WorkerLink, finished: list[tuple[WorkerLink, bytes]]) -> None:
-        if not self._crew.bury(worker):
+    def _on_death(self, worker: WorkerHandle, finished: list[tuple[WorkerHandle, bytes]]) -> None:
+        if not self._pool.reap(worker):
             return
         why = f": {worker.last_words}" if worker.last_words else ""
         log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
@@ -280,9 +280,9 @@ class Supervisor:
         if worker.held:
             self._progress.say(f"{worker.name} died; its {len(worker.held)} tasks go on in another")
             self._take_over(worker)
-        self._crew.start(self._setup)
+        self._pool.start(self._setup)
 
-    def _take_over(self, worker: WorkerLink) -> None:
+    def _take_over(self, worker: WorkerHandle) -> None:
         """Deal the tasks of a dead worker again, or convict the one that it held alone."""
         # What it finished must be durable before its journals are looked through.
         self._records.sync()
@@ -305,13 +305,13 @@ class Supervisor:
                 "the worker process died while this task was in flight",
             )
             self._failures.append(failure)
-            if worker.alone:
-                self._convict(key, task, failure)
+            if worker.isolated:
+                self._fail_poison_task(key, task, failure)
             else:
                 self._queue.put_back(task)
         self._failures.sync()
 
-    def _convict(self, key: bytes, task: Task, failure: Failure) -> None:
+    def _fail_poison_task(self, key: bytes, task: Task, failure: Failure) -> None:
         row = self._config.row_rules(self._setup.api).read(task.columns)
         record = make_record(
             task,
@@ -330,40 +330,40 @@ class Supervisor:
         self._progress.task_ended(failure=failure.error_class)
 
     def _look_after_workers(self) -> None:
-        self._crew.kill_silent()
+        self._pool.kill_silent()
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self._crew.kill()
+            self._pool.kill()
 
     # Dealing.
 
-    def _deal(self) -> None:
+    def _assign(self) -> None:
         """Give tasks to the workers with the most room, `batch_size` at a time at most."""
         if self._stop_reason is not None:
             return
-        hands: dict[WorkerLink, list[Deal]] = {}
-        while worker := self._crew.with_room(self._progress.left):
+        assignments: dict[WorkerHandle, list[Assignment]] = {}
+        while worker := self._pool.with_room(self._progress.left):
             try:
                 if (task := self._queue.next()) is None:
                     break
-                deal = self._hold(worker, task)
+                deal = self._assignment_of(worker, task)
             except (DatasetChanged, StorageError) as error:
                 self.is_dataset_changed = isinstance(error, DatasetChanged)
                 self._stop(str(error))
                 break
-            hands.setdefault(worker, []).append(deal)
-        for worker in self._crew.idle():
+            assignments.setdefault(worker, []).append(deal)
+        for worker in self._pool.idle():
             if suspect := self._queue.next_suspect():
-                worker.alone = True
-                hands[worker] = [self._hold(worker, suspect)]
-        for worker, deals in hands.items():
+                worker.isolated = True
+                assignments[worker] = [self._assignment_of(worker, suspect)]
+        for worker, deals in assignments.items():
             for first in range(0, len(deals), self._config.batch_size):
                 batch = deals[first : first + self._config.batch_size]
                 worker.send(pack("tasks", deals=batch))
 
-    def _hold(self, worker: WorkerLink, task: Task) -> Deal:
+    def _assignment_of(self, worker: WorkerHandle, task: Task) -> Assignment:
         """Note who has a task, and give what it is to be told. Raises `StorageError`."""
         attempt = self._failures.attempts[task.key] + 1
-        deal = Deal(
+        deal = Assignment(
             task=task._asdict(),
             attempt=attempt,
             deal=self._inflight.next_deal(task.key),
@@ -391,7 +391,7 @@ class Supervisor:
             )
             self._stop("")
         else:
-            self._crew.kill()
+            self._pool.kill()
 
     def _stop(self, reason: str, *, grace_s: float | None = None) -> None:
         """Stop the run; turns get `grace_s` to finish, by default what the user says."""
@@ -402,12 +402,12 @@ class Supervisor:
         self._stop_reason = reason
         self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
         self._batches.stop()
-        self._crew.tell(pack("stop", grace_s=grace_s))
+        self._pool.tell(pack("stop", grace_s=grace_s))
 
-    def _dismiss_workers(self) -> None:
+    def _shut_down_workers(self) -> None:
         """Let the workers go, and hear what they say last of limits and money."""
         is_done = self._stop_reason is None and not self._failed_now
-        for leaver, message in self._crew.dismiss(is_done=is_done):
+        for leaver, message in self._pool.shut_down(is_done=is_done):
             header = unpack(message)[0]
             if header["type"] == "load":
                 self.limits.on_load(leaver, header["endpoint"], header["load"])

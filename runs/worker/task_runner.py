@@ -26,7 +26,7 @@ from runs.config.sampling import setup_of_task
 from runs.dataset.row import RowTask
 from runs.dataset.row_fork import Fork
 from runs.process.stopped import Stopped
-from runs.protocol.messages import Deal, no_counters, pack
+from runs.protocol.messages import Assignment, no_counters, pack
 from runs.protocol.worker_setup import WorkerSetup
 from runs.record import dump_record, make_record
 from runs.store.failures import Failure
@@ -72,7 +72,7 @@ class TaskRunner:
         self.counters = no_counters()
         """What was done since whoever reads them set them back."""
 
-    async def run(self, task: Task, deal: Deal) -> bytes:
+    async def run(self, task: Task, deal: Assignment) -> bytes:
         """Run one task; give the message about how it went: the parent must hear of it."""
         try:
             return await self._carry_out(task, deal)
@@ -102,7 +102,7 @@ class TaskRunner:
         space = self._not_durable.pop(key, None)
         return space if space is not None and space.workspace.root.exists() else None
 
-    def _sort_out(self, task: Task, deal: Deal, error: BaseException) -> bytes:
+    def _sort_out(self, task: Task, deal: Assignment, error: BaseException) -> bytes:
         """The message about a task that ended in a way which nothing foresaw."""
         if (words := machine_failure(error)) is not None:
             log.error("%s: the machine failed", task.id, exc_info=error)
@@ -120,7 +120,7 @@ class TaskRunner:
         close_calls(trajectory, "failed", lambda event: None)
         return self._finished(task, deal, trajectory, row.terms, End("failed"), failure)
 
-    async def _carry_out(self, task: Task, deal: Deal) -> bytes:
+    async def _carry_out(self, task: Task, deal: Assignment) -> bytes:
         """Run one task; give the message that says how it ended, with its record if there is one.
 
         Raises what `run` has to sort out.
@@ -156,7 +156,7 @@ class TaskRunner:
     def _finished(
         self,
         task: Task,
-        deal: Deal,
+        deal: Assignment,
         trajectory: Trajectory,
         terms: Terms,
         end: End,
@@ -185,7 +185,7 @@ class TaskRunner:
     async def _converse(
         self,
         task: Task,
-        deal: Deal,
+        deal: Assignment,
         trajectory: Trajectory,
         row: RowTask,
         space: TaskSpace,
@@ -279,6 +279,6 @@ class TaskRunner:
         return self._setup.script or () if own is None else parse_script(own)
 
 
-def _has_begun(deal: Deal) -> bool:
+def _has_begun(deal: Assignment) -> bool:
     """Whether the task goes on from something, and not only paid for what is lost."""
     return not all(map(is_paid_alone, deal["events"]))

@@ -32,7 +32,7 @@ from runs.process.startup import (
     log_through,
     log_to,
 )
-from runs.protocol.messages import Deal, no_counters, pack, unpack
+from runs.protocol.messages import Assignment, no_counters, pack, unpack
 from runs.protocol.worker_setup import WorkerSetup
 from runs.store.files import StorageError
 from runs.store.journal_writer import JournalWriter
@@ -217,11 +217,11 @@ class Worker:
                 self._is_done = header["done"]
                 self._exit.set()
 
-    def _start(self, deal: Deal) -> None:
+    def _start(self, deal: Assignment) -> None:
         task = Task(**deal["task"])
         self._running[task.key] = asyncio.create_task(self._run(task, deal))
 
-    async def _run(self, task: Task, deal: Deal) -> None:
+    async def _run(self, task: Task, deal: Assignment) -> None:
         message = await self._runner.run(task, deal)
         self._journal.flush()
         self._running.pop(task.key, None)

@@ -27,7 +27,7 @@ from ray.actor import ActorHandle
 
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
-from runs.executors.base import Inbox, WorkerLink
+from runs.executors.base import Inbox, WorkerHandle
 from runs.executors.local import environment_of
 from runs.executors.ray.actor import RayWorkerActor
 from runs.executors.ray.code_digest import code_digest
@@ -87,7 +87,7 @@ class RayExecutor:
         for thread in self._threads:
             thread.start()
 
-    def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerLink:
+    def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerHandle:
         """See `Executor`."""
         host, port = self._run.address
         actor: ActorHandle[Any] = ray.remote(RayWorkerActor).options(**self._resources).remote()

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from runs.executors.base import WorkerLink
+from runs.executors.base import WorkerHandle
 from runs.executors.ray.actor import Welcome
 from runs.executors.ray.tcp import hang_up
 from runs.protocol.messages import pack, unpack
@@ -49,7 +49,7 @@ class Run:
 
 
 @dataclass(eq=False, kw_only=True)
-class RayWorker(WorkerLink):
+class RayWorker(WorkerHandle):
     """A worker in a process of Ray's. Where it shares no disk with us, its journal is kept here:
     its events are written by the thread that listens to it, and then it is told so."""
 
@@ -66,7 +66,7 @@ class RayWorker(WorkerLink):
 
     @property
     def is_waiting(self) -> bool:
-        """See `WorkerLink`: Ray has found no place for it yet."""
+        """See `WorkerHandle`: Ray has found no place for it yet."""
         return self._connection is None
 
     def attach(self, connection: Connection, hello: Mapping[str, Any]) -> None:
@@ -122,16 +122,16 @@ class RayWorker(WorkerLink):
             hang_up(connection)
 
     def is_alive(self) -> bool:
-        """See `WorkerLink`."""
+        """See `WorkerHandle`."""
         return not self.is_gone
 
     def kill(self) -> None:
-        """See `WorkerLink`. A process that cannot be reached ends when it finds us gone."""
+        """See `WorkerHandle`. A process that cannot be reached ends when it finds us gone."""
         self._end_actor()
         self.end(None)
 
-    def bury(self) -> None:
-        """See `WorkerLink`."""
+    def reap(self) -> None:
+        """See `WorkerHandle`."""
         self.end(None)
         self._outbox.put(None)
         self._end_actor()
@@ -143,7 +143,7 @@ class RayWorker(WorkerLink):
             self._journal.close()
 
     def durable(self, keys: Sequence[bytes]) -> None:
-        """See `WorkerLink`."""
+        """See `WorkerHandle`."""
         if self._journal is not None:
             with self._lock:
                 for key in keys:

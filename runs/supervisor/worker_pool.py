@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from runs.config.run_config import RunConfig
-from runs.executors.base import Executor, Inbox, WorkerLink
+from runs.executors.base import Executor, Inbox, WorkerHandle
 from runs.protocol.messages import pack
 from runs.protocol.worker_setup import WorkerSetup
 
@@ -21,7 +21,7 @@ KILL_AFTER_GRACE_S = 5.0
 _START_TIMEOUT_S = 120.0
 
 
-class Crew:
+class WorkerPool:
     """The living workers of one start."""
 
     def __init__(self, executor: Executor, config: RunConfig, *, first_number: int) -> None:
@@ -30,7 +30,7 @@ class Crew:
         self._numbers = itertools.count(first_number)
         self._checked_at = time.monotonic()
         self.inbox: Inbox = queue.SimpleQueue()
-        self.workers: list[WorkerLink] = []
+        self.workers: list[WorkerHandle] = []
 
     @property
     def held(self) -> int:
@@ -47,23 +47,23 @@ class Crew:
         setup = replace(setup, number=next(self._numbers), parent_pid=os.getpid())
         self.workers.append(self._executor.start(setup, self.inbox))
 
-    def bury(self, worker: WorkerLink) -> bool:
+    def reap(self, worker: WorkerHandle) -> bool:
         """Strike out one that is gone; False where that was done before."""
         if worker not in self.workers:
             return False
         self.workers.remove(worker)
-        worker.bury()
+        worker.reap()
         return True
 
-    def with_room(self, left: int) -> WorkerLink | None:
+    def with_room(self, left: int) -> WorkerHandle | None:
         """The one with the most room, while `left` tasks have not ended."""
         # Near the end every worker gets its share, so that none idles beside a full one.
         share = -(-left // self._config.num_workers)
         most = min(self._config.agents_per_worker, max(1, share))
-        able = [w for w in self.workers if w.ready and not w.alone and len(w.held) < most]
+        able = [w for w in self.workers if w.ready and not w.isolated and len(w.held) < most]
         return min(able, key=lambda worker: len(worker.held), default=None)
 
-    def idle(self) -> list[WorkerLink]:
+    def idle(self) -> list[WorkerHandle]:
         """Those that hold nothing, and live: one that died idle must not make a convict of a
         task that it never saw."""
         return [w for w in self.workers if w.ready and not w.held and w.is_alive()]
@@ -91,7 +91,7 @@ class Crew:
         for worker in self.workers:
             worker.send(message)
 
-    def dismiss(self, *, is_done: bool) -> Iterator[tuple[WorkerLink, bytes]]:
+    def shut_down(self, *, is_done: bool) -> Iterator[tuple[WorkerHandle, bytes]]:
         """Let them close what they have open; gives what they say last.
 
         `is_done` tells that no next start needs what they keep.
@@ -116,5 +116,5 @@ class Crew:
         for worker in self.workers:
             worker.kill()
             worker.held.clear()
-            worker.bury()
+            worker.reap()
         self.workers = []
