@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.fake_endpoint import FakeEndpoint
 from runs.dataset.scan import tasks
-from runs.dataset.scan_cache import NAME, keep_scan
+from runs.dataset.scan_cache import NAME, save_scan
 from runs.maintenance.upkeep import find_run, scan_of
 from runs.record import dump_record
 from runs.store.checksum import read_object
@@ -42,7 +42,7 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
         (run_dir / name).unlink()
     _, identity, config = find_run("r", cwd / "trajectories")
     found = scan_of(run_dir, identity, config)
-    keep_scan(run_dir / NAME, found)
+    save_scan(run_dir / NAME, found)
     file = RecordFile(run_dir, run_dir / "quarantine")
     for number, task in enumerate(tasks(found, num_samples=1)):
         if number == records:

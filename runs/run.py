@@ -119,38 +119,38 @@ def _work(
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
-        stock = _take_stock(plan, run_dir, only, records, inflight, budget_log)
+        state = _state_of(plan, run_dir, only, records, inflight, budget_log)
         progress.found_ended(
-            done=stock.done,
-            failed=stock.failed,
-            passed=stock.passed,
-            not_passed=stock.not_passed,
-            cost_usd=stock.cost_usd,
+            done=state.done,
+            failed=state.failed,
+            passed=state.passed,
+            not_passed=state.not_passed,
+            cost_usd=state.cost_usd,
         )
-        if (config := with_open_batches(config, run_dir, stock.settled)) is not plan.config:
+        if (config := with_open_batches(config, run_dir, state.settled)) is not plan.config:
             plan = replace(plan, config=config)
             progress.say("calls in batches of earlier starts are waited for; all others go live")
         with (
             closing(open_executor(config, run_dir)) as executor,
-            closing(BatchService(config, plan.setups, run_dir, stock.settled)) as batches,
+            closing(BatchService(config, plan.setups, run_dir, state.settled)) as batches,
         ):
             supervisor = Supervisor(
                 run_dir=run_dir,
                 config=config,
                 executor=executor,
                 setups=plan.setups,
-                setup=_worker_setup(plan, run_dir, has_answers=stock.has_answers),
-                spent=stock.spent,
-                held=stock.held,
+                setup=_worker_setup(plan, run_dir, has_answers=state.has_answers),
+                spent=state.spent,
+                held=state.held,
                 budget_log=budget_log,
-                tasks=tasks_at(plan.scan, stock.owed),
+                tasks=tasks_at(plan.scan, state.remaining),
                 records=records,
                 failures=failures,
                 inflight=inflight,
                 progress=progress,
                 batches=batches,
             )
-            del stock  # the index of all records is in it, and nobody asks it any more
+            del state  # the index of all records is in it, and nobody asks it any more
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()
         if supervisor.is_dataset_changed:
@@ -173,12 +173,12 @@ def _work(
     )
 
 
-class _Stock(NamedTuple):
+class RunState(NamedTuple):
     """What a run has and still owes when a start begins."""
 
     settled: Settled
     """The tasks that need no more work."""
-    owed: array[int]
+    remaining: array[int]
     """The numbers of the tasks that need work, in dataset order."""
     done: int
     failed: int
@@ -196,14 +196,14 @@ class _Stock(NamedTuple):
     """What the run has spent, as far as that is known."""
 
 
-def _take_stock(
+def _state_of(
     plan: Plan,
     run_dir: RunDir,
     only: Collection[bytes] | None,
     records: RecordFile,
     inflight: Inflight,
     budget_log: BudgetLog,
-) -> _Stock:
+) -> RunState:
     """Look at all records once; remove what is left of settled tasks, and read the journals."""
     scan, max_attempts = plan.scan, plan.config.max_attempts
     found = records.take_found()
@@ -220,7 +220,7 @@ def _take_stock(
         entries = (entry for _, entry in found.records())
         spent = spent_before(entries, inflight, budget_log, held=amounts)
     rows, _ = found.match(scan.keys)
-    owed = array("I")
+    remaining = array("I")
     counts = Counter[bool]()
     passed = Counter[bool | None]()
     for number, ending in enumerate(found.endings(rows)):
@@ -230,13 +230,13 @@ def _take_stock(
         if ending is None or (
             is_failed and not is_settled(found.entry(rows[number]), max_attempts)
         ):
-            owed.append(number)
+            remaining.append(number)
         else:
             counts[is_failed] += 1
             passed[ending.passed] += 1
-    return _Stock(
+    return RunState(
         settled,
-        owed,
+        remaining,
         counts[False],
         counts[True],
         passed[True],

@@ -37,7 +37,7 @@ import orjson
 from runs.config.fingerprint import default_meaning, digest_of, meaning_of
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
-from runs.dataset.scan_cache import NAME, keep_scan
+from runs.dataset.scan_cache import NAME, save_scan
 from runs.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
 from runs.narrowing import NARROWING, refuse_narrowing
 from runs.store.files import (
@@ -171,12 +171,12 @@ def open_run(
             os.close(moved_fd)
         for name in ("inflight", "workspaces", "exports"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
-        for litter in litter_of(path):
+        for litter in stale_files_of(path):
             litter.unlink()
         before, run = _identity(config, scan, accept_changes)
         run["api"] = api
         write_run_json(path, run)
-        keep_scan(path / NAME, scan)
+        save_scan(path / NAME, scan)
     except BaseException as error:
         if lock_fd is not None:
             os.close(lock_fd)
@@ -222,7 +222,7 @@ def _identity(
     return before, run
 
 
-def litter_of(path: Path) -> list[Path]:
+def stale_files_of(path: Path) -> list[Path]:
     """The temporary files of a run that a crash has left behind, those beside it too."""
     inside = (path, path / "exports", path / "inflight", path / "quarantine")
     found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]

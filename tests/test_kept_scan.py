@@ -17,7 +17,7 @@ from agent.options import AgentOptions
 from benchmarks.fake_endpoint import FakeEndpoint
 from runs.dataset.row import RowRules
 from runs.dataset.scan import scan, tasks, tasks_at
-from runs.dataset.scan_cache import keep_scan, load_scan, scan_with
+from runs.dataset.scan_cache import load_scan, save_scan, scan_with
 from runs.shards import Shard
 from tests.running import SCRIPTED, ids, lines, run, started, wait_until, write_rows
 
@@ -51,7 +51,7 @@ def write(path: Path, rows: list[bytes]) -> Path:
 def dataset(tmp_path: Path) -> Path:
     """A dataset whose scan is kept beside it."""
     path = write(tmp_path / "p.jsonl", some_lines(random.Random(0), 60))
-    keep_scan(tmp_path / "dataset.idx", scan(path, **ASKED))
+    save_scan(tmp_path / "dataset.idx", scan(path, **ASKED))
     return path
 
 
@@ -104,7 +104,7 @@ def test_a_last_line_that_goes_on_is_another_line(dataset: Path, tmp_path: Path)
     kept = tmp_path / "dataset.idx"
     for bounds in (None, 2):
         dataset.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}')
-        keep_scan(kept, scan(dataset, **{**ASKED, "max_samples": bounds}))
+        save_scan(kept, scan(dataset, **{**ASKED, "max_samples": bounds}))
         assert served(dataset, max_samples=bounds)
         dataset.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"} and more')
         assert not served(dataset, max_samples=bounds)
@@ -112,7 +112,7 @@ def test_a_last_line_that_goes_on_is_another_line(dataset: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["appended", "edited in place"])
 def test_rows_behind_max_samples_do_not_matter(dataset: Path, tmp_path: Path, name: str) -> None:
-    keep_scan(tmp_path / "dataset.idx", scan(dataset, **{**ASKED, "max_samples": 20}))
+    save_scan(tmp_path / "dataset.idx", scan(dataset, **{**ASKED, "max_samples": 20}))
     write(dataset, EDITS[name](dataset.read_bytes().split(b"\n")[:-1]))
     assert served(dataset, max_samples=20) is (name == "appended")
 
@@ -144,7 +144,7 @@ def test_what_was_kept_for_other_questions_answers_none(
     dataset: Path, asked: dict[str, Any]
 ) -> None:
     assert not served(dataset, **asked)
-    keep_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
+    save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
     assert served(dataset, **asked)
     assert not served(dataset)
 
@@ -152,7 +152,7 @@ def test_what_was_kept_for_other_questions_answers_none(
 def test_rules_are_the_same_whatever_the_order_of_their_names(dataset: Path) -> None:
     names = [f"name{n}" for n in range(50)]
     asked = {"rules": RowRules(models=frozenset(names), toolsets=frozenset(names))}
-    keep_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
+    save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
     assert served(dataset, rules=RowRules(models=frozenset(names[::-1]), toolsets=frozenset(names)))
 
 
@@ -166,7 +166,7 @@ def test_a_torn_or_damaged_file_is_not_used_and_is_mended(dataset: Path, tmp_pat
     for content in (b"", b"\n\n", b"\0" * len(right), right + b"\0", *damaged):
         kept.write_bytes(content)
         assert not served(dataset)
-        keep_scan(kept, scan_with(kept, dataset, **ASKED))
+        save_scan(kept, scan_with(kept, dataset, **ASKED))
         assert kept.read_bytes() == right
     kept.unlink()
     assert not served(dataset)
@@ -174,7 +174,7 @@ def test_a_torn_or_damaged_file_is_not_used_and_is_mended(dataset: Path, tmp_pat
 
 def test_a_right_file_is_not_written_again(dataset: Path, tmp_path: Path) -> None:
     before = (tmp_path / "dataset.idx").stat().st_ino
-    keep_scan(tmp_path / "dataset.idx", scan(dataset, **ASKED))
+    save_scan(tmp_path / "dataset.idx", scan(dataset, **ASKED))
     assert (tmp_path / "dataset.idx").stat().st_ino == before
 
 
@@ -194,7 +194,7 @@ def test_a_dataset_that_is_edited_again_and_again_is_always_told_as_it_is(
         }
         served(path, **asked)
         if draw.randrange(3):
-            keep_scan(kept, scan_with(kept, path, **{**ASKED, **asked}))
+            save_scan(kept, scan_with(kept, path, **{**ASKED, **asked}))
         match draw.randrange(6):
             case 0:
                 rows = rows + some_lines(draw, 3)

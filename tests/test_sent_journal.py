@@ -19,7 +19,7 @@ from runs.protocol.messages import unpack
 from runs.store.journal import Inflight
 from runs.store.journal_writer import JournalWriter
 from runs.tasks import task_key
-from runs.worker.remote_journal import SentJournal
+from runs.worker.remote_journal import RemoteJournal
 from tests.running import SCRIPTED, WRITE_A_NOTE, lines, run, started, wait_until, write_prompts
 
 KEY = task_key("p", "d")
@@ -43,7 +43,7 @@ async def passes() -> None:
 def test_a_reply_is_used_only_when_it_is_kept() -> None:
     async def work() -> None:
         sent: list[bytes] = []
-        journal = SentJournal(sent.append, place="there")
+        journal = RemoteJournal(sent.append, place="there")
         journal.append("p", "d", reply(1), deal=1, position=0)
         waiting = asyncio.create_task(journal.kept(KEY))
         await passes()
@@ -59,7 +59,7 @@ def test_a_reply_is_used_only_when_it_is_kept() -> None:
 def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
     async def work() -> None:
         sent: list[bytes] = []
-        journal = SentJournal(sent.append, place="there")
+        journal = RemoteJournal(sent.append, place="there")
         for position in range(5):
             journal.append(f"p{position}", "d", reply(1), deal=1, position=0)
             await passes()
@@ -76,7 +76,7 @@ def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
 def test_what_was_noted_goes_before_the_end_of_its_task() -> None:
     async def work() -> None:
         sent: list[bytes] = []
-        journal = SentJournal(sent.append, place="there")
+        journal = RemoteJournal(sent.append, place="there")
         journal.append("p", "d", note(0), deal=1, position=0)
         await passes()
         assert not sent
@@ -91,7 +91,7 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     sent: list[bytes] = []
 
     async def work() -> None:
-        journal = SentJournal(sent.append, place="there")
+        journal = RemoteJournal(sent.append, place="there")
         journal.append("p", "d", reply(1), deal=2, position=0)
         journal.flush()
 

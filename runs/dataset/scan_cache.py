@@ -57,7 +57,7 @@ def scan_with(kept: Path, path: Path, **asked: Unpack[Asked]) -> Scan:
     return load_scan(kept, path, **asked) or scan(path, **asked)
 
 
-def keep_scan(kept: Path, found: Scan) -> None:
+def save_scan(kept: Path, found: Scan) -> None:
     """Write `found` to the file `kept`, unless it holds just that. Raises `StorageError`."""
     told = orjson.dumps(
         {

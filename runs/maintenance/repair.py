@@ -13,7 +13,7 @@ from runs.dataset.scan import Scan, tasks
 from runs.dataset.scan_cache import NAME
 from runs.maintenance.verify import Report
 from runs.maintenance.verify_batches import repair_batches
-from runs.run_dir import litter_of
+from runs.run_dir import stale_files_of
 from runs.store.checksum import is_whole
 from runs.store.files import keep_readable
 from runs.store.journal import Inflight, turns_under_way
@@ -31,7 +31,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     Raises `StorageError`.
     """
     quarantine = path / "quarantine"
-    for litter in litter_of(path):
+    for litter in stale_files_of(path):
         litter.unlink()
     # Without an index every record is read, and what is unreadable set aside.
     (path / "records.idx").unlink(missing_ok=True)

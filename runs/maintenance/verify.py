@@ -23,7 +23,7 @@ from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, load_scan
 from runs.maintenance.verify_batches import check_batches
 from runs.maintenance.verify_exports import check_exports
-from runs.run_dir import litter_of
+from runs.run_dir import stale_files_of
 from runs.store.checksum import DamagedLine, is_whole
 from runs.store.failures import is_failure
 from runs.store.files import listed, tail_of
@@ -258,7 +258,7 @@ def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
 
 
 def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
-    for file in litter_of(path):
+    for file in stale_files_of(path):
         message = "a file that a crash left half written; the next start removes it"
         yield Problem("leftover", file, None, message)
     workspaces = path / "workspaces"

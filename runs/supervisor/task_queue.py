@@ -19,9 +19,9 @@ DEATHS_ALONE = 2
 class TaskQueue:
     """Tasks to deal: first those that came back, then the dataset's, then suspects one by one."""
 
-    def __init__(self, owed: Iterator[Task], deaths: Mapping[bytes, int]) -> None:
-        """`owed` streams the dataset; `deaths` counts worker deaths by task key, and is live."""
-        self._owed = owed
+    def __init__(self, remaining: Iterator[Task], deaths: Mapping[bytes, int]) -> None:
+        """`remaining` streams the dataset; `deaths` counts worker deaths by key, and is live."""
+        self._remaining = remaining
         self._deaths = deaths
         self._again: deque[Task] = deque()
         self._suspects: deque[Task] = deque()
@@ -30,7 +30,7 @@ class TaskQueue:
         """The next task that may run beside others."""
         if self._again:
             return self._again.popleft()
-        for task in self._owed:
+        for task in self._remaining:
             if not self._is_suspect(task):
                 return task
             self._suspects.append(task)

@@ -21,7 +21,7 @@ from runs.tasks import task_key
 _RESULTS_WAIT_S = 0.02
 
 
-class SentJournal:
+class RemoteJournal:
     """A `Journal` at the other end of the connection. Belongs to the event loop's thread."""
 
     def __init__(self, send: Callable[[bytes], None], *, place: str) -> None:

@@ -39,7 +39,7 @@ from runs.worker.calls import Calls
 from runs.worker.durable_calls import DurableHome, StoppableModel, Stops
 from runs.worker.replay import replay, replayable
 from runs.worker.workspace_setup import SetupFailed
-from runs.worker.workspaces import RowSpaces
+from runs.worker.workspaces import Workspaces
 from toolsets.errors import HostError, machine_failure
 from toolsets.space import TaskSpace
 
@@ -54,7 +54,7 @@ class TaskRunner:
         setup: WorkerSetup,
         *,
         setups: Setups,
-        spaces: RowSpaces,
+        spaces: Workspaces,
         journal: Journal,
         calls: Calls,
         stops: Stops,

@@ -38,9 +38,9 @@ from runs.store.files import StorageError
 from runs.store.journal_writer import JournalWriter
 from runs.tasks import Task
 from runs.worker.calls import Calls
-from runs.worker.remote_journal import SentJournal
+from runs.worker.remote_journal import RemoteJournal
 from runs.worker.task_runner import TaskRunner
-from runs.worker.workspaces import RowSpaces
+from runs.worker.workspaces import Workspaces
 from toolsets.browser.process import Browsers
 from toolsets.errors import machine_failure
 from toolsets.mcp.servers import McpServers
@@ -137,7 +137,7 @@ class Worker:
         self._runner = TaskRunner(
             self._setup,
             setups=self._setups,
-            spaces=RowSpaces(self._setup, self._browsers),
+            spaces=Workspaces(self._setup, self._browsers),
             journal=self._journal,
             calls=self._calls,
             stops=self,
@@ -171,9 +171,9 @@ class Worker:
         sender.join()
         return self._is_done
 
-    def _open_journal(self) -> SentJournal | JournalWriter:
+    def _open_journal(self) -> RemoteJournal | JournalWriter:
         if self._setup.is_remote:
-            return SentJournal(self._outbox.put, place=self._setup.place)
+            return RemoteJournal(self._outbox.put, place=self._setup.place)
         return JournalWriter(
             self._setup.run_dir / "inflight",
             self._setup.number,
@@ -211,7 +211,7 @@ class Worker:
                 self._calls.stop()
                 asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
             case "kept":
-                assert isinstance(self._journal, SentJournal)
+                assert isinstance(self._journal, RemoteJournal)
                 self._journal.on_kept(header["number"])
             case "exit":
                 self._is_done = header["done"]

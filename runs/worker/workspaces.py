@@ -19,7 +19,7 @@ from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import Workspace
 
 
-class RowSpaces:
+class Workspaces:
     """Opens the spaces of the tasks of one worker."""
 
     def __init__(self, setup: WorkerSetup, browsers: Browsers) -> None:
