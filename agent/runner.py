@@ -11,8 +11,8 @@ from typing import Protocol
 
 from agent.loop.loop import run_agent
 from agent.loop.resume import take_up
-from agent.loop.rules import Terms
-from agent.loop.steps import End
+from agent.loop.rules import ConversationSpec
+from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
 from agent.loop.tools import AgentTools, Approve
 from agent.messages import Event, Message, OpeningEvent, SubEvent
@@ -47,7 +47,7 @@ class Conversation:
     """All that one conversation needs; `run` carries it to its ending."""
 
     trajectory: Trajectory
-    terms: Terms
+    spec: ConversationSpec
     model: Model
     toolbox: Toolbox
     journal: Journal
@@ -65,35 +65,35 @@ class Conversation:
     depth: int = 0
     """How many conversations this one is inside of."""
 
-    async def run(self, *, taken_up: bool = False) -> End:
+    async def run(self, *, taken_up: bool = False) -> Finish:
         """Carry the conversation to its ending; see `run_agent` for what is raised.
 
         With `taken_up`, its events so far come from a process that has died.
         """
         tools = self.tools()
-        terms = replace(self.terms, tool_names=tuple(tools.names))
+        spec = replace(self.spec, tool_names=tuple(tools.names))
         if taken_up:
             take_up(
                 self.trajectory,
                 tools=tools,
-                terms=terms,
+                spec=spec,
                 journal=self.journal,
                 kept=self.kept,
             )
-        if terms.options.preparation and not self._is_prepared():
-            end = await self._prepare(terms.options.preparation)
+        if spec.options.preparation and not self._is_prepared():
+            end = await self._prepare(spec.options.preparation)
             if end is not None:
                 return end
         return await run_agent(
             self.trajectory,
             model=self._seen_through_views(),
             tools=tools,
-            terms=terms,
+            spec=spec,
             journal=self.journal,
             on_event=self.on_event and guarded(self.on_event),
         )
 
-    async def run_on(self) -> End:
+    async def run_on(self) -> Finish:
         """Carry an inner conversation to its ending, from where a crash may have left it."""
         return await self.run(taken_up=self.trajectory.api_calls() > 0)
 
@@ -102,7 +102,7 @@ class Conversation:
         return AgentTools(
             self.toolbox,
             self.trajectory,
-            self.terms.options,
+            self.spec.options,
             subagents={
                 subagent.name: SubagentTool(subagent, self._run_subagent)
                 for subagent in self.subagents
@@ -113,7 +113,7 @@ class Conversation:
         )
 
     def _seen_through_views(self) -> Model:
-        options = self.terms.options
+        options = self.spec.options
         writer = self.model
         if options.text_protocol == "react":
             writer = ReActModel(writer, max_turns=options.max_turns)
@@ -147,7 +147,7 @@ class Conversation:
         return replace(
             self,
             trajectory=inner,
-            terms=Terms(options),
+            spec=ConversationSpec(options),
             journal=journal,
             on_event=None,
             depth=self.depth + 1,
@@ -155,11 +155,11 @@ class Conversation:
 
     async def _run_subagent(
         self, subagent: Subagent, call_id: str, task: str
-    ) -> tuple[End, Trajectory]:
+    ) -> tuple[Finish, Trajectory]:
         system = subagent.system_prompt
         opening = [Message(role="system", content=system)] if system else []
         opening.append(Message(role="user", content=task))
-        options = options_of(subagent, self.terms.options)
+        options = options_of(subagent, self.spec.options)
         inner = self._inner(call_id, subagent.name, opening, options)
         deepest = options.max_subagent_depth
         inner = replace(
@@ -173,12 +173,12 @@ class Conversation:
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
 
-    async def _prepare(self, task: str) -> End | None:
+    async def _prepare(self, task: str) -> Finish | None:
         """Gather context and put it into the prompts; the ending where that did not work."""
         prompt = self.trajectory.messages
-        options = self.terms.options
+        options = self.spec.options
         own = options.model_copy(update=_PLAIN)
-        end = End("failed")
+        end = Finish("failed")
         for attempt in range(1, options.preparation_attempts + 1):
             key = f"{preparation.STAGE}#{attempt}"
             opening = preparation.preparation_opening(task, prompt)
@@ -196,7 +196,7 @@ class Conversation:
             if end.status in ("budget", "time_limit"):
                 return end
         why = f": {end.reason}" if end.reason else ""
-        return End("errors", f"the preparation ended as {end.status}{why}")
+        return Finish("errors", f"the preparation ended as {end.status}{why}")
 
 
 _PLAIN = {

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 
 from agent.loop.loop import close_calls
 from agent.loop.opening import with_bound_stated
-from agent.loop.rules import Terms
-from agent.loop.steps import End
+from agent.loop.rules import ConversationSpec
+from agent.loop.steps import Finish
 from agent.loop.tools import check_names
 from agent.messages import Event, Message
 from agent.models.client.pool import ModelPool
@@ -98,11 +98,11 @@ class AgentSession:
         self._cancel_reason = ""
         self.trajectory = Trajectory(self.messages)
         """The conversation since the last prompt."""
-        self.end = End("failed", "no prompt was answered yet")
+        self.end = Finish("failed", "no prompt was answered yet")
         """How the last prompt ended."""
         self.error: ModelError | None = None
         """Why the endpoint failed the last prompt, if it did."""
-        self._terms = Terms(setup.options)
+        self._terms = ConversationSpec(setup.options)
 
     def __enter__(self) -> AgentSession:
         return self
@@ -133,11 +133,11 @@ class AgentSession:
             )
         else:
             self.trajectory = Trajectory(self._opening(text))
-            self._terms = Terms(self._setup.options, expected=expected)
+            self._terms = ConversationSpec(self._setup.options, expected=expected)
         self._state = "running"
         self.error = None
         # What stands if this is left by an exception.
-        self.end = End("failed", "it was left before its ending")
+        self.end = Finish("failed", "it was left before its ending")
         played = replies_played(self.trajectory, self._setup.common)
         try:
             self.end = await self._converse()
@@ -230,7 +230,7 @@ class AgentSession:
         changes = (("added", now - before), ("removed", before - now))
         return "; ".join(f"{word}: {', '.join(sorted(names))}" for word, names in changes if names)
 
-    async def _converse(self) -> End:
+    async def _converse(self) -> Finish:
         """Run the conversation on, from opening what it needs to closing it."""
         setup = self._setup
         workspace = Workspace(self._root / "workspace")
@@ -253,7 +253,7 @@ class AgentSession:
             home = Home(setup.common, space, pool, setup.call_timeout_s)
             conversation = Conversation(
                 trajectory=self.trajectory,
-                terms=self._terms,
+                spec=self._terms,
                 model=home.model(setup.script, start=self._played),
                 toolbox=home.toolbox(),
                 journal=journal,
@@ -287,19 +287,19 @@ class AgentSession:
         stack.callback(finish)
         return journal
 
-    async def _cancellable(self, conversation: Conversation, journal: Journal) -> End:
+    async def _cancellable(self, conversation: Conversation, journal: Journal) -> Finish:
         task = asyncio.create_task(conversation.run())
         self._running = (asyncio.get_running_loop(), task)
         try:
             return await task
         except ModelError as error:
             self.error = error
-            return End("failed", f"{error.kind}: {error}")
+            return Finish("failed", f"{error.kind}: {error}")
         except asyncio.CancelledError:
             if not task.cancelled() or (me := asyncio.current_task()) is None or me.cancelling():
                 task.cancel()
                 raise
-            end = End("cancelled", self._cancel_reason or None)
+            end = Finish("cancelled", self._cancel_reason or None)
             close_calls(self.trajectory, end.status, journal)
             words = f"[The request was cancelled{': ' + end.reason if end.reason else ''}]"
             note = note_event(self.trajectory.turns, "cancelled", words)

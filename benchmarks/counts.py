@@ -24,7 +24,7 @@ from pathlib import Path
 
 import orjson
 
-from agent.loop.rules import Terms
+from agent.loop.rules import ConversationSpec
 from agent.messages import Event, Message
 from agent.models.client.pool import ModelPool
 from agent.models.model import ModelSettings
@@ -63,7 +63,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
     """Play conversations one after the other; give bytes and blocks per turn."""
     settings = ModelSettings("m", "openai_chat", f"{url}/v1", None)
     options = AgentOptions()
-    terms = Terms(options)
+    spec = ConversationSpec(options)
     toolsets = set_up(options, settings, enabled_toolsets=["none"], disabled_toolsets=()).toolsets
     setup = Setup(settings, toolsets, (step,), {}, None)
     pool = ModelPool(key_of=read_key, on_retry=print)
@@ -86,7 +86,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
 
         conversation = Conversation(
             trajectory=trajectory,
-            terms=terms,
+            spec=spec,
             model=home.model((), start=0),
             toolbox=home.toolbox(),
             journal=keep,
@@ -97,7 +97,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
             task,
             trajectory,
             end=end,
-            terms=terms,
+            spec=spec,
             setup=setup,
             failure=None,
             attempt=1,

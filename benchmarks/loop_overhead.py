@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from agent.loop.rules import Terms
+from agent.loop.rules import ConversationSpec
 from agent.messages import Message
 from agent.models.client.pool import ModelPool
 from agent.models.model import ModelSettings, Request
@@ -82,7 +82,7 @@ async def looped(turns: list[ScriptedTurn], home: Home, options: AgentOptions) -
     trajectory = Trajectory([Message(role="user", content="go")])
     conversation = Conversation(
         trajectory=trajectory,
-        terms=Terms(options),
+        spec=ConversationSpec(options),
         model=ScriptedModel(turns),
         toolbox=home.toolbox(),
         journal=events.append,

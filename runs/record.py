@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from agent.loop.rules import Terms
-from agent.loop.steps import End
+from agent.loop.rules import ConversationSpec
+from agent.loop.steps import Finish
 from agent.runner import was_compacted
 from agent.setup import Setup, schemas_for
 from agent.state.trajectory import Trajectory
@@ -42,8 +42,8 @@ def make_record(
     task: Task,
     trajectory: Trajectory,
     *,
-    end: End,
-    terms: Terms,
+    end: Finish,
+    spec: ConversationSpec,
     setup: Setup,
     failure: Failure | None,
     check: dict[str, Any] | None = None,
@@ -63,9 +63,9 @@ def make_record(
         "row": without_events(task.columns),
         **trajectory.to_record(),
         "check": check,
-        "tools": schemas_for(setup, terms.options),
-        "options": terms.options.given(),
-        "view_compacted": was_compacted(trajectory, terms.options),
+        "tools": schemas_for(setup, spec.options),
+        "options": spec.options.given(),
+        "view_compacted": was_compacted(trajectory, spec.options),
         "model": setup.settings.reference,
         "api": setup.settings.api,
         "endpoint": setup.settings.base_url,

@@ -12,8 +12,8 @@ from typing import Annotated, Any, NamedTuple
 import orjson
 from pydantic import Field
 
-from agent.loop.rules import Terms
-from agent.loop.steps import End
+from agent.loop.rules import ConversationSpec
+from agent.loop.steps import Finish
 from agent.loop.tools import Approve
 from agent.messages import Event, Message, Usage
 from agent.models.client.pool import ModelPool
@@ -38,7 +38,7 @@ class Played(NamedTuple):
     """What came of a conversation."""
 
     trajectory: Trajectory
-    end: End
+    end: Finish
     events: list[Event]
     requests: list[Request]
     """What the model was asked with, as it was at that moment."""
@@ -170,16 +170,16 @@ def play(
         setup = replace(setup, tools=tuple(tools))
     if approve is not None:
         setup = replace(setup, approve=approve)
-    terms = Terms(checked, expected=expected, user_replies=tuple(user_replies))
+    spec = ConversationSpec(checked, expected=expected, user_replies=tuple(user_replies))
     return asyncio.run(
-        _play(root, setup, terms, script, past, opening, Price(cost_usd, reply_tokens))
+        _play(root, setup, spec, script, past, opening, Price(cost_usd, reply_tokens))
     )
 
 
 async def _play(
     root: Path,
     setup: Setup,
-    terms: Terms,
+    spec: ConversationSpec,
     script: Sequence[Any],
     past: list[Event] | None,
     opening: Sequence[Message],
@@ -201,12 +201,12 @@ async def _play(
     model = ScriptedModel(parse_script(script), start=replies_played(trajectory, setup))
     conversation = Conversation(
         trajectory=trajectory,
-        terms=terms,
+        spec=spec,
         model=Watched(model, requests, price),
         toolbox=home.toolbox(),
         journal=lambda event: events.append(copy.deepcopy(event)),
         host=home,
-        subagents=terms.options.subagents,
+        subagents=spec.options.subagents,
         approve=setup.approve,
         on_event=told.append,
     )

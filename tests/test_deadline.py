@@ -13,7 +13,7 @@ import pytest
 
 from agent.deadline import TimeAtWork
 from agent.loop.loop import run_agent
-from agent.loop.rules import Terms
+from agent.loop.rules import ConversationSpec
 from agent.loop.tools import AgentTools
 from agent.messages import Event, Message
 from agent.models.client.open_model import open_model
@@ -211,7 +211,7 @@ def test_a_call_that_waits_for_its_turn_is_not_cut_off(tmp_path: Path) -> None:
                 trajectory,
                 model=model,
                 tools=tools,
-                terms=Terms(options),
+                spec=ConversationSpec(options),
                 journal=lambda event: None,
             )
         finally:

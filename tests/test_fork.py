@@ -17,7 +17,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 
-from agent.loop.rules import next_move
+from agent.loop.rules import next_step
 from agent.messages import Event
 from agent.state.forking import NotForkable, events_until, paid_for
 from agent.state.trajectory import Trajectory
@@ -397,8 +397,8 @@ def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) 
         assert vars(branch.tally) == vars(parent.tally)
         assert branch.api_calls() == branch.spent_usd == 0
         if not {"max_cost_usd", "max_total_tokens"} & scene.options.keys():
-            terms = terms_of(scene.options)
-            assert next_move(branch, terms) == next_move(parent, terms)
+            spec = terms_of(scene.options)
+            assert next_step(branch, spec) == next_step(parent, spec)
     assert "its events cannot be told from its record" not in reasons
 
 

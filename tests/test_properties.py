@@ -15,8 +15,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agent.loop.rules import Terms, next_move
-from agent.loop.steps import End
+from agent.loop.rules import ConversationSpec, next_step
+from agent.loop.steps import Finish
 from agent.loop.tools import Approve
 from agent.messages import Event, FinishReason, ReplyEvent
 from agent.models.dialects import anthropic_messages, openai_chat
@@ -289,21 +289,21 @@ def at_most(count: int, journal: Journal) -> Journal:
 class Enduring(Conversation):
     """A conversation as a batch runs it: one whose script is played out ends as `failed`."""
 
-    async def run(self, **how: Any) -> End:
+    async def run(self, **how: Any) -> Finish:
         if self.depth:
             return await super().run(**how)
         bounded = {**vars(self), "journal": at_most(MOST_EVENTS, self.journal)}
         try:
             return await Conversation(**bounded).run(**how)
         except ModelError as error:
-            return End("failed", f"{error.kind}: {error}")
+            return Finish("failed", f"{error.kind}: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unwatched(Enduring):
     """Nobody is told what happens."""
 
-    async def run(self, **how: Any) -> End:
+    async def run(self, **how: Any) -> Finish:
         return await Enduring(**{**vars(self), "on_event": None}).run(**how)
 
 
@@ -339,8 +339,8 @@ def own_options(options: Mapping[str, Any]) -> AgentOptions:
     return AgentOptions(**{key: options[key] for key in known & options.keys()})
 
 
-def terms_of(options: Mapping[str, Any]) -> Terms:
-    return Terms(
+def terms_of(options: Mapping[str, Any]) -> ConversationSpec:
+    return ConversationSpec(
         own_options(options),
         expected=options.get("expected"),
         user_replies=tuple(options.get("user_replies", ())),
@@ -474,7 +474,7 @@ def test_record_and_journal_give_the_conversation_back(stage: Stage, scene: Scen
     assert replayed.to_record() == record
     assert list(replayed.inner) == list(played.trajectory.inner)
     assert state(replayed) == state(played.trajectory)
-    assert next_move(replayed, terms_of(scene.options)) == next_move(
+    assert next_step(replayed, terms_of(scene.options)) == next_step(
         played.trajectory, terms_of(scene.options)
     )
 
@@ -837,7 +837,7 @@ def record_of(played: Played, scene: Scene) -> bytes:
         Task("p/0", "p", 0, "d", columns),
         played.trajectory,
         end=played.end,
-        terms=terms_of(scene.options),
+        spec=terms_of(scene.options),
         setup=replace(setup, tools=IN_ORDER),
         failure=None,
         attempt=1,

@@ -19,7 +19,7 @@ from typing import Any
 from agent.flat.convert import JSON_OUTPUT, from_messages, read_response, to_messages
 from agent.flat.format import Session, check_messages
 from agent.loop.loop import run_agent
-from agent.loop.rules import Terms
+from agent.loop.rules import ConversationSpec
 from agent.loop.tools import AgentTools
 from agent.messages import Event
 from agent.models.dialects.anthropic_messages import to_api_messages
@@ -82,7 +82,7 @@ def agent_loop(
                 trajectory,
                 model=_Invoked(invoke_model, tools),
                 tools=AgentTools(toolbox, trajectory, options),
-                terms=Terms(options),
+                spec=ConversationSpec(options),
                 journal=lambda event: _log(name or "agent", event),
             )
             run_here(run)

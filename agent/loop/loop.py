@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from agent.deadline import Deadline
 from agent.loop.acceptance import RUN_CALLS, make_ids_unique, repair_names, why_unusable
-from agent.loop.rules import Terms, next_move, over_time
-from agent.loop.steps import Answer, Ask, Continue, End, Note
+from agent.loop.rules import ConversationSpec, next_step, over_time
+from agent.loop.steps import AddNote, CallModel, Finish, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
 from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
@@ -49,10 +49,10 @@ async def run_agent(
     *,
     model: Model,
     tools: AgentTools,
-    terms: Terms,
+    spec: ConversationSpec,
     journal: Journal,
     on_event: StreamHandler | None = None,
-) -> End:
+) -> Finish:
     """Carry `trajectory` on to its ending and return how it ended.
 
     Raises `ModelError` where the endpoint failed for good, and lets cancellation through;
@@ -64,24 +64,24 @@ async def run_agent(
         trajectory.apply(event)
 
     while True:
-        match next_move(trajectory, terms):
-            case Ask(tool_choice):
+        match next_step(trajectory, spec):
+            case CallModel(tool_choice):
                 request = Request(trajectory.messages, tools.schemas, tool_choice, on_event)
                 try:
-                    record(await _ask(model, request, trajectory, tools, terms, record))
+                    record(await _ask(model, request, trajectory, tools, spec, record))
                 except Overtaken:
                     continue
                 except ModelError as error:
                     if error.kind == "context_exceeded":
-                        return End("context_exceeded", str(error))
+                        return Finish("context_exceeded", str(error))
                     raise
-            case Answer(calls):
-                await _answer(calls, trajectory, tools, terms, record, on_event)
-            case Continue() as move:
-                record(await _continue(move, trajectory, tools, terms, on_event))
-            case Note(reason, text):
+            case RunTools(calls):
+                await _answer(calls, trajectory, tools, spec, record, on_event)
+            case ResumeTool() as step:
+                record(await _continue(step, trajectory, tools, spec, on_event))
+            case AddNote(reason, text):
                 record(note_event(trajectory.turns, reason, text))
-            case End() as end:
+            case Finish() as end:
                 close_calls(trajectory, end.status, journal)
                 return end
 
@@ -91,13 +91,13 @@ async def _ask(
     request: Request,
     trajectory: Trajectory,
     tools: AgentTools,
-    terms: Terms,
+    spec: ConversationSpec,
     record: Journal,
 ) -> Event:
     turn = trajectory.turns + 1
     if request.on_delta is not None and turn > 1:
         request.on_delta({"type": "turn_start", "turn_index": turn - 1})
-    deadline = _deadline(trajectory, terms)
+    deadline = _deadline(trajectory, spec)
     clock = Clock()
 
     def pay(unreadable: Completion) -> None:
@@ -118,15 +118,15 @@ async def _ask(
             return cut_event(turn, clock, waited_s=deadline.waited_s)
         waited_s = deadline.waited_s
     make_ids_unique(completion.message, trajectory.call_ids, turn=turn)
-    why = why_unusable(completion, request, terms.options)
-    if terms.options.repair_tool_names and why is None:
+    why = why_unusable(completion, request, spec.options)
+    if spec.options.repair_tool_names and why is None:
         repair_names(completion.message, tools.names)
     return reply_event(turn, completion, clock, discarded=why, waited_s=waited_s)
 
 
-def _deadline(trajectory: Trajectory, terms: Terms) -> Deadline | None:
+def _deadline(trajectory: Trajectory, spec: ConversationSpec) -> Deadline | None:
     """When what is done next is to be cut off, if ever."""
-    limit = terms.options.max_conversation_s
+    limit = spec.options.max_conversation_s
     if limit is None:
         return None
     return Deadline(limit - trajectory.outermost().seconds_at_work())
@@ -136,7 +136,7 @@ async def _answer(
     calls: list[tuple[int, ToolCall]],
     trajectory: Trajectory,
     tools: AgentTools,
-    terms: Terms,
+    spec: ConversationSpec,
     record: Journal,
     on_event: StreamHandler | None,
 ) -> None:
@@ -146,15 +146,15 @@ async def _answer(
         clock = Clock()
         result = _ONE_TOO_MANY
         if n < RUN_CALLS:
-            result = await _call(call, None, tools, trajectory, terms)
+            result = await _call(call, None, tools, trajectory, spec)
         record(result_event(turn, n, call, result, clock))
         if on_event is not None:
             on_event(_told(call, result, clock))
 
-    if not terms.options.parallel_tools or tools.need_order(calls):
+    if not spec.options.parallel_tools or tools.need_order(calls):
         for n, call in calls:
             await answer(n, call)
-            if over_time(trajectory, terms.options):
+            if over_time(trajectory, spec.options):
                 return
         return
     # Where one fails for good, what its neighbours are doing must still be recorded.
@@ -165,10 +165,14 @@ async def _answer(
 
 
 async def _call(
-    call: ToolCall, user_reply: str | None, tools: AgentTools, trajectory: Trajectory, terms: Terms
+    call: ToolCall,
+    user_reply: str | None,
+    tools: AgentTools,
+    trajectory: Trajectory,
+    spec: ConversationSpec,
 ) -> ToolResult:
     """Run a call; a tool's is cut off when the time is over, a subagent sees to that itself."""
-    deadline = _deadline(trajectory, terms)
+    deadline = _deadline(trajectory, spec)
     if deadline is None or tools.is_subagent(call["function"]["name"]):
         return await tools.call(call, user_reply)
     try:
@@ -182,19 +186,19 @@ async def _call(
 
 
 async def _continue(
-    move: Continue,
+    step: ResumeTool,
     trajectory: Trajectory,
     tools: AgentTools,
-    terms: Terms,
+    spec: ConversationSpec,
     on_event: StreamHandler | None,
 ) -> Event:
     clock = Clock()
     result = None
-    if move.is_for_tool:
-        result = await _call(move.call, move.reply, tools, trajectory, terms)
+    if step.is_for_tool:
+        result = await _call(step.call, step.reply, tools, trajectory, spec)
     if result is not None and on_event is not None:
-        on_event(_told(move.call, result, clock))
-    return continued_event(move.result, move.reply, result, clock)
+        on_event(_told(step.call, result, clock))
+    return continued_event(step.result, step.reply, result, clock)
 
 
 def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> None:

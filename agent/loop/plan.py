@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from agent.loop.steps import Note
+from agent.loop.steps import AddNote
 from agent.options import AgentOptions
 from agent.state.trajectory import Trajectory
 
@@ -21,13 +21,13 @@ PLAN = "plan"
 _ALL_DONE = "All steps of the plan are done. Give the final answer now."
 
 
-def plan_note(t: Trajectory, options: AgentOptions) -> Note | None:
+def plan_note(t: Trajectory, options: AgentOptions) -> AddNote | None:
     """What the plan has to say now, None where its current step goes on.
 
     A step ends with a reply without calls, or with `plan_step_turns` replies.
     """
     if not t.replies:
-        return Note(PLAN, _MAKE_A_PLAN)
+        return AddNote(PLAN, _MAKE_A_PLAN)
     begun = [note for note in t.notes if note["reason"] in ("plan_step", "plan_answer")]
     if t.last_calls() and begun and t.turns - begun[-1]["turn"] < options.plan_step_turns:
         return None
@@ -39,8 +39,8 @@ def plan_note(t: Trajectory, options: AgentOptions) -> Note | None:
             f"Work on this step alone, in at most {options.plan_step_turns} replies, and reply "
             "with its outcome."
         )
-        return Note("plan_step", text)
-    return Note("plan_answer", _ALL_DONE) if len(begun) == len(steps) else None
+        return AddNote("plan_step", text)
+    return AddNote("plan_answer", _ALL_DONE) if len(begun) == len(steps) else None
 
 
 def steps_of(plan: str) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from agent.loop.acceptance import RUN_CALLS
-from agent.loop.rules import Terms, next_move
-from agent.loop.steps import Answer, Continue, Move
+from agent.loop.rules import ConversationSpec, next_step
+from agent.loop.steps import Move, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
 from agent.messages import Event, ResumedEvent, ToolCall
 from agent.state.events import Clock, continued_event, result_event
@@ -18,7 +18,12 @@ INTERRUPTED = (
 
 
 def take_up(
-    trajectory: Trajectory, *, tools: AgentTools, terms: Terms, journal: Journal, kept: bool
+    trajectory: Trajectory,
+    *,
+    tools: AgentTools,
+    spec: ConversationSpec,
+    journal: Journal,
+    kept: bool,
 ) -> None:
     """Prepare a replayed trajectory to go on after a crash.
 
@@ -31,8 +36,8 @@ def take_up(
         journal(event)
         trajectory.apply(event)
 
-    move = next_move(trajectory, terms)
-    calls = _under_way(move, tools, parallel=terms.options.parallel_tools)
+    step = next_step(trajectory, spec)
+    calls = _under_way(step, tools, parallel=spec.options.parallel_tools)
     interrupted: list[tuple[int, ToolCall]] = []
     repeated: list[tuple[int, ToolCall]] = []
     for n, call in calls:
@@ -49,18 +54,18 @@ def take_up(
     )
     result = ToolResult(INTERRUPTED, is_error=True, details={"failure": "interrupted"})
     for n, call in interrupted:
-        if isinstance(move, Continue):
-            record(continued_event(move.result, move.reply, result, Clock()))
+        if isinstance(step, ResumeTool):
+            record(continued_event(step.result, step.reply, result, Clock()))
         else:
             record(result_event(trajectory.turns, n, call, result, Clock()))
 
 
-def _under_way(move: Move, tools: AgentTools, *, parallel: bool) -> list[tuple[int, ToolCall]]:
+def _under_way(step: Move, tools: AgentTools, *, parallel: bool) -> list[tuple[int, ToolCall]]:
     """The calls that may have been running when the process died."""
-    if isinstance(move, Continue):
-        return [(move.result["call"], move.call)] if move.is_for_tool else []
-    if not isinstance(move, Answer):
+    if isinstance(step, ResumeTool):
+        return [(step.result["call"], step.call)] if step.is_for_tool else []
+    if not isinstance(step, RunTools):
         return []
-    calls = [(n, call) for n, call in move.calls if n < RUN_CALLS]
+    calls = [(n, call) for n, call in step.calls if n < RUN_CALLS]
     # Of calls that run one after the other, those behind the first had not begun.
-    return calls if parallel and not tools.need_order(move.calls) else calls[:1]
+    return calls if parallel and not tools.need_order(step.calls) else calls[:1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.loop.plan import PLAN, plan_note
-from agent.loop.steps import Answer, Ask, Continue, End, Move, Note
+from agent.loop.steps import AddNote, CallModel, Finish, Move, ResumeTool, RunTools
 from agent.loop.user_replies import waiting_call, wants_other_work
 from agent.messages import PAID_ALONE
 from agent.options import AgentOptions
@@ -41,7 +41,7 @@ _SUM_UP = (
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ConversationSpec:
     """What one conversation is held to."""
 
     options: AgentOptions = field(default_factory=AgentOptions)
@@ -52,14 +52,14 @@ class Terms:
     tool_names: tuple[str, ...] = ()
 
 
-def next_move(t: Trajectory, terms: Terms) -> Move:
+def next_step(t: Trajectory, spec: ConversationSpec) -> Move:
     """Decide what happens next in conversation `t`."""
-    options = terms.options
+    options = spec.options
     whole = t.outermost()
     if end := _over_budget(whole, t.turns, options) or over_time(whole, options):
         # Subagents that a crash cut off end by themselves, as they would have ended without it.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
-        return Answer(begun) if begun else end
+        return RunTools(begun) if begun else end
     if t.notes_of(_SUMMARY):
         return _in_summary(t, options)
     if end := _too_many_reasks(t, options):
@@ -68,67 +68,67 @@ def next_move(t: Trajectory, terms: Terms) -> Move:
         return _opening_move(t, options)
     if t.noted:
         # Notes are only made where another reply is within the bounds.
-        return Ask()
+        return CallModel()
     match t.replies[-1]["finish_reason"]:
         case "length" if _may_continue(t, options):
-            return _go_on(t, options, Note(CONTINUE_CUT, _CUT), otherwise=End("length"))
+            return _go_on(t, options, AddNote(CONTINUE_CUT, _CUT), otherwise=Finish("length"))
         case "length" | "refusal" | "context_exceeded" as cut:
-            return End(cut)
+            return Finish(cut)
         case "pause" if not t.last_calls():
             return _go_on(t, options)
     if calls := t.open_calls():
-        return Answer(calls)
+        return RunTools(calls)
     if not t.last_calls():
-        return _after_text(t, terms)
+        return _after_text(t, spec)
     if finish := t.finish():
         if finish.tool == "cannot_complete":
-            return End("cannot_complete", finish.text)
-        return _check_answer(t, terms)
-    return _waiting(t, terms) or _after_results(t, options)
+            return Finish("cannot_complete", finish.text)
+        return _check_answer(t, spec)
+    return _waiting(t, spec) or _after_results(t, options)
 
 
-def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> End | None:
+def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
     """The budget is that of the outermost conversation, and so is what was spent of it."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
     if dollars is not None and whole.unpriced:
-        return End("budget", "the cost of a reply is unknown, so the budget cannot be kept")
+        return Finish("budget", "the cost of a reply is unknown, so the budget cannot be kept")
     if tokens is not None and whole.uncounted:
-        return End("budget", "the tokens of a reply are unknown, so the budget cannot be kept")
+        return Finish("budget", "the tokens of a reply are unknown, so the budget cannot be kept")
     if dollars is not None and whole.spent_usd > dollars * (1 + _ROUNDING):
         spent = f"${whole.spent_usd:.6f}"
-        return End("budget", f"{spent} is over the budget of ${dollars:.6f} after turn {turns}")
+        return Finish("budget", f"{spent} is over the budget of ${dollars:.6f} after turn {turns}")
     if tokens is not None and whole.spent_tokens > tokens:
         spent = f"{whole.spent_tokens:,} tokens"
-        return End("budget", f"{spent} are over the budget of {tokens:,} after turn {turns}")
+        return Finish("budget", f"{spent} are over the budget of {tokens:,} after turn {turns}")
     return None
 
 
-def over_time(t: Trajectory, options: AgentOptions) -> End | None:
+def over_time(t: Trajectory, options: AgentOptions) -> Finish | None:
     """The end for the time that was taken: that of the outermost one, as the budget is."""
     limit = options.max_conversation_s
     if limit is None or (took_s := t.outermost().seconds_at_work()) < limit:
         return None
-    return End("time_limit", f"{took_s:.1f} s are over the limit of {limit:g} s")
+    return Finish("time_limit", f"{took_s:.1f} s are over the limit of {limit:g} s")
 
 
 def _in_summary(t: Trajectory, options: AgentOptions) -> Move:
     """The bound of turns is reached: one answer more, whatever it is."""
     if t.noted and t.reasks <= options.max_reasks:
-        return Ask("none")
-    return End("max_turns")
+        return CallModel("none")
+    return Finish("max_turns")
 
 
-def _too_many_reasks(t: Trajectory, options: AgentOptions) -> End | None:
+def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
     if t.reasks <= options.max_reasks:
         return None
     why = next(r["discarded"] for r in reversed(t.discarded) if r["discarded"] not in PAID_ALONE)
-    return End("errors", f"{t.reasks} unusable replies in a row, the last one {why}")
+    return Finish("errors", f"{t.reasks} unusable replies in a row, the last one {why}")
 
 
 def _opening_move(t: Trajectory, options: AgentOptions) -> Move:
     if not options.plan:
-        return Ask()
-    return Ask("none") if t.notes_of(PLAN) else plan_note(t, options) or Ask()
+        return CallModel()
+    return CallModel("none") if t.notes_of(PLAN) else plan_note(t, options) or CallModel()
 
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
@@ -139,70 +139,76 @@ def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
     return bool(said.strip()) and not opens_reasoning(said)
 
 
-def _waiting(t: Trajectory, terms: Terms) -> Move | None:
+def _waiting(t: Trajectory, spec: ConversationSpec) -> Move | None:
     """What to do about a tool that asked for the user's input."""
-    if not terms.options.awaiting_input or (waiting := waiting_call(t)) is None:
+    if not spec.options.awaiting_input or (waiting := waiting_call(t)) is None:
         return None
-    if t.replies_used >= len(terms.user_replies):
-        return End("awaiting_input", waiting.question)
-    reply = terms.user_replies[t.replies_used]
+    if t.replies_used >= len(spec.user_replies):
+        return Finish("awaiting_input", waiting.question)
+    reply = spec.user_replies[t.replies_used]
     called = waiting.call["function"]["name"]
-    is_for_tool = not wants_other_work(reply, called=called, tools=terms.tool_names)
-    return Continue(waiting.call, waiting.result, reply, is_for_tool)
+    is_for_tool = not wants_other_work(reply, called=called, tools=spec.tool_names)
+    return ResumeTool(waiting.call, waiting.result, reply, is_for_tool)
 
 
 def _after_results(t: Trajectory, options: AgentOptions) -> Move:
     limit = options.repeat_limit
     if limit and t.tally.streak >= limit:
-        return End("repeat", f"the same call gave the same result {t.tally.streak} times in a row")
+        return Finish(
+            "repeat", f"the same call gave the same result {t.tally.streak} times in a row"
+        )
     if end := _too_many_errors(t, options):
         return end
     if options.plan and (note := plan_note(t, options)):
         return _go_on(t, options, note)
     if limit and 2 <= t.tally.streak == limit - 1:
-        return _go_on(t, options, Note("repeat", _REPEATED))
+        return _go_on(t, options, AddNote("repeat", _REPEATED))
     return _go_on(t, options)
 
 
-def _after_text(t: Trajectory, terms: Terms) -> Move:
-    options = terms.options
+def _after_text(t: Trajectory, spec: ConversationSpec) -> Move:
+    options = spec.options
     if "unusable" in t.replies[-1]["message"]:
-        return _too_many_errors(t, options) or _go_on(t, options, Note("no_action", _NO_ACTION))
+        return _too_many_errors(t, options) or _go_on(t, options, AddNote("no_action", _NO_ACTION))
     if options.plan and (note := plan_note(t, options)):
         return _go_on(t, options, note)
-    return _check_answer(t, terms)
+    return _check_answer(t, spec)
 
 
-def _check_answer(t: Trajectory, terms: Terms) -> Move:
-    options = terms.options
-    if terms.expected is None or _is_expected(t.final_text(), terms.expected):
-        return End("completed")
+def _check_answer(t: Trajectory, spec: ConversationSpec) -> Move:
+    options = spec.options
+    if spec.expected is None or _is_expected(t.final_text(), spec.expected):
+        return Finish("completed")
     attempts = 1 + t.notes_of("expected")
     if attempts >= options.expected_attempts:
-        return End("errors", f"not the expected answer in {attempts} attempts")
-    return _go_on(t, options, Note("expected", _WRONG))
+        return Finish("errors", f"not the expected answer in {attempts} attempts")
+    return _go_on(t, options, AddNote("expected", _WRONG))
 
 
-def _too_many_errors(t: Trajectory, options: AgentOptions) -> End | None:
+def _too_many_errors(t: Trajectory, options: AgentOptions) -> Finish | None:
     if options.max_errors and t.tally.errors >= options.max_errors:
-        return End("errors", f"{t.tally.errors} errors")
+        return Finish("errors", f"{t.tally.errors} errors")
     if options.max_errors and t.tally.unusable_turns >= _MAX_UNUSABLE_TURNS:
-        return End("errors", f"{t.tally.unusable_turns} unusable turns in a row")
+        return Finish("errors", f"{t.tally.unusable_turns} unusable turns in a row")
     return None
 
 
 def _go_on(
-    t: Trajectory, options: AgentOptions, note: Note | None = None, *, otherwise: End | None = None
+    t: Trajectory,
+    options: AgentOptions,
+    note: AddNote | None = None,
+    *,
+    otherwise: Finish | None = None,
 ) -> Move:
     """Ask again, after `note` if there is one; at the bound of turns the conversation ends.
 
     `otherwise` is the ending at the bound that goes before `max_turns`.
     """
     if t.turns < options.max_turns:
-        return note or Ask()
+        return note or CallModel()
     if otherwise is not None:
         return otherwise
-    return Note(_SUMMARY, _SUM_UP) if options.final_summary else End("max_turns")
+    return AddNote(_SUMMARY, _SUM_UP) if options.final_summary else Finish("max_turns")
 
 
 def _is_expected(answer: str, expected: str) -> bool:

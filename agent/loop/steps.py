@@ -8,19 +8,19 @@ from agent.messages import ResultEvent, ToolCall
 from agent.state.trajectory import Status
 
 
-class Ask(NamedTuple):
+class CallModel(NamedTuple):
     """Ask the model for its next reply."""
 
     tool_choice: Literal["auto", "none"] = "auto"
 
 
-class Answer(NamedTuple):
+class RunTools(NamedTuple):
     """Run the calls of the last reply that have no result yet."""
 
     calls: list[tuple[int, ToolCall]]
 
 
-class Continue(NamedTuple):
+class ResumeTool(NamedTuple):
     """Give the user's reply to a call whose tool asked for it."""
 
     call: ToolCall
@@ -31,18 +31,18 @@ class Continue(NamedTuple):
     """The tool is called again with the reply; else the model alone reads it."""
 
 
-class Note(NamedTuple):
+class AddNote(NamedTuple):
     """Tell the model something; `reason` names the rule."""
 
     reason: str
     text: str
 
 
-class End(NamedTuple):
+class Finish(NamedTuple):
     """The conversation is over. `reason` says in words what the status alone does not."""
 
     status: Status
     reason: str | None = None
 
 
-Move = Ask | Answer | Continue | Note | End
+Move = CallModel | RunTools | ResumeTool | AddNote | Finish

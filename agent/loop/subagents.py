@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agent.loop.steps import End
+from agent.loop.steps import Finish
 from agent.messages import ToolCall
 from agent.options import AgentOptions, Subagent
 from agent.state.trajectory import Trajectory
@@ -20,7 +20,7 @@ from toolsets.space import TaskSpace
 from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, tool
 
-Start = Callable[[Subagent, str, str], Awaitable[tuple[End, Trajectory]]]
+Start = Callable[[Subagent, str, str], Awaitable[tuple[Finish, Trajectory]]]
 """Runs a subagent, given the id of the call and the task; gives its ending and conversation."""
 
 

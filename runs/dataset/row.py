@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from agent.loop.opening import with_bound_stated
-from agent.loop.rules import Terms
+from agent.loop.rules import ConversationSpec
 from agent.messages import Event, Message
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import parse_script
@@ -38,7 +38,7 @@ class RowTask(NamedTuple):
     """What the conversation of one row starts with and is held to."""
 
     opening: list[Message]
-    terms: Terms
+    spec: ConversationSpec
     image: str | None
     """What the row has its commands run in, where the run asks for that."""
     setup: RowSetup | None
@@ -94,7 +94,7 @@ class RowRules:
         elif self.script == "needed":
             msg = "no `script` field, which the scripted model plays (or give --script_file)"
             raise ValueError(msg)
-        terms = Terms(
+        spec = ConversationSpec(
             options,
             expected=_expected(columns) if options.check_expected else None,
             user_replies=_user_replies(columns) if options.awaiting_input else (),
@@ -106,7 +106,7 @@ class RowRules:
             raise ValueError(msg)
         opening = with_bound_stated(opening, options)
         fork = read_fork(columns, opening) if self.with_forks else None
-        return RowTask(opening, terms, image, setup, fork)
+        return RowTask(opening, spec, image, setup, fork)
 
     def deciding(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that decide what the conversation is."""

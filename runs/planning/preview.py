@@ -104,12 +104,12 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     home = Home(setup, space, pool, config.tool_timeout_s)
     conversation = Conversation(
         trajectory=row.trajectory([]),
-        terms=row.terms,
+        spec=row.spec,
         model=_Listening(),
         toolbox=home.toolbox(),
         journal=lambda event: None,
         host=home,
-        subagents=row.terms.options.subagents,
+        subagents=row.spec.options.subagents,
     )
     try:
         await conversation.run()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from agent.loop.steps import End
+from agent.loop.steps import Finish
 from agent.models.model import url_of
 from runs.amounts import Cost
 from runs.batch_api.service import BatchService
@@ -316,8 +316,8 @@ class Supervisor:
         record = make_record(
             task,
             row.trajectory(self._inflight.events(key)),
-            end=End("failed"),
-            terms=row.terms,
+            end=Finish("failed"),
+            spec=row.spec,
             setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             attempt=failure.attempt,

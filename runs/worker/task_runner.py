@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent.loop.loop import close_calls
-from agent.loop.rules import Terms
-from agent.loop.steps import End
+from agent.loop.rules import ConversationSpec
+from agent.loop.steps import Finish
 from agent.messages import Event, is_paid_alone
 from agent.models.errors import ModelError
 from agent.models.model import Model
@@ -118,7 +118,7 @@ class TaskRunner:
         # What it had received by then was paid for and belongs into its record.
         trajectory = self._trajectories.get(task.key) or row.trajectory(deal["events"])
         close_calls(trajectory, "failed", lambda event: None)
-        return self._finished(task, deal, trajectory, row.terms, End("failed"), failure)
+        return self._finished(task, deal, trajectory, row.spec, Finish("failed"), failure)
 
     async def _carry_out(self, task: Task, deal: Assignment) -> bytes:
         """Run one task; give the message that says how it ended, with its record if there is one.
@@ -129,7 +129,7 @@ class TaskRunner:
         space = self._spaces.open(task.key, row, resumed=_has_begun(deal))
         trajectory = row.trajectory(deal["events"])
         self._trajectories[task.key] = trajectory
-        end = End("failed")
+        end = Finish("failed")
         failure = check = None
         try:
             kept = await self._spaces.prepare(space, row, place=deal["place"])
@@ -141,7 +141,7 @@ class TaskRunner:
                 raise Stopped from error
             failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
         except SetupFailed as error:
-            end = End("failed")
+            end = Finish("failed")
             failure = Failure(
                 task.id, task.input_digest, deal["attempt"], "setup_failed", str(error)
             )
@@ -151,15 +151,15 @@ class TaskRunner:
         if failure and deal["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = space
-        return self._finished(task, deal, trajectory, row.terms, end, failure, check)
+        return self._finished(task, deal, trajectory, row.spec, end, failure, check)
 
     def _finished(
         self,
         task: Task,
         deal: Assignment,
         trajectory: Trajectory,
-        terms: Terms,
-        end: End,
+        spec: ConversationSpec,
+        end: Finish,
         failure: Failure | None,
         check: dict[str, Any] | None = None,
     ) -> bytes:
@@ -167,7 +167,7 @@ class TaskRunner:
             task,
             trajectory,
             end=end,
-            terms=terms,
+            spec=spec,
             setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             check=check,
@@ -191,7 +191,7 @@ class TaskRunner:
         space: TaskSpace,
         *,
         kept: bool,
-    ) -> End:
+    ) -> Finish:
         setup = setup_of_task(self._setups, self._config, task)
 
         async def until_kept() -> None:
@@ -234,12 +234,12 @@ class TaskRunner:
             trajectory.apply(forked)
         conversation = Conversation(
             trajectory=trajectory,
-            terms=row.terms,
+            spec=row.spec,
             model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),
             toolbox=home.toolbox(),
             journal=journal,
             host=home,
-            subagents=row.terms.options.subagents,
+            subagents=row.spec.options.subagents,
             approve=setup.approve,
             kept=kept,
         )
