@@ -43,7 +43,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation:
+class ConversationRunner:
     """All that one conversation needs; `run` carries it to its ending."""
 
     trajectory: Trajectory
@@ -132,7 +132,7 @@ class Conversation:
 
     def _inner(
         self, key: str, name: str, opening: Sequence[Message], options: AgentOptions
-    ) -> Conversation:
+    ) -> ConversationRunner:
         """An inner conversation, begun or taken up."""
         inner = self.trajectory.begin_inner(key, name)
 

@@ -25,7 +25,7 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.scripted import ScriptedTurn
 from agent.options import AgentOptions
-from agent.runner import Conversation
+from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, key_for, replies_played, schemas_for
 from agent.state.events import note_event
 from agent.state.history import completed_history
@@ -251,7 +251,7 @@ class AgentSession:
             )
             stack.push_async_callback(pool.close)
             home = Home(setup.common, space, pool, setup.call_timeout_s)
-            conversation = Conversation(
+            conversation = ConversationRunner(
                 trajectory=self.trajectory,
                 spec=self._terms,
                 model=home.model(setup.script, start=self._played),
@@ -287,7 +287,7 @@ class AgentSession:
         stack.callback(finish)
         return journal
 
-    async def _cancellable(self, conversation: Conversation, journal: Journal) -> Finish:
+    async def _cancellable(self, conversation: ConversationRunner, journal: Journal) -> Finish:
         task = asyncio.create_task(conversation.run())
         self._running = (asyncio.get_running_loop(), task)
         try:

@@ -30,7 +30,7 @@ from agent.models.client.pool import ModelPool
 from agent.models.model import ModelSettings
 from agent.models.resolve import read_key
 from agent.options import AgentOptions
-from agent.runner import Conversation
+from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
 from benchmarks.engines import SYSTEM
@@ -84,7 +84,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
             position = len(trajectory.messages)
             journal.append(task.id, task.input_digest, event, deal=1, position=position)
 
-        conversation = Conversation(
+        conversation = ConversationRunner(
             trajectory=trajectory,
             spec=spec,
             model=home.model((), start=0),

@@ -26,7 +26,7 @@ from agent.models.model import ModelSettings, Request
 from agent.models.resolve import read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions
-from agent.runner import Conversation
+from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
 from toolsets.space import TaskSpace
@@ -80,7 +80,7 @@ async def looped(turns: list[ScriptedTurn], home: Home, options: AgentOptions) -
     """The same through the loop, its events kept in memory."""
     events: list[Any] = []
     trajectory = Trajectory([Message(role="user", content="go")])
-    conversation = Conversation(
+    conversation = ConversationRunner(
         trajectory=trajectory,
         spec=ConversationSpec(options),
         model=ScriptedModel(turns),

@@ -72,7 +72,7 @@ def _report(run_dir: Path, output: Path | None) -> None:
 
 
 def _show(run_dir: Path, record_id: str, *, turn: int | None, as_json: bool) -> None:
-    from report.conversation_text import Conversation, turn_as_json
+    from report.conversation_text import ConversationText, turn_as_json
     from report.lookup import find_record
 
     record = find_record(run_dir, record_id)
@@ -81,7 +81,7 @@ def _show(run_dir: Path, record_id: str, *, turn: int | None, as_json: bool) -> 
         return
     is_terminal = sys.stdout.isatty()
     colours = is_terminal and not os.environ.get("NO_COLOR")
-    text = "\n".join(Conversation(record, colours=colours).text(turn=turn))
+    text = "\n".join(ConversationText(record, colours=colours).text(turn=turn))
     if is_terminal:
         click.echo_via_pager(text + "\n")
     else:

@@ -33,7 +33,7 @@ class Written(NamedTuple):
         return {"path": self.path, "rows": self.rows, "bytes": self.size, "sha256": self.sha256}
 
 
-class Place(Protocol):
+class FileTarget(Protocol):
     """Where files are made."""
 
     def open(self, path: str) -> BinaryIO:
@@ -198,7 +198,13 @@ class SplitFiles:
     """The rows of one format, by split and in shards."""
 
     def __init__(
-        self, place: Place, folder: str, suffix: str, make: MakeWriter, *, shard_bytes: int | None
+        self,
+        place: FileTarget,
+        folder: str,
+        suffix: str,
+        make: MakeWriter,
+        *,
+        shard_bytes: int | None,
     ) -> None:
         self._place = place
         self._folder = folder

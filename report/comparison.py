@@ -12,7 +12,7 @@ from report.formatting import count, dollars, one_line
 from report.lookup import stored_entries
 from runs.run_dir import read_run_json
 from runs.store.checks import CheckSums
-from runs.store.records import Entry
+from runs.store.records import IndexEntry
 from runs.store.settled import NO_BOUND
 from runs.totals.spending import spent_by
 
@@ -64,7 +64,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     }
 
 
-def _sums(entries: list[Entry]) -> dict[str, Any]:
+def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
     """Of one run: records, statuses, and sums; tokens and dollars as far as they are known.
 
     `checks` are those of `runs.store.checks`.
@@ -94,7 +94,7 @@ def _spent(path: Path, run: dict[str, Any]) -> dict[str, Any]:
     return {"spent_usd": spent.usd, "spent_unknown": spent.unknown}
 
 
-def _paired(pairs: list[tuple[Entry, Entry]]) -> dict[str, float | None]:
+def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | None]:
     """Means of second minus first over the tasks that both have and know the number of."""
     means: dict[str, float | None] = {}
     for name in ("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "reward"):

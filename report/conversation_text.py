@@ -19,7 +19,7 @@ _STEP = "    "
 _ID_CHARS = 200
 
 
-class Conversation:
+class ConversationText:
     """A record, or a conversation inside one, as blocks of text."""
 
     def __init__(self, record: Mapping[str, Any], *, colours: bool) -> None:
@@ -138,7 +138,7 @@ class Conversation:
     def _inside(self, inner: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield self._paint(f"{_STEP}conversation of {inner['name']} ({inner['key']})", fg="magenta")
-        blocks = Conversation(inner, colours=self._colours)._blocks()
+        blocks = ConversationText(inner, colours=self._colours)._blocks()
         yield from (indent(block, _STEP) for block in blocks)
 
     def _paint(self, text: str, **style: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.errors import RunDirError
-from runs.store.index import Entry
+from runs.store.index import IndexEntry
 from runs.store.reader import looking_at, read_id, read_record
 from runs.store.records import UnreadableRecord
 
@@ -33,7 +33,7 @@ def last_records(run_dir: Path) -> Iterator[dict[str, Any]]:
                 continue
 
 
-def stored_entries(run_dir: Path) -> Iterator[tuple[str, Entry]]:
+def stored_entries(run_dir: Path) -> Iterator[tuple[str, IndexEntry]]:
     """The id and the index entry of each record that counts, without reading the record.
 
     Raises `UnreadableRecord` where no such record lies in its place.
@@ -43,12 +43,12 @@ def stored_entries(run_dir: Path) -> Iterator[tuple[str, Entry]]:
             yield read_id(records, entry.offset, entry.length, key), entry
 
 
-def last_entries(run_dir: Path, most: int | None) -> tuple[list[tuple[str, Entry]], int]:
+def last_entries(run_dir: Path, most: int | None) -> tuple[list[tuple[str, IndexEntry]], int]:
     """The id and the index entry of `most` records, or of all, those that were written last first.
 
     Then how many there are. Of a record that has become unreadable the id is "".
     """
-    found: list[tuple[str, Entry]] = []
+    found: list[tuple[str, IndexEntry]] = []
     with looking_at(run_dir) as (index, records):
         for key, entry in islice(index.latest(), most):
             try:
@@ -63,8 +63,8 @@ def find_record(run_dir: Path, wanted: str) -> dict[str, Any]:
 
     Of several inputs under one id it is the last. Raises `RunDirError` where there is none.
     """
-    exact: tuple[bytes, Entry] | None = None
-    longer: dict[str, tuple[bytes, Entry]] = {}
+    exact: tuple[bytes, IndexEntry] | None = None
+    longer: dict[str, tuple[bytes, IndexEntry]] = {}
     with looking_at(run_dir) as (index, records):
         for key, entry in index.counting():
             record_id = read_id(records, entry.offset, entry.length, key)

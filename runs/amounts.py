@@ -28,7 +28,7 @@ class Cost:
         return [self.usd, self.tokens]
 
 
-class Bounds(NamedTuple):
+class EndpointLimits(NamedTuple):
     """What the user says about the calls to one endpoint."""
 
     start: int

@@ -21,7 +21,7 @@ from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.resolve import read_key
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions
-from agent.runner import Conversation
+from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, replies_played, set_up
 from agent.state.trajectory import Trajectory
 from agent.stream_events import StreamEvent
@@ -199,7 +199,7 @@ async def _play(
         gate=lambda m: Watched(m, requests, price),
     )
     model = ScriptedModel(parse_script(script), start=replies_played(trajectory, setup))
-    conversation = Conversation(
+    conversation = ConversationRunner(
         trajectory=trajectory,
         spec=spec,
         model=Watched(model, requests, price),

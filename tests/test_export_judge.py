@@ -16,7 +16,7 @@ import yaml
 from benchmarks.fake_endpoint import FakeEndpoint
 from export.dataset.build import Source
 from export.dataset.checking import findings
-from export.filters.verdicts import Questions
+from export.filters.verdicts import JudgeQuestions
 from export.recipe import Judge, load_recipe
 from runs.errors import ConfigError, EnvironmentStop, RunLocked
 from tests.exporting import exported, make_run, rejects, worked
@@ -79,7 +79,7 @@ def test_the_judge_sees_question_answer_and_expected_as_they_are(tmp_path: Path)
     """What a text holds is never taken for a place of the prompt."""
     record = worked("It is {expected}.", row={"expected": 4, "prompt": "{answer}?"})
     judge = Judge(model="openai:j", prompt="Q {question} A {answer} E {expected}")
-    question = Questions(judge).about(record)
+    question = JudgeQuestions(judge).about(record)
     assert question is not None
     assert question.text.startswith("Q ")
     assert question.text.endswith(" A It is {expected}. E 4")

@@ -25,7 +25,7 @@ from agent.flat.convert import (
 )
 from agent.flat.format import (
     FlatMessage,
-    Session,
+    FlatSession,
     extend_session,
     fork_session,
     init_session,
@@ -149,7 +149,7 @@ def conversations(draw: Callable[..., Any]) -> list[FlatMessage]:
 )
 def test_extend_takes_each_shape_as_it_is(message: FlatMessage) -> None:
     """S1.1: a record is an ordered list of neutral messages; each known shape is taken whole."""
-    session = Session(messages=[])
+    session = FlatSession(messages=[])
     assert extend_session(session, USER) is session
     assert extend_session(session, message) is session
     assert untimed(session["messages"]) == [USER, message]
@@ -264,7 +264,7 @@ def test_response_is_the_last_text() -> None:
 @given(conversations())
 def test_a_fork_shares_nothing(flat: list[FlatMessage]) -> None:
     """S1.3: a fork starts equal, and changing every part of it leaves the original as it was."""
-    session = Session(messages=flat)
+    session = FlatSession(messages=flat)
     before = copy.deepcopy(session)
     fork = fork_session(session)
     assert fork == before
@@ -280,7 +280,7 @@ def test_a_fork_shares_nothing(flat: list[FlatMessage]) -> None:
 @given(conversations())
 def test_a_session_survives_json(flat: list[FlatMessage]) -> None:
     """Whatever can be put into a session is the same when written as JSON and read again."""
-    session = Session(messages=[])
+    session = FlatSession(messages=[])
     for message in flat:
         extend_session(session, message)
     assert untimed(session["messages"]) == untimed(flat)
@@ -413,7 +413,7 @@ def test_arguments_are_read_where_they_can_be(arguments: str, given: Any) -> Non
     }
     flat = from_messages([message])
     assert flat == [{**call(), "input": given}]
-    (written,) = to_messages(extend_session(Session(messages=[]), flat[0])["messages"])
+    (written,) = to_messages(extend_session(FlatSession(messages=[]), flat[0])["messages"])
     again = written["tool_calls"][0]["function"]["arguments"]
     assert again == arguments or orjson.loads(again) == given
 

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from runs.store.index import MARK, ROW_BYTES, Ending, Entry, Index, RowMaker, index_fields
+from runs.store.index import MARK, ROW_BYTES, Ending, Index, IndexEntry, RowMaker, index_fields
 from runs.store.records import RecordFile, load_index, parse_record
 from runs.tasks import task_key
 
@@ -61,14 +61,14 @@ def write(run_dir: Path, seed: int, count: int) -> list[dict[str, Any]]:
     return records
 
 
-def from_records(run_dir: Path) -> dict[bytes, Entry]:
+def from_records(run_dir: Path) -> dict[bytes, IndexEntry]:
     """What an index has to say, read from the records alone."""
     found = {}
     offset = 0
     for line in (run_dir / "records.jsonl").read_bytes().splitlines(keepends=True):
         record = orjson.loads(line)
         usage, error = record["usage"] or {}, record["error"] or {}
-        found[task_key(record["id"], record["input_digest"])] = Entry(
+        found[task_key(record["id"], record["input_digest"])] = IndexEntry(
             offset,
             len(line),
             record["status"],

@@ -15,7 +15,7 @@ from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from benchmarks.fake_endpoint import FakeEndpoint
-from runs.amounts import Bounds
+from runs.amounts import EndpointLimits
 from runs.process.stopped import Stopped
 from runs.protocol.messages import unpack
 from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
@@ -321,7 +321,7 @@ def test_calls_of_all_workers_together_never_exceed_the_limit(
     limit: int, moves: list[tuple[int, bool]]
 ) -> None:
     """However late workers hear of their shares, and whoever ends a call first."""
-    limits = RunLimits({"u k": Bounds(start=limit, ceiling=limit, rpm=None, tpm=None)})
+    limits = RunLimits({"u k": EndpointLimits(start=limit, ceiling=limit, rpm=None, tpm=None)})
     workers: list[Any] = [FakeWorker() for _ in range(4)]
     for number, ends in moves:
         limits.share(workers)
@@ -374,7 +374,7 @@ def test_a_run_finds_the_limit_of_its_endpoint(tmp_path: Path) -> None:
 
 
 def test_workers_that_use_up_their_cores_are_what_limits() -> None:
-    limits = RunLimits({"u k": Bounds(start=9, ceiling=9, rpm=None, tpm=None)})
+    limits = RunLimits({"u k": EndpointLimits(start=9, ceiling=9, rpm=None, tpm=None)})
     for _ in range(3):
         limits.on_busy(0.4)
     assert limits.in_words() == ""

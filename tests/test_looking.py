@@ -14,7 +14,7 @@ import pytest
 
 from agent.messages import Event, Message, NoteEvent, ReplyEvent, ResultEvent, SubEvent
 from report.comparison import as_text, compare
-from report.conversation_text import Conversation, turn_as_json
+from report.conversation_text import ConversationText, turn_as_json
 from report.failures_seen import errors_seen
 from report.in_flight import conversations_under_way
 from report.lookup import find_record
@@ -175,7 +175,7 @@ def test_one_turn_alone(cwd: Path) -> None:
     with pytest.raises(ConfigError, match="--turn 3: plain has 2 turns"):
         turn_as_json(record, 3)
     with pytest.raises(ConfigError, match="--turn 3: plain has turns 1 to 2"):
-        list(Conversation(record, colours=False).text(turn=3))
+        list(ConversationText(record, colours=False).text(turn=3))
 
 
 def test_json_is_the_record(cwd: Path) -> None:

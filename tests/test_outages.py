@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from agent.models.client.endpoint import EndpointModel
-from agent.models.client.retrying import PatientModel, Retry
+from agent.models.client.retrying import Retry, RetryingModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.proxies import UnusableProxy
@@ -87,7 +87,7 @@ class OpenGate:
         """Nothing is counted."""
 
 
-async def attempts_of(model: PatientModel, adapter: Unreachable) -> int:
+async def attempts_of(model: RetryingModel, adapter: Unreachable) -> int:
     before = adapter.attempts
     with suppress(ModelError):
         await model.complete(GO)
@@ -101,7 +101,7 @@ def test_what_hardly_passes_is_given_up_sooner_until_the_endpoint_has_answered()
 
     async def ask() -> list[int]:
         adapter = Unreachable(lasting)
-        model = PatientModel(adapter, SETTINGS, api_key="", on_retry=retries.append)
+        model = RetryingModel(adapter, SETTINGS, api_key="", on_retry=retries.append)
         counts = [await attempts_of(model, adapter)]
         adapter.error = passing
         counts.append(await attempts_of(model, adapter))
@@ -109,7 +109,7 @@ def test_what_hardly_passes_is_given_up_sooner_until_the_endpoint_has_answered()
         counts.append(await attempts_of(model, adapter))
         adapter.error = lasting
         counts.append(await attempts_of(model, adapter))
-        gated = PatientModel(
+        gated = RetryingModel(
             adapter, SETTINGS, api_key="", on_retry=retries.append, gate=OpenGate()
         )
         return [*counts, await attempts_of(gated, adapter)]

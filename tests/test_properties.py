@@ -24,7 +24,7 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning, split_inline_reasoning
-from agent.runner import Conversation
+from agent.runner import ConversationRunner
 from agent.session import AgentSession
 from agent.setup import set_up
 from agent.state.history import check_history
@@ -286,7 +286,7 @@ def at_most(count: int, journal: Journal) -> Journal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Enduring(Conversation):
+class Enduring(ConversationRunner):
     """A conversation as a batch runs it: one whose script is played out ends as `failed`."""
 
     async def run(self, **how: Any) -> Finish:
@@ -294,7 +294,7 @@ class Enduring(Conversation):
             return await super().run(**how)
         bounded = {**vars(self), "journal": at_most(MOST_EVENTS, self.journal)}
         try:
-            return await Conversation(**bounded).run(**how)
+            return await ConversationRunner(**bounded).run(**how)
         except ModelError as error:
             return Finish("failed", f"{error.kind}: {error}")
 
@@ -319,10 +319,10 @@ class Stage:
         *,
         tools: Sequence[Tool] = IN_ORDER,
         past: Sequence[Event] = (),
-        kind: type[Conversation] = Enduring,
+        kind: type[ConversationRunner] = Enduring,
     ) -> Played:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(playing, "Conversation", kind)
+            patch.setattr(playing, "ConversationRunner", kind)
             taken_up = list(past) or None
             root = next(self._roots)
             return play(root, scene.script, tools=tools, past=taken_up, **scene.options)

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from agent.messages import Message
-from agent.models.client.retrying import MAX_WAIT_S, PatientModel
+from agent.models.client.retrying import MAX_WAIT_S, RetryingModel
 from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
@@ -96,7 +96,7 @@ class Failing:
 
 
 def ask_patiently(adapter: Failing, **settings: Any) -> Completion:
-    patient = PatientModel(
+    patient = RetryingModel(
         adapter,
         dataclasses.replace(SETTINGS, **settings),
         api_key="k",

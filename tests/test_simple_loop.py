@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.flat.format import Session, init_session, response
+from agent.flat.format import FlatSession, init_session, response
 from agent.flat.simple_loop import agent_loop
 
 TOOLS = [
@@ -42,7 +42,7 @@ class Replies:
         return {"content": next(self._replies)}
 
 
-def shapes(session: Session) -> list[str]:
+def shapes(session: FlatSession) -> list[str]:
     return [message.get("role") or message["type"] for message in session["messages"]]
 
 

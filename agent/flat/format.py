@@ -27,7 +27,7 @@ FlatMessage = dict[str, Any]
 """One message in one of the shapes above."""
 
 
-class Session(TypedDict):
+class FlatSession(TypedDict):
     """A conversation in the flat format."""
 
     messages: list[FlatMessage]
@@ -57,15 +57,15 @@ _TYPE_NAMES = {str: "text", bool: "true or false", dict: "an object"}
 _ASSISTANT_TYPES = ("thinking", "tool_call", "opaque")
 
 
-def init_session(system_prompt: str | None, user_prompt: str) -> Session:
+def init_session(system_prompt: str | None, user_prompt: str) -> FlatSession:
     """A new session; without a system message where `system_prompt` is None."""
-    session = Session(messages=[])
+    session = FlatSession(messages=[])
     if system_prompt is not None:
         extend_session(session, {"role": "system", "content": system_prompt})
     return send(session, user_prompt)
 
 
-def extend_session(session: Session, message: FlatMessage) -> Session:
+def extend_session(session: FlatSession, message: FlatMessage) -> FlatSession:
     """Append a copy of `message`, with the time where it has none; returns the same session.
 
     Raises `ValueError` saying what is wrong with the message's shape. Whether it may stand at
@@ -76,17 +76,17 @@ def extend_session(session: Session, message: FlatMessage) -> Session:
     return session
 
 
-def send(session: Session, user_message: str) -> Session:
+def send(session: FlatSession, user_message: str) -> FlatSession:
     """Append what the user says; returns the same session."""
     return extend_session(session, {"role": "user", "content": user_message})
 
 
-def fork_session(session: Session) -> Session:
+def fork_session(session: FlatSession) -> FlatSession:
     """A session that starts as this one is and shares nothing with it."""
     return copy.deepcopy(session)
 
 
-def response(session: Session) -> FlatMessage | None:
+def response(session: FlatSession) -> FlatMessage | None:
     """The last text of the assistant, None where it said none; a thought is no text."""
     texts = (m for m in reversed(session["messages"]) if m.get("role") == "assistant")
     return next(texts, None)

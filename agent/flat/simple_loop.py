@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.flat.convert import JSON_OUTPUT, from_messages, read_response, to_messages
-from agent.flat.format import Session, check_messages
+from agent.flat.format import FlatSession, check_messages
 from agent.loop.loop import run_agent
 from agent.loop.rules import ConversationSpec
 from agent.loop.tools import AgentTools
@@ -44,13 +44,13 @@ _LINE_CHARS = 120
 def agent_loop(
     invoke_model: InvokeModel,
     tools: Sequence[Mapping[str, Any]],
-    session: Session,
+    session: FlatSession,
     tool_handlers: Mapping[str, Callable[..., Any]] | None = None,
     name: str | None = None,
     max_iterations: int | None = None,
     *,
     parallel: bool = True,
-) -> Session:
+) -> FlatSession:
     """Carry `session` on until the model answers without calling a tool; returns it.
 
     `tools` are schemas in the form of the Anthropic API, `tool_handlers` their functions, which

@@ -18,7 +18,7 @@ from agent.loop.steps import AddNote, CallModel, Finish, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
 from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
-from agent.models.model import Completion, Model, Overtaken, Request
+from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.state.events import (
     Clock,
     continued_event,
@@ -69,7 +69,7 @@ async def run_agent(
                 request = Request(trajectory.messages, tools.schemas, tool_choice, on_event)
                 try:
                     record(await _ask(model, request, trajectory, tools, spec, record))
-                except Overtaken:
+                except ConversationChanged:
                     continue
                 except ModelError as error:
                     if error.kind == "context_exceeded":

@@ -49,7 +49,7 @@ class Request:
     """Told of each reply that was charged for and cannot be read, before it is asked for again."""
 
 
-class Overtaken(Exception):
+class ConversationChanged(Exception):
     """What had to be done before a request has changed what is to be asked, or whether."""
 
 
@@ -60,7 +60,7 @@ class Model(Protocol):
         """Ask for the next message.
 
         The reply is the same whether or not its parts are streamed. Raises `ModelError` where
-        the endpoint failed, and `Overtaken` where the caller has to decide anew.
+        the endpoint failed, and `ConversationChanged` where the caller has to decide anew.
         """
         ...
 

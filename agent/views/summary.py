@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from agent.messages import UNREADABLE, Event, Message
 from agent.models.errors import ModelError
-from agent.models.model import Completion, Model, Overtaken, Request
+from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.options import AgentOptions
 from agent.state.events import Clock, note_event, reply_event
 from agent.state.trajectory import Trajectory
@@ -58,7 +58,7 @@ class SummarizingModel:
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. A summary that cannot be had is done without.
 
-        Raises `Overtaken` after each summary: it was paid for, which may have used the budget up.
+        Raises `ConversationChanged` after each summary: paying for it may have used up the budget.
         """
         shown = self._shown(request.messages)
         asked = replace(request, messages=shown)
@@ -75,7 +75,7 @@ class SummarizingModel:
             note = note_event(0, _NO_SUMMARY, f"{error.kind}: {error}")
             self._record_inner(f"{STAGE}#{upto}", STAGE, note)
             return completion
-        raise Overtaken
+        raise ConversationChanged
 
     async def close(self) -> None:
         """See `Model.close`."""

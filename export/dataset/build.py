@@ -25,7 +25,7 @@ from export.filters.filters import RecordFilters
 from export.filters.verdicts import Verdicts
 from export.recipe import Recipe
 from export.record_order import RecordOrder, Seen
-from export.row_files import Hashing, Place, Written
+from export.row_files import FileTarget, Hashing, Written
 from export.statistics import Statistics
 from runs.dataset.scan import Scan
 from runs.run_dir import read_run_json, versions_of
@@ -45,7 +45,7 @@ class Source:
     num_samples: int
 
 
-def write_rows(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
+def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
     """Write the rows and the rejects of a dataset; gives its manifest.
 
     Raises `ConfigError` for a recipe that cannot be followed here, `EnvironmentStop` where a
@@ -136,7 +136,7 @@ class _Making:
     def __init__(
         self,
         recipe: Recipe,
-        place: Place,
+        place: FileTarget,
         seen: Seen,
         read: Callable[[int], Stored],
         verdicts: Verdicts | None,

@@ -24,7 +24,7 @@ from export.dataset.build import SCHEMA_VERSION, Source, judge_answers, write_ro
 from export.dataset.card import card
 from export.formats.llamafactory import dataset_info
 from export.recipe import Recipe
-from export.row_files import Nowhere, Place, Staging, Written
+from export.row_files import FileTarget, Nowhere, Staging, Written
 from runs.errors import ConfigError
 from runs.process.console import say
 from runs.store.files import StorageError, alone_in, replace_file
@@ -157,7 +157,7 @@ def listed_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*files, manifest["rejects"], *manifest["other_files"]]
 
 
-def _make(source: Source, recipe: Recipe, place: Place) -> dict[str, Any]:
+def _make(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
     manifest = write_rows(source, recipe, place)
     others = []
     for part in manifest["formats"]:
@@ -178,7 +178,7 @@ def _loaded_by_llamafactory(name: str, part: Mapping[str, Any]) -> dict[str, str
     return found
 
 
-def _write(place: Place, path: str, content: bytes) -> Written:
+def _write(place: FileTarget, path: str, content: bytes) -> Written:
     with place.open(path) as file:
         file.write(content)
     return Written(path, 0, len(content), hashlib.sha256(content).hexdigest())

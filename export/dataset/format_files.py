@@ -16,7 +16,7 @@ from export.formats.parquet import parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.formats.registry import GROUP_FORMATS, ROW_FORMATS, TWINNED, Format
 from export.recipe import Recipe
-from export.row_files import LineWriter, Place, SplitFiles
+from export.row_files import FileTarget, LineWriter, SplitFiles
 from runs.store.checksum import without_checksum
 
 Why = tuple[str, str]
@@ -92,7 +92,9 @@ class _Lengths:
 class _Files:
     """Lines and, where asked for, their twin; and the counts."""
 
-    def __init__(self, name: str, place: Place, recipe: Recipe, *, lines: bool, twin: bool) -> None:
+    def __init__(
+        self, name: str, place: FileTarget, recipe: Recipe, *, lines: bool, twin: bool
+    ) -> None:
         self.name = name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
         self._outputs = []
@@ -143,7 +145,7 @@ class _Files:
 class _RowFiles(_Files):
     """A format with one row per record."""
 
-    def __init__(self, format: Format, place: Place, recipe: Recipe, **outputs: bool) -> None:
+    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, **outputs: bool) -> None:
         super().__init__(format.name, place, recipe, **outputs)
         self._format = format
         style = recipe.style.of(format.name)
@@ -181,7 +183,7 @@ class _RawFiles(_Files):
 class _PreferenceFiles(_Files):
     """Rows out of the samples of one prompt."""
 
-    def __init__(self, name: str, place: Place, recipe: Recipe, **outputs: bool) -> None:
+    def __init__(self, name: str, place: FileTarget, recipe: Recipe, **outputs: bool) -> None:
         super().__init__(name, place, recipe, **outputs)
         self._style = recipe.style.of(name)
         self._preference = recipe.preference
@@ -211,7 +213,7 @@ class _PreferenceFiles(_Files):
                 yield self.unused(candidate, (Reason.NO_PAIR.value, told))
 
 
-def open_formats(recipe: Recipe, place: Place) -> list[FormatFiles]:
+def open_formats(recipe: Recipe, place: FileTarget) -> list[FormatFiles]:
     """Begin the files of all formats of a recipe. Raises `ConfigError` without pyarrow."""
     has_twins = "parquet" in recipe.formats
     alone = has_twins and set(recipe.formats).isdisjoint(TWINNED)

@@ -21,7 +21,7 @@ from agent.models.client.open_model import open_model
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, ModelSettings, Request
 from agent.models.resolve import read_key
-from export.filters.verdicts import NAME, Question, Questions, read_verdicts
+from export.filters.verdicts import NAME, JudgeQuestions, Question, read_verdicts
 from export.recipe import Judge
 from runs.errors import ConfigError, EnvironmentStop
 from runs.process.console import say
@@ -43,7 +43,7 @@ def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
 
     Raises `ConfigError` without a key, `EnvironmentStop`, and `RunLocked`.
     """
-    questions = Questions(judge)
+    questions = JudgeQuestions(judge)
     path = run_dir / NAME
     refusal = f"{path}: another export asks the judge now; wait until it has ended"
     with alone_in(run_dir, refusal):
@@ -70,7 +70,7 @@ def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
 
 
 def _unanswered(
-    records: Iterable[Record], questions: Questions, answered: set[str]
+    records: Iterable[Record], questions: JudgeQuestions, answered: set[str]
 ) -> Iterator[tuple[str, Question]]:
     """Ids of records and what is to be asked about them, each question once."""
     for record in records:

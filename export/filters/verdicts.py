@@ -45,7 +45,7 @@ class Kept(NamedTuple):
     has_reply: bool
 
 
-class Questions:
+class JudgeQuestions:
     """Makes the questions of one judge."""
 
     def __init__(self, judge: Judge) -> None:
@@ -79,7 +79,7 @@ class Verdicts:
         """A torn last line says nothing yet. Raises `ConfigError`."""
         self._path = run_dir / NAME
         self._judge = judge
-        self._questions = Questions(judge)
+        self._questions = JudgeQuestions(judge)
         self._right, self._wrong = re.compile(judge.right), re.compile(judge.wrong)
         self._offsets = {kept.key: kept.offset for kept in read_verdicts(self._path)}
 

@@ -25,7 +25,7 @@ from toolsets import exact_json
 _BEGINNING = b"<!doctype html>"
 
 
-class Written(NamedTuple):
+class WrittenPage(NamedTuple):
     """What `write_report` wrote."""
 
     path: Path
@@ -36,7 +36,7 @@ class Written(NamedTuple):
 
 def write_report(
     run_dir: Path, output: Path | None = None, *, inline_bytes: int = INLINE_BYTES
-) -> Written:
+) -> WrittenPage:
     """Write the report of `run_dir` to `output` (report.html in it), from the directory alone.
 
     Records are read one at a time; beyond `inline_bytes` of data they go to files in
@@ -84,7 +84,7 @@ def write_report(
         "files": directory.name if row_pieces else None,
     }
     replace_file(path, render_page(meta, rows=rows, records=records))
-    return Written(path, count, directory if row_pieces else None)
+    return WrittenPage(path, count, directory if row_pieces else None)
 
 
 def _is_page(path: Path) -> bool:

@@ -8,7 +8,7 @@ from agent.models.batches.calls import has_batches
 from agent.models.model import ModelSettings
 from agent.models.resolve import SCRIPTED, read_key, resolve_model
 from agent.setup import Setup, set_up
-from runs.amounts import Bounds, Cost
+from runs.amounts import Cost, EndpointLimits
 from runs.config.endpoints import to_prices
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
@@ -43,7 +43,7 @@ def unpriced(setups: Setups) -> str | None:
     return next((name for setup in setups.values() if (name := setup.unpriced())), None)
 
 
-def bounds_of(config: RunConfig, setups: Setups) -> dict[str, Bounds]:
+def bounds_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
     """The bounds on calls, by endpoint.
 
     Of several names for one endpoint the tightest bounds count; where the user says nothing, the
@@ -54,7 +54,7 @@ def bounds_of(config: RunConfig, setups: Setups) -> dict[str, Bounds]:
         said = [one for one in config.endpoints.values() if one.key == endpoint]
         most = _least((one.max_in_flight for one in said), config.max_in_flight)
         ceiling = config.conversations if most is None else min(config.conversations, int(most))
-        bounds[endpoint] = Bounds(
+        bounds[endpoint] = EndpointLimits(
             start=min(config.start_in_flight, ceiling),
             ceiling=ceiling,
             rpm=_least((one.rpm for one in said), config.rpm),

@@ -30,8 +30,8 @@ from runs.store.files import listed, tail_of
 from runs.store.index import (
     MARK,
     ROW_BYTES,
-    Entry,
     Index,
+    IndexEntry,
     RowMaker,
     checked_bytes,
     index_fields,
@@ -172,7 +172,7 @@ def _what_is_lost(line: bytes) -> str:
     return f"not a whole record{why}: what it held is lost and its task will run again"
 
 
-def _id_of(records: Path, entry: Entry) -> str:
+def _id_of(records: Path, entry: IndexEntry) -> str:
     with records.open("rb") as file:
         file.seek(entry.offset)
         return str(exact_json.loads(file.read(entry.length))["id"])

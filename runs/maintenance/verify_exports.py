@@ -17,7 +17,7 @@ from runs.totals.accounts import Accounts
 _AGAIN = "`export` writes it again"
 
 
-class Wrong(NamedTuple):
+class ExportProblem(NamedTuple):
     """A file, a line of it or None, and what is wrong."""
 
     file: Path
@@ -34,7 +34,7 @@ class _Said(NamedTuple):
     sha256: str
 
 
-def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator[Wrong]:
+def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator[ExportProblem]:
     """Check the manifest against the accounts, and each file against the manifest.
 
     `made` is a run directory whose exports were just made from the same records; each file must
@@ -49,10 +49,10 @@ def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator
         }
     except FileNotFoundError:
         if accounts.done or accounts.failed:
-            yield Wrong(manifest_path, None, f"missing; {_AGAIN}")
+            yield ExportProblem(manifest_path, None, f"missing; {_AGAIN}")
         return
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        yield Wrong(manifest_path, None, f"unreadable; {_AGAIN}")
+        yield ExportProblem(manifest_path, None, f"unreadable; {_AGAIN}")
         return
     yield from _check_counts(manifest_path, manifest, accounts)
     for file, said in files.items():
@@ -65,7 +65,7 @@ def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator
                 yield from _compare(file, places[said.holds])
             else:
                 message = f"{said.path}: no run has a file of {said.holds!r}; {_AGAIN}"
-                yield Wrong(manifest_path, None, message)
+                yield ExportProblem(manifest_path, None, message)
 
 
 def _place(path: Path, relative: str) -> Path:
@@ -75,7 +75,9 @@ def _place(path: Path, relative: str) -> Path:
     return inside if inside.exists() else named
 
 
-def _check_counts(path: Path, manifest: dict[str, Any], accounts: Accounts) -> Iterator[Wrong]:
+def _check_counts(
+    path: Path, manifest: dict[str, Any], accounts: Accounts
+) -> Iterator[ExportProblem]:
     with_record = sum(accounts.statuses.values())
     expected = {
         "tasks": accounts.total,
@@ -87,27 +89,31 @@ def _check_counts(path: Path, manifest: dict[str, Any], accounts: Accounts) -> I
     for key, value in expected.items():
         if manifest.get(key) != value:
             message = f"{key} {manifest.get(key)}, the records give {value}; {_AGAIN}"
-            yield Wrong(path, None, message)
+            yield ExportProblem(path, None, message)
     written = sum(manifest.get(key, 0) for key in ("exported", "partial", "rejected"))
     if written != with_record:
         message = f"its files hold {written} tasks, {with_record} have a record; {_AGAIN}"
-        yield Wrong(path, None, message)
+        yield ExportProblem(path, None, message)
 
 
-def _check_file(file: Path, said: _Said, *, contents: bool) -> Iterator[Wrong]:
+def _check_file(file: Path, said: _Said, *, contents: bool) -> Iterator[ExportProblem]:
     try:
         size = file.stat().st_size
         if size != said.bytes:
-            yield Wrong(file, None, f"{size} bytes, the manifest says {said.bytes}; {_AGAIN}")
+            yield ExportProblem(
+                file, None, f"{size} bytes, the manifest says {said.bytes}; {_AGAIN}"
+            )
         elif contents:
             with file.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != said.sha256:
-                    yield Wrong(file, None, f"not the bytes that the manifest names; {_AGAIN}")
+                    yield ExportProblem(
+                        file, None, f"not the bytes that the manifest names; {_AGAIN}"
+                    )
     except FileNotFoundError:
-        yield Wrong(file, None, f"missing; {_AGAIN}")
+        yield ExportProblem(file, None, f"missing; {_AGAIN}")
 
 
-def _compare(file: Path, twin: Path) -> Iterator[Wrong]:
+def _compare(file: Path, twin: Path) -> Iterator[ExportProblem]:
     """Name the first line that is not what the records give."""
     if not file.exists() or not twin.exists():
         return
@@ -118,7 +124,7 @@ def _compare(file: Path, twin: Path) -> Iterator[Wrong]:
             what = "it goes on after" if right is None else "not what the records give"
             if line is None:
                 what = "it ends before"
-            yield Wrong(file, number, f"{what}{_id_in(right or line)}; {_AGAIN}")
+            yield ExportProblem(file, number, f"{what}{_id_in(right or line)}; {_AGAIN}")
             return
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 
 from agent.models.client.pool import ModelPool
 from agent.models.model import Completion, Request
-from agent.runner import Conversation
+from agent.runner import ConversationRunner
 from agent.setup import Home
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import unused_turns
@@ -102,7 +102,7 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     # Nothing is done in it, so it is never made.
     space = TaskSpace(Workspace(config.run_dir / "workspaces" / task.key.hex()))
     home = Home(setup, space, pool, config.tool_timeout_s)
-    conversation = Conversation(
+    conversation = ConversationRunner(
         trajectory=row.trajectory([]),
         spec=row.spec,
         model=_Listening(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.models.scripted import ScriptedTurn
-from runs.amounts import Bounds, Cost
+from runs.amounts import Cost, EndpointLimits
 from runs.config.run_config import RunConfig
 from runs.record import Provenance
 
@@ -24,7 +24,7 @@ class WorkerSetup:
     """The dialect of the run's models, which says what a row's script is."""
     provenance: Provenance
     script: list[ScriptedTurn] | None
-    bounds: Mapping[str, Bounds]
+    bounds: Mapping[str, EndpointLimits]
     """On the calls of the run to each endpoint."""
     budget: Cost | None
     proven: frozenset[str]

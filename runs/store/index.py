@@ -56,7 +56,7 @@ _HAS_PASSED = {words: has_passed for has_passed, words in _PASSED.items()}
 _CHUNK = 1 << 13
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """One record in the index: where it lies, and what accounts need of it."""
 
     offset: int
@@ -164,7 +164,7 @@ class RowMaker:
         return _ENDING.pack(offset, 0, ending) + row
 
 
-class Index(Mapping[bytes, Entry]):
+class Index(Mapping[bytes, IndexEntry]):
     """The records of a run by task key: of each task, the last one.
 
     Holds no object per record: its rows, and 4 bytes more where it is asked for single tasks.
@@ -176,7 +176,7 @@ class Index(Mapping[bytes, Entry]):
         self._view = memoryview(rows)
         self._endings = [_words(ending) for ending in _endings_in(self._view)]
 
-    def __getitem__(self, key: bytes) -> Entry:
+    def __getitem__(self, key: bytes) -> IndexEntry:
         if len(key) == 16:
             for row in reversed(self._by_bucket.get(int.from_bytes(key[:2], sys.byteorder), ())):
                 if self._key(row) == key:
@@ -190,14 +190,14 @@ class Index(Mapping[bytes, Entry]):
     def __len__(self) -> int:
         return sum(len({self._key(row) for row in rows}) for rows in self._by_bucket.values())
 
-    def entry(self, row: int) -> Entry:
+    def entry(self, row: int) -> IndexEntry:
         """The record of one row, from 1."""
         _, offset, length, ending, attempt, turns, calls, *tokens, reward, cost = (
             _RECORD.unpack_from(self._view, ROW_BYTES * row)
         )
         read, written = tokens[0] << 32 | tokens[2], tokens[1] << 32 | tokens[3]
         status, passed, error_class = self._endings[ending]
-        return Entry(
+        return IndexEntry(
             offset,
             length,
             status,
@@ -212,18 +212,18 @@ class Index(Mapping[bytes, Entry]):
             None if isnan(reward) else reward,
         )
 
-    def records(self) -> Iterator[tuple[bytes, Entry]]:
+    def records(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """All records in the order of the file, with those that a later one stands for."""
         for row, length in enumerate(_column(self._view, _LENGTHS)):
             if row and length:
                 yield self._key(row), self.entry(row)
 
-    def counting(self) -> Iterator[tuple[bytes, Entry]]:
+    def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record that counts of each task, in the order of the file."""
         replaced = {self.entry(row).offset for row, _ in self.repeated()}
         return ((key, entry) for key, entry in self.records() if entry.offset not in replaced)
 
-    def latest(self) -> Iterator[tuple[bytes, Entry]]:
+    def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task, from the one that was written last to the first."""
         seen = set()
         lengths = _column(self._view, _LENGTHS)

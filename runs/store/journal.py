@@ -26,7 +26,7 @@ _COST = re.compile(rb'"cost_usd":(\d[0-9.eE+-]*)')
 _SEGMENT_NAME = re.compile(r"worker-(\d+)-(\d+)\.jsonl")
 
 
-class Place(NamedTuple):
+class JournalPosition(NamedTuple):
     """One journaled event: its order, then where it lies."""
 
     deal: int
@@ -41,7 +41,7 @@ class Inflight:
 
     def __init__(self, inflight: Path) -> None:
         self._inflight = inflight
-        self._places: dict[bytes, list[Place]] = {}
+        self._places: dict[bytes, list[JournalPosition]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
         self._quarantine = inflight.parent / "quarantine"
         self.damaged: list[str] = []
@@ -77,7 +77,7 @@ class Inflight:
                 if _REPLY in line and (reply := _reply_in(entry["event"])) is not None:
                     self.paid_usd += reply.get("cost_usd") or 0.0
                 tasks.add(key)
-                place = Place(deal, position, segment, offset, len(line))
+                place = JournalPosition(deal, position, segment, offset, len(line))
                 self._places.setdefault(key, []).append(place)
             elif key is None and line.endswith(b"\n"):
                 set_aside(self._quarantine, f"{segment.name}.line{number}", line)
@@ -160,7 +160,7 @@ def _reply_in(event: Event) -> ReplyEvent | None:
     return event if event["kind"] == "reply" else None
 
 
-def _read(place: Place) -> dict[str, Any]:
+def _read(place: JournalPosition) -> dict[str, Any]:
     """One line of a segment. Raises `StorageError` where it is not there any more."""
     try:
         with place.segment.open("rb") as file:

@@ -26,7 +26,7 @@ from runs.store.files import (
     temporary_for,
 )
 from runs.store.index import MARK, ROW_BYTES, Index, RowMaker, mark_for, right_rows
-from runs.store.index import Entry as Entry
+from runs.store.index import IndexEntry as IndexEntry
 from runs.store.index import index_fields as index_fields
 
 _READ_AHEAD = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from runs.store.index import Entry
+from runs.store.index import IndexEntry
 
 WORKER_DIED = "worker_died"
 """The failure class of a task that killed its workers; it is not tried again by itself."""
@@ -14,7 +14,7 @@ NO_BOUND = sys.maxsize
 """As many attempts as anybody could allow."""
 
 
-def is_settled(entry: Entry, max_attempts: int) -> bool:
+def is_settled(entry: IndexEntry, max_attempts: int) -> bool:
     """Whether a task with this record needs no more work.
 
     A failed record can be tried again once `max_attempts` is raised.
@@ -27,7 +27,7 @@ def is_settled(entry: Entry, max_attempts: int) -> bool:
 class Settled:
     """The keys of the tasks that need no more work, for asking about some of them."""
 
-    def __init__(self, records: Mapping[bytes, Entry], max_attempts: int) -> None:
+    def __init__(self, records: Mapping[bytes, IndexEntry], max_attempts: int) -> None:
         self._records = records
         self._max_attempts = max_attempts
 

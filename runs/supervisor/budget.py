@@ -17,7 +17,7 @@ from runs.protocol.messages import pack
 from runs.store.checksum import DamagedLine, read_object, with_checksum
 from runs.store.files import AppendFile, repair_tail
 from runs.store.journal import Inflight
-from runs.store.records import Entry
+from runs.store.records import IndexEntry
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ def _read_loan(text: bytes) -> dict[str, Any] | None:
 
 
 def spent_before(
-    records: Iterable[Entry],
+    records: Iterable[IndexEntry],
     inflight: Inflight,
     budget_log: BudgetLog,
     *,

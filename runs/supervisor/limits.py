@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.models.model import url_of
-from runs.amounts import Bounds
+from runs.amounts import EndpointLimits
 from runs.executors.base import WorkerHandle
 from runs.protocol.messages import pack
 from runs.supervisor.limiter import Limiter, share_out
@@ -26,7 +26,7 @@ _LATELY = 0.2
 class RunLimits:
     """Hears what the workers' calls meet, and tells each how many it may have in flight."""
 
-    def __init__(self, bounds: Mapping[str, Bounds]) -> None:
+    def __init__(self, bounds: Mapping[str, EndpointLimits]) -> None:
         """`bounds` by endpoint (see `ModelSettings.endpoint`)."""
         self._endpoints = {
             endpoint: _EndpointLimits(endpoint, of_one) for endpoint, of_one in bounds.items()
@@ -102,7 +102,7 @@ class _Share:
 class _EndpointLimits:
     """The limits of one endpoint."""
 
-    def __init__(self, endpoint: str, bounds: Bounds) -> None:
+    def __init__(self, endpoint: str, bounds: EndpointLimits) -> None:
         self._endpoint = endpoint
         self.url = url_of(endpoint)
         self.limiter = Limiter(start=bounds.start, ceiling=bounds.ceiling)

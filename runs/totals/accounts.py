@@ -16,7 +16,7 @@ from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.store.checks import Checks, CheckSums, in_words
 from runs.store.failures import load_failed_attempts
-from runs.store.index import Entry, Index
+from runs.store.index import Index, IndexEntry
 from runs.store.journal import under_way
 from runs.store.records import load_index
 from runs.store.settled import WORKER_DIED, Settled, is_settled
@@ -164,7 +164,7 @@ def account(
     )
 
 
-def _count_work(counts: Counter[str], entry: Entry) -> None:
+def _count_work(counts: Counter[str], entry: IndexEntry) -> None:
     counts["turns"] += entry.turns
     counts["tool_calls"] += entry.tool_calls
     counts["input_tokens"] += entry.input_tokens or 0

@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
-from runs.amounts import Bounds
+from runs.amounts import EndpointLimits
 from runs.dataset.scan import Scan, tasks
 from runs.store.failures import load_failed_attempts
 from runs.store.index import own_work
 from runs.store.reader import open_records, read_record
-from runs.store.records import Entry, load_index
+from runs.store.records import IndexEntry, load_index
 from runs.totals.accounts import Accounts
 
 _CONFIDENCE = 0.95
@@ -76,7 +76,7 @@ def forecast(
     sample: Collection[bytes],
     *,
     conversations: int,
-    bounds: Mapping[str, Bounds],
+    bounds: Mapping[str, EndpointLimits],
     seed: int,
 ) -> Forecast | None:
     """Judge the whole run by the tasks of `sample` that have ended; None where none has.
@@ -162,7 +162,7 @@ class _Duration(NamedTuple):
     calls: int
 
 
-def _durations(run_dir: Path, entries: Mapping[bytes, Entry]) -> list[_Duration]:
+def _durations(run_dir: Path, entries: Mapping[bytes, IndexEntry]) -> list[_Duration]:
     durations = []
     with open_records(run_dir) as records:
         for key, entry in entries.items():
@@ -183,7 +183,7 @@ def _rate(rates: Iterable[float | None]) -> float | None:
     return sum(bounded) if bounded and len(bounded) == len(known) else None
 
 
-def _known(entry: Entry, number: float | None) -> float | None:
+def _known(entry: IndexEntry, number: float | None) -> float | None:
     """A conversation without any reply has cost nothing."""
     return number if entry.turns else 0.0
 

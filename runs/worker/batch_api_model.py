@@ -18,7 +18,7 @@ import orjson
 
 from agent.messages import Event
 from agent.models.batches.calls import body_of, read_reply
-from agent.models.client.retrying import PatientModel
+from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost, priced
@@ -82,7 +82,7 @@ class BatchApiModel:
 
     def __init__(
         self,
-        live: PatientModel,
+        live: RetryingModel,
         *,
         desk: BatchApiClient,
         gate: CallLimiter,

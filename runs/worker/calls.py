@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from agent.models.client.pool import ModelPool, OnRetry
-from agent.models.client.retrying import PatientModel
+from agent.models.client.retrying import RetryingModel
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, url_of
 from agent.models.resolve import read_key
-from runs.amounts import Bounds, Cost
+from runs.amounts import Cost, EndpointLimits
 from runs.worker.batch_api_model import BatchApiClient, BatchApiModel
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter, Load
@@ -25,7 +25,7 @@ class Calls:
 
     def __init__(
         self,
-        bounds: Mapping[str, Bounds],
+        bounds: Mapping[str, EndpointLimits],
         budget: Cost | None,
         *,
         number: int,
@@ -102,7 +102,7 @@ class Calls:
 
     def by_batch(self, model: Model, task: bytes, used: set[str], held: dict[str, Cost]) -> Model:
         """The model by which a task asks; see `BatchApiModel`. Scripts need no batches."""
-        if self._desk is None or not isinstance(model, PatientModel):
+        if self._desk is None or not isinstance(model, RetryingModel):
             return model
         return BatchApiModel(
             model,
@@ -130,7 +130,7 @@ class Calls:
             gate.stop()
         self._budget.stop()
 
-    def _gate(self, endpoint: str, bounds: Bounds) -> CallLimiter:
+    def _gate(self, endpoint: str, bounds: EndpointLimits) -> CallLimiter:
         return CallLimiter(
             permits=0,  # until the parent has told what is free
             rpm=bounds.rpm and bounds.rpm * self._part,

@@ -17,7 +17,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
-from agent.runner import Conversation
+from agent.runner import ConversationRunner
 from agent.setup import Setup, replies_played
 from agent.state.trajectory import Trajectory
 from runs.amounts import Cost
@@ -232,7 +232,7 @@ class TaskRunner:
             )
             journal(forked)
             trajectory.apply(forked)
-        conversation = Conversation(
+        conversation = ConversationRunner(
             trajectory=trajectory,
             spec=row.spec,
             model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),

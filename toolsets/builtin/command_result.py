@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from toolsets.errors import ToolError
-from toolsets.sandbox.base import ExecResult, Sandbox, Session
+from toolsets.sandbox.base import ExecResult, Sandbox, SessionKind
 from toolsets.space import TaskSpace
 from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ToolResult
@@ -30,7 +30,7 @@ def sandbox_of(space: TaskSpace) -> Sandbox:
 
 
 def as_tool_result(
-    result: ExecResult, space: TaskSpace, *, session: Session, tool: str, **more: object
+    result: ExecResult, space: TaskSpace, *, session: SessionKind, tool: str, **more: object
 ) -> ToolResult:
     """Return the outcome of a call of `tool` as JSON, with `more` in it.
 
@@ -63,7 +63,7 @@ def as_tool_result(
     return ToolResult(content, is_error=is_error, details=details)
 
 
-def _note(result: ExecResult, space: TaskSpace, session: Session, tool: str) -> str:
+def _note(result: ExecResult, space: TaskSpace, session: SessionKind, tool: str) -> str:
     """What the model has to know of the session's state; "" where it is as it left it."""
     noun = "shell" if session == "shell" else "interpreter"
     notes = []

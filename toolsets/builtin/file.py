@@ -14,7 +14,7 @@ from toolsets.errors import ToolError
 from toolsets.space import TaskSpace
 from toolsets.text import clip
 from toolsets.tool import ToolResult, tool
-from toolsets.workspace.workspace import Entry, PathError, Workspace
+from toolsets.workspace.workspace import FileEntry, PathError, Workspace
 
 _MAX_FILE_BYTES = 10 * 1024 * 1024
 _MAX_SHOWN_CHARS = 64 * 1024
@@ -108,7 +108,7 @@ def list_files(
     matching: NamePattern = None,
 ) -> ToolResult:
     """List a directory: one entry per line, directories end in "/", files show their size."""
-    entries: Iterator[Entry] = (
+    entries: Iterator[FileEntry] = (
         space.workspace.walk(path) if recursive else iter(space.workspace.listing(path))
     )
     if matching is not None:
@@ -219,7 +219,7 @@ def _is_binary(content: bytes) -> bool:
     return b"\0" in content[:_BINARY_PROBE_BYTES]
 
 
-def _show(entry: Entry) -> str:
+def _show(entry: FileEntry) -> str:
     if entry.kind == "dir":
         return f"{entry.path}/"
     if entry.kind == "file":

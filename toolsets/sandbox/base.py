@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from toolsets.errors import ToolError
 
-Session = Literal["shell", "python"]
+SessionKind = Literal["shell", "python"]
 """What a task has one of, with a state that lasts from call to call."""
 
 
@@ -98,7 +98,7 @@ class Sandbox(Protocol):
 
     async def run(
         self,
-        session: Session,
+        session: SessionKind,
         code: str,
         *,
         timeout_s: float | None = None,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from toolsets.errors import HOST_ERRNOS, HostError, has_memory, in_words
-from toolsets.sandbox.base import ExecResult, Limits, SandboxError, Session
+from toolsets.sandbox.base import ExecResult, Limits, SandboxError, SessionKind
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
 from toolsets.sandbox.inside.boot import BOOT
@@ -54,9 +54,9 @@ class ServedSandbox(ABC):
         self._channel: Channel | None = None
         self._is_stopped = False
         self._calls = 0
-        self._opened: set[Session] = set()
-        self._held: set[Session] = set()
-        self._lost: dict[Session, str] = {}
+        self._opened: set[SessionKind] = set()
+        self._held: set[SessionKind] = set()
+        self._lost: dict[SessionKind, str] = {}
 
     @property
     @abstractmethod
@@ -94,7 +94,7 @@ class ServedSandbox(ABC):
 
     async def run(
         self,
-        session: Session,
+        session: SessionKind,
         code: str,
         *,
         timeout_s: float | None = None,
@@ -119,7 +119,7 @@ class ServedSandbox(ABC):
             await channel.close()
 
     async def _call(
-        self, request: dict[str, Any], asked_s: float | None, session: Session | None = None
+        self, request: dict[str, Any], asked_s: float | None, session: SessionKind | None = None
     ) -> ExecResult:
         timeout_s = self._limits.command_timeout_s(asked_s)
         async with self._lock:
@@ -192,7 +192,7 @@ class ServedSandbox(ABC):
     def _took_too_much(self) -> str:
         return f"used more memory than its limit of {self._limits.memory_mb} MB and was ended"
 
-    async def _discard(self, why: str, besides: Session | None = None) -> None:
+    async def _discard(self, why: str, besides: SessionKind | None = None) -> None:
         """End the sandbox, and keep in mind what is to be told to whoever had a session in it."""
         channel, self._channel = self._channel, None
         self._lost |= dict.fromkeys(self._held - {besides}, f"the sandbox {why}")
@@ -243,7 +243,7 @@ class ServedSandbox(ABC):
         self._channel = channel
         return channel
 
-    def _result(self, reply: Reply, session: Session | None, duration_s: float) -> ExecResult:
+    def _result(self, reply: Reply, session: SessionKind | None, duration_s: float) -> ExecResult:
         if reply.refused is not None:
             raise _refusal(reply.refused)
         out, err = (

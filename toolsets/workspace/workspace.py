@@ -38,7 +38,7 @@ class PathError(ToolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """One name in the workspace."""
 
     path: str
@@ -121,13 +121,13 @@ class Workspace:
                     temporary.unlink()
                 raise
 
-    def listing(self, path: str = ".") -> list[Entry]:
+    def listing(self, path: str = ".") -> list[FileEntry]:
         """Return the entries of one directory, sorted by name."""
         with _Walk(self, path) as walk:
             walk.to_directory()
             return _entries(walk.directory, walk.names)
 
-    def walk(self, path: str = ".") -> Iterator[Entry]:
+    def walk(self, path: str = ".") -> Iterator[FileEntry]:
         """Yield every entry beneath a directory, sorted by path, without following symlinks.
 
         Directories that vanish or cannot be opened meanwhile, or lie too deep, yield nothing.
@@ -229,7 +229,7 @@ class _Walk:
             if not self._follow(name):
                 raise self._not_regular(status.st_mode)
 
-    def to_file_or_directory(self) -> Entry | None:
+    def to_file_or_directory(self) -> FileEntry | None:
         """Walk all the way; return the entry if it is a file, None at a directory."""
         while self._pending:
             name = self._pending[0] if len(self._pending) == 1 else ""
@@ -327,7 +327,7 @@ def _names(path: str) -> list[str]:
     return [name for name in path.split("/") if name not in ("", ".")]
 
 
-def _entries(directory: int, names: list[str]) -> list[Entry]:
+def _entries(directory: int, names: list[str]) -> list[FileEntry]:
     """Return the entries of an open directory in the order of the paths beneath them."""
     found = []
     with os.scandir(directory) as scan:
@@ -340,12 +340,12 @@ def _entries(directory: int, names: list[str]) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.path + "/" * (entry.kind == "dir"))
 
 
-def _entry(path: str, status: os.stat_result) -> Entry:
+def _entry(path: str, status: os.stat_result) -> FileEntry:
     if stat.S_ISREG(status.st_mode):
-        return Entry(path, "file", status.st_size)
+        return FileEntry(path, "file", status.st_size)
     if stat.S_ISDIR(status.st_mode):
-        return Entry(path, "dir", 0)
-    return Entry(path, "link" if stat.S_ISLNK(status.st_mode) else "other", 0)
+        return FileEntry(path, "dir", 0)
+    return FileEntry(path, "link" if stat.S_ISLNK(status.st_mode) else "other", 0)
 
 
 @contextlib.contextmanager

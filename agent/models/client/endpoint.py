@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.models.client.transport import Transport
-from agent.models.client.unsupported_options import Refusals
+from agent.models.client.unsupported_options import UnsupportedOptions
 from agent.models.dialects.registry import DIALECTS, read_reply
 from agent.models.model import Completion, ModelSettings, Request
 
@@ -13,7 +13,7 @@ class EndpointModel:
 
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
         self._dialect = DIALECTS[settings.api]
-        self._refusals = Refusals(settings)
+        self._refusals = UnsupportedOptions(settings)
         headers = self._dialect.headers(settings, api_key)
         self._transport = Transport(settings.base_url, headers, secret=api_key)
 

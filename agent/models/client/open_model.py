@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from agent.models.admission import CallAdmission
 from agent.models.client.endpoint import EndpointModel
-from agent.models.client.retrying import PatientModel, Retry
+from agent.models.client.retrying import Retry, RetryingModel
 from agent.models.model import ModelSettings
 
 
@@ -16,7 +16,7 @@ def open_model(
     api_key: str,
     on_retry: Callable[[Retry], None],
     gate: CallAdmission | None = None,
-) -> PatientModel:
-    """A model ready to be asked, in the running event loop; see `PatientModel`."""
+) -> RetryingModel:
+    """A model ready to be asked, in the running event loop; see `RetryingModel`."""
     adapter = EndpointModel(settings, api_key)
-    return PatientModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)
+    return RetryingModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)

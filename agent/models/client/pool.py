@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from agent.models.admission import CallAdmission
 from agent.models.client.open_model import open_model
-from agent.models.client.retrying import PatientModel, Retry
+from agent.models.client.retrying import Retry, RetryingModel
 from agent.models.model import ModelSettings
 
 KeyOf = Callable[[ModelSettings], str]
@@ -30,9 +30,9 @@ class ModelPool:
         self._key_of = key_of
         self._on_retry = on_retry
         self._gate_of = gate_of
-        self._open: dict[ModelSettings, PatientModel] = {}
+        self._open: dict[ModelSettings, RetryingModel] = {}
 
-    def get(self, settings: ModelSettings) -> PatientModel:
+    def get(self, settings: ModelSettings) -> RetryingModel:
         """The model of some settings, ready to be asked."""
         if (model := self._open.get(settings)) is None:
             model = self._open[settings] = open_model(

@@ -47,7 +47,7 @@ class Retry(NamedTuple):
         )
 
 
-class PatientModel:
+class RetryingModel:
     """A model whose passing failures are waited out, and whose replies carry their price."""
 
     def __init__(

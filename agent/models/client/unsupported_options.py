@@ -56,7 +56,7 @@ _NAMED = {field: _named(field) for field in _OPTION_OF if field != "reasoning"}
 """One field is a word that errors about other things use too: it counts as a `param` alone."""
 
 
-class Refusals:
+class UnsupportedOptions:
     """What the endpoint of one adapter refuses, as far as is known."""
 
     def __init__(self, settings: ModelSettings) -> None:

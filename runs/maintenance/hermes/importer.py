@@ -20,7 +20,7 @@ import orjson
 
 from runs.dataset.scan import Scan, tasks
 from runs.errors import ConfigError
-from runs.maintenance.hermes.sharegpt import Conversation, read_conversation
+from runs.maintenance.hermes.sharegpt import ImportedConversation, read_conversation
 from runs.record import dump_record
 from runs.run_dir import RunDir
 from runs.store.records import RecordFile, index_fields
@@ -83,7 +83,7 @@ class _Row:
     number: int | None
     """The `prompt_index` of hermes-agent."""
     fields: dict[str, Any]
-    conversation: Conversation
+    conversation: ImportedConversation
 
 
 def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: int) -> Imported:

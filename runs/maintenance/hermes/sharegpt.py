@@ -21,7 +21,7 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ImportedConversation:
     """What a row holds."""
 
     prompt: str
@@ -38,7 +38,7 @@ class Conversation:
 
 def read_conversation(
     entries: Sequence[Mapping[str, Any]], *, model: str | None, at: float
-) -> Conversation:
+) -> ImportedConversation:
     """Read the `conversations` of a row; `at` (epoch seconds) is when it was saved.
 
     Raises `ValueError` with the reason where it is not of the format.
@@ -67,7 +67,7 @@ def read_conversation(
     if not turn:
         raise ValueError("the model says nothing in it")
     opening = [Message(role="user", content=prompt)]
-    return Conversation(prompt, Trajectory(opening, events), _tools(values[0]))
+    return ImportedConversation(prompt, Trajectory(opening, events), _tools(values[0]))
 
 
 def _text(value: Any, who: str) -> str:
