@@ -33,11 +33,11 @@ from agent.state.trajectory import Journal, Trajectory
 from agent.state.transcript import Transcript
 from agent.stream_events import StreamHandler
 from toolsets.browser.process import Browsers
+from toolsets.context import ToolContext
 from toolsets.mcp.servers import McpServers
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.space import TaskSpace
 from toolsets.workspace.workspace import Workspace
 
 T = TypeVar("T")
@@ -236,21 +236,21 @@ class AgentSession:
         workspace = Workspace(self._root / "workspace")
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
         resumed = bool(self.trajectory.results)  # each prompt has a shell of its own
-        space = TaskSpace(
+        context = ToolContext(
             workspace, sandbox, web=setup.web, browsers=setup.browsers, resumed=resumed
         )
         async with AsyncExitStack() as stack:
             if setup.servers is not None:
                 setup.servers.open()
                 stack.push_async_callback(setup.servers.close)
-            stack.push_async_callback(space.close, remove=False)
+            stack.push_async_callback(context.close, remove=False)
             journal = self._open_journal(stack)
             pool = ModelPool(
                 key_of=lambda asked: key_for(asked, setup.settings, setup.api_key),
                 on_retry=lambda _, retry: setup.on_retry(retry),
             )
             stack.push_async_callback(pool.close)
-            home = Home(setup.common, space, pool, setup.call_timeout_s)
+            home = Home(setup.common, context, pool, setup.call_timeout_s)
             conversation = ConversationRunner(
                 trajectory=self.trajectory,
                 spec=self._terms,

@@ -19,7 +19,7 @@ from agent.options import AgentOptions, Subagent
 from agent.state.trajectory import Trajectory
 from toolsets.catalog.custom import import_place
 from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import Tool
 from toolsets.toolbox import Toolbox
 
@@ -173,7 +173,7 @@ class Home:
     """Where one conversation and its subagents work; a `Host`."""
 
     setup: Setup
-    space: TaskSpace
+    context: ToolContext
     pool: ModelPool
     call_timeout_s: float
     gate: Callable[[Model], Model] = lambda model: model
@@ -188,12 +188,12 @@ class Home:
     def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
         """See `Host`."""
         tools = self.setup.tools if toolsets is None else self.setup.only(toolsets).tools
-        return Toolbox(tools, self.space, call_timeout_s=self.call_timeout_s)
+        return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
 
     def subagent_toolbox(self, agent: Subagent) -> Toolbox:
         """See `Host`."""
         tools = self.setup.subagents[agent.name].tools
-        return Toolbox(tools, self.space, call_timeout_s=self.call_timeout_s)
+        return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
 
     def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
         """See `Host`."""

@@ -41,7 +41,7 @@ from runs.store.files import AppendFile
 from runs.store.index import index_fields
 from runs.store.journal_writer import JournalWriter
 from runs.tasks import Task
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import tool
 from toolsets.workspace.workspace import Workspace
 
@@ -54,7 +54,7 @@ FEW, MANY = 4, 24
 
 
 @tool(idempotent=True)
-async def step(space: TaskSpace, number: int) -> str:
+async def step(context: ToolContext, number: int) -> str:
     """Take one step."""
     return f"step {number}"
 
@@ -78,7 +78,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
         opening = [Message(role="system", content=SYSTEM)]
         opening.append(Message(role="user", content=columns["prompt"]))
         trajectory = Trajectory(opening)
-        home = Home(setup, TaskSpace(Workspace(directory / "w")), pool, call_timeout_s=300.0)
+        home = Home(setup, ToolContext(Workspace(directory / "w")), pool, call_timeout_s=300.0)
 
         def keep(event: Event, task: Task = task, trajectory: Trajectory = trajectory) -> None:
             position = len(trajectory.messages)

@@ -29,7 +29,7 @@ from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -47,7 +47,7 @@ MANY = AgentOptions(
 
 
 @tool(idempotent=True)
-async def step(space: TaskSpace, number: int) -> str:
+async def step(context: ToolContext, number: int) -> str:
     """Do nothing, and say which nothing it was."""
     return f"step {number}"
 
@@ -119,8 +119,8 @@ def main() -> None:
     common = set_up(plain, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
     common = Setup(SETTINGS, common.toolsets, (step,), {}, None)
     with tempfile.TemporaryDirectory() as root:
-        space = TaskSpace(Workspace(Path(root)))
-        home = Home(common, space, ModelPool(key_of=read_key, on_retry=print), 300.0)
+        context = ToolContext(Workspace(Path(root)))
+        home = Home(common, context, ModelPool(key_of=read_key, on_retry=print), 300.0)
         plays: dict[str, Callable[[], Awaitable[None]]] = {
             "client and tool alone": lambda: bare(turns, home.toolbox()),
             "with the loop": lambda: looped(turns, home, plain),

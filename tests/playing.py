@@ -25,8 +25,8 @@ from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, replies_played, set_up
 from agent.state.trajectory import Trajectory
 from agent.stream_events import StreamEvent
+from toolsets.context import ToolContext
 from toolsets.sandbox.factory import Limits, make_sandbox
-from toolsets.space import TaskSpace
 from toolsets.tool import Tool, ToolResult, tool
 from toolsets.workspace.workspace import Workspace
 
@@ -90,13 +90,13 @@ class Watched:
 
 
 @tool(idempotent=True)
-def echo(space: TaskSpace, text: Annotated[str, Field(description="What to say.")] = "") -> str:
+def echo(context: ToolContext, text: Annotated[str, Field(description="What to say.")] = "") -> str:
     """Say the text again."""
     return text
 
 
 @tool()
-def fail(space: TaskSpace) -> str:
+def fail(context: ToolContext) -> str:
     """Raise an exception."""
     raise RuntimeError("out of order")
 
@@ -105,27 +105,27 @@ _counters: dict[Path, int] = {}
 
 
 @tool()
-def count(space: TaskSpace) -> int:
+def count(context: ToolContext) -> int:
     """Give a higher number each time."""
-    root = space.workspace.root
+    root = context.workspace.root
     _counters[root] = _counters.get(root, 0) + 1
     return _counters[root]
 
 
 @tool()
-def delete(space: TaskSpace, name: str) -> Any:
+def delete(context: ToolContext, name: str) -> Any:
     """Delete something, once the user has confirmed."""
-    if space.user_reply is None:
+    if context.user_reply is None:
         return {"requiresConfirmation": True, "message": f"Delete {name}?"}
-    if space.user_reply == "which?":
+    if context.user_reply == "which?":
         return {"requiresInput": True, "message": "Say yes or no."}
-    if space.user_reply == "break":
+    if context.user_reply == "break":
         raise RuntimeError("it broke")
-    return f"deleted {name}: {space.user_reply}"
+    return f"deleted {name}: {context.user_reply}"
 
 
 @tool()
-def report_failure(space: TaskSpace) -> ToolResult:
+def report_failure(context: ToolContext) -> ToolResult:
     """Report a failure without raising."""
     return ToolResult("no such thing", is_error=True)
 
@@ -190,10 +190,10 @@ async def _play(
     told: list[StreamEvent] = []
     trajectory = Trajectory(opening, events)
     workspace = Workspace(root)
-    space = TaskSpace(workspace, make_sandbox("local", workspace, Limits()))
+    context = ToolContext(workspace, make_sandbox("local", workspace, Limits()))
     home = Home(
         setup,
-        space,
+        context,
         ModelPool(key_of=read_key, on_retry=print),
         30.0,
         gate=lambda m: Watched(m, requests, price),
@@ -211,5 +211,5 @@ async def _play(
         on_event=told.append,
     )
     end = await conversation.run(taken_up=past is not None)
-    await space.close(remove=False)
+    await context.close(remove=False)
     return Played(trajectory, end, events, requests, told)

@@ -27,9 +27,9 @@ from toolsets.browser.browser_tools import BROWSER_TOOLS
 from toolsets.browser.process import VARIABLE, Browsers, browser_problem
 from toolsets.browser.proxy import REFUSED, Proxy
 from toolsets.catalog.registry import UnavailableToolset, resolve_toolsets
+from toolsets.context import ToolContext
 from toolsets.net.guard import Guard
 from toolsets.net.web_settings import WebSettings
-from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -55,8 +55,8 @@ async def conversation(
     root: Path, allow: tuple[str, ...], browsers: Browsers | None = None
 ) -> AsyncIterator[Call]:
     """The tools of one conversation, called without their prefix."""
-    space = TaskSpace(Workspace(root / "w"), web=WebSettings(allow=allow), browsers=browsers)
-    toolbox = Toolbox(BROWSER_TOOLS, space)
+    context = ToolContext(Workspace(root / "w"), web=WebSettings(allow=allow), browsers=browsers)
+    toolbox = Toolbox(BROWSER_TOOLS, context)
 
     async def call(name: str, **arguments: Any) -> ToolResult:
         return await toolbox.call(f"browser_{name}", json.dumps(arguments))

@@ -24,7 +24,7 @@ from run_agent import AIAgent
 from tests.answering import JSON, answering
 from tests.playing import TOOLS, call, calls, play, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -34,7 +34,7 @@ SOON = 0.3
 
 
 @tool(idempotent=True)
-async def forever(space: TaskSpace) -> str:
+async def forever(context: ToolContext) -> str:
     """Wait for what never comes."""
     await asyncio.Event().wait()
     return "never"
@@ -197,7 +197,7 @@ class LateGate:
 def test_a_call_that_waits_for_its_turn_is_not_cut_off(tmp_path: Path) -> None:
     options = AgentOptions(max_conversation_s=2.0)
     trajectory = Trajectory([Message(role="user", content="go")])
-    tools = AgentTools(Toolbox((), TaskSpace(Workspace(tmp_path))), trajectory, options)
+    tools = AgentTools(Toolbox((), ToolContext(Workspace(tmp_path))), trajectory, options)
 
     def answer(path: str, body: JSON) -> tuple[int, JSON]:
         message = {"role": "assistant", "content": "Done."}

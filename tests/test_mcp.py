@@ -33,9 +33,9 @@ from tests.running import (
     write_rows,
 )
 from toolsets.catalog.registry import tools_of
+from toolsets.context import ToolContext
 from toolsets.mcp.mcp_settings import McpServer
 from toolsets.mcp.servers import McpError, McpServers, list_servers
-from toolsets.space import TaskSpace
 from toolsets.tool import MAX_RESULT_CHARS, ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -82,8 +82,8 @@ class Toolboxes:
 
     def of(self, task: str) -> Toolbox:
         if task not in self.open:
-            space = TaskSpace(Workspace(self._root / task))
-            self.open[task] = Toolbox(self._tools, space, call_timeout_s=self._timeout_s)
+            context = ToolContext(Workspace(self._root / task))
+            self.open[task] = Toolbox(self._tools, context, call_timeout_s=self._timeout_s)
         return self.open[task]
 
 

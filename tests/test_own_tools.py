@@ -18,13 +18,13 @@ from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.catalog.custom import OwnToolError, as_toolsets, load_own
 from toolsets.catalog.registry import Toolset
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import Tool, tool
 
 MODULE = '''
 from typing import Literal
 
-from toolsets.space import TaskSpace
+from toolsets.context import TaskSpace
 
 
 def get_weather(city: str, unit: Literal["C", "F"] = "C") -> dict:
@@ -243,7 +243,7 @@ def test_descriptions_come_from_the_docstring_and_from_the_hints() -> None:
 
 
 def test_the_space_is_given_to_those_who_ask_for_it_alone() -> None:
-    def with_space(space: TaskSpace, city: str) -> str:
+    def with_space(context: ToolContext, city: str) -> str:
         """Take both."""
         return city
 

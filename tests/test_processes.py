@@ -47,7 +47,7 @@ MCP = """
 from toolsets.mcp.servers import McpServers, list_servers
 from toolsets.mcp.mcp_settings import McpServer
 from toolsets.catalog.registry import tools_of
-from toolsets.space import TaskSpace
+from toolsets.context import TaskSpace
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
 

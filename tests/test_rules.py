@@ -11,7 +11,7 @@ import pytest
 from agent.options import AgentOptions
 from runs.dataset.row import RowRules
 from tests.playing import TOOLS, call, calls, play, say
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import tool
 
 ANSWER = say("done")
@@ -229,7 +229,7 @@ class TestEndings:
         order: list[str] = []
 
         @tool()
-        async def nap(space: TaskSpace, name: str, turns: int) -> str:
+        async def nap(context: ToolContext, name: str, turns: int) -> str:
             """Let others go first."""
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -273,7 +273,7 @@ class TestCompletionTools:
 
     def test_the_names_are_reserved_and_unknown_where_not_offered(self, tmp_path: Path) -> None:
         @tool(name="final_answer")
-        def mine(space: TaskSpace) -> str:
+        def mine(context: ToolContext) -> str:
             """Mine."""
             return ""
 

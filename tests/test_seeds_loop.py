@@ -21,7 +21,7 @@ from agent.views.summary import SummarizingModel
 from agent.views.views import compact
 from run_agent import AIAgent
 from tests.playing import call, calls, play, say
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -96,7 +96,7 @@ def test_arguments_of_a_wrong_shape_never_reach_the_tool(tmp_path: Path) -> None
     ran: list[int] = []
 
     @tool()
-    def double(space: TaskSpace, n: int) -> int:
+    def double(context: ToolContext, n: int) -> int:
         """Double a number."""
         ran.append(n)
         return 2 * n
@@ -112,7 +112,7 @@ def test_a_call_that_fails_can_be_made_again(tmp_path: Path) -> None:
     attempts: list[int] = []
 
     @tool()
-    def shaky(space: TaskSpace) -> str:
+    def shaky(context: ToolContext) -> str:
         """Fail once."""
         attempts.append(1)
         if len(attempts) == 1:
@@ -170,9 +170,9 @@ def test_a_tool_sees_the_live_conversation_while_it_runs(tmp_path: Path) -> None
     seen: list[list[str]] = []
 
     @tool()
-    def look(space: TaskSpace) -> str:
+    def look(context: ToolContext) -> str:
         """Look around."""
-        seen.append([message["role"] for message in space.conversation])
+        seen.append([message["role"] for message in context.conversation])
         return str(len(seen))
 
     play(tmp_path, [calls(call("look"))] * 2 + [ANSWER], tools=[look])
@@ -184,28 +184,30 @@ def test_the_link_to_the_conversation_ends_with_the_call(tmp_path: Path) -> None
     seen: list[int] = []
 
     @tool()
-    def look(space: TaskSpace) -> None:
+    def look(context: ToolContext) -> None:
         """Look and fail."""
-        seen.append(len(space.conversation))
+        seen.append(len(context.conversation))
         raise RuntimeError("no")
 
-    space = TaskSpace(Workspace(tmp_path / "w"))
-    result = asyncio.run(Toolbox([look], space).call("look", "{}", conversation=[{"role": "user"}]))
+    context = ToolContext(Workspace(tmp_path / "w"))
+    result = asyncio.run(
+        Toolbox([look], context).call("look", "{}", conversation=[{"role": "user"}])
+    )
     assert result.is_error
     assert seen == [1]
-    assert space.conversation == ()
+    assert context.conversation == ()
 
 
 def test_a_reference_to_what_is_no_text_stands_for_its_json(tmp_path: Path) -> None:
     """S4.16: also deep inside the arguments."""
 
     @tool()
-    def table(space: TaskSpace) -> dict[str, list[int]]:
+    def table(context: ToolContext) -> dict[str, list[int]]:
         """Give an object."""
         return {"rows": [1, 2]}
 
     @tool()
-    def keep(space: TaskSpace, notes: dict[str, list[str]]) -> str:
+    def keep(context: ToolContext, notes: dict[str, list[str]]) -> str:
         """Keep notes."""
         return notes["a"][0]
 

@@ -20,8 +20,8 @@ from agent.session import AgentSession
 from run_agent import COMPLETED_FILE, AIAgent
 from tests.playing import call, calls, say
 from tests.running import ROOT, lines
+from toolsets.context import ToolContext
 from toolsets.errors import HostError
-from toolsets.space import TaskSpace
 from toolsets.tool import Tool, tool
 
 WRITE = calls(call("write_file", path="a", content="A"))
@@ -76,7 +76,7 @@ def test_workspaces_are_apart_and_go_on_every_way_out(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     @tool()
-    def breaks(space: TaskSpace) -> str:
+    def breaks(context: ToolContext) -> str:
         """Break."""
         raise HostError("the disk is full")
 
@@ -116,7 +116,7 @@ def test_a_call_in_flight_is_cancelled_and_the_next_prompt_works() -> None:
     begun, never = threading.Event(), threading.Event()
 
     @tool()
-    async def waits(space: TaskSpace) -> str:
+    async def waits(context: ToolContext) -> str:
         """Wait for ever."""
         import asyncio
 

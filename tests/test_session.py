@@ -24,8 +24,8 @@ from benchmarks.fake_endpoint import FakeEndpoint
 from run_agent import AIAgent
 from tests.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
 from tests.running import WRITE_A_NOTE, lines
+from toolsets.context import ToolContext
 from toolsets.errors import HostError
-from toolsets.space import TaskSpace
 from toolsets.tool import tool
 
 WRITE = calls(call("write_file", path="a", content="A"))
@@ -105,7 +105,7 @@ def test_a_reserved_name_is_refused_where_it_is_given() -> None:
     """S4.2."""
 
     @tool(name="final_answer")
-    def mine(space: TaskSpace) -> str:
+    def mine(context: ToolContext) -> str:
         """Mine."""
         return ""
 
@@ -155,7 +155,7 @@ def test_a_session_that_was_left_by_an_exception_can_go_on(failure: str) -> None
     """The calls that were open have a result, so the next prompt has no hole before it."""
 
     @tool()
-    async def slow(space: TaskSpace) -> str:
+    async def slow(context: ToolContext) -> str:
         """Take long, or fail with the machine."""
         if failure != "cancelled from outside":
             raise HostError("disk full")

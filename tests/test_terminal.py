@@ -17,12 +17,12 @@ import pytest
 from tests.running import ROOT, wait_until
 from tests.test_sandbox import alive, has_no_writer, needs_bwrap, workspace
 from toolsets.catalog.registry import TOOLSETS, tools_of
+from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.cgroup import make_group
 from toolsets.sandbox.channel import Channel, Gone, Launch
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.sandbox.interpreter import python_bin
-from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -49,8 +49,8 @@ class Task:
         self.limits = limits
         self.workspace = Workspace(root)
         self.sandbox = make_sandbox(kind, self.workspace, limits)
-        space = TaskSpace(self.workspace, self.sandbox, resumed=resumed)
-        self.toolbox = Toolbox(TOOLS, space, call_timeout_s=call_timeout_s)
+        context = ToolContext(self.workspace, self.sandbox, resumed=resumed)
+        self.toolbox = Toolbox(TOOLS, context, call_timeout_s=call_timeout_s)
         self._runner = asyncio.Runner()
 
     def call(
@@ -545,8 +545,8 @@ def of_our_own() -> tuple[set[int], set[str], set[str]]:
 def test_many_tasks_at_once_leave_nothing_behind(kind: str, tmp_path: Path, tasks: int) -> None:
     async def one(number: int) -> list[str]:
         workspace = Workspace(tmp_path / f"ws{number}")
-        space = TaskSpace(workspace, make_sandbox(kind, workspace, Limits()))
-        toolbox = Toolbox(TOOLS, space)
+        context = ToolContext(workspace, make_sandbox(kind, workspace, Limits()))
+        toolbox = Toolbox(TOOLS, context)
         seen = []
         for n in range(10):
             command = f"X=$((X + {n})); echo {number}:$X; (setsid sleep 1000 &)"

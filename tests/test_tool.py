@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, Field
 
+from toolsets.context import ToolContext
 from toolsets.errors import ToolError
-from toolsets.space import TaskSpace
 from toolsets.tool import ArgumentsError, as_result, tool
 
 
@@ -23,7 +23,7 @@ class Point(BaseModel):
 
 @tool(idempotent=True)
 def mark(
-    space: TaskSpace,
+    context: ToolContext,
     text: Annotated[str, Field(description="What to write.")],
     title: str = "",
     times: int = 1,
@@ -57,7 +57,7 @@ def test_arguments_are_converted_and_defaults_filled_in() -> None:
 @pytest.mark.parametrize("blank", ["", "  \n", "{}"])
 def test_blank_arguments_mean_none(blank: str) -> None:
     @tool()
-    def noop(space: TaskSpace, count: int = 2) -> str:
+    def noop(context: ToolContext, count: int = 2) -> str:
         """Do nothing."""
         return ""
 
@@ -94,7 +94,7 @@ def test_deeply_nested_json_is_an_arguments_error(depth: int) -> None:
 
 def test_names_that_pydantic_reserves_work_as_parameters() -> None:
     @tool()
-    def odd(space: TaskSpace, schema: str, copy: int, model_x: str = "m") -> str:
+    def odd(context: ToolContext, schema: str, copy: int, model_x: str = "m") -> str:
         """Take odd names."""
         return ""
 
@@ -104,21 +104,21 @@ def test_names_that_pydantic_reserves_work_as_parameters() -> None:
 
 
 def test_decoration_refuses_what_it_cannot_describe() -> None:
-    def untyped(space: TaskSpace, path):  # type: ignore[no-untyped-def]  # the point of the test
+    def untyped(context: ToolContext, path):  # type: ignore[no-untyped-def]  # the point of the test
         """Lack a hint."""
 
-    def silent(space: TaskSpace) -> str:
+    def silent(context: ToolContext) -> str:
         return ""
 
-    def greedy(space: TaskSpace, *rest: str) -> str:
+    def greedy(context: ToolContext, *rest: str) -> str:
         """Take anything."""
         return ""
 
-    def lazy(space: TaskSpace) -> Iterator[str]:
+    def lazy(context: ToolContext) -> Iterator[str]:
         """Give piece after piece."""
         yield ""
 
-    def foreign(space: TaskSpace, lock: threading.Lock) -> str:
+    def foreign(context: ToolContext, lock: threading.Lock) -> str:
         """Take what JSON cannot hold."""
         return ""
 

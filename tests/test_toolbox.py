@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 
 from toolsets.catalog.registry import TOOLSETS, tools_of
+from toolsets.context import ToolContext
 from toolsets.errors import HostError, ToolError
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.space import TaskSpace
 from toolsets.tool import MAX_RESULT_CHARS, Tool, ToolResult, tool
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
 
 
 @pytest.fixture
-def space(tmp_path: Path) -> TaskSpace:
-    return TaskSpace(Workspace(tmp_path / "ws"))
+def context(tmp_path: Path) -> ToolContext:
+    return ToolContext(Workspace(tmp_path / "ws"))
 
 
 def raising(error: BaseException) -> Tool:
     @tool()
-    def fail(space: TaskSpace) -> str:
+    def fail(context: ToolContext) -> str:
         """Fail."""
         raise error
 
@@ -36,7 +36,7 @@ def raising(error: BaseException) -> Tool:
 
 def raising_async(error: BaseException) -> Tool:
     @tool()
-    async def fail(space: TaskSpace) -> str:
+    async def fail(context: ToolContext) -> str:
         """Fail."""
         raise error
 
@@ -45,7 +45,7 @@ def raising_async(error: BaseException) -> Tool:
 
 def returning(value: Any) -> Tool:
     @tool()
-    def give(space: TaskSpace) -> Any:
+    def give(context: ToolContext) -> Any:
         """Give."""
         return value
 
@@ -56,17 +56,17 @@ def call(toolbox: Toolbox, name: str, arguments: str = "{}") -> ToolResult:
     return asyncio.run(toolbox.call(name, arguments))
 
 
-def test_unknown_tool_names_the_ones_there_are(space: TaskSpace) -> None:
-    toolbox = Toolbox([returning(""), raising(ValueError())], space)
+def test_unknown_tool_names_the_ones_there_are(context: ToolContext) -> None:
+    toolbox = Toolbox([returning(""), raising(ValueError())], context)
     result = call(toolbox, "sudo")
     assert result.content == "Error: Tool 'sudo' not found. Available: fail, give"
     assert result.is_error
-    empty = call(Toolbox([], space), "x")
+    empty = call(Toolbox([], context), "x")
     assert empty.content == "Error: Tool 'x' not found. Available: none"
 
 
-def test_bad_arguments_are_explained(space: TaskSpace) -> None:
-    result = call(Toolbox(tools_of([TOOLSETS["file"]]), space), "read_file", '{"start_line": 0}')
+def test_bad_arguments_are_explained(context: ToolContext) -> None:
+    result = call(Toolbox(tools_of([TOOLSETS["file"]]), context), "read_file", '{"start_line": 0}')
     assert result.is_error
     assert result.content.startswith("Error: invalid arguments for read_file: path: Field required")
 
@@ -96,45 +96,45 @@ class Mute(Exception):
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_whatever_a_tool_raises_is_an_error_result(
-    make: Any, error: BaseException, message: str, space: TaskSpace
+    make: Any, error: BaseException, message: str, context: ToolContext
 ) -> None:
-    result = call(Toolbox([make(error)], space), "fail")
+    result = call(Toolbox([make(error)], context), "fail")
     assert result.content == f"Error executing fail: {message}"
     assert result.is_error
     assert result.details["exception"] == type(error).__name__
 
 
-def test_stop_iteration_from_a_thread_does_not_hang(space: TaskSpace) -> None:
+def test_stop_iteration_from_a_thread_does_not_hang(context: ToolContext) -> None:
     """A future refuses this exception, so it must not be put into one."""
-    toolbox = Toolbox([raising(StopIteration("end"))], space, call_timeout_s=5)
+    toolbox = Toolbox([raising(StopIteration("end"))], context, call_timeout_s=5)
     assert call(toolbox, "fail").content == "Error executing fail: end"
 
 
-def test_messages_are_cut_and_hide_the_real_root(space: TaskSpace) -> None:
-    secret = f"{space.workspace.root}/a.txt is " + "long " * 2000
-    result = call(Toolbox([raising(OSError(secret))], space), "fail")
+def test_messages_are_cut_and_hide_the_real_root(context: ToolContext) -> None:
+    secret = f"{context.workspace.root}/a.txt is " + "long " * 2000
+    result = call(Toolbox([raising(OSError(secret))], context), "fail")
     assert "Error executing fail: /workspace/a.txt is long" in result.content
-    assert str(space.workspace.root) not in result.content
+    assert str(context.workspace.root) not in result.content
     assert "characters cut" in result.content
     assert len(result.content) < 2100
 
 
-def test_slow_tools_are_given_up(space: TaskSpace) -> None:
+def test_slow_tools_are_given_up(context: ToolContext) -> None:
     release = threading.Event()
 
     @tool()
-    def blocks(space: TaskSpace) -> str:
+    def blocks(context: ToolContext) -> str:
         """Block a thread."""
         release.wait(20)
         return "late"
 
     @tool()
-    async def hangs(space: TaskSpace) -> str:
+    async def hangs(context: ToolContext) -> str:
         """Wait for ever."""
         return str(await asyncio.Event().wait())
 
     @tool()
-    async def stubborn(space: TaskSpace) -> str:
+    async def stubborn(context: ToolContext) -> str:
         """Swallow the cancellation."""
         try:
             await asyncio.Event().wait()
@@ -143,7 +143,7 @@ def test_slow_tools_are_given_up(space: TaskSpace) -> None:
         return ""
 
     async def calls() -> list[ToolResult]:
-        toolbox = Toolbox([blocks, hangs, stubborn], space, call_timeout_s=0.1)
+        toolbox = Toolbox([blocks, hangs, stubborn], context, call_timeout_s=0.1)
         try:
             return [await toolbox.call(name, "") for name in toolbox.names]
         finally:
@@ -155,12 +155,12 @@ def test_slow_tools_are_given_up(space: TaskSpace) -> None:
 
 
 @pytest.mark.parametrize("swallows", [False, True])
-def test_cancelling_the_caller_is_passed_on(space: TaskSpace, swallows: bool) -> None:
+def test_cancelling_the_caller_is_passed_on(context: ToolContext, swallows: bool) -> None:
     async def cancelled() -> None:
         begun = asyncio.Event()
 
         @tool()
-        async def waits(space: TaskSpace) -> str:
+        async def waits(context: ToolContext) -> str:
             """Wait."""
             begun.set()
             try:
@@ -170,7 +170,7 @@ def test_cancelling_the_caller_is_passed_on(space: TaskSpace, swallows: bool) ->
                     raise
             return "swallowed"
 
-        task = asyncio.create_task(Toolbox([waits], space).call("waits", ""))
+        task = asyncio.create_task(Toolbox([waits], context).call("waits", ""))
         await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -189,29 +189,29 @@ def test_cancelling_the_caller_is_passed_on(space: TaskSpace, swallows: bool) ->
     ],
 )
 def test_results_become_valid_text(
-    space: TaskSpace, value: Any, content: str, is_error: bool
+    context: ToolContext, value: Any, content: str, is_error: bool
 ) -> None:
-    result = call(Toolbox([returning(value)], space), "give")
+    result = call(Toolbox([returning(value)], context), "give")
     assert result.content.startswith(content)
     assert result.is_error is is_error
     result.content.encode()
 
 
-def test_results_are_bounded_with_head_and_tail(space: TaskSpace) -> None:
-    result = call(Toolbox([returning("a" + "x" * 500_000 + "z")], space), "give")
+def test_results_are_bounded_with_head_and_tail(context: ToolContext) -> None:
+    result = call(Toolbox([returning("a" + "x" * 500_000 + "z")], context), "give")
     assert result.content[0] + result.content[-1] == "az"
     assert f"{500_002 - MAX_RESULT_CHARS} characters cut" in result.content
     assert len(result.content) < MAX_RESULT_CHARS + 100
 
 
-def test_details_that_json_cannot_hold_do_not_reach_the_record(space: TaskSpace) -> None:
-    result = call(Toolbox([returning(ToolResult("ok", details={"x": object()}))], space), "give")
+def test_details_that_json_cannot_hold_do_not_reach_the_record(context: ToolContext) -> None:
+    result = call(Toolbox([returning(ToolResult("ok", details={"x": object()}))], context), "give")
     assert result.content == "ok"
     assert isinstance(result.details["details"], str)
 
 
-def test_schemas_and_traits_are_those_of_the_tools(space: TaskSpace) -> None:
-    toolbox = Toolbox(tools_of(list(TOOLSETS.values())), space)
+def test_schemas_and_traits_are_those_of_the_tools(context: ToolContext) -> None:
+    toolbox = Toolbox(tools_of(list(TOOLSETS.values())), context)
     assert toolbox.names == sorted(toolbox.names)
     assert [schema["function"]["name"] for schema in toolbox.schemas] == toolbox.names
     assert toolbox.is_idempotent("read_file")
@@ -224,17 +224,17 @@ def test_schemas_and_traits_are_those_of_the_tools(space: TaskSpace) -> None:
     assert not toolbox.is_sequential("no-such-tool")
 
 
-def test_two_tools_of_one_name_are_refused(space: TaskSpace) -> None:
+def test_two_tools_of_one_name_are_refused(context: ToolContext) -> None:
     with pytest.raises(ValueError, match="same name"):
-        Toolbox([returning(1), returning(2)], space)
+        Toolbox([returning(1), returning(2)], context)
 
 
 @pytest.mark.parametrize("remove", [True, False])
 def test_closing_removes_the_workspace_only_if_asked(tmp_path: Path, remove: bool) -> None:
     async def task() -> None:
         workspace = Workspace(tmp_path / "ws")
-        space = TaskSpace(workspace, make_sandbox("local", workspace, Limits()))
-        toolbox = Toolbox(tools_of(list(TOOLSETS.values())), space)
+        context = ToolContext(workspace, make_sandbox("local", workspace, Limits()))
+        toolbox = Toolbox(tools_of(list(TOOLSETS.values())), context)
         await toolbox.call("terminal", '{"command": "mkdir -p a/b; touch a/b/c; chmod 500 a/b"}')
         assert (tmp_path / "ws" / "a" / "b" / "c").exists()
         await toolbox.close(remove_workspace=remove)
@@ -251,16 +251,16 @@ def test_a_machine_that_fails_is_no_result(tmp_path: Path, asynchronous: bool) -
     """A full disk must not become something that a model is told, or trained on."""
 
     @tool(name="full")
-    def full(space: TaskSpace) -> str:
+    def full(context: ToolContext) -> str:
         """Write."""
         raise OSError(errno.ENOSPC, "No space left on device")
 
     @tool(name="full")
-    async def async_full(space: TaskSpace) -> str:
+    async def async_full(context: ToolContext) -> str:
         """Write."""
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    space = TaskSpace(Workspace(tmp_path / "w"))
-    toolbox = Toolbox([async_full if asynchronous else full], space)
+    context = ToolContext(Workspace(tmp_path / "w"))
+    toolbox = Toolbox([async_full if asynchronous else full], context)
     with pytest.raises(HostError, match="No space left"):
         asyncio.run(toolbox.call("full", ""))

@@ -21,9 +21,9 @@ from toolsets.catalog.registry import (
     resolve_toolsets,
     tools_of,
 )
+from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
-from toolsets.space import TaskSpace
 from toolsets.tool import Tool, ToolResult, tool
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -41,15 +41,15 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture(params=[pytest.param("bwrap", marks=needs_bwrap), "local"])
 def sandboxed(request: pytest.FixtureRequest, root: Path) -> Iterator[Toolbox]:
     workspace = Workspace(root)
-    space = TaskSpace(workspace, make_sandbox(request.param, workspace, Limits(timeout_s=20)))
-    toolbox = Toolbox(tools_of(list(TOOLSETS.values())), space)
+    context = ToolContext(workspace, make_sandbox(request.param, workspace, Limits(timeout_s=20)))
+    toolbox = Toolbox(tools_of(list(TOOLSETS.values())), context)
     yield toolbox
     asyncio.run(toolbox.close(remove_workspace=False))
 
 
 @pytest.fixture
 def files(root: Path) -> Toolbox:
-    return Toolbox(tools_of([TOOLSETS["file"]]), TaskSpace(Workspace(root)))
+    return Toolbox(tools_of([TOOLSETS["file"]]), ToolContext(Workspace(root)))
 
 
 def call(toolbox: Toolbox, name: str, **arguments: Any) -> ToolResult:
@@ -220,14 +220,14 @@ def test_python_shows_syntax_errors_and_exit_codes(sandboxed: Toolbox) -> None:
 
 
 def test_commands_without_a_sandbox_are_refused(root: Path) -> None:
-    toolbox = Toolbox(tools_of([TOOLSETS["terminal"]]), TaskSpace(Workspace(root)))
+    toolbox = Toolbox(tools_of([TOOLSETS["terminal"]]), ToolContext(Workspace(root)))
     result = call(toolbox, "terminal", command="true")
     assert result.content == "Error executing terminal: this task has no sandbox to run commands in"
 
 
 def named(name: str, answer: str = "") -> Tool:
     @tool(name=name)
-    def give(space: TaskSpace) -> str:
+    def give(context: ToolContext) -> str:
         """Give."""
         return answer
 

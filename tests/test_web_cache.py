@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.running import ROOT
 from tests.websites import Answer, Site, Visit, site
+from toolsets.context import ToolContext
 from toolsets.net.web_settings import WebSettings
-from toolsets.space import TaskSpace
 from toolsets.toolbox import Toolbox
 from toolsets.web.cache import WebCache
 from toolsets.web.web_tools import web_fetch
@@ -31,7 +31,7 @@ print(fetch(Path(cache), url, allow))
 
 def fetch(cache: Path, url: str, allow: str, **arguments: Any) -> str:
     settings = WebSettings(cache_dir=cache, allow=(allow,))
-    toolbox = Toolbox([web_fetch], TaskSpace(Workspace(cache.parent / "ws"), web=settings))
+    toolbox = Toolbox([web_fetch], ToolContext(Workspace(cache.parent / "ws"), web=settings))
     arguments["url"] = url
     return asyncio.run(toolbox.call("web_fetch", json.dumps(arguments))).content
 

@@ -19,10 +19,10 @@ from run_agent import AIAgent
 from tests.playing import call as planned
 from tests.playing import calls, say
 from tests.websites import Answer, Site, Visit, site
+from toolsets.context import ToolContext
 from toolsets.errors import ToolError
 from toolsets.net.guard import Guard
 from toolsets.net.web_settings import WebSettings
-from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.web.http import MAX_REDIRECTS, download
@@ -51,7 +51,7 @@ def web() -> Iterator[Site]:
 def fetch(
     settings: WebSettings | None, url: str, *, root: Path = Path("unused"), **arguments: Any
 ) -> ToolResult:
-    toolbox = Toolbox([web_fetch], TaskSpace(Workspace(root), web=settings))
+    toolbox = Toolbox([web_fetch], ToolContext(Workspace(root), web=settings))
     return asyncio.run(toolbox.call("web_fetch", json.dumps({"url": url, **arguments})))
 
 

@@ -13,8 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.websites import Answer, Site, Visit, site
+from toolsets.context import ToolContext
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
-from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.web.search import PROVIDERS
@@ -53,7 +53,7 @@ def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def search(settings: WebSettings | None, query: str = "two words", **arguments: Any) -> ToolResult:
-    toolbox = Toolbox([web_search], TaskSpace(Workspace(Path("unused")), web=settings))
+    toolbox = Toolbox([web_search], ToolContext(Workspace(Path("unused")), web=settings))
     return asyncio.run(toolbox.call("web_search", json.dumps({"query": query, **arguments})))
 
 

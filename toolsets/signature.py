@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 
 PREFIX = "arg_"
 """Before the names of the model's fields, so that those which pydantic reserves can be used."""
@@ -26,7 +26,7 @@ def arguments_model(
     for a function that cannot be described.
     """
     hints = _hints(function, tool_name)
-    takes_space = _takes_space(hints)
+    takes_space = _takes_context(hints)
     if takes_space:
         del hints[next(iter(hints))]
     parameters = inspect.signature(function).parameters
@@ -66,15 +66,15 @@ def _hints(function: Callable[..., Any], tool_name: str) -> dict[str, Any]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise TypeError(f"{where} must not be *args or **kwargs")
     hints = {name: hints[name] for name in parameters}
-    for parameter in list(parameters.values())[int(_takes_space(hints)) :]:
+    for parameter in list(parameters.values())[int(_takes_context(hints)) :]:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             where = f"tool {tool_name}: parameter {parameter.name!r}"
             raise TypeError(f"{where} must not be positional-only")
     return hints
 
 
-def _takes_space(hints: Mapping[str, Any]) -> bool:
-    return next(iter(hints.values()), None) is TaskSpace
+def _takes_context(hints: Mapping[str, Any]) -> bool:
+    return next(iter(hints.values()), None) is ToolContext
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def tool(
 ) -> Callable[[F], Tool]:
     """Make a `Tool` from a typed function.
 
-    A first parameter annotated as `TaskSpace` gets the task's space. The other parameters become
+    A first parameter annotated as `ToolContext` gets the task's space. The other parameters become
     the schema, described through `Annotated[T, Field(description=...)]` or an "Args:" section of
     the docstring, whose text before that becomes the description. The function returns a string,
     a `ToolResult`, or any value that JSON can hold. Raises `TypeError` when the function cannot

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from toolsets import exact_json
+from toolsets.context import ToolContext
 from toolsets.errors import HostError, ToolError, has_memory, machine_failure
-from toolsets.space import TaskSpace
 from toolsets.text import clip, valid_utf8
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, as_result
 
@@ -24,12 +24,12 @@ class Toolbox:
     """The enabled tools of one task and the space they work in."""
 
     def __init__(
-        self, tools: Sequence[Tool], space: TaskSpace, *, call_timeout_s: float = 300
+        self, tools: Sequence[Tool], context: ToolContext, *, call_timeout_s: float = 300
     ) -> None:
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda tool: tool.name)}
         if len(self._tools) != len(tools):
             raise ValueError("two tools have the same name")
-        self._space = space
+        self._space = context
         self._call_timeout_s = call_timeout_s
 
     @property
@@ -83,10 +83,10 @@ class Toolbox:
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
             return self._failure(text, "invalid_arguments")
-        space = replace(self._space, conversation=conversation, user_reply=user_reply)
+        context = replace(self._space, conversation=conversation, user_reply=user_reply)
         try:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
-                result = await self._run(tool, space, parsed)
+                result = await self._run(tool, context, parsed)
         except TimeoutError:
             result = self._late(tool)
         # A tool may have turned the cancellation by the deadline into something else.
@@ -96,12 +96,12 @@ class Toolbox:
         """Close the task's space; may be called again."""
         await self._space.close(remove=remove_workspace)
 
-    async def _run(self, tool: Tool, space: TaskSpace, arguments: dict[str, Any]) -> ToolResult:
+    async def _run(self, tool: Tool, context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
         if not inspect.iscoroutinefunction(tool.function):
-            return await asyncio.to_thread(self._run_sync, tool, space, arguments)
+            return await asyncio.to_thread(self._run_sync, tool, context, arguments)
         before = cancellations()
         try:
-            result = _tidy(as_result(await _invoke(tool, space, arguments)))
+            result = _tidy(as_result(await _invoke(tool, context, arguments)))
         except (GeneratorExit, HostError):
             raise
         except BaseException as error:
@@ -112,10 +112,10 @@ class Toolbox:
             raise asyncio.CancelledError
         return result
 
-    def _run_sync(self, tool: Tool, space: TaskSpace, arguments: dict[str, Any]) -> ToolResult:
+    def _run_sync(self, tool: Tool, context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
         # Caught in the thread, because a future cannot carry every exception to its awaiter.
         try:
-            return _tidy(as_result(_invoke(tool, space, arguments)))
+            return _tidy(as_result(_invoke(tool, context, arguments)))
         except HostError:
             raise
         except BaseException as error:
@@ -143,8 +143,8 @@ class Toolbox:
         return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
 
 
-def _invoke(tool: Tool, space: TaskSpace, arguments: Mapping[str, Any]) -> Any:
-    return tool.function(*((space,) if tool.takes_space else ()), **arguments)
+def _invoke(tool: Tool, context: ToolContext, arguments: Mapping[str, Any]) -> Any:
+    return tool.function(*((context,) if tool.takes_space else ()), **arguments)
 
 
 def cancellations() -> int:

@@ -27,7 +27,7 @@ from agent.models.model import Completion, Request
 from agent.options import MAX_COUNT, AgentOptions
 from agent.session import run_here
 from agent.state.trajectory import Trajectory
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import Tool, ToolResult, as_result
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -77,7 +77,7 @@ def agent_loop(
     made = [_as_tool(schema, handlers) for schema in tools]
     try:
         with tempfile.TemporaryDirectory(prefix="agent-") as root:
-            toolbox = Toolbox(made, TaskSpace(Workspace(Path(root))))
+            toolbox = Toolbox(made, ToolContext(Workspace(Path(root))))
             run = run_agent(
                 trajectory,
                 model=_Invoked(invoke_model, tools),
@@ -130,7 +130,7 @@ def _as_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any
         name=name,
         description=schema.get("description", ""),
         parameters=dict(schema.get("input_schema", {})),
-        function=lambda space, **arguments: _result(handler(**arguments)),
+        function=lambda context, **arguments: _result(handler(**arguments)),
         arguments_model=None,
     )
 

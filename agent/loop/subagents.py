@@ -16,7 +16,7 @@ from agent.loop.steps import Finish
 from agent.messages import ToolCall
 from agent.options import AgentOptions, Subagent
 from agent.state.trajectory import Trajectory
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, tool
 
@@ -26,7 +26,7 @@ Start = Callable[[Subagent, str, str], Awaitable[tuple[Finish, Trajectory]]]
 
 @tool(name="subagent")
 def _form(
-    space: TaskSpace,
+    context: ToolContext,
     task: Annotated[str, Field(description="What to do, with all that must be known for it.")],
 ) -> None:
     """The form that calls of all subagents have; it is never run."""

@@ -19,7 +19,7 @@ from runs.run_dir import check_reopening, refuse_held
 from runs.store.records import load_index
 from runs.tasks import Task
 from runs.totals.accounts import Accounts, account
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.text import clip
 from toolsets.workspace.workspace import Workspace
 
@@ -100,8 +100,8 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     setup = setup_of_task(plan.setups, config, task)
     pool = ModelPool(key_of=lambda asked: "", on_retry=lambda asked, words: None)
     # Nothing is done in it, so it is never made.
-    space = TaskSpace(Workspace(config.run_dir / "workspaces" / task.key.hex()))
-    home = Home(setup, space, pool, config.tool_timeout_s)
+    context = ToolContext(Workspace(config.run_dir / "workspaces" / task.key.hex()))
+    home = Home(setup, context, pool, config.tool_timeout_s)
     conversation = ConversationRunner(
         trajectory=row.trajectory([]),
         spec=row.spec,

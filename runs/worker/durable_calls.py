@@ -11,7 +11,7 @@ from agent.models.model import Completion, Model, Request
 from agent.options import Subagent
 from agent.setup import Home
 from runs.process.stopped import Stopped
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import Tool, ToolResult
 from toolsets.toolbox import Toolbox
 
@@ -64,14 +64,14 @@ class DurableHome(Home):
         return self._box(self.setup.subagents[agent.name].tools)
 
     def _box(self, tools: Sequence[Tool]) -> Toolbox:
-        return _Toolbox(tools, self.space, self.call_timeout_s, self.kept)
+        return _Toolbox(tools, self.context, self.call_timeout_s, self.kept)
 
 
 class _Toolbox(Toolbox):
     def __init__(
-        self, tools: Sequence[Tool], space: TaskSpace, call_timeout_s: float, kept: Kept
+        self, tools: Sequence[Tool], context: ToolContext, call_timeout_s: float, kept: Kept
     ) -> None:
-        super().__init__(tools, space, call_timeout_s=call_timeout_s)
+        super().__init__(tools, context, call_timeout_s=call_timeout_s)
         self._kept = kept
 
     async def call(

@@ -40,8 +40,8 @@ from runs.worker.durable_calls import DurableHome, StoppableModel, Stops
 from runs.worker.replay import replay, replayable
 from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import Workspaces
+from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
-from toolsets.space import TaskSpace
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class TaskRunner:
         self._calls = calls
         self._stops = stops
         self._trajectories: dict[bytes, Trajectory] = {}
-        self._not_durable: dict[bytes, TaskSpace] = {}
+        self._not_durable: dict[bytes, ToolContext] = {}
         self.counters = no_counters()
         """What was done since whoever reads them set them back."""
 
@@ -96,11 +96,11 @@ class TaskRunner:
         finally:
             self._trajectories.pop(task.key, None)
 
-    def release(self, key: bytes) -> TaskSpace | None:
+    def release(self, key: bytes) -> ToolContext | None:
         """The task's record is durable; give its space where that is to be removed."""
         self._journal.finish(key)
-        space = self._not_durable.pop(key, None)
-        return space if space is not None and space.workspace.root.exists() else None
+        context = self._not_durable.pop(key, None)
+        return context if context is not None and context.workspace.root.exists() else None
 
     def _sort_out(self, task: Task, deal: Assignment, error: BaseException) -> bytes:
         """The message about a task that ended in a way which nothing foresaw."""
@@ -126,15 +126,15 @@ class TaskRunner:
         Raises what `run` has to sort out.
         """
         row = self._rules.read(task.columns)
-        space = self._spaces.open(task.key, row, resumed=_has_begun(deal))
+        context = self._spaces.open(task.key, row, resumed=_has_begun(deal))
         trajectory = row.trajectory(deal["events"])
         self._trajectories[task.key] = trajectory
         end = Finish("failed")
         failure = check = None
         try:
-            kept = await self._spaces.prepare(space, row, place=deal["place"])
-            end = await self._converse(task, deal, trajectory, row, space, kept=kept)
-            check = await self._spaces.judge(space, row)
+            kept = await self._spaces.prepare(context, row, place=deal["place"])
+            end = await self._converse(task, deal, trajectory, row, context, kept=kept)
+            check = await self._spaces.judge(context, row)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.in_words(error))
@@ -146,11 +146,11 @@ class TaskRunner:
                 task.id, task.input_digest, deal["attempt"], "setup_failed", str(error)
             )
         finally:
-            await space.close(remove=False)
+            await context.close(remove=False)
         log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
         if failure and deal["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
-        self._not_durable[task.key] = space
+        self._not_durable[task.key] = context
         return self._finished(task, deal, trajectory, row.spec, end, failure, check)
 
     def _finished(
@@ -188,7 +188,7 @@ class TaskRunner:
         deal: Assignment,
         trajectory: Trajectory,
         row: RowTask,
-        space: TaskSpace,
+        context: ToolContext,
         *,
         kept: bool,
     ) -> Finish:
@@ -207,7 +207,7 @@ class TaskRunner:
 
         home = DurableHome(
             setup,
-            space,
+            context,
             self._calls.pool,
             self._config.tool_timeout_s,
             gate=gated,

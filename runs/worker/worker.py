@@ -229,9 +229,9 @@ class Worker:
 
     def _release(self, key: bytes) -> None:
         """The task's record is durable: nothing else of it is needed."""
-        space = self._runner.release(key)
-        if space is not None:
-            removal = asyncio.create_task(space.close(remove=True))
+        context = self._runner.release(key)
+        if context is not None:
+            removal = asyncio.create_task(context.close(remove=True))
             self._removals.add(removal)
             removal.add_done_callback(self._removals.discard)
 

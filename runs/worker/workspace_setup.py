@@ -12,9 +12,9 @@ import orjson
 
 from runs.dataset.row_setup import Check, RowSetup
 from toolsets.builtin.command_result import shell_argv
+from toolsets.context import ToolContext
 from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult
-from toolsets.space import TaskSpace
 from toolsets.text import clip
 
 _SHOWN = 2000
@@ -35,13 +35,13 @@ class SetupFailed(Exception):
     """The workspace of a task could not be set up as its row says."""
 
 
-async def set_up_workspace(space: TaskSpace, row: RowSetup) -> None:
+async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
     """Write the files and run the commands. Raises `SetupFailed` with what went wrong."""
-    mark = half_set_up(space.workspace.root)
+    mark = half_set_up(context.workspace.root)
     await asyncio.to_thread(mark.touch)
-    await _write(space, row.files)
+    await _write(context, row.files)
     for command in row.commands:
-        result = await _run(space, command)
+        result = await _run(context, command)
         if result.exit_code != 0:
             how = "timed out" if result.timed_out else f"ended with exit code {result.exit_code}"
             said = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
@@ -54,7 +54,7 @@ def half_set_up(root: Path) -> Path:
     return root.with_name(f"{root.name}.half")
 
 
-async def run_check(space: TaskSpace, check: Check) -> dict[str, Any]:
+async def run_check(context: ToolContext, check: Check) -> dict[str, Any]:
     """Judge the workspace; a command that ends with exit code 0 has passed.
 
     Keys: `passed`, `reward` (the number under "reward" where the last line of the output is a
@@ -62,11 +62,11 @@ async def run_check(space: TaskSpace, check: Check) -> dict[str, Any]:
     `stderr` (cut), `duration_s`. Raises `SetupFailed` where it could not be run at all.
     """
     try:
-        await _write(space, check.files)
+        await _write(context, check.files)
     except SetupFailed as error:
         # What the model left there is in the way: that is its doing.
         return _NOT_PASSED | {"stderr": str(error)}
-    result = await _run(space, check.command)
+    result = await _run(context, check.command)
     passed = result.exit_code == 0
     reward = _reward(result.stdout)
     return {
@@ -79,19 +79,19 @@ async def run_check(space: TaskSpace, check: Check) -> dict[str, Any]:
     }
 
 
-async def _write(space: TaskSpace, files: Mapping[str, bytes]) -> None:
+async def _write(context: ToolContext, files: Mapping[str, bytes]) -> None:
     for path, content in files.items():
         try:
-            await asyncio.to_thread(space.workspace.write_bytes, path, content)
+            await asyncio.to_thread(context.workspace.write_bytes, path, content)
         except ToolError as error:
             raise SetupFailed(f"`files`: {error}") from error
 
 
-async def _run(space: TaskSpace, command: str) -> ExecResult:
-    if space.sandbox is None:
+async def _run(context: ToolContext, command: str) -> ExecResult:
+    if context.sandbox is None:
         raise SetupFailed("there is no sandbox to run commands in")
     try:
-        return await space.sandbox.exec(shell_argv(command))
+        return await context.sandbox.exec(shell_argv(command))
     except ToolError as error:
         raise SetupFailed(f"{clip(command, max_chars=200)!r}: {error}") from error
 

@@ -12,9 +12,9 @@ from runs.protocol.worker_setup import WorkerSetup
 from runs.worker.workspace_setup import SetupFailed, half_set_up, run_check, set_up_workspace
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
+from toolsets.context import ToolContext
 from toolsets.sandbox.docker import docker_problem
 from toolsets.sandbox.factory import Limits, Sandbox, make_sandbox
-from toolsets.space import TaskSpace
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import Workspace
 
@@ -28,10 +28,10 @@ class Workspaces:
         self._browsers = browsers
         self._images: dict[str, str | None] = {}
 
-    def open(self, key: bytes, row: RowTask, *, resumed: bool) -> TaskSpace:
+    def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
         """The space of the task with this key; its directory is made when it is needed."""
         workspace = Workspace(self._setup.run_dir / "workspaces" / key.hex())
-        return TaskSpace(
+        return ToolContext(
             workspace,
             self._sandbox_for(workspace, row.image),
             web=self._web,
@@ -39,13 +39,13 @@ class Workspaces:
             resumed=resumed,
         )
 
-    async def prepare(self, space: TaskSpace, row: RowTask, *, place: str) -> bool:
+    async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> bool:
         """Make a space what its row says; tell whether it is the one of an earlier deal.
 
         `place` is where the workspace of that deal is. Raises `SetupFailed`.
         """
-        root = space.workspace.root
-        is_new = not space.resumed or place != self._setup.place
+        root = context.workspace.root
+        is_new = not context.resumed or place != self._setup.place
         if is_new and os.path.lexists(root):
             # What a conversation left whose journal was lost is not this one's, nor is what this
             # one left here before it went on elsewhere.
@@ -56,18 +56,18 @@ class Workspaces:
             await asyncio.to_thread(remove_tree, root)
         kept = root.exists()
         if row.setup is not None:
-            space.workspace.start_dir = row.setup.start_dir
+            context.workspace.start_dir = row.setup.start_dir
             if not kept:
-                await set_up_workspace(space, row.setup)
+                await set_up_workspace(context, row.setup)
         return kept
 
-    async def judge(self, space: TaskSpace, row: RowTask) -> dict[str, Any] | None:
+    async def judge(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
         """What the row's check says at the end; None where it has none. Raises `SetupFailed`."""
         if row.setup is None or row.setup.check is None:
             return None
         # What the model left running could change what the check relies on.
-        await sandbox_of(space).stop()
-        judged = replace(space, sandbox=self._sandbox_for(space.workspace, row.image))
+        await sandbox_of(context).stop()
+        judged = replace(context, sandbox=self._sandbox_for(context.workspace, row.image))
         try:
             return await run_check(judged, row.setup.check)
         finally:

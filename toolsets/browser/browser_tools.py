@@ -10,8 +10,8 @@ from pydantic import Field
 
 from toolsets.browser.process import Browsers
 from toolsets.browser.session import NOTHING_OPEN, BrowserSession
+from toolsets.context import ToolContext
 from toolsets.errors import ToolError
-from toolsets.space import TaskSpace
 from toolsets.text import clip, valid_utf8
 from toolsets.tool import ToolResult, tool
 
@@ -27,40 +27,40 @@ Ref = Annotated[str, Field(max_length=50, description="The element's ref in the 
 
 @tool(sequential=True)
 async def browser_navigate(
-    space: TaskSpace,
+    context: ToolContext,
     url: Annotated[str, Field(min_length=1, description="Address of the page: http or https.")],
 ) -> ToolResult:
     """Open a web page in the browser. Gives a snapshot of the page, with a ref per element."""
-    session = _session(space, opens=True)
+    session = _session(context, opens=True)
     await session.navigate(url)
     return await _shown(session)
 
 
 @tool(sequential=True)
 async def browser_snapshot(
-    space: TaskSpace,
+    context: ToolContext,
     max_chars: Annotated[
         int, Field(ge=1, le=_MAX_CHARS, description="How many characters to show at most.")
     ] = 20_000,
     offset: Annotated[int, Field(ge=0, description="First character to show.")] = 0,
 ) -> ToolResult:
     """Show the page in the browser as a tree of its elements and texts, with refs."""
-    return await _shown(_session(space), max_chars=max_chars, offset=offset)
+    return await _shown(_session(context), max_chars=max_chars, offset=offset)
 
 
 @tool(sequential=True)
-async def browser_click(space: TaskSpace, ref: Ref) -> ToolResult:
+async def browser_click(context: ToolContext, ref: Ref) -> ToolResult:
     """Click an element of the page. Gives a new snapshot."""
 
     async def click(page: Any) -> None:
         await (await BrowserSession.element(page, ref)).click()
 
-    return await _acted(space, click)
+    return await _acted(context, click)
 
 
 @tool(sequential=True)
 async def browser_type(
-    space: TaskSpace,
+    context: ToolContext,
     ref: Ref,
     text: Annotated[
         str, Field(max_length=_MAX_TEXT_CHARS, description="Replaces what the field holds.")
@@ -75,12 +75,12 @@ async def browser_type(
         if submit:
             await field.press("Enter")
 
-    return await _acted(space, fill)
+    return await _acted(context, fill)
 
 
 @tool(sequential=True)
 async def browser_select(
-    space: TaskSpace,
+    context: ToolContext,
     ref: Ref,
     option: Annotated[str, Field(max_length=1000, description="Its text or value.")],
 ) -> ToolResult:
@@ -89,12 +89,12 @@ async def browser_select(
     async def select(page: Any) -> None:
         await (await BrowserSession.element(page, ref)).select_option(option)
 
-    return await _acted(space, select)
+    return await _acted(context, select)
 
 
 @tool(sequential=True)
 async def browser_press(
-    space: TaskSpace,
+    context: ToolContext,
     key: Annotated[
         str,
         Field(
@@ -103,34 +103,34 @@ async def browser_press(
     ],
 ) -> ToolResult:
     """Press a key in the page, where its focus is. Gives a new snapshot."""
-    return await _acted(space, lambda page: page.keyboard.press(key))
+    return await _acted(context, lambda page: page.keyboard.press(key))
 
 
 @tool(sequential=True)
 async def browser_scroll(
-    space: TaskSpace,
+    context: ToolContext,
     direction: Literal["up", "down"],
     screens: Annotated[int, Field(ge=1, le=20, description="How far.")] = 1,
 ) -> ToolResult:
     """Scroll the page, as is needed where more loads on scrolling. Gives a new snapshot."""
     way = screens if direction == "down" else -screens
     return await _acted(
-        space, lambda page: page.evaluate("n => window.scrollBy(0, n * window.innerHeight)", way)
+        context, lambda page: page.evaluate("n => window.scrollBy(0, n * window.innerHeight)", way)
     )
 
 
 @tool(sequential=True)
-async def browser_back(space: TaskSpace) -> ToolResult:
+async def browser_back(context: ToolContext) -> ToolResult:
     """Go back to the page before. Gives a new snapshot."""
-    session = _session(space)
+    session = _session(context)
     await session.act(session.back)
     return await _shown(session)
 
 
 @tool(sequential=True)
-async def browser_get_images(space: TaskSpace) -> list[Any]:
+async def browser_get_images(context: ToolContext) -> list[Any]:
     """List the images of the page, with address, description and size in pixels."""
-    found = await _session(space).act(
+    found = await _session(context).act(
         lambda page: page.locator("img").evaluate_all(
             """(all, most) => all.slice(0, most).map(one => ({
                 url: String(one.currentSrc || one.src).slice(0, 1000),
@@ -154,7 +154,7 @@ async def browser_get_images(space: TaskSpace) -> list[Any]:
 
 @tool(sequential=True)
 async def browser_screenshot(
-    space: TaskSpace,
+    context: ToolContext,
     path: Annotated[
         str, Field(min_length=1, description="File to write in the workspace.")
     ] = "screenshot.png",
@@ -162,8 +162,8 @@ async def browser_screenshot(
     """Save what the browser shows of the page as a PNG file in the workspace."""
     if not path.lower().endswith(".png"):
         raise ToolError("the file is a PNG: its name must end in .png")
-    picture = await _session(space).act(lambda page: page.screenshot(type="png"))
-    await asyncio.to_thread(space.workspace.write_bytes, path, picture)
+    picture = await _session(context).act(lambda page: page.screenshot(type="png"))
+    await asyncio.to_thread(context.workspace.write_bytes, path, picture)
     details = {"path": path, "bytes": len(picture)}
     return ToolResult(f"Saved {path} ({len(picture)} bytes).", details=details)
 
@@ -182,21 +182,21 @@ BROWSER_TOOLS = (
 )
 
 
-def _session(space: TaskSpace, *, opens: bool = False) -> BrowserSession:
+def _session(context: ToolContext, *, opens: bool = False) -> BrowserSession:
     """The browser of the task. Raises `ToolError` where nothing was opened yet."""
-    held = space.held.get(_HELD)
+    held = context.held.get(_HELD)
     if isinstance(held, BrowserSession):
         return held
     if not opens:
         lost = " (what was open before the conversation was taken up again is gone)"
-        raise ToolError(NOTHING_OPEN + lost * space.resumed)
-    browsers = space.browsers or Browsers(space.web.allow if space.web is not None else ())
-    session = space.held[_HELD] = BrowserSession(browsers)
+        raise ToolError(NOTHING_OPEN + lost * context.resumed)
+    browsers = context.browsers or Browsers(context.web.allow if context.web is not None else ())
+    session = context.held[_HELD] = BrowserSession(browsers)
     return session
 
 
-async def _acted(space: TaskSpace, action: Callable[[Any], Awaitable[Any]]) -> ToolResult:
-    session = _session(space)
+async def _acted(context: ToolContext, action: Callable[[Any], Awaitable[Any]]) -> ToolResult:
+    session = _session(context)
     await session.act(action)
     return await _shown(session)
 

@@ -12,9 +12,9 @@ from typing import Any
 from yarl import URL
 
 from toolsets.browser.process import Chromium
+from toolsets.context import SharedBrowser
 from toolsets.errors import ToolError
 from toolsets.net.guard import checked
-from toolsets.space import SharedBrowser
 from toolsets.text import clip, valid_utf8
 
 _log = logging.getLogger(__name__)

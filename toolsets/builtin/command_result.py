@@ -6,9 +6,9 @@ from typing import Any
 
 import orjson
 
+from toolsets.context import ToolContext
 from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult, Sandbox, SessionKind
-from toolsets.space import TaskSpace
 from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ToolResult
 
@@ -22,15 +22,15 @@ def shell_argv(command: str) -> list[str]:
     return ["sh", "-c", _SHELL, "sh", command]
 
 
-def sandbox_of(space: TaskSpace) -> Sandbox:
+def sandbox_of(context: ToolContext) -> Sandbox:
     """Return the sandbox that commands run in; raises `ToolError` where there is none."""
-    if space.sandbox is None:
+    if context.sandbox is None:
         raise ToolError("this task has no sandbox to run commands in")
-    return space.sandbox
+    return context.sandbox
 
 
 def as_tool_result(
-    result: ExecResult, space: TaskSpace, *, session: SessionKind, tool: str, **more: object
+    result: ExecResult, context: ToolContext, *, session: SessionKind, tool: str, **more: object
 ) -> ToolResult:
     """Return the outcome of a call of `tool` as JSON, with `more` in it.
 
@@ -50,7 +50,7 @@ def as_tool_result(
     if result.full_mb is not None:
         full = f"the workspace is over its limit ({result.full_mb} MB); remove files"
         shown["error"] = f"stopped: {full}" if result.was_filling else full
-    if note := _note(result, space, session, tool):
+    if note := _note(result, context, session, tool):
         shown["note"] = note
     content, shortened = _fitted(shown)
     details = {
@@ -63,13 +63,13 @@ def as_tool_result(
     return ToolResult(content, is_error=is_error, details=details)
 
 
-def _note(result: ExecResult, space: TaskSpace, session: SessionKind, tool: str) -> str:
+def _note(result: ExecResult, context: ToolContext, session: SessionKind, tool: str) -> str:
     """What the model has to know of the session's state; "" where it is as it left it."""
     noun = "shell" if session == "shell" else "interpreter"
     notes = []
     if result.lost is not None:
         notes.append(f"[new {noun}: {result.lost}, with all that ran in it; {_NOTHING_LEFT}]")
-    elif result.is_first and space.resumed and _was_called(tool, space):
+    elif result.is_first and context.resumed and _was_called(tool, context):
         notes.append(f"[new {noun}: the one before ended between the calls; {_NOTHING_LEFT}]")
     if result.ended:
         stopped = result.timed_out or result.was_filling
@@ -78,11 +78,11 @@ def _note(result: ExecResult, space: TaskSpace, session: SessionKind, tool: str)
     return " ".join(notes)
 
 
-def _was_called(tool: str, space: TaskSpace) -> bool:
+def _was_called(tool: str, context: ToolContext) -> bool:
     """Whether a call of this tool has been answered in the conversation before."""
     return any(
         message.get("role") == "tool" and message.get("name") == tool
-        for message in space.conversation
+        for message in context.conversation
     )
 
 

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from toolsets.context import ToolContext
 from toolsets.errors import ToolError
-from toolsets.space import TaskSpace
 from toolsets.text import clip
 from toolsets.tool import ToolResult, tool
 from toolsets.workspace.workspace import FileEntry, PathError, Workspace
@@ -37,13 +37,13 @@ NamePattern = Annotated[
 
 @tool(idempotent=True)
 def read_file(
-    space: TaskSpace,
+    context: ToolContext,
     path: PathArgument,
     start_line: Annotated[int, Field(ge=1, description="First line to show, from 1.")] = 1,
     max_lines: Annotated[int, Field(ge=1, description="How many lines to show at most.")] = 2000,
 ) -> ToolResult:
     """Read a text file. A long file is shown in part, with a note on how to read on."""
-    *ended, last = _read_text(space.workspace, path).split("\n")
+    *ended, last = _read_text(context.workspace, path).split("\n")
     lines = [f"{line}\n" for line in ended] + ([last] if last else [])
     if start_line > max(len(lines), 1):
         raise ToolError(f"path {path!r} has only {len(lines)} lines")
@@ -64,26 +64,26 @@ def read_file(
 
 @tool(idempotent=True, sequential=True)
 def write_file(
-    space: TaskSpace,
+    context: ToolContext,
     path: PathArgument,
     content: Annotated[str, Field(description="The whole new content of the file.")],
 ) -> str:
     """Write a text file, replacing what it held; missing directories are made."""
     encoded = content.encode("utf-8", "replace")
-    space.workspace.write_bytes(path, encoded)
+    context.workspace.write_bytes(path, encoded)
     return f"wrote {len(encoded)} bytes to {path}"
 
 
 @tool(sequential=True)
 def patch_file(
-    space: TaskSpace,
+    context: ToolContext,
     path: PathArgument,
     old_text: Annotated[str, Field(description="Text that occurs exactly once in the file.")],
     new_text: Annotated[str, Field(description="Text to put in its place.")],
 ) -> str:
     """Replace one piece of a text file; the old text must occur exactly once."""
     # On bytes, so that the rest of a file that is not UTF-8 stays as it is.
-    content = _read_all(space.workspace, path)
+    content = _read_all(context.workspace, path)
     old = old_text.encode("utf-8", "replace")
     if not old:
         raise ToolError("old_text is empty")
@@ -95,21 +95,21 @@ def patch_file(
             f"old_text must occur exactly once in {path!r}; it occurs {len(starts)} times{where}"
         )
     before, after = content[: starts[0]], content[starts[0] + len(old) :]
-    space.workspace.write_bytes(path, before + new_text.encode("utf-8", "replace") + after)
+    context.workspace.write_bytes(path, before + new_text.encode("utf-8", "replace") + after)
     first_line = before.count(b"\n") + 1
     return f"replaced the text at line {first_line} of {path}"
 
 
 @tool(idempotent=True)
 def list_files(
-    space: TaskSpace,
+    context: ToolContext,
     path: PathArgument = ".",
     recursive: Annotated[bool, Field(description="List subdirectories as well.")] = False,
     matching: NamePattern = None,
 ) -> ToolResult:
     """List a directory: one entry per line, directories end in "/", files show their size."""
     entries: Iterator[FileEntry] = (
-        space.workspace.walk(path) if recursive else iter(space.workspace.listing(path))
+        context.workspace.walk(path) if recursive else iter(context.workspace.listing(path))
     )
     if matching is not None:
         entries = (entry for entry in entries if _is_named(entry.path, matching))
@@ -122,7 +122,7 @@ def list_files(
 
 @tool(idempotent=True)
 def search_files(
-    space: TaskSpace,
+    context: ToolContext,
     text: Annotated[str, Field(min_length=1, description="Text to find, literally.")],
     path: Annotated[str, Field(description="File or directory to search.")] = ".",
     ignore_case: Annotated[bool, Field(description="Let upper and lower case match.")] = False,
@@ -133,7 +133,7 @@ def search_files(
 ) -> ToolResult:
     """Search text files line by line; each match is a line "path:line: text"."""
     finds = _finder(text, ignore_case=ignore_case, is_regex=is_regex)
-    matches = _matches(space.workspace, path, finds, matching)
+    matches = _matches(context.workspace, path, finds, matching)
     lines = list(islice(matches, _MAX_MATCHES))
     if next(matches, None) is None:
         return ToolResult("\n".join(lines) or "[no matches]")

@@ -7,13 +7,13 @@ from typing import Annotated
 from pydantic import Field
 
 from toolsets.builtin.command_result import as_tool_result, sandbox_of
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import ToolResult, tool
 
 
 @tool(sequential=True)
 async def python(
-    space: TaskSpace,
+    context: ToolContext,
     code: Annotated[str, Field(description="Python code, as in a cell of a notebook.")],
     timeout_s: Annotated[
         float | None, Field(gt=0, description="Seconds after which the code is interrupted.")
@@ -26,5 +26,5 @@ async def python(
     files. Code that takes too long is interrupted; code that ends the interpreter, or does not
     let itself be interrupted, loses its state, and a note says so. Input is empty.
     """
-    result = await sandbox_of(space).run("python", code, timeout_s=timeout_s)
-    return as_tool_result(result, space, session="python", tool="python")
+    result = await sandbox_of(context).run("python", code, timeout_s=timeout_s)
+    return as_tool_result(result, context, session="python", tool="python")

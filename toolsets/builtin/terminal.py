@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from toolsets.builtin.command_result import as_tool_result, sandbox_of
-from toolsets.space import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.tool import ToolResult, tool
 
 _OUTPUT_DIRECTORY = ".background"
@@ -16,7 +16,7 @@ _OUTPUT_DIRECTORY = ".background"
 
 @tool(sequential=True)
 async def terminal(
-    space: TaskSpace,
+    context: ToolContext,
     command: Annotated[str, Field(description="Shell command; bash where there is one.")],
     timeout_s: Annotated[
         float | None, Field(gt=0, description="Seconds after which the command is killed.")
@@ -37,7 +37,7 @@ async def terminal(
     into, and the command that stops it. `jobs -l` lists what runs in the background. It runs on
     until it ends, is stopped, or the conversation ends.
     """
-    sandbox = sandbox_of(space)
+    sandbox = sandbox_of(context)
     output_file = None
     if background:
         output_file = f"{sandbox.home}/{_OUTPUT_DIRECTORY}/{secrets.token_hex(4)}.log"
@@ -49,4 +49,4 @@ async def terminal(
             "output_file": output_file,
             "stop": f"kill -- -{result.last_pid}",
         }
-    return as_tool_result(result, space, session="shell", tool="terminal", **more)
+    return as_tool_result(result, context, session="shell", tool="terminal", **more)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from toolsets.catalog.registry import Toolset
+from toolsets.context import ToolContext
 from toolsets.errors import HostError
 from toolsets.extras import install
 from toolsets.mcp.connection import Link, StartError
 from toolsets.mcp.mcp_settings import ListedTool, McpServer
-from toolsets.space import TaskSpace
 from toolsets.text import clip
 from toolsets.tool import TOOL_NAME, ArgumentsError, Tool, ToolResult
 
@@ -95,13 +95,13 @@ class McpServers:
             )
             raise McpError(msg)
 
-        async def call(space: TaskSpace, /, **arguments: Any) -> ToolResult:
-            link = self._link(name, server, space)
+        async def call(context: ToolContext, /, **arguments: Any) -> ToolResult:
+            link = self._link(name, server, context)
             if not server.is_per_task:
                 return _as_result(await link.call(listed.name, arguments))
-            await asyncio.to_thread(space.workspace.make)
-            result = await link.call(listed.name, _translated(arguments, space))
-            return _as_result(result, roots=_roots(space), home=space.home)
+            await asyncio.to_thread(context.workspace.make)
+            result = await link.call(listed.name, _translated(arguments, context))
+            return _as_result(result, roots=_roots(context), home=context.home)
 
         return Tool(
             name=tool_name,
@@ -114,14 +114,14 @@ class McpServers:
             check=_check_by(listed.input_schema, tool_name),
         )
 
-    def _link(self, name: str, server: McpServer, space: TaskSpace) -> Link:
+    def _link(self, name: str, server: McpServer, context: ToolContext) -> Link:
         links = self._links()
         if server.is_per_task:
             key = f"mcp:{name}"
-            held = space.held.get(key)
+            held = context.held.get(key)
             if not isinstance(held, Link):
-                held = Link(name, server, starts=links.starts, workspace=space.workspace.root)
-                space.held[key] = held
+                held = Link(name, server, starts=links.starts, workspace=context.workspace.root)
+                context.held[key] = held
             return held
         if name not in links.shared:
             links.shared[name] = Link(name, server, starts=links.starts, workspace=None)
@@ -193,20 +193,20 @@ def _check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, 
     return check
 
 
-def _roots(space: TaskSpace) -> tuple[str, ...]:
+def _roots(context: ToolContext) -> tuple[str, ...]:
     """The paths by which a server may name the workspace, the longest first."""
-    root = space.workspace.root
+    root = context.workspace.root
     return tuple(sorted({str(root), str(root.resolve())}, key=len, reverse=True))
 
 
-def _translated(value: Any, space: TaskSpace) -> Any:
+def _translated(value: Any, context: ToolContext) -> Any:
     """Arguments with the model's path of the workspace replaced by its real one."""
     if isinstance(value, dict):
-        return {key: _translated(inner, space) for key, inner in value.items()}
+        return {key: _translated(inner, context) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_translated(inner, space) for inner in value]
-    if isinstance(value, str) and (value == space.home or value.startswith(f"{space.home}/")):
-        return str(space.workspace.root) + value[len(space.home) :]
+        return [_translated(inner, context) for inner in value]
+    if isinstance(value, str) and (value == context.home or value.startswith(f"{context.home}/")):
+        return str(context.workspace.root) + value[len(context.home) :]
     return value
 
 

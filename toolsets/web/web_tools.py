@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from toolsets.context import ToolContext
 from toolsets.errors import ToolError
 from toolsets.extras import install
 from toolsets.net.web_settings import WebSettings
-from toolsets.space import TaskSpace
 from toolsets.tool import ToolResult, tool
 from toolsets.web.cache import WebCache
 
@@ -28,7 +28,7 @@ def web_problem() -> str | None:
 
 @tool(idempotent=True)
 async def web_search(
-    space: TaskSpace,
+    context: ToolContext,
     query: Annotated[str, Field(min_length=1, max_length=1000, description="What to search for.")],
     max_results: Annotated[int, Field(ge=1, le=20, description="How many results at most.")] = 5,
 ) -> list[Any]:
@@ -37,7 +37,7 @@ async def web_search(
 
     if not query.strip():
         raise ToolError("query is blank")
-    settings = space.web or WebSettings()
+    settings = context.web or WebSettings()
     key = f"search {settings.provider} {max_results} {query}"
     if (kept := await _kept(settings, key)) is not None:
         return list(kept)
@@ -48,7 +48,7 @@ async def web_search(
 
 @tool(idempotent=True)
 async def web_fetch(
-    space: TaskSpace,
+    context: ToolContext,
     url: Annotated[str, Field(min_length=1, description="Address of the page: http or https.")],
     max_chars: Annotated[
         int, Field(ge=1, le=_MAX_CHARS, description="How many characters of text to show at most.")
@@ -59,7 +59,7 @@ async def web_fetch(
 
     A long page is shown in part, with a note on how to read on.
     """
-    settings = space.web or WebSettings()
+    settings = context.web or WebSettings()
     page = await _page(url, settings)
     text = page["text"]
     if offset and offset >= len(text):
