@@ -108,7 +108,7 @@ class Prediction:
     usd: float
     limited_by: str
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """A line per figure."""
         return "\n".join(
             (
@@ -340,7 +340,7 @@ class _Run:
 @click.option("--usd_per_call", default=0.0, show_default=True)
 def main(**given: float | int | bool | None) -> None:
     """Say how long a run takes, what it costs, and what limits it."""
-    click.echo(predict(Fleet(**given)).in_words())  # type: ignore[arg-type]
+    click.echo(predict(Fleet(**given)).describe())  # type: ignore[arg-type]
 
 
 def _time(seconds: float) -> str:

@@ -96,7 +96,7 @@ class Started(NamedTuple):
     all: float
     peak_mb: float
 
-    def in_words(self, *, to_the_end: bool) -> str:
+    def describe(self, *, to_the_end: bool) -> str:
         """One line."""
         words = (
             f"first call after {self.first_call:6.2f} s, {self.first_call_cpu:6.2f} s of them CPU, "
@@ -152,7 +152,7 @@ def main() -> None:
                 (run_dir / missing).unlink()
             load = os.getloadavg()[0]
             started = start(cwd, given, endpoint, to_the_end=not options.first_call)
-            words = started.in_words(to_the_end=not options.first_call)
+            words = started.describe(to_the_end=not options.first_call)
             print(f"without {missing or 'nothing':<11} {words} (load {load:.1f})", flush=True)
             for file, size in kept.items():
                 with (run_dir / file).open("r+b") as opened:

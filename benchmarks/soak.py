@@ -133,7 +133,7 @@ class Soak:
         config = config.model_copy(update={"dataset_file": self._cwd / "p.jsonl"})
         found = check(path, identity, config, read_data=True, repair=False, make=export_and_account)
         for problem in found.found:
-            print(problem.in_words())
+            print(problem.describe())
         ids = Counter(
             orjson.loads(line)["id"]
             for line in (path / "records.jsonl").read_bytes().splitlines()

@@ -70,7 +70,7 @@ def fork(
             fresh=fresh,
         )
         config = config.model_copy(update={"dataset_file": forked.path})
-        show(forked.in_words())
+        show(forked.describe())
         started = start(
             make_plan(config), fresh=fresh, accept_config_change=accept_config_change, live=live
         )

@@ -75,7 +75,7 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
         checked = check(
             path, identity, config, read_data=read_data, repair=repair, make=export_and_account
         )
-    show(checked.as_json() if as_json else checked.in_words())
+    show(checked.as_json() if as_json else checked.describe())
     sys.exit(PROBLEMS if checked.left else 0)
 
 
@@ -117,5 +117,5 @@ def merge(
         scan = scan_of(config.run_dir, {**found[0][1], "dataset": dataset}, config)
         merged = merge_runs(found, config, scan, drop=drop_unfinished)
         accounts = export_and_account(merged.path, scan, config)
-    show(merged.in_words())
+    show(merged.describe())
     show_run(merged.path, accounts)

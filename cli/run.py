@@ -138,5 +138,5 @@ def import_hermes(
                 directory, plan.scan, run_dir, num_samples=plan.config.num_samples
             )
             accounts = export_and_account(run_dir.path, plan.scan, plan.config)
-    show(imported.in_words())
+    show(imported.describe())
     show_run(run_dir.path, accounts)

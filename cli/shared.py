@@ -231,7 +231,7 @@ def show_run(path: Path, accounts: Accounts) -> None:
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
     lines = [as_table(accounts)]
     if (batches := sum_up(path)) is not None:
-        lines.append(batches.in_words())
+        lines.append(batches.describe())
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])

@@ -17,7 +17,7 @@ from export.conversation.reading import read_conversation
 from export.conversation.style import Style
 from export.conversation.validity import Rejected
 from export.statistics import Statistics
-from runs.store.checks import Checks, in_words, judgement_of
+from runs.store.checks import Checks, describe, judgement_of
 from runs.store.index import own_work
 from runs.store.reader import stored_records
 from runs.store.settled import NO_BOUND
@@ -141,7 +141,7 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
     """The statistics as tables; `asked` are the toolsets asked for, in percent."""
     statuses = ", ".join(f"{name} {count:,}" for name, count in found["rows"].items())
     yield f"{found['records']:,} records: {statuses or 'none'}; kept for training {found['kept']:,}"
-    if told := in_words(Checks(**found["checks"])):
+    if told := describe(Checks(**found["checks"])):
         yield told
     reasoning = found["reasoning"]
     if turns := reasoning["assistant_turns"]:

@@ -22,7 +22,7 @@ from runs.process.console import show
 from runs.run_dir import holder_of
 from runs.store.index import own_turns
 from runs.store.records import load_index
-from runs.supervisor.progress import PROGRESS_FILE, in_words
+from runs.supervisor.progress import PROGRESS_FILE, describe
 from runs.totals.accounts import Accounts, account, as_table
 
 _SLOWEST = 5
@@ -139,12 +139,12 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
         running += "; the command of the run goes on with what is pending"
     head = [f"{found.run_dir}: {running}"]
     if state is not None:
-        head.append(f"this start: {plain(in_words(state))}")
+        head.append(f"this start: {plain(describe(state))}")
         head += [f"  {one_line(message, _LINE_CHARS)}" for message in state["messages"]]
     parts = [
         head,
         as_table(found.accounts).splitlines(),
-        [] if found.batches is None else [found.batches.in_words()],
+        [] if found.batches is None else [found.batches.describe()],
         _in_flight(found.details["in_flight"], in_flight_shown, runs=holder is not None),
         _slowest(found.details),
         _errors(found.details["errors"]),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from report.facts import row_of
-from runs.store.checks import Checks, CheckSums, in_words
+from runs.store.checks import Checks, CheckSums, describe
 from runs.store.index import MARK, Index, RowMaker, index_fields
 from tests.answering import JSON, answering
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
@@ -60,7 +60,7 @@ def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestSums:
     def test_are_of_what_was_checked(self) -> None:
         sums = CheckSums()
-        assert (sums.sums(), in_words(sums.sums())) == (Checks(0, 0, 0, None, None), "")
+        assert (sums.sums(), describe(sums.sums())) == (Checks(0, 0, 0, None, None), "")
         for passed, reward in ((True, 1.0), (False, 0.25), (None, 0.25)):
             sums.add(passed, reward)
         assert sums.sums() == Checks(3, 1, 1, 50.0, 0.5)
@@ -68,7 +68,7 @@ class TestSums:
     def test_say_no_rate_where_only_rewards_are_known(self) -> None:
         sums = CheckSums()
         sums.add(None, 0.75)
-        assert in_words(sums.sums()) == "checked 1; mean reward 0.75"
+        assert describe(sums.sums()) == "checked 1; mean reward 0.75"
 
     @pytest.mark.parametrize("reward", [0.1, -3.0, 1e300, float("-inf"), 10**400, True, None])
     def test_any_reward_of_a_check_fits_the_index(self, reward: Any) -> None:

@@ -377,9 +377,9 @@ def test_workers_that_use_up_their_cores_are_what_limits() -> None:
     limits = RunLimits({"u k": EndpointLimits(start=9, ceiling=9, rpm=None, tpm=None)})
     for _ in range(3):
         limits.on_busy(0.4)
-    assert limits.in_words() == ""
+    assert limits.describe() == ""
     assert limits.report()[0]["limited_by"] == "tools"
     for _ in range(20):
         limits.on_busy(0.98)
-    assert limits.in_words() == "workers at 97% of a core"
+    assert limits.describe() == "workers at 97% of a core"
     assert limits.report()[0]["limited_by"] == "workers"

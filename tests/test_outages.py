@@ -185,16 +185,16 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
 def test_outages_are_told_until_calls_are_answered() -> None:
     told: list[str] = []
     outages = Outages((), say=told.append)
-    assert (outages.in_words(), outages.are_all()) == ("", False)
+    assert (outages.describe(), outages.are_all()) == ("", False)
     outages.note(URL, "connection: refused", 50.4)
     outages.note(URL, "connection: reset", 500.0)
-    assert outages.in_words() == f"waiting for {URL}: connection: reset (giving up in 50 s)"
+    assert outages.describe() == f"waiting for {URL}: connection: reset (giving up in 50 s)"
     assert outages.are_all()
     assert len(told) == 1
     outages.on_replies(URL)
-    assert (outages.in_words(), outages.are_all()) == ("", False)
+    assert (outages.describe(), outages.are_all()) == ("", False)
     outages.note(URL, "connection: refused", 9.4)
-    assert outages.in_words().endswith("refused (giving up in 9 s)")
+    assert outages.describe().endswith("refused (giving up in 9 s)")
     assert not outages.are_all()
     assert len(told) == 1
 
@@ -202,7 +202,7 @@ def test_outages_are_told_until_calls_are_answered() -> None:
 def test_an_outage_of_an_endpoint_that_has_answered_is_shown_but_no_new_message() -> None:
     outages = Outages((URL,), say=pytest.fail)
     outages.note(URL, "connection: refused", 50.4)
-    assert outages.in_words()
+    assert outages.describe()
     assert not outages.are_all()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runs.protocol.messages import Counters
-from runs.supervisor.progress import PROGRESS_FILE, Progress, in_words
+from runs.supervisor.progress import PROGRESS_FILE, Progress, describe
 from tests.running import SCRIPTED, run, write_rows
 from tests.test_looking import on_terminal
 
@@ -35,29 +35,29 @@ def test_failures_are_counted_by_class(progress: Progress) -> None:
     for failure in ("timeout", None, "bad_request", "timeout", None):
         progress.task_ended(failure=failure)
     progress.found_ended(done=1, failed=1)
-    words = in_words(state_of(progress))
+    words = describe(state_of(progress))
     assert "done 3, failed 4 (timeout 2, bad_request 1, in earlier starts 1)" in words
     assert progress.left == 93
 
 
 def test_what_was_checked_is_counted(progress: Progress) -> None:
-    assert "checked" not in in_words(state_of(progress))
+    assert "checked" not in describe(state_of(progress))
     for passed in (True, None, False):
         progress.task_ended(failure=None, passed=passed)
     progress.found_ended(done=3, failed=0, passed=2, not_passed=1)
-    assert "done 6, passed 3 of 5 checked, failed 0, running" in in_words(state_of(progress))
+    assert "done 6, passed 3 of 5 checked, failed 0, running" in describe(state_of(progress))
 
 
 def test_a_silent_endpoint_is_seen(progress: Progress) -> None:
-    words = in_words(state_of(progress, running=2))
+    words = describe(state_of(progress, running=2))
     assert words == "done 0, failed 0, running 2, $1.00, no reply yet"
     progress.add(counters(turns=1))
-    assert "no reply yet" not in in_words(state_of(progress, running=2))
+    assert "no reply yet" not in describe(state_of(progress, running=2))
 
 
 def test_rates_are_those_of_the_last_seconds(progress: Progress) -> None:
     progress.add(counters(turns=20, input_tokens=5_000, output_tokens=300))
-    assert "2.0 turns/s, tokens/s 500 in 30 out" in in_words(state_of(progress))
+    assert "2.0 turns/s, tokens/s 500 in 30 out" in describe(state_of(progress))
     later = progress._state(0, "", progress._started_at + 45.0)
     assert later["turns_per_s"] == 0
 
@@ -72,7 +72,7 @@ def test_the_forecast_takes_what_is_in_flight_to_be_half_way(progress: Progress)
     assert state["cost_usd"] == 3.0
     assert state["forecast_usd"] == pytest.approx(1.0 + 2.0 / 20 * 100)
     assert state["left_s"] == pytest.approx(10.0 / 20 * 80)
-    assert "left 00:40, done 10, failed 0, running 20, $3.00 of ~$11.00, " in in_words(state)
+    assert "left 00:40, done 10, failed 0, running 20, $3.00 of ~$11.00, " in describe(state)
 
 
 def test_at_the_end_the_forecast_is_what_was_spent(progress: Progress) -> None:
@@ -86,7 +86,7 @@ def test_at_the_end_the_forecast_is_what_was_spent(progress: Progress) -> None:
 def test_an_unknown_cost_is_no_forecast(progress: Progress) -> None:
     progress.task_ended(failure=None)
     progress.add(counters(turns=1, cost_usd=0.5, cost_unknown=True))
-    words = in_words(state_of(progress, running=1, limit="limit 9 (endpoint)"))
+    words = describe(state_of(progress, running=1, limit="limit 9 (endpoint)"))
     assert "$1.50 and unknown, limit 9 (endpoint), " in words
     assert "~" not in words
 

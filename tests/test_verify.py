@@ -392,7 +392,7 @@ def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
 def test_a_finished_run_is_whole(path: Path) -> None:
     found = checked(path)
     assert (found.found, found.records, found.owed) == ([], 5, "")
-    assert "5 records, whole" in found.in_words()
+    assert "5 records, whole" in found.describe()
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -401,11 +401,11 @@ def test_damage_is_named_repaired_and_costs_only_what_it_hit(path: Path, name: s
     damage.do(path)
     before = content_of(path)
     found = checked(path)
-    assert damage.words in found.in_words()
+    assert damage.words in found.describe()
     assert found.left == found.found
     assert content_of(path) == before, "without --repair nothing is written"
     repaired = checked(path, repair=True)
-    assert (repaired.left == []) is damage.repaired, repaired.in_words()
+    assert (repaired.left == []) is damage.repaired, repaired.describe()
     assert (f"runs {damage.again} tasks" in repaired.owed) is bool(damage.again)
     assert len(set(ids(path / "records.jsonl"))) == 5 - damage.again
     readable = [line for line in before["records.jsonl"].splitlines() if is_whole(line)]
@@ -480,14 +480,14 @@ def test_two_failed_records_of_one_attempt_are_a_contradiction(path: Path) -> No
     first = lines(path / "records.jsonl")[0]
     failed = {**first, "status": "failed", "error": {"class": "x", "message": "y"}}
     edit(path / "records.jsonl", lambda c: c.insert(0, orjson.dumps(failed) + b"\n"))
-    found = [problem.in_words() for problem in checked(path).found]
+    found = [problem.describe() for problem in checked(path).found]
     assert any("records.jsonl:2: a second record of" in one for one in found)
 
 
 def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     edit_json(path / "run.json", dataset={"path": str(path / "gone.jsonl")})
     edit(path / "records.jsonl", put(1, b"x\n"))
-    words = checked(path).in_words()
+    words = checked(path).describe()
     assert "its tasks cannot be told" in words
     assert "records.jsonl:2: not a whole record" in words
 

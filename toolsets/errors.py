@@ -66,9 +66,9 @@ def machine_failure(error: BaseException) -> str | None:
         return next(filter(None, map(machine_failure, error.exceptions)), None)
     if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
         named = f"{error.filename}: " if error.filename is not None else ""
-        return f"{named}{in_words(error.errno)}"
+        return f"{named}{describe(error.errno)}"
     if isinstance(error, MemoryError):
-        return in_words(errno.ENOMEM)
+        return describe(errno.ENOMEM)
     if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
         return f"{_NO_THREAD}; {_PROCESSES}"
     return None
@@ -80,7 +80,7 @@ def failure_told(words: str) -> str | None:
     return None if found is None else f"{words}; {_TO_DO[_SAID[found[0]]]}"
 
 
-def in_words(number: int) -> str:
+def describe(number: int) -> str:
     """One of `HOST_ERRNOS`, and what to do about it."""
     return f"{os.strerror(number)}; {_TO_DO[number]}"
 

@@ -81,7 +81,7 @@ class BatchService:
         """Send nothing that has not been sent."""
         self._do(lambda office: office.stop())
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """For the progress line; "" while nothing is in a batch."""
         calls, batches = (0, 0) if self._office is None else self._office.in_batches
         return f"{calls:,} calls in {batches:,} batches" if batches else ""

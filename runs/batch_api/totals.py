@@ -39,7 +39,7 @@ class BatchTotals:
         """For summary.json and `--json`."""
         return asdict(self)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """For a person, on one line."""
         words = (
             f"batches {self.batches:,}: {self.calls:,} calls for ${self.cost_usd:,.4f}, "

@@ -40,7 +40,7 @@ class Forked:
     left_out: Counter[str] = field(default_factory=Counter)
     """Why others cannot be forked there, and how many."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """A line of what is forked, and one for each reason why not."""
         lines = [f"{self.rows:>9,} conversations to branch from, in {self.path}"]
         lines += [f"{count:>9,} left out: {why}" for why, count in self.left_out.most_common()]
@@ -134,7 +134,7 @@ def write_forks(
             file.flush()
             os.fsync(file.fileno())
         if not forked.rows:
-            msg = f"no conversation of {run} to branch from after turn {turn}\n{forked.in_words()}"
+            msg = f"no conversation of {run} to branch from after turn {turn}\n{forked.describe()}"
             raise ConfigError(msg)
         for place in _places(path) if fresh else [path]:
             if not place.exists():

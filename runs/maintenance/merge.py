@@ -47,7 +47,7 @@ class Merged:
     equal: int
     """Records that another run held too, byte for byte."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """A line per run, and the sum."""
         lines = [f"{count:>9,} records of {run}" for run, count in self.taken.items()]
         if self.equal:

@@ -58,7 +58,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
             remove_tree(file)
 
 
-def owed_in_words(path: Path, scan: Scan, config: RunConfig) -> str:
+def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
     """What the same command would run now, in one line; "" if nothing."""
     entries = load_index(path)
     turns = turns_under_way(path / "inflight", settled=entries)

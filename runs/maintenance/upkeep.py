@@ -16,7 +16,7 @@ from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan
 from runs.dataset.scan_cache import NAME, scan_with
 from runs.errors import DatasetError, RunDirError
-from runs.maintenance.repair import owed_in_words, repair_run
+from runs.maintenance.repair import describe_remaining, repair_run
 from runs.maintenance.verify import Problem, Report, verify
 from runs.run_dir import locked, read_run_json, refuse_held
 from runs.shards import parse_shard
@@ -56,12 +56,12 @@ class Checked:
         }
         return orjson.dumps(told, option=orjson.OPT_INDENT_2).decode()
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """For a person: a line per problem, then the verdict, then what is owed."""
-        lines = [problem.in_words() for problem in self.found]
+        lines = [problem.describe() for problem in self.found]
         if self.repaired:
             lines.append(f"{self.path}: repaired; what was set aside is in quarantine/")
-            lines += [f"left: {problem.in_words()}" for problem in self.left]
+            lines += [f"left: {problem.describe()}" for problem in self.left]
         if not self.left:
             lines.append(f"{self.path}: {self.records:,} records, whole; all files agree with them")
         elif not self.repaired:
@@ -98,7 +98,7 @@ def check(
         report, scan = _verified(path, identity, config, make_twin)
         found = report.problems
         refuse_held(path)  # what was read while somebody began to write says nothing
-    owed = "" if scan is None else owed_in_words(path, scan, config)
+    owed = "" if scan is None else describe_remaining(path, scan, config)
     return Checked(path, report.records, found, report.problems, repair and bool(found), owed)
 
 

@@ -59,7 +59,7 @@ class Problem(NamedTuple):
     """From 1; None where the file as a whole is meant."""
     message: str
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """One line for a person."""
         place = self.file if self.line is None else f"{self.file}:{self.line}"
         return f"{place}: {self.message}"

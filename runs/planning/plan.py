@@ -130,7 +130,7 @@ def describe(plan: Plan) -> str:
     first = next(iter(plan.setups.values()))
     names = [schema["function"]["name"] for schema in schemas_for(first, config.agent_options)]
     models = [
-        _in_words(setup.settings, weight if len(plan.setups) > 1 else None)
+        _describe(setup.settings, weight if len(plan.setups) > 1 else None)
         for setup, weight in zip(plan.setups.values(), config.model_weights().values(), strict=True)
     ]
     return "\n".join(
@@ -149,7 +149,7 @@ def describe(plan: Plan) -> str:
     )
 
 
-def _in_words(settings: ModelSettings, weight: float | None) -> str:
+def _describe(settings: ModelSettings, weight: float | None) -> str:
     place = f" at {settings.base_url}" if settings.base_url else ", offline"
     weighed = "" if weight is None else f", weight {weight:g}"
     words = f"{settings.name} ({settings.api}{place}{weighed})"

@@ -121,7 +121,7 @@ class CheckSums:
         )
 
 
-def in_words(checks: Checks) -> str:
+def describe(checks: Checks) -> str:
     """The sums in a line for a person; blank where nothing was checked."""
     if not checks.checked:
         return ""

@@ -115,7 +115,7 @@ class RunBudget:
             )
         return "the budget of the run is used up: " + "; ".join(parts)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """For the progress line; "" while there is enough."""
         return "limited by the budget" if self._is_short else ""
 

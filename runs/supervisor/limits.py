@@ -56,12 +56,12 @@ class RunLimits:
         for of_one in self._endpoints.values():
             of_one.share(ready)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """For the progress line; "" while nothing but the user's own bounds limits the calls."""
         busy = f"workers at {self._busy:.0%} of a core" if self._busy >= _BUSY else ""
-        return ", ".join(filter(None, (self._endpoints_in_words(), busy)))
+        return ", ".join(filter(None, (self._describe_endpoints(), busy)))
 
-    def _endpoints_in_words(self) -> str:
+    def _describe_endpoints(self) -> str:
         probed = [one for one in self._endpoints.values() if one.limiter.is_probed]
         if len(self._endpoints) == 1:
             return "".join(f"limit {one.limiter.limit} (endpoint)" for one in probed)

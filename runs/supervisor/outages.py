@@ -50,7 +50,7 @@ class Outages:
         """Whether calls fail and none has ever been answered."""
         return bool(self._outages) and not self._answered
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """For the progress line; "" while all is well."""
         now = time.monotonic()
         for url, outage in list(self._outages.items()):

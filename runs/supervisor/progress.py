@@ -154,9 +154,9 @@ class Progress:
             self._shown_at = now
             if self._is_terminal:
                 with contextlib.suppress(OSError):
-                    self._bar.set_postfix_str(in_words(state))
+                    self._bar.set_postfix_str(describe(state))
             else:
-                self._say(f"{self._ended}/{self._total} tasks: {in_words(state)}")
+                self._say(f"{self._ended}/{self._total} tasks: {describe(state)}")
 
     @property
     def left(self) -> int:
@@ -171,7 +171,7 @@ class Progress:
     def close(self) -> None:
         """Draw the last state and leave it."""
         if self._is_terminal:
-            last = in_words(self._state(0, "", time.monotonic()))
+            last = describe(self._state(0, "", time.monotonic()))
             self._bar.set_postfix_str(last, refresh=False)
         with contextlib.suppress(OSError):
             self._bar.close()
@@ -197,7 +197,7 @@ class Progress:
             say(message)
 
     def _state(self, running: int, limit: str, now: float) -> dict[str, Any]:
-        """All that is shown, JSON-ready; see `in_words`."""
+        """All that is shown, JSON-ready; see `describe`."""
         work, left = self._work, self.left
         latest = _Work(now, work["turns"], work["input_tokens"], work["output_tokens"])
         self._past.append(latest)
@@ -249,7 +249,7 @@ class Progress:
                 temporary.unlink(missing_ok=True)
 
 
-def in_words(state: Mapping[str, Any]) -> str:
+def describe(state: Mapping[str, Any]) -> str:
     """The state of a run as in the progress line, that of `progress.json` too."""
     parts = []
     if state["left_s"] is not None:

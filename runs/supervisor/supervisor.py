@@ -119,16 +119,16 @@ class Supervisor:
                 self._keep_budget()
                 self._assign()
                 self._keep_batches()
-                self._progress.show(self._pool.held, self._in_words())
+                self._progress.show(self._pool.held, self._describe())
             self._shut_down_workers()
         finally:
             self._pool.kill()
             self._batches.close()
         return self._stop_reason
 
-    def _in_words(self) -> str:
+    def _describe(self) -> str:
         parts = (self._outages, self._batches, self.limits, self.budget)
-        return ", ".join(filter(None, (part.in_words() for part in parts)))
+        return ", ".join(filter(None, (part.describe() for part in parts)))
 
     def _is_over(self) -> bool:
         if self._pool.held:

@@ -14,7 +14,7 @@ from typing import Any
 
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
-from runs.store.checks import Checks, CheckSums, in_words
+from runs.store.checks import Checks, CheckSums, describe
 from runs.store.failures import load_failed_attempts
 from runs.store.index import Index, IndexEntry
 from runs.store.journal import under_way
@@ -205,7 +205,7 @@ def _under_way(accounts: Accounts) -> str:
 
 
 def _checked(accounts: Accounts) -> list[str]:
-    told = in_words(accounts.checks)
+    told = describe(accounts.checks)
     if told and accounts.samples > 1:
         told += (
             f"; of {accounts.prompts_checked:,} prompts {accounts.prompts_passed:,} passed in "

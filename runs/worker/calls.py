@@ -73,7 +73,7 @@ class Calls:
         return error.endpoint not in self.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
 
     @staticmethod
-    def in_words(error: ModelError) -> str:
+    def describe(error: ModelError) -> str:
         """Why an endpoint stops the run, with what to look at."""
         words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):

@@ -137,7 +137,7 @@ class TaskRunner:
             check = await self._spaces.judge(context, row)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
-                self._stops.halt(self._calls.in_words(error))
+                self._stops.halt(self._calls.describe(error))
                 raise Stopped from error
             failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
         except SetupFailed as error:

@@ -72,7 +72,7 @@ def resume_and_judge(
 def judge_run_dir(run_dir: Path, *, tasks: int) -> None:
     """Check what lies on disk after a run that came to its end."""
     found = check_run(run_dir)
-    assert not found.found, found.in_words()
+    assert not found.found, found.describe()
     assert not found.owed
     records = finished_lines(run_dir / "records.jsonl")
     assert len(records) == found.records == tasks

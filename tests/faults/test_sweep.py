@@ -66,7 +66,7 @@ def assert_survived(scene: Path, point: Point, fault: str) -> None:
             assert done.stderr.count("run the same command again") <= 1
         if done.returncode == 0:
             found = check_run(run_dir)
-            assert (found.found, found.records) == ([], TASKS), found.in_words()
+            assert (found.found, found.records) == ([], TASKS), found.describe()
         resume_and_judge(scene, SCRIPTED, tasks=TASKS)
     except AssertionError as error:
         error.add_note(told)

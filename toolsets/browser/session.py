@@ -113,7 +113,7 @@ class BrowserSession:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_ANSWER_S):
                             await self._shown.wait()
-                raise await self._in_words(error) from error
+                raise await self._describe(error) from error
 
     async def read(self) -> tuple[str, str, str, list[str]]:
         """Title, address and snapshot of the page, and what has happened since the last reading."""
@@ -242,7 +242,7 @@ class BrowserSession:
         except Exception as error:
             _log.info("a browser context was not closed: %s", error)
 
-    async def _in_words(self, error: Exception) -> ToolError:
+    async def _describe(self, error: Exception) -> ToolError:
         from playwright.async_api import TimeoutError as LateError
 
         said = str(error).partition("\nCall log:")[0]

@@ -77,12 +77,12 @@ class Link:
         except Exception as error:
             if _is_an_answer(error):
                 connection.late = 0
-                raise ToolError(_in_words(error)) from error
+                raise ToolError(_describe(error)) from error
             connection.is_dead = True
             if not connection.is_broken:
                 connection.is_broken = True
                 words = connection.last_words()
-                _log.warning("mcp server %s died: %s%s", self._name, _in_words(error), words)
+                _log.warning("mcp server %s died: %s%s", self._name, _describe(error), words)
             raise ServerError(f"the server {self._name!r} died during the call") from error
         connection.late = 0
         return result
@@ -216,7 +216,7 @@ class _Connection:
             elif not isinstance(error, Exception):
                 raise
             else:
-                _log.info("mcp server %s ended: %s", self._name, _in_words(error))
+                _log.info("mcp server %s ended: %s", self._name, _describe(error))
 
     def _failed_start(self, error: BaseException) -> Exception:
         first = _first(error)
@@ -224,7 +224,7 @@ class _Connection:
             return first
         if (words := machine_failure(first)) is not None:
             return HostError(f"mcp server {self._name!r}: {words}")
-        said = self._said(f"did not start: {_in_words(error)}")
+        said = self._said(f"did not start: {_describe(error)}")
         if (words := failure_told(said)) is not None:
             return HostError(words)
         return StartError(said)
@@ -357,6 +357,6 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     first = _first(error)
     return " ".join(str(first).split()) or type(first).__name__

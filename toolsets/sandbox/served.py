@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolsets.errors import HOST_ERRNOS, HostError, has_memory, in_words
+from toolsets.errors import HOST_ERRNOS, HostError, describe, has_memory
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError, SessionKind
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
@@ -139,12 +139,12 @@ class ServedSandbox(ABC):
                     raise Gone(self._took_too_much())
                 if reply.refused == errno.EAGAIN:
                     if not self._is_at_its_bound(channel, reply):
-                        raise HostError(f"cannot start a command: {in_words(errno.EAGAIN)}")
+                        raise HostError(f"cannot start a command: {describe(errno.EAGAIN)}")
                     # At its bound a task could not even stop a process, so it starts afresh.
                     raise Gone("ran too many processes and was ended")
                 result = self._result(reply, session, time.monotonic() - begun)
                 if is_user_full(result.stdout, result.stderr):
-                    raise HostError(f"a command could not run: {in_words(errno.EAGAIN)}")
+                    raise HostError(f"a command could not run: {describe(errno.EAGAIN)}")
                 return result
             except HostError:
                 await self._discard("was ended by a failure of the machine")
@@ -285,7 +285,7 @@ def _encodable(text: str) -> str:
 
 def _refusal(number: int) -> Exception:
     if number in HOST_ERRNOS and (number != errno.ENOMEM or not has_memory()):
-        return HostError(f"cannot start a command: {in_words(number)}")
+        return HostError(f"cannot start a command: {describe(number)}")
     if number == errno.E2BIG:
         return SandboxError("the command is too long; write it to a file and run that")
     return SandboxError(f"the command could not be started: {os.strerror(number)}")

@@ -63,7 +63,7 @@ async def download(
     except TimeoutError:
         raise ToolError(f"{here}: not loaded within {settings.timeout_s:g} s") from None
     except aiohttp.ClientError as error:
-        raise in_words(error, str(here)) from error
+        raise describe(error, str(here)) from error
     raise ToolError(f"{url}: more than {MAX_REDIRECTS} redirects")
 
 
@@ -77,7 +77,7 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def in_words(error: aiohttp.ClientError, url: str) -> Exception:
+def describe(error: aiohttp.ClientError, url: str) -> Exception:
     """What to raise for a failed request: the machine's own failures stay what they are."""
     if machine_failure(error) is not None:
         return error

@@ -15,7 +15,7 @@ import orjson
 from toolsets.errors import ToolError
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
 from toolsets.text import clip, valid_utf8
-from toolsets.web.http import in_words, read_body
+from toolsets.web.http import describe, read_body
 
 _MAX_SNIPPET_CHARS = 1000
 _MAX_ANSWER_BYTES = 5 * 1024 * 1024
@@ -113,7 +113,7 @@ async def _ask(settings: WebSettings, method: str, url: str, **request: Any) -> 
                 raise ToolError(f"search provider {name}: {_refusal(name, response.status)}")
             body = await read_body(response, _MAX_ANSWER_BYTES)
     except aiohttp.ClientError as error:
-        raise in_words(error, f"search provider {name}") from error
+        raise describe(error, f"search provider {name}") from error
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from toolsets.errors import HOST_ERRNOS, HostError, ToolError, in_words
+from toolsets.errors import HOST_ERRNOS, HostError, ToolError, describe
 
 _MAX_PATH_CHARS = 4096
 _MAX_DEPTH = 255
@@ -361,7 +361,7 @@ def _readable_errors(path: str) -> Iterator[None]:
 def _readable(error: OSError, path: str) -> PathError:
     """Say what went wrong with the path the model gave, without the machine's own paths."""
     if error.errno in HOST_ERRNOS:
-        raise HostError(f"workspace: {in_words(error.errno)}") from error
+        raise HostError(f"workspace: {describe(error.errno)}") from error
     if error.errno == errno.ENOENT:
         return PathError(f"path {path!r} does not exist")
     if error.errno in (errno.ENOTDIR, errno.ELOOP):

@@ -27,7 +27,7 @@ from agent.models.model import ModelSettings
 from agent.models.parsing import error_behind_200, refusal_of
 from agent.models.proxies import proxy_for
 from toolsets import exact_json
-from toolsets.errors import HOST_ERRNOS, HostError, in_words
+from toolsets.errors import HOST_ERRNOS, HostError, describe
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class Transport:
         words = ""
         if isinstance(cause, OSError):
             if cause.errno in HOST_ERRNOS:
-                return HostError(f"model call: {in_words(cause.errno)}")
+                return HostError(f"model call: {describe(cause.errno)}")
             # asyncio puts an address where the system's words belong; look-ups of names have none.
             number = cause.errno or 0
             words = (os.strerror(number) if number > 0 else cause.strerror) or ""

@@ -156,14 +156,14 @@ class RayExecutor:
         waiting = [worker for worker in living if worker.is_waiting]
         if waiting and not self._has_said:
             self._has_said = True
-            asked = ", ".join(f"{name}={value}" for name, value in self._resources_in_words())
+            asked = ", ".join(f"{name}={value}" for name, value in self._describe_resources())
             message = (
                 f"{len(waiting)} of {len(living)} workers wait for a place in the Ray cluster; "
                 f"each needs {asked} (see --worker_resources, --num_workers and `ray status`)"
             )
             waiting[0].inbox.put((waiting[0], pack("say", message=message)))
 
-    def _resources_in_words(self) -> Iterator[tuple[str, float]]:
+    def _describe_resources(self) -> Iterator[tuple[str, float]]:
         for name in _OF_RAY:
             if name in self._resources:
                 yield name, self._resources[name]

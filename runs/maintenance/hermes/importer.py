@@ -49,7 +49,7 @@ class Imported:
     lost: list[int] = field(default_factory=list)
     """Prompts that count as done there, and of which no trajectory is left."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """A line per kind, with what it means and the first places."""
         counted = [
             (self.completed, "completed", [""]),
