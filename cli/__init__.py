@@ -1,1 +1,29 @@
-"""The commands of batch_runner.py: from options to an exit code."""
+"""The commands of batch_runner.py: from options to an exit code.
+
+command_line    click classes: options from RunConfig, help, completion
+option_groups   the groups of --help
+exit_codes      every way out has its message and its code
+shared          options and lookups that commands share
+run             run, estimate, import_hermes
+inspect_runs    status, export, verify, merge
+look            report, show, compare
+stats           stats
+fork            fork
+lists           tools, distributions, errors
+tool_list       the list that `tools` prints
+export_options  options of `export`
+live            --live
+
+Other rooms import only the modules in `SEAM`.
+"""
+
+SEAM = (
+    "command_line",
+    "exit_codes",
+    "fork",
+    "inspect_runs",
+    "lists",
+    "look",
+    "run",
+    "stats",
+)

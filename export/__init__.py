@@ -1,1 +1,35 @@
-"""Records become training files: pure conversions, and the rules a row must keep."""
+"""From records to training files.
+
+extras          which optional dependencies are missing
+row_files       files of rows: staged, hashed, split and sharded
+conversation/   a record read into a conversation that every format can render
+formats/        the formats of rows
+recipe          what an export is asked for
+filters/        which conversations become rows
+statistics      counts over records
+record_order    records in the order of the dataset
+run_statistics  the command `stats`
+training_files  the files that every start writes
+dataset/        the datasets of `export --format`
+
+Other rooms import only the modules in `SEAM`.
+"""
+
+SEAM = (
+    "conversation.ending",
+    "conversation.own_work",
+    "conversation.row_json",
+    "conversation.style",
+    "conversation.validity",
+    "dataset.build",
+    "dataset.checking",
+    "dataset.directory",
+    "dataset.pushing",
+    "dataset.rendering",
+    "extras",
+    "filters.filters",
+    "formats.hermes",
+    "recipe",
+    "run_statistics",
+    "training_files",
+)

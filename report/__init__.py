@@ -1,1 +1,25 @@
-"""Looking at runs: the report page, one conversation in the terminal, two runs side by side."""
+"""Looking at runs.
+
+formatting         numbers and times for people
+lookup             records by id or age
+in_flight          what conversations are doing now
+failures_seen      failures by class
+facts              what the report's table knows of a conversation
+conversation_text  one conversation in the terminal
+status             the command `status`
+live               the whole-screen view
+comparison         two runs side by side
+page/              the report page
+
+Other rooms import only the modules in `SEAM`.
+"""
+
+SEAM = (
+    "comparison",
+    "conversation_text",
+    "formatting",
+    "live",
+    "lookup",
+    "page.writer",
+    "status",
+)

@@ -1,1 +1,66 @@
-"""One run: its config, dataset, stored records, worker processes and summary."""
+"""One run: dataset, config, stored records, parent and workers.
+
+errors           what stops a run, with its exit code
+tasks            Task, BadRow and their keys
+amounts          costs and limits
+shards           parts of a dataset by prompt id
+record           the record of a finished task
+run_dir          the run directory, its lock and run.json
+narrowing        options that would shorten a training file
+executor_choice  opens the executor that was chosen
+run              one start of a run
+process/         what a process does to itself before it works
+store/           journals, records, failures and their index
+dataset/         rows, prompts and the scan
+config/          options from YAML and flags to checked values
+totals/          the sums of a run, what it spent, forecasts
+protocol/        what parent and workers say to each other
+worker/          runs in a worker process
+executors/       where workers run
+batch_api/       calls by the providers' Batch APIs, in the parent
+supervisor/      runs in the parent process
+planning/        what a start would do, checked before any call
+maintenance/     verify, repair, merge, fork, import
+
+Other rooms import only the modules in `SEAM`.
+"""
+
+SEAM = (
+    "batch_api.totals",
+    "config.endpoints",
+    "config.loading",
+    "config.models",
+    "config.run_config",
+    "config.toolsets",
+    "config.worker_resources",
+    "dataset.row",
+    "dataset.scan",
+    "errors",
+    "executors.local",
+    "maintenance.fork",
+    "maintenance.hermes.importer",
+    "maintenance.merge",
+    "maintenance.upkeep",
+    "narrowing",
+    "planning.plan",
+    "planning.preview",
+    "process.console",
+    "process.first_process",
+    "process.requirements",
+    "process.startup",
+    "run",
+    "run_dir",
+    "store.checks",
+    "store.checksum",
+    "store.failures",
+    "store.files",
+    "store.index",
+    "store.reader",
+    "store.records",
+    "store.settled",
+    "supervisor.progress",
+    "tasks",
+    "totals.accounts",
+    "totals.forecast",
+    "totals.spending",
+)

@@ -1,1 +1,48 @@
-"""Tools the agent may call, the toolsets that group them, and the sandboxes that confine them."""
+"""Tools that an agent can call, the toolsets that group them, and the sandboxes they run in.
+
+errors      what can go wrong with a tool, by its own fault or by the machine's
+extras      how to install an optional dependency
+exact_json  JSON with integers of any size
+text        cutting and decoding text
+context     ToolContext, the first argument of every tool function
+space       TaskSpace, the older name of ToolContext
+docstring   descriptions of parameters from a docstring
+signature   a function's signature as a schema
+tool        Tool and ToolResult; how a function becomes a tool
+toolbox     the tools of one conversation, and how a call is carried out
+workspace/  the directory that a conversation works in
+net/        what web tools and browser may reach
+sandbox/    where commands run: bwrap, docker, or plain processes
+builtin/    the tools of `file`, `terminal` and `python`
+web/        the tools of `web`
+browser/    the tools of `browser`, and the Chromium behind them
+catalog/    which toolsets there are, and which a task gets
+mcp/        MCP servers as toolsets
+
+Other rooms import only the modules in `SEAM`.
+"""
+
+SEAM = (
+    "browser.process",
+    "builtin.command_result",
+    "catalog.custom",
+    "catalog.distributions",
+    "catalog.lookup",
+    "catalog.registry",
+    "context",
+    "errors",
+    "exact_json",
+    "extras",
+    "mcp.mcp_settings",
+    "mcp.servers",
+    "net.web_settings",
+    "sandbox.base",
+    "sandbox.cgroup",
+    "sandbox.docker",
+    "sandbox.factory",
+    "text",
+    "tool",
+    "toolbox",
+    "workspace.removal",
+    "workspace.workspace",
+)

@@ -1,1 +1,9 @@
-"""Which conversations become training rows."""
+"""Which conversations become training rows.
+
+filters        the filters of a recipe
+duplicates     equal and nearly equal conversations
+contamination  questions of an evaluation
+secrets        API keys and the like
+judge          asking a judge model
+verdicts       what it said, kept
+"""

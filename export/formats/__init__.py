@@ -1,1 +1,10 @@
-"""The formats of training rows."""
+"""The formats of training rows.
+
+registry      the formats by name
+hermes        ShareGPT in the Hermes dialect
+openai_chat   OpenAI messages
+llamafactory  LLaMA-Factory
+atif          ATIF of harbor
+preference    DPO and KTO
+parquet       any of them as Parquet
+"""

@@ -1,1 +1,11 @@
-"""The options of a run, from YAML and flags to checked values."""
+"""The options of a run.
+
+run_config        RunConfig: every option once
+loading           from YAML and flags
+endpoints         entries of `endpoints`
+models            models, endpoints and limits of a config
+sampling          which model and toolsets a task draws
+toolsets          the toolsets of a config
+fingerprint       what may not change from start to start
+worker_resources  what a worker needs of a Ray node
+"""

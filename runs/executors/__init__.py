@@ -1,1 +1,6 @@
-"""Where workers run: processes of this machine, or Ray actors."""
+"""Where workers run.
+
+base   the handle of a worker, whatever its place
+local  processes of this machine
+ray/   actors on a Ray cluster
+"""

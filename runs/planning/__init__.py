@@ -1,1 +1,5 @@
-"""What a start would do, checked before any call."""
+"""What a start would do, checked before any call.
+
+plan     all checks of a start
+preview  what a dry run shows
+"""

@@ -1,1 +1,5 @@
-"""What the parent and its workers say to each other."""
+"""What parent and workers say to each other.
+
+messages      the messages
+worker_setup  what a worker is started with
+"""

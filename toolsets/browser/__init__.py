@@ -1,1 +1,8 @@
-"""The browser tools and the Chromium behind them."""
+"""The toolset `browser`.
+
+browser_tools     the tools
+session           the pages of one conversation
+process           the Chromium that conversations share
+proxy             Chromium's only way to the network
+browser_launcher  starts Chromium so that it dies with us
+"""

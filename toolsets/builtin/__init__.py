@@ -1,1 +1,7 @@
-"""The tools `file`, `terminal` and `python`."""
+"""The tools of the toolsets `file`, `terminal` and `python`.
+
+file            read, write, patch, list and search files
+terminal        run a shell command
+python          run Python code
+command_result  a command's result as the model sees it
+"""

@@ -1,1 +1,7 @@
-"""Tools of MCP servers."""
+"""MCP servers as toolsets.
+
+mcp_settings  the `mcp` entries of a config
+connection    one connection to one server
+servers       servers as toolsets
+mcp_launcher  starts a server so that it dies with us
+"""

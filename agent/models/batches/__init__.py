@@ -1,1 +1,8 @@
-"""Clients of the providers' Batch APIs."""
+"""The providers' Batch APIs.
+
+base       what a provider's batches can do
+calls      single calls as items of a batch
+transfer   files to and from a provider
+openai     OpenAI's batches
+anthropic  Anthropic's batches
+"""

@@ -1,1 +1,9 @@
-"""HTTP to an endpoint: connections, retries, options that it refuses."""
+"""Calls over HTTP.
+
+transport            one request and its reply
+unsupported_options  options that an endpoint refuses are left out
+endpoint             a model at an endpoint, without retries
+retrying             retries, and waiting for a turn
+open_model           all of these together
+pool                 the open models of a process
+"""

@@ -1,1 +1,5 @@
-"""Taking over batch runs of hermes-agent."""
+"""Taking over a batch run of hermes-agent.
+
+importer  its files as records
+sharegpt  its trajectories as events
+"""
