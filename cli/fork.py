@@ -52,7 +52,7 @@ def fork(
     from runs.maintenance.fork import forked_config, write_forks
     from runs.maintenance.upkeep import find_run
     from runs.planning.plan import make_plan
-    from runs.run_dir import refuse_held
+    from runs.run_lock import refuse_held
 
     given = {name: value for name, value in flags.items() if value is not None}
     filters = {name: given.pop(name) for name in _FILTERS if name in given}

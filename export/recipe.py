@@ -29,7 +29,7 @@ from export.conversation.style import CallStyle, EmptyThink, ReasoningStyle, Sty
 from export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
 from export.formats.registry import GROUP_FORMATS, KNOWN, ROW_FORMATS, TWINNED
 from runs.config.loading import read_mapping
-from runs.config.run_config import AcceptedRows
+from runs.config.option_types import AcceptedRows
 from runs.errors import ConfigError
 from toolsets.text import clip
 

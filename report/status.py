@@ -19,7 +19,7 @@ from runs.batch_api.totals import BatchTotals, sum_up
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.process.console import show
-from runs.run_dir import holder_of
+from runs.run_lock import holder_of
 from runs.store.index import own_turns
 from runs.store.records import load_index
 from runs.supervisor.progress import PROGRESS_FILE, describe

@@ -5,6 +5,7 @@ tasks            Task, BadRow and their keys
 amounts          costs and limits
 shards           parts of a dataset by prompt id
 record           the record of a finished task
+run_lock         one process at a time works on a run
 run_dir          the run directory, its lock and run.json
 narrowing        options that would shorten a training file
 executor_choice  opens the executor that was chosen

@@ -18,14 +18,12 @@ ends, however it ends.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import platform
 import re
-import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -38,8 +36,9 @@ from runs.config.fingerprint import default_meaning, digest_of, meaning_of
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, save_scan
-from runs.errors import ConfigError, EnvironmentStop, RunDirError, RunLocked
+from runs.errors import ConfigError, EnvironmentStop, RunDirError
 from runs.narrowing import NARROWING, refuse_narrowing
+from runs.run_lock import lock
 from runs.store.files import (
     listed,
     refuse_strange_files,
@@ -162,12 +161,12 @@ def open_run(
         if not fresh:
             refuse_strange_files(path)
             refuse_lost_records(path)
-        lock_fd = _lock(path)
+        lock_fd = lock(path)
         if fresh and any(entry.name != "lock" for entry in path.iterdir()):
             # Still locked while it moves, so no other process can begin to work in it.
             _move_aside(path)
             path.mkdir(mode=0o700)
-            moved_fd, lock_fd = lock_fd, _lock(path)
+            moved_fd, lock_fd = lock_fd, lock(path)
             os.close(moved_fd)
         for name in ("inflight", "workspaces", "exports"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
@@ -275,83 +274,6 @@ def read_run_json(path: Path) -> dict[str, Any]:
         )
         raise RunDirError(msg)
     return run
-
-
-def holder_of(path: Path) -> dict[str, Any] | None:
-    """Who works on the run right now: {"pid", "host", "started"}, or None; {} in its first moment.
-
-    Asks the kernel's list of locks: trying the lock would make a start at that moment fail.
-    """
-    try:
-        lock = (path / "lock").stat()
-        locks = Path("/proc/locks").read_text().splitlines()
-    except FileNotFoundError:
-        return None
-    name = f" {os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino} "
-    if not any("FLOCK" in line and name in line for line in locks):
-        return None
-    fd = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return _holder(fd)
-    finally:
-        os.close(fd)
-
-
-def refuse_held(path: Path) -> None:
-    """Raise `RunLocked` if another process works on the run right now."""
-    if (holder := holder_of(path)) is not None:  # empty where it is just being written
-        raise _is_locked(path, holder)
-
-
-def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:
-    return RunLocked(
-        f"{path}: another process is working on this run: pid {holder.get('pid')} on host "
-        f"{holder.get('host')}. Wait for it, or stop it and run the same command again."
-    )
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep every other process from working on a run. Raises `RunLocked`."""
-    fd = _lock(path)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def _lock(path: Path) -> int:
-    while True:
-        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _holder(fd)
-            os.close(fd)
-            raise _is_locked(path, holder) from None
-        if _is_same_file(fd, path / "lock"):
-            break
-        os.close(fd)  # the directory was moved aside between the opening and the locking
-    me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, orjson.dumps(me), 0)
-    return fd
-
-
-def _is_same_file(fd: int, path: Path) -> bool:
-    try:
-        there = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return os.path.samestat(os.fstat(fd), there)
-
-
-def _holder(fd: int) -> dict[str, Any]:
-    try:
-        holder = orjson.loads(os.pread(fd, 4096, 0))
-    except orjson.JSONDecodeError:
-        return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def _move_aside(path: Path) -> None:

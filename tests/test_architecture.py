@@ -1,88 +1,243 @@
-"""The rooms of the house and the arrows between them are law."""
+"""What the repository promises about its own structure.
+
+Read `NODES` first: it is the map. A node is a folder or a module; each imports only from nodes
+above it in the list and from itself.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-MAY_IMPORT = {
-    "toolsets": set(),
-    "agent": {"toolsets"},
-    "runs": {"agent", "toolsets"},
-    "export": {"agent", "runs", "toolsets"},
-    "report": {"agent", "runs", "export", "toolsets"},
-    "run_agent": {"agent", "runs", "export", "toolsets"},
-    "cli": {"agent", "runs", "export", "report", "toolsets"},
-    "batch_runner": {"runs", "cli"},
-}
-"""What each room may import beside itself; imports run one way, down."""
+ROOMS = ("toolsets", "agent", "runs", "export", "api", "report", "cli")
+DOORS = ("run_agent", "batch_runner")
 
-MAX_LINES = 500
+NODES = [
+    "toolsets/errors",
+    "toolsets/extras",
+    "toolsets/exact_json",
+    "toolsets/text",
+    "toolsets/net",
+    "toolsets/workspace",
+    "toolsets/sandbox/inside",
+    "toolsets/sandbox",
+    "toolsets/context",
+    "toolsets/space",
+    "toolsets/docstring",
+    "toolsets/signature",
+    "toolsets/tool",
+    "toolsets/toolbox",
+    "toolsets/builtin",
+    "toolsets/web",
+    "toolsets/browser",
+    "toolsets/catalog",
+    "toolsets/mcp",
+    "agent/json_depth",
+    "agent/deadline",
+    "agent/messages",
+    "agent/reasoning",
+    "agent/stream_events",
+    "agent/models",
+    "agent/models/dialects",
+    "agent/models/client",
+    "agent/models/batches",
+    "agent/state",
+    "agent/options",
+    "agent/loop",
+    "agent/views",
+    "agent/setup",
+    "agent/runner",
+    "agent/session",
+    "agent/flat",
+    "runs/errors",
+    "runs/tasks",
+    "runs/amounts",
+    "runs/process",
+    "runs/shards",
+    "runs/store",
+    "runs/dataset",
+    "runs/config",
+    "runs/record",
+    "runs/narrowing",
+    "runs/run_dir",
+    "runs/totals",
+    "runs/protocol",
+    "runs/worker",
+    "runs/executors",
+    "runs/executors/ray",
+    "runs/batch_api",
+    "runs/supervisor",
+    "runs/executor_choice",
+    "runs/planning",
+    "runs/run",
+    "runs/maintenance",
+    "runs/maintenance/hermes",
+    "export/extras",
+    "export/row_files",
+    "export/conversation",
+    "export/formats",
+    "export/recipe",
+    "export/filters",
+    "export/statistics",
+    "export/record_order",
+    "export/run_statistics",
+    "export/training_files",
+    "export/dataset",
+    "api",
+    "report/formatting",
+    "report",
+    "report/page",
+    "cli",
+    "run_agent",
+    "batch_runner",
+]
+"""From the lowest to the highest. A module belongs to the longest node that begins its path."""
+
+MAX_MODULES = 15
+MAX_LINES = 450
+
+SAME_NAME = {"Held", "Gate"}
+"""Public classes that may have the same name in two places: protocols and what implements them."""
 
 
 def modules() -> list[Path]:
-    rooms = [ROOT / name for name in MAY_IMPORT]
-    files = [path for room in rooms if room.is_dir() for path in room.rglob("*.py")]
-    return sorted(files + [room.with_suffix(".py") for room in rooms if not room.is_dir()])
+    inside = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    return sorted(inside + [ROOT / f"{door}.py" for door in DOORS])
 
 
-def imported_rooms(path: Path) -> set[str]:
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "/".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def node_of(name: str) -> int:
+    """Where in the list the node of a module is; -1 for a room's own `__init__`."""
+    while name:
+        if name in NODES:
+            return NODES.index(name)
+        name = name.rpartition("/")[0]
+    return -1
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of ours that a module imports, wherever in it: lazily and for types too."""
+    known = {name_of(module) for module in modules()}
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
-            found.add((node.module or "").split(".")[0])
-    return found & set(MAY_IMPORT)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            place = name.replace(".", "/")
+            found |= {one for one in (place, place.rpartition("/")[0]) if one in known}
+    return found
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    """No module imports a room above its own."""
-    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    assert imported_rooms(path) - {room} <= MAY_IMPORT[room]
+BY_NAME = pytest.mark.parametrize("path", modules(), ids=lambda path: name_of(path))
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+@BY_NAME
+def test_imports_go_one_way(path: Path) -> None:
+    """A module imports from its own node and from nodes above it in the list."""
+    mine = node_of(name_of(path))
+    if path.name == "__init__.py" and mine == -1:
+        assert not imports_of(path)
+        return
+    assert mine >= 0, f"{name_of(path)} is in no node"
+    wrong = {name for name in imports_of(path) if node_of(name) > mine}
+    assert not wrong, f"{name_of(path)} imports from further down the list: {sorted(wrong)}"
+
+
+@BY_NAME
 def test_a_module_fits_in_the_head(path: Path) -> None:
-    """No module is longer than 500 lines, and each says in its docstring what it is for."""
+    """No module is longer than 450 lines, and each says in its docstring what it is for."""
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES
     assert ast.get_docstring(ast.parse(text))
 
 
-def imported_modules(path: Path) -> set[Path]:
-    """Our modules that `path` imports at its top level, at run time."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(ROOT / f"{node.module.replace('.', '/')}.py")
-    return {module for module in found if module.exists()}
+@BY_NAME
+def test_rooms_meet_at_their_seams(path: Path) -> None:
+    """A module imports from another room only what that room's `SEAM` lists."""
+    room = name_of(path).split("/")[0]
+    for name in imports_of(path):
+        other = name.split("/")[0]
+        if other == room or other in DOORS or "/" not in name:
+            continue
+        seam = importlib.import_module(other).SEAM
+        inner = name.removeprefix(f"{other}/").replace("/", ".")
+        is_package = (ROOT / name).is_dir()
+        assert is_package or inner in seam, f"{name_of(path)}: {name} is not in the seam"
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    left = {path: imported_modules(path) for path in modules()}
-    while free := {path for path, imports in left.items() if not imports & left.keys()}:
-        left = {path: imports for path, imports in left.items() if path not in free}
-    assert not left, sorted(str(path.relative_to(ROOT)) for path in left)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_seam_names_what_others_use(room: str) -> None:
+    """No name stands in a seam that no other room imports, and each is a module."""
+    seam = importlib.import_module(room).SEAM
+    assert list(seam) == sorted(seam)
+    used = {
+        name.removeprefix(f"{room}/").replace("/", ".")
+        for path in modules()
+        if name_of(path).split("/")[0] != room
+        for name in imports_of(path)
+        if name.startswith(f"{room}/")
+    }
+    assert set(seam) <= used, sorted(set(seam) - used)
+
+
+def folders() -> list[Path]:
+    return sorted({path.parent for path in modules() if path.parent != ROOT})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: name_of(folder / "__init__.py"))
+def test_a_folder_is_small_and_names_its_files(folder: Path) -> None:
+    """At most 15 modules, and the docstring of the folder says what each file and folder is."""
+    inside = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(inside) <= MAX_MODULES
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    named = set(re.findall(r"^(\w+)(?:\.\w+|/)?(?:,? .*)? {2,}\S", text, re.M))
+    names = {path.stem for path in inside}
+    names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert names <= named, f"not named: {sorted(names - named)}"
+    data = {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}
+    assert named <= names | {path.stem for path in folder.iterdir()}, sorted(named - names)
+    assert data <= {".css", ".html", ".js", ".txt"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_two_modules_of_a_room_have_one_name(room: str) -> None:
+    places = defaultdict(list)
+    for path in modules():
+        if name_of(path).split("/")[0] == room and path.name != "__init__.py":
+            places[path.stem].append(name_of(path))
+    assert not {name: there for name, there in places.items() if len(there) > 1}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places = defaultdict(list)
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name_of(path))
+    twice = {name: there for name, there in places.items() if len(there) > 1}
+    assert not {name: there for name, there in twice.items() if name not in SAME_NAME}
 
 
 def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
     """Every package is named in pyproject.toml; tests, benchmarks and configs stay outside."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    rooms = [ROOT / name for name in MAY_IMPORT if (ROOT / name).is_dir()]
-    packages = {
-        str(path.parent.relative_to(ROOT)).replace("/", ".")
-        for room in rooms
-        for path in room.rglob("__init__.py")
-    }
+    packages = {name_of(path).replace("/", ".") for path in modules() if path.name == "__init__.py"}
     assert set(project["packages"]) == packages
-    assert set(project["py-modules"]) == {
-        name for name in MAY_IMPORT if (ROOT / f"{name}.py").exists()
-    }
+    assert set(project["py-modules"]) == set(DOORS)

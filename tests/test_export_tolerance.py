@@ -13,7 +13,7 @@ from export.conversation.tolerance import HOLDS, how_to_keep
 from export.dataset.checking import findings
 from export.formats.hermes import to_conversations
 from export.run_statistics import statistics_of
-from runs.config.run_config import RowFlaw
+from runs.config.option_types import RowFlaw
 from tests.exporting import exported, make_run, rows
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.test_export_formats import MARKUP, TEXT_FORMATS

@@ -30,7 +30,8 @@ from runs.config.toolsets import catalog_of
 from runs.dataset.row_fork import read_fork
 from runs.errors import ConfigError
 from runs.maintenance.fork import forked_config
-from runs.run_dir import locked, read_run_json
+from runs.run_dir import read_run_json
+from runs.run_lock import locked
 from runs.tasks import Task
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir

@@ -21,7 +21,7 @@ from report.lookup import find_record
 from report.page.writer import write_report
 from report.status import run_status
 from runs.errors import ConfigError, EnvironmentStop, RunDirError
-from runs.run_dir import locked
+from runs.run_lock import locked
 from runs.store.failures import Failure, FailureFile
 from runs.store.journal_writer import JournalWriter
 from runs.store.settled import WORKER_DIED

@@ -18,7 +18,8 @@ import pytest
 from cli.shared import export_and_account
 from runs.config.run_config import RunConfig
 from runs.maintenance.upkeep import Checked, check
-from runs.run_dir import locked, read_run_json
+from runs.run_dir import read_run_json
+from runs.run_lock import locked
 from runs.store.checksum import read_object, with_checksum
 from runs.store.index import ROW_BYTES, mark_for
 from runs.tasks import task_key

@@ -3,6 +3,7 @@
 model      the protocol, requests, completions and settings
 errors     failed calls: their kinds, and what each leads to
 admission  where a call waits for its turn
+proxies     the proxies that the environment names
 keys       API keys, kept out of all that is written
 parsing    reading what endpoints send
 prices     what a call costs

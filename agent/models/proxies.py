@@ -12,7 +12,7 @@ class UnusableProxy(ValueError):
     """The environment names a proxy that cannot be spoken to; the message says what to do."""
 
 
-class Proxy(NamedTuple):
+class EndpointProxy(NamedTuple):
     """An HTTP proxy."""
 
     url: str
@@ -20,7 +20,7 @@ class Proxy(NamedTuple):
     """How messages name it: without its password, and with the variable that names it."""
 
 
-def proxy_for(base_url: str) -> Proxy | None:
+def proxy_for(base_url: str) -> EndpointProxy | None:
     """The proxy for an endpoint, by the usual variables; raises `UnusableProxy`."""
     to = urlsplit(base_url)
     if not to.hostname or urllib.request.proxy_bypass(f"{to.hostname}:{to.port}"):
@@ -41,4 +41,4 @@ def proxy_for(base_url: str) -> Proxy | None:
             f"{to.hostname} to NO_PROXY"
         )
         raise UnusableProxy(msg)
-    return Proxy(proxy.geturl(), words)
+    return EndpointProxy(proxy.geturl(), words)

@@ -19,7 +19,7 @@ RESERVED = frozenset({FINAL_ANSWER, CANNOT_COMPLETE})
 _TEXT_OF = {FINAL_ANSWER: "answer", CANNOT_COMPLETE: "reason"}
 
 
-class Finish(NamedTuple):
+class FinalAnswer(NamedTuple):
     """What a model said with one of the two."""
 
     tool: Literal["final_answer", "cannot_complete"]
@@ -58,13 +58,13 @@ SCHEMAS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def finish_in(call: ToolCall) -> Finish | None:
+def finish_in(call: ToolCall) -> FinalAnswer | None:
     """What a call of a reserved tool says; None for other calls and for unusable arguments."""
     function = call["function"]
     match function["name"]:
         case "final_answer" | "cannot_complete" as name:
             text = _text(function["arguments"], _TEXT_OF[name])
-            return Finish(name, text) if text else None
+            return FinalAnswer(name, text) if text else None
     return None
 
 

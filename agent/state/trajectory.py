@@ -26,7 +26,7 @@ from agent.messages import (
     Usage,
 )
 from agent.reasoning import split_inline_reasoning
-from agent.state.final_answer import Finish, finish_in
+from agent.state.final_answer import FinalAnswer, finish_in
 from agent.state.tally import Tally
 
 CONTINUE_CUT = "continue_cut"
@@ -167,13 +167,13 @@ class Trajectory:
         """The results of the last reply's calls, as far as they are known, in call order."""
         return [self._results_of_turn[n] for n in sorted(self._results_of_turn)]
 
-    def finish(self) -> Finish | None:
+    def finish(self) -> FinalAnswer | None:
         """What the last reply said with a reserved tool that it was offered, if it did."""
         for n, call in enumerate(self.last_calls()):
             result = self._results_of_turn.get(n)
             if result and not result["message"]["is_error"] and (finish := finish_in(call)):
                 # The text as the runtime took it: references in it stand for what they name.
-                return Finish(finish.tool, result["message"]["details"]["text"])
+                return FinalAnswer(finish.tool, result["message"]["details"]["text"])
         return None
 
     def final_text(self) -> str:

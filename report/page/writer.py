@@ -15,7 +15,8 @@ from report.page.page import render_page
 from report.page.pieces import INLINE_BYTES, Pieces
 from report.page.training_form import training_form
 from runs.errors import RunDirError
-from runs.run_dir import holder_of, read_run_json
+from runs.run_dir import read_run_json
+from runs.run_lock import holder_of
 from runs.store.files import StorageError, replace_file
 from runs.store.reader import stored_records
 from runs.store.settled import NO_BOUND

@@ -1,5 +1,6 @@
 """The options of a run.
 
+option_types      types of options
 run_config        RunConfig: every option once
 loading           from YAML and flags
 endpoints         entries of `endpoints`

@@ -28,9 +28,9 @@ from agent.options import (
     Seed,
     meaning,
     parse_json,
-    split_commas,
 )
 from runs.config.endpoints import Api, BaseUrl, Effort, EndpointConfig, ExtraBody, PriceConfig
+from runs.config.option_types import AcceptedRows, Names, Resource, Weight, plain_name
 from runs.config.worker_resources import parse_resources
 from runs.dataset.row import ColumnUse, RowRules, script_use
 from runs.shards import plain_shard
@@ -43,35 +43,6 @@ if TYPE_CHECKING:
 _DEFAULT_MODEL = "anthropic/claude-sonnet-4"
 
 
-def _plain_name(value: str) -> str:
-    if not value or not all(c.isalnum() or c in "._-" for c in value) or value[0] in ".-":
-        msg = (
-            "must be one plain name: letters, digits, '.', '_' and '-' only, "
-            "starting with a letter, digit or '_'"
-        )
-        raise ValueError(msg)
-    return value
-
-
-Resource = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
-
-
-RowFlaw = Literal[
-    "control_token",
-    "unknown_tool",
-    "arguments_not_json",
-    "arguments_not_object",
-    "marker_in_text",
-    "marker_in_arguments",
-    "marker_in_result",
-]
-"""Reasons for which exports refuse rows although some formats can hold them."""
-
-AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
-
-
 def _running(default: Any, help: str, **more: Any) -> Any:
     """A field that decides how the work is done; it may change from start to start."""
     return Field(default, description=help, **more)
@@ -81,7 +52,7 @@ class RunConfig(AgentOptions):
     """All that a user decides about a run: about its conversations, and about itself."""
 
     dataset_file: Path = _running(..., "JSONL file with one prompt per line.")
-    run_name: Annotated[str, AfterValidator(_plain_name)] = _running(
+    run_name: Annotated[str, AfterValidator(plain_name)] = _running(
         ..., "Name of the run and of its directory; the same name resumes.", max_length=120
     )
     output_dir: Path = _running(

@@ -20,7 +20,8 @@ from runs.config.loading import load_config
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.errors import ConfigError, RunDirError
-from runs.run_dir import dataset_of, locked, write_run_json
+from runs.run_dir import dataset_of, write_run_json
+from runs.run_lock import locked
 from runs.shards import check_shards
 from runs.store.failures import read_failure
 from runs.store.files import AppendFile, sync_directory, training_file_of

@@ -18,7 +18,8 @@ from runs.dataset.scan_cache import NAME, scan_with
 from runs.errors import DatasetError, RunDirError
 from runs.maintenance.repair import describe_remaining, repair_run
 from runs.maintenance.verify import Problem, Report, verify
-from runs.run_dir import locked, read_run_json, refuse_held
+from runs.run_dir import read_run_json
+from runs.run_lock import locked, refuse_held
 from runs.shards import parse_shard
 from runs.store.files import refuse_strange_files
 from runs.store.records import UnreadableRecord, refuse_lost_records

@@ -15,7 +15,8 @@ from runs.dataset.row import unused_turns
 from runs.dataset.scan import tasks_at
 from runs.dataset.scan_cache import NAME, kept_keys
 from runs.planning.plan import Plan
-from runs.run_dir import check_reopening, refuse_held
+from runs.run_dir import check_reopening
+from runs.run_lock import refuse_held
 from runs.store.records import load_index
 from runs.tasks import Task
 from runs.totals.accounts import Accounts, account

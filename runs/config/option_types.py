@@ -1,0 +1,37 @@
+"""Types of options: what a value may be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from agent.options import split_commas
+
+Resource = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
+
+RowFlaw = Literal[
+    "control_token",
+    "unknown_tool",
+    "arguments_not_json",
+    "arguments_not_object",
+    "marker_in_text",
+    "marker_in_arguments",
+    "marker_in_result",
+]
+"""Reasons for which exports refuse rows although some formats can hold them."""
+
+AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
+
+
+def plain_name(value: str) -> str:
+    """Return `value` if it can be the name of a directory. Raises `ValueError`."""
+    if not value or not all(c.isalnum() or c in "._-" for c in value) or value[0] in ".-":
+        msg = (
+            "must be one plain name: letters, digits, '.', '_' and '-' only, "
+            "starting with a letter, digit or '_'"
+        )
+        raise ValueError(msg)
+    return value
