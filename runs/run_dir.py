@@ -38,7 +38,7 @@ from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, save_scan
 from runs.errors import ConfigError, EnvironmentStop, RunDirError
 from runs.narrowing import NARROWING, refuse_narrowing
-from runs.run_lock import lock
+from runs.run_lock import is_same_file, lock
 from runs.store.files import (
     listed,
     refuse_strange_files,
@@ -103,7 +103,7 @@ class RunDir:
 
         The files that are open would take all that is written, and nobody would ever find it.
         """
-        if not _is_same_file(self.lock_fd, self.path / "lock"):
+        if not is_same_file(self.lock_fd, self.path / "lock"):
             msg = (
                 f"{self.path}: the run directory has vanished: it was moved or removed while the "
                 "run worked in it. What was finished before is in it: if it was moved, put it back "
@@ -115,7 +115,7 @@ class RunDir:
     def what_vanished(self) -> str | None:
         """In words, that journals or workspaces were moved or removed; None if they were not."""
         for path, fd in self.directory_fds.items():
-            if _is_same_file(fd, path):
+            if is_same_file(fd, path):
                 continue
             if os.fstat(fd).st_nlink:
                 how, then = "moved", "Put it back in its place (remove what stands there now)"

@@ -62,7 +62,7 @@ def lock(path: Path) -> int:
             holder = _holder(fd)
             os.close(fd)
             raise _is_locked(path, holder) from None
-        if _is_same_file(fd, path / "lock"):
+        if is_same_file(fd, path / "lock"):
             break
         os.close(fd)  # the directory was moved aside between the opening and the locking
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
@@ -78,7 +78,8 @@ def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:
     )
 
 
-def _is_same_file(fd: int, path: Path) -> bool:
+def is_same_file(fd: int, path: Path) -> bool:
+    """Whether `fd` is open on what is at `path` now."""
     try:
         there = path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -11,94 +11,40 @@ import importlib
 import re
 import tomllib
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ROOMS = ("toolsets", "agent", "runs", "export", "api", "report", "cli")
+ROOMS = ("toolsets", "agent", "runs", "export", "report", "cli")
 DOORS = ("run_agent", "batch_runner")
 
-NODES = [
-    "toolsets/errors",
-    "toolsets/extras",
-    "toolsets/exact_json",
-    "toolsets/text",
-    "toolsets/net",
-    "toolsets/workspace",
-    "toolsets/sandbox/inside",
-    "toolsets/sandbox",
-    "toolsets/context",
-    "toolsets/space",
-    "toolsets/docstring",
-    "toolsets/signature",
-    "toolsets/tool",
-    "toolsets/toolbox",
-    "toolsets/builtin",
-    "toolsets/web",
-    "toolsets/browser",
-    "toolsets/catalog",
-    "toolsets/mcp",
-    "agent/json_depth",
-    "agent/deadline",
-    "agent/messages",
-    "agent/reasoning",
-    "agent/stream_events",
-    "agent/models",
-    "agent/models/dialects",
-    "agent/models/client",
-    "agent/models/batches",
-    "agent/state",
-    "agent/options",
-    "agent/loop",
-    "agent/views",
-    "agent/setup",
-    "agent/runner",
-    "agent/session",
-    "agent/flat",
-    "runs/errors",
-    "runs/tasks",
-    "runs/amounts",
-    "runs/process",
-    "runs/shards",
-    "runs/store",
-    "runs/dataset",
-    "runs/config",
-    "runs/record",
-    "runs/narrowing",
-    "runs/run_dir",
-    "runs/totals",
-    "runs/protocol",
-    "runs/worker",
-    "runs/executors",
-    "runs/executors/ray",
-    "runs/batch_api",
-    "runs/supervisor",
-    "runs/executor_choice",
-    "runs/planning",
-    "runs/run",
-    "runs/maintenance",
-    "runs/maintenance/hermes",
-    "export/extras",
-    "export/row_files",
-    "export/conversation",
-    "export/formats",
-    "export/recipe",
-    "export/filters",
-    "export/statistics",
-    "export/record_order",
-    "export/run_statistics",
-    "export/training_files",
-    "export/dataset",
-    "api",
-    "report/formatting",
-    "report",
-    "report/page",
-    "cli",
-    "run_agent",
-    "batch_runner",
-]
+NODES = """
+toolsets/errors toolsets/extras toolsets/exact_json toolsets/text toolsets/net toolsets/workspace
+toolsets/sandbox/inside toolsets/sandbox toolsets/context toolsets/space toolsets/docstring
+toolsets/signature toolsets/tool toolsets/toolbox toolsets/builtin toolsets/web toolsets/browser
+toolsets/catalog toolsets/mcp
+
+agent/json_depth agent/deadline agent/messages agent/reasoning agent/stream_events agent/models
+agent/models/dialects agent/models/client agent/models/batches agent/state agent/options
+agent/loop agent/views agent/setup agent/runner agent/session agent/flat
+
+runs/errors runs/tasks runs/amounts runs/process runs/shards runs/store runs/dataset runs/config
+runs/record runs/run_lock runs/narrowing runs/run_dir runs/totals runs/protocol runs/worker
+runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_choice runs/planning
+runs/run runs/maintenance runs/maintenance/hermes
+
+export/extras export/row_files export/conversation export/formats export/recipe export/filters
+export/statistics export/record_order export/run_statistics export/training_files export/dataset
+
+report/formatting report report/page
+
+cli
+
+run_agent batch_runner
+""".split()  # noqa: SIM905 - a list of strings would hide the map in quotes
 """From the lowest to the highest. A module belongs to the longest node that begins its path."""
 
 MAX_MODULES = 15
@@ -108,6 +54,7 @@ SAME_NAME = {"Held", "Gate"}
 """Public classes that may have the same name in two places: protocols and what implements them."""
 
 
+@cache
 def modules() -> list[Path]:
     inside = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     return sorted(inside + [ROOT / f"{door}.py" for door in DOORS])
@@ -118,6 +65,7 @@ def name_of(path: Path) -> str:
     return "/".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def node_of(name: str) -> int:
     """Where in the list the node of a module is; -1 for a room's own `__init__`."""
     while name:
@@ -127,9 +75,14 @@ def node_of(name: str) -> int:
     return -1
 
 
+@cache
+def names_of_modules() -> frozenset[str]:
+    return frozenset(map(name_of, modules()))
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
     """The modules of ours that a module imports, wherever in it: lazily and for types too."""
-    known = {name_of(module) for module in modules()}
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -141,7 +94,7 @@ def imports_of(path: Path) -> set[str]:
             continue
         for name in names:
             place = name.replace(".", "/")
-            found |= {one for one in (place, place.rpartition("/")[0]) if one in known}
+            found |= {one for one in (place, place.rpartition("/")[0]) if one in names_of_modules()}
     return found
 
 
