@@ -1,8 +1,8 @@
-"""What a user can decide about one conversation: every option once, with its default and help.
+"""The options of one conversation, each defined once with its default and help.
 
 The config of a run holds these options among its own, `AIAgent` takes them as keywords, and a row
-of the dataset can set most of them for itself in its column `agent_options`. All of them are part
-of what the data is, so a run keeps to one set.
+of the dataset can set most of them for itself in its column `agent_options`. All of them
+affect the data, so they are fixed for a run.
 """
 
 from __future__ import annotations
@@ -96,121 +96,119 @@ class AgentOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_turns: PositiveInt = meaning(20, "Bound on model replies per conversation.")
+    max_turns: PositiveInt = meaning(20, "Maximum model replies per conversation.")
     max_errors: NonNegativeInt = meaning(
         5,
-        "Failing tool calls (unknown tool, bad arguments, exception, timeout) after which a "
-        "conversation ends as `errors`; 0: no bound.",
+        "End a conversation as `errors` after this many failing tool calls (unknown tool, bad "
+        "arguments, exception, timeout); 0: no limit.",
     )
     repeat_limit: NonNegativeInt = meaning(
         3,
-        "Equal calls with equal results in a row that end a conversation as `repeat`, after a "
-        "note to the model at the one before; 0: no bound.",
+        "End a conversation as `repeat` after this many equal calls in a row with equal results; "
+        "the model gets a note one call before. 0: no limit.",
     )
     max_reasks: NonNegativeInt = meaning(
-        2, "How often in a row an unusable reply (blank, unclosed reasoning) is asked for again."
+        2, "How often in a row to ask again after an unusable reply (blank, unclosed reasoning)."
     )
     max_cost_usd: PositiveFloat | None = meaning(
         None,
-        "Dollars per conversation: the reply that goes beyond ends it as `budget`, before its "
+        "Dollar budget per conversation; the reply that exceeds it ends it as `budget` before its "
         "tools run.",
     )
     max_total_tokens: PositiveInt | None = meaning(
-        None, "The same in tokens, read and written by all calls of the conversation."
+        None, "The same in tokens, input and output of all calls."
     )
     max_conversation_s: PositiveFloat | None = meaning(
         None,
-        "Seconds per conversation, in model calls and tools, over all starts: at the end the "
-        "running call is cut off and the conversation ends as `time_limit`. Waiting for a turn "
-        "at the run's limits or for a batch does not count.",
+        "Time limit per conversation in model and tool calls, over all starts; the running call "
+        "is cut off and it ends as `time_limit`. Waiting for rate limits or batches does not "
+        "count.",
     )
     parallel_tools: bool = meaning(
-        True, "Run the calls of one reply at the same time where their tools allow it."
+        True, "Run the calls of one reply concurrently where their tools allow it."
     )
     bad_arguments: Literal["feedback", "resample"] = meaning(
         "feedback",
-        "Arguments that are no JSON object: tell the model, or discard the reply and ask again.",
+        "If arguments are not a JSON object, report it to the model, or discard the reply and ask "
+        "again.",
     )
     repair_tool_names: bool = meaning(
-        False, "Take a misspelt tool name for the one tool it is close to; recorded as a repair."
+        False, "Correct a misspelt tool name if exactly one tool is close; recorded as a repair."
     )
     continue_cut: NonNegativeInt = meaning(
-        0, "How often a text reply that was cut by the token limit is asked to be continued."
+        0, "How often to ask for the rest of a text reply that the token limit cut."
     )
     final_summary: bool = meaning(
         False,
-        "At the bound of turns, ask once more for an answer without tools; the conversation "
-        "still counts as `max_turns`.",
+        "At the turn limit, ask once more for an answer without tools; the status stays "
+        "`max_turns`.",
     )
     completion_tools: bool = meaning(
-        False, "Offer final_answer and cannot_complete, by which the model can end its task."
+        False, "Offer final_answer and cannot_complete, with which the model can end its task."
     )
     check_expected: bool = meaning(
         False,
-        "Compare answers with the row's column `expected`; the model is told that an answer is "
-        "wrong, never what is right.",
+        "Compare answers with column `expected`; the model learns that an answer is wrong, never "
+        "the right one.",
     )
     expected_attempts: PositiveInt = meaning(
-        3, "Answers per conversation that are compared with `expected`, all in all."
+        3, "Maximum answers per conversation to compare with `expected`."
     )
     awaiting_input: bool = meaning(
         False,
-        "A tool result that asks for confirmation or input is answered from the row's list "
-        "`user_replies`; without one left the conversation ends as `awaiting_input`.",
+        "Answer tool results that ask for confirmation or input from the row's list "
+        "`user_replies`; with none left, the conversation ends as `awaiting_input`.",
     )
     result_references: bool = meaning(
-        False, "Number the tool results, and let the model use them in arguments as $$NAME."
+        False, "Number tool results, so that the model can use them in arguments as $$NAME."
     )
     observation_chars: PositiveInt | None = meaning(
-        None, "Cut tool results to this many characters; the whole stays in the record."
+        None, "Cut tool results to this many characters; the record keeps them whole."
     )
-    state_max_turns: bool = meaning(False, "State the bound of turns in the system prompt.")
+    state_max_turns: bool = meaning(False, "State the turn limit in the system prompt.")
     text_protocol: Literal["react"] | None = meaning(
-        None, "For models without tool calling: react writes calls as Thought / Action lines."
+        None, "For models without tool calling: react reads calls from Thought / Action lines."
     )
-    plan: bool = meaning(
-        False, "Have the model write a plan first, and work on its steps one by one."
-    )
-    plan_step_turns: PositiveInt = meaning(5, "Bound on replies per step of a plan.")
+    plan: bool = meaning(False, "Have the model write a plan first and work through its steps.")
+    plan_step_turns: PositiveInt = meaning(5, "Maximum replies per step of a plan.")
     preparation: str | None = meaning(
         None,
-        "Task of a conversation before the main one that gathers context; what it finds is "
-        "added to the prompts.",
+        "Task of a conversation that gathers context first; its findings are added to the prompts.",
     )
     preparation_toolsets: Annotated[tuple[str, ...] | None, BeforeValidator(split_commas)] = (
-        meaning(None, "Toolsets of the preparation, out of those on offer; default: all of them.")
+        meaning(None, "Toolsets of the preparation; default: all on offer.")
     )
     preparation_attempts: PositiveInt = meaning(2, "Attempts of the preparation.")
     ephemeral_system_prompt: str | None = meaning(
-        None, "System prompt that the model sees and that is written to no file."
+        None, "System prompt that the model sees and no file contains."
     )
     prefill_messages: Annotated[tuple[ChatMessage, ...], BeforeValidator(parse_json)] = meaning(
-        (), "JSON list of messages that the model sees after the system prompt; not recorded."
+        (), "Messages shown after the system prompt and not recorded."
     )
     compact_after: NonNegativeInt = meaning(
         0,
-        "Show reasoning and call arguments in short once this many later replies had text; the "
-        "record keeps them; 0: never.",
+        "Show reasoning and call arguments shortened once this many later replies had text; the "
+        "record keeps them. 0: never.",
     )
     summarize_over_tokens: PositiveInt | None = meaning(
         None, "Show older messages as a summary beyond about this many tokens (characters / 4)."
     )
     summarize_over_messages: PositiveInt | None = meaning(
         None,
-        "Show older messages as a summary beyond this many messages. A summary replaces at least "
-        "`summarize_keep` messages, so that it is not written anew after every turn.",
+        "The same beyond this many messages. A summary replaces at least `summarize_keep` "
+        "messages.",
     )
-    summarize_keep: PositiveInt = meaning(8, "Messages at the end that no summary replaces.")
+    summarize_keep: PositiveInt = meaning(8, "Most recent messages that are never summarized.")
     approve: str | None = meaning(
         None,
         "MODULE:FUNCTION that approves or denies each tool call; see docs/conversations.md.",
         pattern=r"^[\w.]+:[\w.]+$",
     )
     subagents: Annotated[tuple[Subagent, ...], BeforeValidator(parse_json)] = meaning(
-        (), "JSON list of agents that the model can call as tools."
+        (), "Agents that the model can call as tools."
     )
     max_subagent_depth: PositiveInt | None = meaning(
-        None, "How deep subagents may call each other; needed where one can reach itself."
+        None, "Maximum nesting of subagents; required if one can reach itself."
     )
 
     def given(self) -> dict[str, Any]:
@@ -238,7 +236,7 @@ class AgentOptions(BaseModel):
     @model_validator(mode="after")
     def _go_together(self) -> AgentOptions:
         if self.repeat_limit == 1:
-            msg = "repeat_limit: 1 would end every conversation at its first call; 0 is no bound"
+            msg = "repeat_limit: 1 would end every conversation at its first call; 0 means no limit"
             raise ValueError(msg)
         if self.continue_cut and (self.plan or self.text_protocol):
             msg = "continue_cut does not go together with plan or text_protocol"
@@ -263,7 +261,7 @@ class AgentOptions(BaseModel):
                 )
                 raise ValueError(msg)
         if self.max_subagent_depth is None and (circle := _circle(self.subagents)):
-            msg = f"subagent {circle!r} can reach itself without a bound; give max_subagent_depth"
+            msg = f"subagent {circle!r} can reach itself without a limit; set max_subagent_depth"
             raise ValueError(msg)
         return self
 

@@ -1,7 +1,7 @@
 """The commands of batch_runner.py: from options to an exit code.
 
 command_line    click classes: options from RunConfig, help, completion
-option_groups   the groups of --help
+option_groups   the options of --help, the groups of --help_all
 exit_codes      every way out has its message and its code
 shared          options and lookups that commands share
 run             run, estimate, import_hermes

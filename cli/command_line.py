@@ -8,18 +8,51 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from cli.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
+from cli.option_groups import (
+    COMMAND_GROUPS,
+    COMMON_OPTIONS,
+    OF_CONVERSATIONS,
+    OF_STARTS,
+    OPTION_GROUPS,
+    RARE_OPTIONS,
+)
 from toolsets.text import join_commas
+
+_SHOWS_ALL = f"{__name__}.shows_all"
+"""The key in a context's `meta` that makes the help show all options."""
+
+
+def _help_all_option() -> click.Option:
+    """`--help_all`: the help with all options of a run instead of the common ones."""
+
+    def show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_SHOWS_ALL] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    return click.Option(
+        ["--help_all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show_all,
+        help="Show all options, in groups, and exit.",
+    )
 
 
 class Commands(click.Group):
     """A group whose default command is `run`, with that command's options in its own help."""
 
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params.append(_help_all_option())
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = {"--help", "--version", *self.commands}
+        own = {option for param in self.get_params(ctx) for option in param.opts}
         if ctx.resilient_parsing and not args:
             return super().parse_args(ctx, args)  # a shell asks what may come first
-        if not args or (args[0].startswith("-") and args[0] not in own):
+        if not args or (args[0].startswith("-") and _normalized(ctx, args[0]) not in own):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -48,12 +81,22 @@ class Commands(click.Group):
         return items
 
 
-class RunCommand(click.Command):
-    """A command with one option per config field, made from the config itself when needed.
+def _normalized(ctx: click.Context, option: str) -> str:
+    """An option as it is declared: with underscores, although dashes may be typed."""
+    normalize = ctx.token_normalize_func
+    return option if normalize is None else "--" + normalize(option.removeprefix("--"))
 
-    The fields are read as late as possible, because the other commands and completion do not
-    need them.
+
+class RunCommand(click.Command):
+    """A command with one option per config field.
+
+    The options are created when they are first needed, because other commands and completion do
+    without them. The help shows the common ones, and `--help_all` all of them in groups.
     """
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params.append(_help_all_option())
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from runs.config.run_config import RunConfig
@@ -65,6 +108,35 @@ class RunCommand(click.Command):
         return super().get_params(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if ctx.meta.get(_SHOWS_ALL):
+            self._format_all_options(ctx, formatter)
+        else:
+            self._format_common_options(ctx, formatter)
+
+    def _format_common_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The common options of a run, after those that only this command has."""
+        from runs.config.run_config import RunConfig
+
+        params = {
+            param.name or "": param
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option) and "--help" not in param.opts
+        }
+        of_runs = {*RunConfig.model_fields, *COMMON_OPTIONS, *RARE_OPTIONS}
+        sections = {
+            "Options of this command": [name for name in params if name not in of_runs],
+            "Common options": [name for name in COMMON_OPTIONS if name in params],
+        }
+        for title, names in sections.items():
+            records = (params[name].get_help_record(ctx) for name in names)
+            if listed := [record for record in records if record is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(listed)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(f"See all {len(params)} options, in groups, with --help_all.")
+
+    def _format_all_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from agent.options import AgentOptions
 
         own = dict.fromkeys(AgentOptions.model_fields, OF_CONVERSATIONS)
@@ -86,22 +158,34 @@ class RunCommand(click.Command):
 def _option(name: str, field: Any) -> click.Option:
     """The command line option of one config field; pydantic does the checking."""
     is_flag = field.annotation is bool
-    default = field.default
-    shown = not field.is_required() and default not in (None, (), False)
-    text = field.description + (f"  [default: {'on' if is_flag else default}]" if shown else "")
+    text = field.description + _default_of(field)
     declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
-    metavar = _metavar(name, field)
     is_list = _is_list(field)
-    callback = join_commas if is_list else None
+    choices = _choices(field)
+    metavar = _metavar(name, field, choices, is_list=is_list)
     return click.Option(
         [declaration],
         default=None,
         help=text,
         metavar=metavar,
         multiple=is_list,
-        callback=callback,
-        shell_complete=_completed(metavar),
+        callback=join_commas if is_list else None,
+        shell_complete=_completed(metavar, choices),
     )
+
+
+def _default_of(field: Any) -> str:
+    """The default as the help shows it; empty where there is none worth showing."""
+    default = field.default
+    if field.is_required() or default in (None, (), False, {}):
+        return ""
+    if default is True:
+        default = "on"
+    elif isinstance(default, dict):
+        default = ",".join(f"{key}={value:g}" for key, value in default.items())
+    elif isinstance(default, float):
+        default = f"{default:g}"
+    return f"  [default: {default}]"
 
 
 def _is_list(field: Any) -> bool:
@@ -116,30 +200,36 @@ def _is_list(field: Any) -> bool:
 
 
 def _completed(
-    metavar: str | None,
+    metavar: str | None, choices: list[str]
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
     """What a shell offers for the value of an option."""
     if metavar == "PATH":
         return lambda ctx, param, incomplete: [CompletionItem(incomplete, type="file")]
-    if metavar is None or "|" not in metavar:
+    if not choices:
         return None
-    choices = metavar.split("|")
     return lambda ctx, param, incomplete: [
         CompletionItem(choice) for choice in choices if choice.startswith(incomplete)
     ]
 
 
-def _metavar(name: str, field: Any) -> str | None:
+def _choices(field: Any) -> list[str]:
+    """The texts that an option, or each part of a list, can be."""
+    choices = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
+    for inner in get_args(field.annotation):
+        choices += [arg for arg in get_args(inner) if isinstance(arg, str)]
+    return choices
+
+
+def _metavar(name: str, field: Any, choices: list[str], *, is_list: bool) -> str | None:
     from agent.options import parse_json
 
     if field.annotation is bool:
         return None
-    choices = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
-    for inner in get_args(field.annotation):
-        choices += [arg for arg in get_args(inner) if isinstance(arg, str)]
+    kinds = str(field.annotation)
+    if is_list:
+        return "NAME=NUMBER,..." if "float" in kinds else "NAME,..."
     if choices:
         return "|".join(choices)
-    kinds = str(field.annotation)
     if any(getattr(rule, "func", None) is parse_json for rule in field.metadata):
         return "JSON"
     if "Path" in kinds:
@@ -162,6 +252,6 @@ Examples:
   python batch_runner.py report my_run
   python batch_runner.py export my_run --format=openai,llamafactory
 
-Run the same command again to resume: finished conversations are kept, unfinished ones go on at
-their turn.
+Run the same command again to resume: finished conversations are kept, unfinished ones continue at
+their last turn.
 """

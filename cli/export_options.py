@@ -1,4 +1,4 @@
-"""The options of the command `export` that make a dataset, and what they lead to."""
+"""The options with which the command `export` builds a dataset, and what they do."""
 
 from __future__ import annotations
 
@@ -29,16 +29,24 @@ _RECIPE_FLAGS = {
 _OPTIONS = (
     ("format", "NAME,...", "hermes, llamafactory, openai, parquet, atif, dpo, kto, raw."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
-    ("output", "DIR", "Where the dataset goes.  [default: RUN/exports/dataset]"),
-    ("reasoning", "inline|field|last|none", "Where reasoning stands, or which is left."),
-    ("parallel_calls", "keep|split", "Calls of a turn together, or one turn each."),
-    ("system", "saved|omit", "The system prompt that the model saw, or none."),
-    ("empty_think", "keep|omit", "hermes: an empty <think> block where a turn has no reasoning."),
+    ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
+    (
+        "reasoning",
+        "inline|field|last|none",
+        "Inline, in its own field, last turn only, or none.",
+    ),
+    ("parallel_calls", "keep|split", "Keep parallel calls in one turn, or split them into turns."),
+    ("system", "saved|omit", "Keep or omit the system prompt that the model saw."),
+    ("empty_think", "keep|omit", "hermes: empty <think> block in turns without reasoning."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
-    ("accept_rows", "REASON,...", "Keep rows that are refused for it, where a format can hold it."),
+    ("accept_rows", "REASON,...", "Keep rows with these flaws in formats that can hold them."),
     ("splits", "NAME=SHARE,...", "Splits by prompt, such as train=0.9,test=0.1."),
-    ("shard_mb", "NUMBER", "Megabytes of rows per file; default: one file per split."),
-    ("render", "FILE", "Chat template (Jinja or tokenizer_config.json) to show rows through."),
+    ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
+    (
+        "render",
+        "FILE",
+        "Show rows through a chat template (Jinja or tokenizer_config.json).",
+    ),
     ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
 )
 
@@ -46,19 +54,19 @@ _OPTIONS = (
 def dataset_options(function: Any) -> Any:
     """Options of a dataset for a command."""
     flags = (
-        click.option("--check", is_flag=True, help="Check a dataset against its records."),
+        click.option("--check", is_flag=True, help="Check a dataset against the records."),
         click.option(
             "--render_rows",
             metavar="N",
             type=click.IntRange(min=0),
-            help="Rows to show.  [default: 3]",
+            help="Rows to render.  [default: 3]",
         ),
         click.option(
             "--require_passed",
             is_flag=True,
             help="Leave out conversations that did not pass their check; unchecked ones stay.",
         ),
-        click.option("--push_for_real", is_flag=True, help="Send it (needs the extra [hf])."),
+        click.option("--push_for_real", is_flag=True, help="Send it (extra `hf`)."),
     )
     options = [
         click.option(

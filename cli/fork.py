@@ -19,16 +19,26 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
 @click.command(cls=RunCommand)
 @click.argument("parent", metavar="RUN")
 @click.option(
-    "--at_turn", type=click.IntRange(min=1), required=True, help="The last turn that they share."
+    "--at_turn",
+    metavar="N",
+    type=click.IntRange(min=1),
+    required=True,
+    help="Last shared turn.",
 )
-@click.option("--n", "branches", type=click.IntRange(min=1), required=True, help="Branches each.")
-@click.option("--status", metavar="NAME,...", help="Endings to branch from.  [default: any]")
-@click.option("--min_reward", type=float, help="Least reward of those to branch from.")
-@click.option("--max_reward", type=float, help="Highest reward of those to branch from.")
-@click.option("--passed/--not_passed", default=None, help="What their check must have said.")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Filters of a recipe (see export).")
+@click.option(
+    "--n", "branches", metavar="N", type=click.IntRange(min=1), required=True, help="Branches each."
+)
+@click.option("--status", metavar="NAME,...", help="Branch from these statuses.  [default: any]")
+@click.option("--min_reward", metavar="NUMBER", type=float, help="Minimum reward.")
+@click.option("--max_reward", metavar="NUMBER", type=float, help="Maximum reward.")
+@click.option("--passed/--not_passed", default=None, help="Result of the check.")
+@click.option(
+    "--recipe", type=click.Path(path_type=Path), help="Recipe with filters; see `export`."
+)
 @click.option("--ids", type=click.Path(path_type=Path), help="File of record ids, one per line.")
-@click.option("--limit", type=click.IntRange(min=1), help="Take no more than this many.")
+@click.option(
+    "--limit", metavar="N", type=click.IntRange(min=1), help="Maximum conversations to branch from."
+)
 @live_option
 @starting_options
 def fork(
@@ -44,10 +54,9 @@ def fork(
     live: bool,
     **flags: Any,
 ) -> None:
-    """Go on from a turn of conversations of RUN, several times each, as a run of its own.
+    """Continue conversations of RUN from a turn, several times each, as a new run.
 
-    Takes the options of the run on top of those of RUN. The same command again resumes; see
-    docs/forks.md.
+    Options given here override those of RUN; the same command resumes. See docs/forks.md.
     """
     from runs.maintenance.fork import forked_config, write_forks
     from runs.maintenance.upkeep import find_run

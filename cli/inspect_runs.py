@@ -1,4 +1,4 @@
-"""Commands about runs that there are: status, export, verify, merge."""
+"""Commands about existing runs: status, export, verify, merge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cli.shared import export_and_account, open_for_reading, run_dir_argument, s
 from runs.process.console import show
 
 PROBLEMS = 6
-"""What `verify` found is not whole."""
+"""The exit code of `verify` if it found problems."""
 
 
 @click.command()
@@ -26,10 +26,10 @@ PROBLEMS = 6
     is_flag=False,
     flag_value=5.0,
     metavar="[SECONDS]",
-    help="Show it again every 5 or SECONDS seconds, while the run goes on.",
+    help="Repeat every SECONDS (default: 5) until the run ends.",
 )
 def status(run: str, output_dir: Path, as_json: bool, watch: float | None) -> None:
-    """Show the accounts of RUN (a name or a directory) and what it is about, also while it runs."""
+    """Show the progress and totals of RUN, during the run or afterwards."""
     from report.status import show_status
 
     with errors_as_exit_codes():
@@ -40,9 +40,9 @@ def status(run: str, output_dir: Path, as_json: bool, watch: float | None) -> No
 @run_dir_argument
 @dataset_options
 def export(run: str, output_dir: Path, **flags: Any) -> None:
-    """Write the training files of RUN (a name or a directory) again from its records.
+    """Write the training files of RUN again from its records.
 
-    With any of the options below, make a dataset of it instead: see docs/export.md.
+    With any option for datasets, build a dataset instead; see docs/export.md.
     """
     from runs.narrowing import refuse_narrowing
     from runs.run_dir import read_run_json
@@ -60,13 +60,13 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
 
 @click.command()
 @run_dir_argument
-@click.option("--read_data", is_flag=True, help="Make the training files again and compare them.")
-@click.option("--repair", is_flag=True, help="Set aside what is unreadable; make the rest anew.")
+@click.option("--read_data", is_flag=True, help="Also rebuild the training files and compare them.")
+@click.option("--repair", is_flag=True, help="Set unreadable data aside and rebuild derived files.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: bool) -> None:
-    """Check that RUN (a name or a directory) is whole and that its files agree; exit 6 if not.
+    """Check that RUN is complete and consistent; exit 6 if not.
 
-    Reads only, unless --repair is given. Not while the run is worked on.
+    Read-only unless --repair is given. The run must not be in progress.
     """
     from runs.maintenance.upkeep import check, find_run
 
@@ -86,11 +86,11 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
     "--output_dir",
     type=click.Path(path_type=Path),
     default=Path("trajectories"),
-    help="Where the new run goes, and RUNs are that are only names.  [default: trajectories]",
+    help="Directory of the new run and of RUNs given by name.  [default: trajectories]",
 )
 @click.option("--dataset_file", type=click.Path(path_type=Path), help="Dataset with all rows.")
-@click.option("--drop_unfinished", is_flag=True, help="Leave behind what is under way.")
-@click.option("--allow_gaps", is_flag=True, help="Leave the tasks of missing shards pending.")
+@click.option("--drop_unfinished", is_flag=True, help="Leave unfinished conversations out.")
+@click.option("--allow_gaps", is_flag=True, help="Leave tasks of missing shards pending.")
 def merge(
     runs: tuple[str, ...],
     into: str,
@@ -99,7 +99,7 @@ def merge(
     drop_unfinished: bool,
     allow_gaps: bool,
 ) -> None:
-    """Make one run of several RUNs (names or directories) of the same config: of all shards."""
+    """Merge RUNs of the same config, such as all shards, into one run."""
     from runs.maintenance.merge import common_config
     from runs.maintenance.merge import merge as merge_runs
     from runs.maintenance.upkeep import find_run, scan_of

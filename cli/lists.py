@@ -1,4 +1,4 @@
-"""Commands that say what there is: distributions, tools, errors."""
+"""Commands that list what is available: distributions, tools, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runs.process.console import show
 
 @click.command()
 def distributions() -> None:
-    """Show the distributions of toolsets that have a name."""
+    """List the named distributions of toolsets."""
     from toolsets.catalog.distributions import DISTRIBUTIONS
 
     for name, distribution in DISTRIBUTIONS.items():
@@ -22,13 +22,13 @@ def distributions() -> None:
 
 
 @click.command()
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="As for run.")
-@click.option("--tools", help="As for run.")
-@click.option("--mcp", metavar="JSON", help="As for run; the servers are started and asked.")
-@click.option("--sandbox", help="As for run.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the whole schemas.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="As for `run`.")
+@click.option("--tools", help="As for `run`.")
+@click.option("--mcp", metavar="JSON", help="As for `run`; the servers are started.")
+@click.option("--sandbox", help="As for `run`.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with complete schemas.")
 def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
-    """Show every toolset with its tools, and whether it works here."""
+    """List all toolsets with their tools and whether they work here."""
     import orjson
 
     from cli.tool_list import as_text, tool_list
@@ -48,7 +48,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 
 @click.command()
 def errors() -> None:
-    """Show what each failure of an endpoint leads to."""
+    """List how each endpoint error is handled."""
     from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT
 
     consequences = {

@@ -25,7 +25,7 @@ _ID_CHARS = 100
     help="HTML file to write.  [default: report.html in the run directory]",
 )
 def report(run: str, output_dir: Path, output: Path | None) -> None:
-    """Write a page to look at RUN (a name or a directory) in a browser, also while it runs."""
+    """Write RUN as a page for the browser, during the run or afterwards."""
     with errors_as_exit_codes():
         _report(path_of(run, output_dir), output)
 
@@ -34,11 +34,11 @@ def report(run: str, output_dir: Path, output: Path | None) -> None:
 @run_dir_argument
 @click.argument("record_id", metavar="[ID]", required=False)
 @click.option("--turn", type=click.IntRange(min=1), metavar="N", help="Only this turn.")
-@click.option("--json", "as_json", is_flag=True, help="Print the record, or turn, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record or turn as JSON.")
 def show_one(
     run: str, record_id: str | None, output_dir: Path, turn: int | None, as_json: bool
 ) -> None:
-    """Show one conversation of RUN by its id, or by a beginning that no other id has.
+    """Show the conversation of RUN with this id or unique id prefix.
 
     Without an ID, list the conversations that ended last.
     """
@@ -56,9 +56,9 @@ def show_one(
 @run_argument("first")
 @run_argument("second")
 @output_dir_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that changed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all differences.")
 def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:
-    """Show two runs (names or directories) side by side, and which tasks ended differently."""
+    """Compare two runs and list the tasks that ended differently."""
     with errors_as_exit_codes():
         _compare(path_of(first, output_dir), path_of(second, output_dir), as_json=as_json)
 

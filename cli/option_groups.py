@@ -1,6 +1,16 @@
-"""In which groups help and documentation show the options and the commands."""
+"""The groups in which the help and docs/options.md show options and commands."""
 
 from __future__ import annotations
+
+COMMON_OPTIONS = (
+    *("config_file", "dataset_file", "run_name"),
+    *("model", "base_url", "max_tokens", "enabled_toolsets", "sandbox", "max_turns"),
+    *("num_samples", "num_workers", "batch_size", "max_run_cost_usd", "dry_run"),
+)
+"""What `--help` shows of a run's options; `--help_all` shows the rest."""
+
+RARE_OPTIONS = ("fresh", "accept_config_change", "live", "resume", "help_all")
+"""Options of every start that only `--help_all` shows."""
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
@@ -25,25 +35,25 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("num_workers", "batch_size", "concurrency", "max_run_cost_usd", "max_run_tokens"),
         *("max_in_flight", "start_in_flight", "rpm", "tpm"),
     ),
-    "Calls by the provider's batches": (
+    "Batch API of the provider": (
         *("batch_api", "batch_wait_s", "batch_max_requests", "batch_live_share"),
     ),
     "Workers on a Ray cluster": (
         *("executor", "ray_address", "worker_resources", "ray_storage", "ray_scratch_dir"),
     ),
-    "Attempts, deadlines and the log": (
+    "Retries, timeouts and log": (
         *("max_attempts", "call_attempts", "attempt_timeout_s", "idle_timeout_s"),
         *("call_timeout_s", "grace_s", "heartbeat_timeout_s", "log_level"),
     ),
 }
-"""The options of a run; those of conversations and of starts are groups of their own."""
+"""The options of a run; those of conversations and of a single start have their own groups."""
 
-OF_CONVERSATIONS = "Each conversation (a row can set most of these in its column agent_options)"
+OF_CONVERSATIONS = "Conversations (a row can set most of these in its column agent_options)"
 OF_STARTS = "This start"
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Commands to run": ("run", "estimate", "fork", "import_hermes", "merge"),
-    "Commands to look": ("status", "stats", "report", "show", "compare"),
+    "Commands to inspect": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
-    "Commands to list what there is": ("tools", "distributions", "errors"),
+    "Commands to list what is available": ("tools", "distributions", "errors"),
 }

@@ -25,10 +25,8 @@ from runs.process.console import show
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
 @live_option
-@click.option("--dry_run", is_flag=True, help="Check everything, say what would run, and stop.")
-@click.option(
-    "--resume", is_flag=True, help="Accepted for habit's sake: the same command always resumes."
-)
+@click.option("--dry_run", is_flag=True, help="Check everything, show what would run, and stop.")
+@click.option("--resume", is_flag=True, help="No effect: the same command always resumes.")
 def run(
     config_file: Path | None,
     fresh: bool,
@@ -38,7 +36,7 @@ def run(
     resume: bool,
     **flags: Any,
 ) -> None:
-    """Run all prompts of a dataset, or resume doing so (the default command)."""
+    """Run all prompts of a dataset, or resume the run (the default command)."""
     from runs.planning.plan import describe, show_bad_rows, warn
     from runs.planning.preview import preview
 
@@ -63,7 +61,7 @@ def run(
     type=click.IntRange(min=2),
     metavar="N",
     default=30,
-    help="Tasks to run, drawn at random.  [default: 30]",
+    help="Tasks to run, chosen at random.  [default: 30]",
 )
 def estimate(
     config_file: Path | None,
@@ -73,10 +71,10 @@ def estimate(
     pilot: int,
     **flags: Any,
 ) -> None:
-    """Run a random sample of a run's tasks, then forecast what the whole run will take.
+    """Run a random sample of the tasks, then forecast the cost and time of the whole run.
 
-    Takes the options of the run. The sample is part of the run: the same options without
-    `estimate` go on with the rest.
+    Takes the options of `run`. The sample is part of the run: the same command without `estimate`
+    runs the rest.
     """
     import orjson
 
@@ -124,10 +122,10 @@ def import_hermes(
     accept_config_change: tuple[str, ...],
     **flags: Any,
 ) -> None:
-    """Make a run of what a batch run of hermes-agent left in DIRECTORY.
+    """Import a batch run of hermes-agent from DIRECTORY.
 
-    Takes the options of the run. The same options without `import_hermes DIRECTORY` then run what
-    is missing.
+    Takes the options of `run`. The same command without `import_hermes DIRECTORY` then runs the
+    rest.
     """
     from runs.maintenance.hermes.importer import import_hermes
 

@@ -38,15 +38,14 @@ def starting_options(function: Any) -> Any:
             click.option(
                 "--fresh",
                 is_flag=True,
-                help="Begin anew; an existing run directory is moved aside.",
+                help="Start over; an existing run directory is moved aside.",
             ),
             click.option(
                 "--accept_config_change",
                 multiple=True,
                 metavar="KEY,...",
-                help="Resume although these keys, which decide what the data is, have changed; "
-                "max_samples, num_samples, dataset_file: although finished rows leave the training "
-                "file by it.",
+                help="Resume although these keys, which affect the data, have changed; max_samples, "
+                "num_samples, dataset_file: although finished rows leave the training file.",
             ),
         ]
     ):
@@ -57,14 +56,14 @@ def starting_options(function: Any) -> Any:
 live_option = click.option(
     "--live",
     is_flag=True,
-    help="Show the run on the whole screen while it works (extra `live`).",
+    help="Show the run full-screen while it works (extra `live`).",
 )
 
 output_dir_option = click.option(
     "--output_dir",
     type=click.Path(path_type=Path),
     default=Path("trajectories"),
-    help="Where run directories are, if RUN is only a name.  [default: trajectories]",
+    help="Where to find RUN if it is a name, not a directory.  [default: trajectories]",
 )
 
 

@@ -1,4 +1,4 @@
-"""The command `stats`: numbers about what the models of a run did."""
+"""The command `stats`: statistics of what the models of a run did."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runs.process.console import show
 @run_dir_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def stats(run: str, output_dir: Path, as_json: bool) -> None:
-    """Show statistics of RUN (a name or a directory) from its records: turns, tokens, tools."""
+    """Show statistics of RUN from its records: turns, tokens, tools."""
     import orjson
 
     from export.conversation.style import style_of_run

@@ -1,17 +1,25 @@
-"""Help and shell completion: everything in its group, and what a shell is offered."""
+"""Help and shell completion: which options each help shows, and what a shell is offered."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 
 from agent.options import AgentOptions
 from batch_runner import main
-from cli.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
+from cli.option_groups import (
+    COMMAND_GROUPS,
+    COMMON_OPTIONS,
+    OF_CONVERSATIONS,
+    OF_STARTS,
+    OPTION_GROUPS,
+)
 from runs.config.run_config import RunConfig
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, command, lines, run, write_rows
@@ -29,8 +37,40 @@ def test_every_command_has_one_group() -> None:
     assert set(grouped) == set(main.commands)
 
 
+def options_in(text: str) -> list[str]:
+    """The options that a help text lists, in order, without the examples."""
+    return re.findall(r"^  --(\w+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "own"), [([], []), (["run"], []), (["estimate"], ["pilot"]), (["fork"], ["at_turn"])]
+)
+def test_help_shows_the_common_options_and_how_to_see_the_rest(
+    tmp_path: Path, words: list[str], own: list[str]
+) -> None:
+    text = run(tmp_path, *words, "--help").stdout
+    command = main.commands[words[0] if words else "run"]
+    known = {param.name for param in command.get_params(click.Context(command))}
+    common = ["config" if n == "config_file" else n for n in COMMON_OPTIONS if n in known]
+    shown = options_in(text)
+    assert shown[: len(own)] == own
+    assert shown[-len(common) :] == common
+    assert "options, in groups, with --help_all." in text
+
+
+@pytest.mark.parametrize("option", ["--help_all", "--help-all"])
+@pytest.mark.parametrize("words", [[], ["run"], ["estimate"]])
+def test_help_all_shows_every_option(tmp_path: Path, words: list[str], option: str) -> None:
+    done = run(tmp_path, *words, option)
+    assert done.returncode == 0, done.stderr
+    command = main.commands[words[0] if words else "run"]
+    params = command.get_params(click.Context(command))
+    every = {name.removeprefix("--") for param in params for name in param.opts}
+    assert set(options_in(done.stdout)) == every
+
+
 def test_help_has_all_groups_and_examples(tmp_path: Path) -> None:
-    text = run(tmp_path, "--help").stdout
+    text = run(tmp_path, "--help_all").stdout
     titles = [*COMMAND_GROUPS, OF_STARTS, *OPTION_GROUPS, OF_CONVERSATIONS]
     places = [text.index(f"\n{title}:\n") for title in titles]
     assert places == sorted(places)
@@ -59,6 +99,7 @@ def test_a_shell_is_offered_commands_options_values_and_runs(tmp_path: Path) -> 
     assert offered(tmp_path, "s") == ["show", "stats", "status"]
     assert offered(tmp_path, "--max_tu") == ["--max_turns"]
     assert offered(tmp_path, "run", "--sandbox", "") == ["bwrap", "docker", "local"]
+    assert offered(tmp_path, "run", "--accept_rows", "unk") == ["unknown_tool"]
     assert offered(tmp_path, "status", "m") == ["mine"]
     assert offered(tmp_path, "compare", "mine", "") == ["mine", "other"]
     assert offered(tmp_path, "estimate", "--pi") == ["--pilot"]

@@ -525,7 +525,7 @@ class TestSubagents:
     @pytest.mark.parametrize(
         ("subagents", "words"),
         [
-            ([{**HELPER, "subagents": ["helper"]}], "reach itself without a bound"),
+            ([{**HELPER, "subagents": ["helper"]}], "reach itself without a limit"),
             ([{**HELPER, "subagents": ["other"]}], "calls unknown ones: other"),
             ([HELPER, HELPER], "two subagents are called 'helper'"),
             ([{**HELPER, "name": "final_answer"}], "the name is reserved"),

@@ -99,7 +99,7 @@ def test_the_tools_on_offer_are_told_before_anything_runs(tmp_path: Path) -> Non
 
 def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:
     """S2.40: each under its own name, with underscores."""
-    told = run(tmp_path, "--help").stdout
+    told = run(tmp_path, "--help_all").stdout
     for name in (
         *("dataset_file", "batch_size", "run_name", "num_workers", "model", "base_url"),
         *("max_turns", "max_samples", "max_tokens", "resume", "ephemeral_system_prompt"),

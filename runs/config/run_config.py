@@ -53,266 +53,240 @@ class RunConfig(AgentOptions):
 
     dataset_file: Path = _running(..., "JSONL file with one prompt per line.")
     run_name: Annotated[str, AfterValidator(plain_name)] = _running(
-        ..., "Name of the run and of its directory; the same name resumes.", max_length=120
+        ..., "Name of the run and its directory; the same name resumes it.", max_length=120
     )
-    output_dir: Path = _running(
-        Path("trajectories"), "Where run directories and training files go."
-    )
+    output_dir: Path = _running(Path("trajectories"), "Directory for runs and training files.")
     model: str = meaning(
         _DEFAULT_MODEL,
-        "Model: scripted, openai:NAME, anthropic:NAME, openrouter:NAME, or the NAME that the "
-        "endpoint at --base_url knows.",
+        "Model: scripted, openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, or a NAME "
+        "known at --base_url.",
         min_length=1,
     )
     models: Annotated[dict[str, Weight] | None, BeforeValidator(parse_json)] = meaning(
         None,
-        "Instead of --model: several models with their weights, as {NAME: WEIGHT}. Each "
-        "conversation draws one; a row names its own in the column `model`.",
+        "Several models with weights, {NAME: WEIGHT}, instead of --model. Each conversation draws "
+        "one; a row can name its own in column `model`.",
         min_length=1,
     )
     endpoints: Annotated[dict[str, EndpointConfig], BeforeValidator(parse_json)] = _running(
         {},
-        "Endpoints of your own by name, best in a --config file: {NAME: {base_url, api, key_env, "
-        "...}}; their models are NAME:MODEL.",
+        "Your own endpoints, {NAME: {base_url, api, key_env, ...}}; their models are NAME:MODEL.",
     )
     # No part of the meaning: what a reply cost does not change what it says.
     prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = _running(
         {},
-        "Your own prices in dollars per million tokens, best in a --config file: {MODEL: {input, "
-        "output, cache_read, cache_write}}. They win over the price table and what the endpoint "
-        "says.",
+        "Your own prices in dollars per million tokens, {MODEL: {input, output, cache_read, "
+        "cache_write}}; they override all others.",
     )
     base_url: BaseUrl | None = _running(
         None, "Root URL of the endpoint; default: that of the model's prefix, else OpenRouter."
     )
     api: Api | None = meaning(
-        None, "Dialect of the endpoint, where the model's prefix does not say it."
+        None, "API of the endpoint, if the model's prefix does not determine it."
     )
     key_env: str | None = _running(
         None,
-        "Environment variable that holds the API key; 'none' for endpoints without keys.",
+        "Environment variable with the API key; 'none' sends no key.",
         min_length=1,
     )
-    system_prompt: str | None = meaning(
-        None, "System prompt of every conversation whose row brings none."
-    )
+    system_prompt: str | None = meaning(None, "System prompt for rows that have none.")
     enabled_toolsets: Names | None = meaning(
         None,
-        "Toolsets to offer, separated by commas; default: all but browser and web. 'none' offers "
-        "no tools.",
+        "Toolsets to offer; default: all but browser and web. 'none' offers no tools.",
     )
-    disabled_toolsets: Names = meaning((), "Toolsets never to offer; wins over enabled ones.")
+    disabled_toolsets: Names = meaning((), "Toolsets never to offer, even if enabled.")
     tools: Names | None = meaning(
         None,
-        "Your own tools, as toolsets: MODULE:ATTRIBUTE, or the name of an installed package's "
-        "entry point, separated by commas.",
+        "Your own tools: MODULE:ATTRIBUTE, or the name of an installed package's entry point.",
     )
     mcp: Annotated[dict[ServerName, McpServer] | None, BeforeValidator(parse_json)] = meaning(
         None,
-        "MCP servers by name, each a toolset: `command` or `url`, and more; see docs/tools.md.",
+        "MCP servers, {NAME: {command or url, ...}}, each a toolset; see docs/tools.md.",
     )
     distribution: str | None = meaning(
         None,
-        "Instead of --enabled_toolsets: the name (see `distributions`) or YAML file of the "
-        "percentages by which each conversation draws its toolsets.",
+        "Instead of --enabled_toolsets: a named distribution (see `distributions`) or a YAML file "
+        "with a percentage per toolset, from which each conversation draws.",
     )
     sandbox: Literal["bwrap", "docker", "local"] = meaning(
         "bwrap",
-        "Where commands run: bwrap or docker (isolated), or local (NOT isolated: commands run with "
-        "your rights).",
+        "Where commands run: bwrap or docker (isolated), or local (NOT isolated: commands run "
+        "with your rights).",
     )
     docker_image: str | None = meaning(
         None,
-        "Image for --sandbox=docker, with python3 in it; rows may name their own in the column "
+        "Image for --sandbox=docker, with python3. A row can name its own in column "
         "`docker_image` or `image`.",
     )
     row_setup: bool = meaning(
         False,
-        "Set each workspace up by its row's columns `files` and `setup`, and judge its end by the "
-        "row's `check` command; see docs/tools.md.",
+        "Prepare each workspace from its row's columns `files` and `setup`, and judge the result "
+        "with its `check`; see docs/tools.md.",
     )
     forks: bool = meaning(
         False,
-        "Rows hold the beginning of their conversation in the column `fork`, as the command fork "
-        "writes them; see docs/forks.md.",
+        "Rows hold the beginning of a conversation in column `fork`; see docs/forks.md.",
     )
     command_memory_mb: PositiveInt = meaning(
-        2048, "Memory of a conversation's commands: of each process, and of all together, in MB."
+        2048, "Memory limit for a conversation's commands, per process and in total."
     )
-    max_processes: PositiveInt = meaning(
-        512, "Processes that the commands of a conversation may have at a time."
-    )
+    max_processes: PositiveInt = meaning(512, "Process limit for a conversation's commands.")
     workspace_mb: PositiveInt = meaning(
-        4096, "Size of a workspace, in MB; a command that makes it larger is stopped."
+        4096, "Size limit of a workspace; a command that exceeds it is stopped."
     )
-    network: bool = meaning(False, "Let commands in the sandbox use the network.")
+    network: bool = meaning(False, "Give commands in the sandbox network access.")
     web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
         "ddgs",
-        "Who answers web_search: ddgs (no key), tavily (TAVILY_API_KEY), brave (BRAVE_API_KEY).",
+        "Search provider: ddgs (no key), tavily (TAVILY_API_KEY) or brave (BRAVE_API_KEY).",
     )
-    web_search_url: str | None = _running(
-        None, "Where the search provider is asked, if not at its own address."
-    )
+    web_search_url: str | None = _running(None, "URL of the search provider, if not its usual one.")
     web_allow: Names = _running(
         (),
-        "What web_fetch and the browser may reach beside public addresses, separated by commas: "
-        "HOST, HOST:PORT or NETWORK/BITS.",
+        "Non-public addresses that web_fetch and the browser may reach: HOST, HOST:PORT or "
+        "NETWORK/BITS.",
     )
     temperature: float | None = meaning(
-        None, "Sampling temperature; unset sends none.", ge=0, allow_inf_nan=False
+        None, "Sampling temperature; sent only if set.", ge=0, allow_inf_nan=False
     )
-    top_p: float | None = meaning(None, "Nucleus sampling bound; unset sends none.", gt=0, le=1)
+    top_p: float | None = meaning(None, "Nucleus sampling threshold; sent only if set.", gt=0, le=1)
     max_tokens: PositiveInt | None = meaning(
-        None, "Bound on tokens per reply; unset sends none (16,000 for Anthropic)."
+        None, "Token limit per reply; sent only if set (Anthropic: 16,000)."
     )
     extra_body: Annotated[ExtraBody, BeforeValidator(parse_json)] = meaning(
-        None, "JSON object merged into every request body, for options of one provider."
+        None, "JSON object merged into every request body."
     )
-    reasoning_effort: Effort | None = meaning(
-        None, "How much the model is to reason; unset leaves it to the endpoint."
-    )
+    reasoning_effort: Effort | None = meaning(None, "Reasoning effort; sent only if set.")
     reasoning_disabled: bool = meaning(
-        False, "The same as --reasoning_effort=none, and wins over it."
+        False, "The same as --reasoning_effort=none, and overrides it."
     )
     blank_reasoning: bool = meaning(
-        False, "OpenAI dialect: send a blank reasoning_content where a reply had none."
+        False, "OpenAI dialect: send a blank reasoning_content for replies without reasoning."
     )
-    prompt_caching: bool = _running(
-        True, "Anthropic: keep the system message and the tools in the prompt cache."
-    )
+    prompt_caching: bool = _running(True, "Anthropic: cache the system message and the tools.")
     script_file: Path | None = meaning(
-        None, "YAML file with the turns that --model scripted plays for rows without a script."
+        None, "YAML file with the turns of --model=scripted for rows without a script."
     )
     prefill_messages_file: Path | None = _running(
-        None, "JSON file with `prefill_messages`; they count by their content."
+        None, "JSON file with `prefill_messages`; a resume compares its content."
     )
     require_reasoning: bool = _running(
-        False, "Leave completed conversations without any reasoning out of the training file."
+        False, "Training file: leave out conversations without any reasoning."
     )
     require_passed: bool = _running(
         False,
-        "Leave conversations that did not pass their check out of the training file; those without "
-        "a check stay.",
+        "Training file: leave out conversations that did not pass their check; unchecked ones "
+        "stay.",
     )
     accept_rows: AcceptedRows = _running(
         (),
-        "Training file: keep rows that are refused for these reasons, as rejects.jsonl calls "
-        "them: unknown_tool, arguments_not_json, arguments_not_object, control_token.",
+        "Training file: keep rows with these flaws: unknown_tool, arguments_not_json, "
+        "arguments_not_object, control_token.",
     )
     empty_think: Literal["keep", "omit"] = _running(
         "keep",
-        "Training file: whether turns without reasoning open with an empty <think> block, as the "
-        "Hermes dialect has it; `omit` is for models that do not reason.",
+        "Training file: keep or omit the empty <think> block of turns without reasoning.",
     )
-    seed: Seed = meaning(0, "Seed of everything that is drawn at random.")
-    num_samples: int = _running(1, "Independent conversations per prompt.", ge=1, le=1_000_000)
+    seed: Seed = meaning(0, "Seed of all random choices.")
+    num_samples: int = _running(1, "Conversations per prompt.", ge=1, le=1_000_000)
     max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
     shard: Annotated[str | None, AfterValidator(plain_shard)] = _running(
         None,
-        "Only part i of n of the dataset, as i/n with i from 0 to n-1, by a hash of prompt ids: "
-        "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT (--array=0-7) or $JOB_COMPLETION_INDEX/8. "
-        "Each shard needs its own --run_name; `merge` makes one run of all.",
+        "Run part i of n of the dataset, as i/n with i from 0 to n-1. Each part needs its own "
+        "--run_name; `merge` joins them.",
     )
     on_bad_row: Literal["skip", "fail"] = _running(
-        "skip", "What a bad row does: skip it (named and counted), or fail before any model call."
+        "skip", "Skip invalid rows and report each, or fail before any model call."
     )
-    batch_size: PositiveInt = _running(20, "Prompts dealt to a worker at a time, at most.")
+    batch_size: PositiveInt = _running(20, "Maximum prompts assigned to a worker at a time.")
     num_workers: PositiveInt = _running(4, "Worker processes.", le=1024)
     executor: Literal["local", "ray"] = _running(
-        "local", "Where workers run: on this machine, or as Ray actors (extra `ray`)."
+        "local", "Run workers on this machine or as Ray actors (extra `ray`)."
     )
     ray_address: str | None = _running(
         None,
-        "Ray cluster to join, such as auto or HOST:PORT; default: RAY_ADDRESS, else one is "
-        "started on this machine.",
+        "Ray cluster to join: auto or HOST:PORT; default: RAY_ADDRESS, else a new one on this "
+        "machine.",
         min_length=1,
     )
     worker_resources: Annotated[dict[str, Resource], BeforeValidator(parse_resources)] = _running(
         {"num_cpus": 1.0},
-        "What a worker needs of a Ray node, such as num_cpus=1,memory=4e9 (bytes), or resources of "
-        "your own.",
+        "Resources per Ray worker: num_cpus, memory (bytes), or your own.",
     )
     ray_storage: Literal["driver", "shared"] = _running(
         "driver",
-        "Where workers of a Ray cluster keep journals and workspaces: journals with the driver and "
-        "workspaces on their node, or both in the run directory, on storage that all nodes share.",
+        "driver: journals with the driver, workspaces on the nodes; shared: both in the run "
+        "directory, on shared storage.",
     )
     ray_scratch_dir: Path | None = _running(
-        None, "Where Ray nodes keep workspaces; default: their directory for temporary files."
+        None, "Directory for workspaces on Ray nodes; default: their temporary directory."
     )
     concurrency: PositiveInt | None = _running(
         None, "Conversations in flight per worker; default: --batch_size."
     )
     max_run_cost_usd: PositiveFloat | None = _running(
         None,
-        "Dollars that the run may spend, over all starts; it stops before a call that could "
-        "exceed them (exit 3). Needs --max_tokens.",
+        "Dollar budget of the run over all starts; it stops before a call that could exceed it "
+        "(exit 3). Needs --max_tokens.",
     )
-    max_run_tokens: PositiveInt | None = _running(None, "The same in tokens, read and written.")
+    max_run_tokens: PositiveInt | None = _running(None, "The same in tokens, input and output.")
     max_in_flight: PositiveInt | None = _running(
-        None, "Model calls in flight at one endpoint; default: as many as conversations."
+        None, "Maximum model calls in flight per endpoint; default: one per conversation."
     )
-    rpm: PositiveFloat | None = _running(None, "Requests per minute to one endpoint.")
-    tpm: PositiveFloat | None = _running(None, "Tokens per minute, read and written, likewise.")
+    rpm: PositiveFloat | None = _running(None, "Maximum requests per minute per endpoint.")
+    tpm: PositiveFloat | None = _running(
+        None, "Maximum tokens per minute per endpoint, input and output."
+    )
     start_in_flight: PositiveInt = _running(
         64,
-        "Calls in flight to begin with; more follow while the endpoint keeps up, fewer when it "
-        "refuses some (429).",
+        "Initial limit on calls in flight; it grows while the endpoint keeps up and shrinks after "
+        "refusals (429).",
     )
     batch_api: bool = _running(
         False,
-        "Ask by the provider's batches (OpenAI, Anthropic): about half the price, replies within "
-        "a day; see docs/batches.md.",
+        "Use the Batch API (OpenAI, Anthropic): about half the price, replies "
+        "within a day; see docs/batches.md.",
     )
-    batch_wait_s: PositiveFloat = _running(
-        60.0, "Longest time that calls are gathered for one batch, in seconds."
-    )
+    batch_wait_s: PositiveFloat = _running(60.0, "Maximum time to collect calls for one batch.")
     batch_max_requests: PositiveInt = _running(
-        50_000, "Most calls in one batch; the provider's own bounds hold besides."
+        50_000, "Maximum calls per batch; the provider's limits apply too."
     )
     batch_live_share: float = _running(
         0.95,
-        "Once this share of the tasks has ended, further calls are made live; 1 for never.",
+        "Send calls live once this share of the tasks has ended; 1: never.",
         ge=0,
         le=1,
     )
     max_attempts: PositiveInt = _running(
-        3, "Attempts per conversation, over all starts, before it counts as failed for good."
+        3, "Attempts per conversation, over all starts, before it counts as failed."
     )
-    command_timeout_s: PositiveFloat = meaning(120.0, "Deadline of one command, in seconds.")
-    tool_timeout_s: PositiveFloat = meaning(300.0, "Deadline of one tool call, in seconds.")
-    attempt_timeout_s: PositiveFloat = _running(
-        600.0, "Deadline of one attempt of a model call, in seconds."
-    )
+    command_timeout_s: PositiveFloat = meaning(120.0, "Timeout of a command.")
+    tool_timeout_s: PositiveFloat = meaning(300.0, "Timeout of a tool call.")
+    attempt_timeout_s: PositiveFloat = _running(600.0, "Timeout of one attempt of a model call.")
     idle_timeout_s: PositiveFloat = _running(
-        120.0, "Longest silence between two parts of a streamed reply, in seconds."
+        120.0, "Maximum silence between two parts of a streamed reply."
     )
     stream_replies: bool = _running(
         False,
-        "Have replies sent in parts: for long ones through proxies that cut silent connections. "
-        "Costs more CPU per call.",
+        "Stream replies, for proxies that cut silent connections; costs more CPU.",
     )
-    call_attempts: PositiveInt = _running(
-        8, "Attempts of one model call; rate limits do not count."
-    )
+    call_attempts: PositiveInt = _running(8, "Attempts per model call; rate limits do not count.")
     call_timeout_s: PositiveFloat = _running(
         3600.0,
-        "How long after its beginning a model call is tried once more, in seconds; a running "
-        "attempt has its own deadline.",
+        "Stop retrying a model call after this time; a running attempt has its own timeout.",
     )
     grace_s: float = _running(
         30.0,
-        "After Ctrl-C or SIGTERM, seconds that running turns get to finish.",
+        "Time for running turns to finish after Ctrl-C or SIGTERM.",
         ge=0,
         allow_inf_nan=False,
     )
     heartbeat_timeout_s: float = _running(
         60.0,
-        "A worker that is silent for this long is killed and replaced.",
+        "Kill and replace a worker that is silent for this long.",
         ge=5,
         allow_inf_nan=False,
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Detail of run.log.")
+    log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Level of run.log.")
 
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
