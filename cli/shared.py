@@ -44,8 +44,9 @@ def starting_options(function: Any) -> Any:
                 "--accept_config_change",
                 multiple=True,
                 metavar="KEY,...",
-                help="Resume although these keys, which affect the data, have changed; max_samples, "
-                "num_samples, dataset_file: although finished rows leave the training file.",
+                help="Resume although these keys, which affect the data, have changed. "
+                "max_samples, num_samples and dataset_file: even if finished rows leave the "
+                "training file.",
             ),
         ]
     ):

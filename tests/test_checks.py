@@ -255,8 +255,8 @@ class TestWrongAnswers:
     """`--check_expected` with samples gives pairs and labels."""
 
     def documented(self) -> list[list[str]]:
-        """The commands by which docs/training.md makes preferences."""
-        text = (ROOT / "docs" / "training.md").read_text().split("Preferences:")[1]
+        """The commands with which docs/export.md makes preferences."""
+        text = (ROOT / "docs" / "export.md").read_text().split("Preferences:")[1]
         block = re.split(r"```(?:bash)?\n", text)[1]
         commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
         assert [command[:2] for command in commands] == [["python", "batch_runner.py"]] * 2
