@@ -47,7 +47,7 @@ def embedded(json: bytes) -> bytes:
 
 
 def _read(name: str) -> str:
-    return resources.files("report").joinpath(name).read_text("utf-8")
+    return resources.files("report.page").joinpath(name).read_text("utf-8")
 
 
 def _source(content: str) -> str:
