@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 
 _MARGIN_S = 0.01
 """So much later a call is cut, so that what it took is beyond the limit whatever is rounded."""
 
 
+@dataclass(slots=True)
 class TimeAtWork:
     """How long model calls and tools took together; what ran side by side counts once.
 
@@ -18,9 +19,8 @@ class TimeAtWork:
     tells of them, so a conversation that is taken up again counts on from where it was.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._spans: list[tuple[float, float]] = []
+    seconds: float = 0.0
+    _spans: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, began: float, ended: float) -> None:
         """Count from `began` to `ended`, epoch seconds."""
@@ -39,6 +39,8 @@ class Deadline:
     """Cuts off what runs inside its `async with` once `left_s` have passed, as `TimeoutError`."""
 
     def __init__(self, left_s: float) -> None:
+        import asyncio  # here, because --help imports this module and has no use for it
+
         self._timeout = asyncio.timeout(max(left_s, 0.0) + _MARGIN_S)
         self.waited_s = 0.0
         """Time that did not count; see `waiting`."""
@@ -62,6 +64,8 @@ class Deadline:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """What is waited for inside is a turn among other conversations: it does not count."""
+        import asyncio
+
         clock = asyncio.get_running_loop()
         came, when = clock.time(), self._timeout.when()
         self._timeout.reschedule(None)
