@@ -1,4 +1,4 @@
-"""docs/seeds.md has a line for each behaviour, and each line a test that exists or a reason."""
+"""tests/seeds.md has a line for each behaviour, and each line a test that exists or a reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read(document: str) -> list[Line]:
     return lines
 
 
-LINES = read((ROOT / "docs" / "seeds.md").read_text())
+LINES = read((ROOT / "tests" / "seeds.md").read_text())
 
 
 @cache

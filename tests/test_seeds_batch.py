@@ -1,4 +1,4 @@
-"""Behaviours of docs/seeds.md of whole runs, where no other test proves them."""
+"""Behaviours of tests/seeds.md of whole runs, where no other test proves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behaviours of docs/seeds.md that one conversation shows, where no other test proves them."""
+"""Behaviours of tests/seeds.md that one conversation shows, where no other test proves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behaviours of docs/seeds.md at the border to the endpoint, where no other test proves them."""
+"""Behaviours of tests/seeds.md at the border to the endpoint, where no other test proves them."""
 
 from __future__ import annotations
 
