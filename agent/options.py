@@ -29,12 +29,12 @@ PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Numbers that every file can hold: JSON knows no infinity, and readers no integer of any size."""
+"""Limits that keep numbers representable in JSON and in every reader."""
 
 ROW_COLUMN = "agent_options"
 
 _STAGES = frozenset({"preparation", "summary"})
-"""Names of inner conversations that are no subagents'."""
+"""Names of inner conversations that subagents must not take."""
 
 _NOT_PER_ROW = frozenset({"approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"})
 """Options that name code, other endpoints, or texts that must appear in no file."""
@@ -79,7 +79,7 @@ class Subagent(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
     """The name of the tool."""
     description: str = Field(min_length=1)
-    """What the calling model is told about it."""
+    """Its description for the calling model."""
     system_prompt: str | None = None
     model: str | None = None
     """As `--model`, at the same endpoint where it has no prefix; None takes the caller's."""
@@ -226,7 +226,7 @@ class AgentOptions(BaseModel):
         return given
 
     def not_on_offer(self, toolsets: Collection[str]) -> str | None:
-        """What `preparation_toolsets` names beyond the `toolsets` on offer, in words; or None."""
+        """Describes toolsets of `preparation_toolsets` that are not on offer; None if all are."""
         unknown = sorted(set(self.preparation_toolsets or ()) - set(toolsets))
         if not unknown:
             return None
@@ -267,7 +267,7 @@ class AgentOptions(BaseModel):
 
 
 def _circle(subagents: Sequence[Subagent]) -> str | None:
-    """The name of a subagent that can come to call itself."""
+    """The name of a subagent that can call itself, directly or through others."""
     calls = {subagent.name: set(subagent.subagents) for subagent in subagents}
     for name in calls:
         reached: set[str] = set()

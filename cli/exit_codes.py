@@ -1,4 +1,4 @@
-"""How commands end: every way out has its message and its exit code."""
+"""How commands end: with a message and an exit code for every case."""
 
 from __future__ import annotations
 

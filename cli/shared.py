@@ -1,4 +1,4 @@
-"""What several commands do: find a run, start one, export it, show it."""
+"""What commands share: finding, starting, exporting and showing a run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _runs_in(output_dir: Path) -> list[str]:
 
 
 def path_of(run: str, output_dir: Path) -> Path:
-    """The directory of a run that was given by its name or its path.
+    """The directory of a run given by name or path.
 
     Raises `RunDirError` where there is none, and names those that there are.
     """
@@ -120,7 +120,7 @@ def start(
     live: bool,
     only: Collection[bytes] | None = None,
 ) -> tuple[Outcome, Accounts]:
-    """Work on the tasks of a plan (`only` those with these keys); show and give what came of it.
+    """Run the tasks of a plan (`only` those with these keys); show and return the outcome.
 
     `live` is for the view on the whole screen.
     """

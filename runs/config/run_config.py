@@ -1,8 +1,8 @@
 """The config of a run: every option once, with its type, default and help.
 
 The command line and YAML files are both read into `RunConfig`; a flag wins over the file. Fields
-marked as part of the meaning of the data decide what it is (`runs/config/fingerprint.py`); all
-other fields may change between one start and the next.
+declared with `meaning` affect the data and are part of its fingerprint
+(`runs/config/fingerprint.py`); all other fields may change from start to start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _running(default: Any, help: str, **more: Any) -> Any:
 
 
 class RunConfig(AgentOptions):
-    """All that a user decides about a run: about its conversations, and about itself."""
+    """The config of a run: the options of its conversations and its own."""
 
     dataset_file: Path = _running(..., "JSONL file with one prompt per line.")
     run_name: Annotated[str, AfterValidator(plain_name)] = _running(
@@ -363,7 +363,7 @@ class RunConfig(AgentOptions):
         return self.concurrency or self.batch_size
 
     def model_prefixes(self) -> set[str]:
-        """What stands before the colon in the names of all models."""
+        """The prefixes of all model names, before the colon."""
         asked = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
         return {name.partition(":")[0] for name in asked}
 
@@ -383,7 +383,7 @@ class RunConfig(AgentOptions):
         return self.output_dir / self.run_name
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, for run.json; of what is for no file (a prompt, keys) only its digest."""
+        """All fields, for run.json; secrets (ephemeral prompt, keys) only as digests."""
         fields = self.model_dump(mode="json")
         if self.ephemeral_system_prompt is not None:
             fields["ephemeral_system_prompt"] = _hidden(self.ephemeral_system_prompt)
@@ -396,7 +396,7 @@ class RunConfig(AgentOptions):
 def _load_distribution(
     name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
 ) -> Distribution:
-    """Asked once per task; the import would slow down whoever only wants help."""
+    """Cached, because every task needs it; imported here, to keep `--help` fast."""
     from toolsets.catalog.custom import load_own
     from toolsets.catalog.distributions import load_distribution
     from toolsets.catalog.lookup import catalog
