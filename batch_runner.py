@@ -1,4 +1,6 @@
-"""The door for runs: `python batch_runner.py --dataset_file=… --run_name=…` and its sisters.
+"""Runs: `python batch_runner.py --dataset_file=… --run_name=…` and the other commands.
+
+From Python: `from batch_runner import RunConfig, run, open_run`; see docs/api.md.
 
 Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 3 stopped
 by the run's budget, resumable · 4 stopped by the environment (credentials, credit, endpoint, disk),
@@ -10,7 +12,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if __name__ == "__main__":
     from runs.process.requirements import check_requirements
@@ -20,15 +23,40 @@ if __name__ == "__main__":
 import click
 
 from cli.command_line import EXAMPLES, Commands
-from cli.exit_codes import SIGNALLED, fail
+from cli.exit_codes import fail
 from cli.fork import fork
 from cli.inspect_runs import export, merge, status, verify
 from cli.lists import distributions, errors, tools
 from cli.look import compare, report, show_one
-from cli.run import estimate, import_hermes, run
+from cli.run import estimate, import_hermes
+from cli.run import run as run_command
 from cli.stats import stats
+from runs.errors import SIGNALLED
 from runs.process.console import open_missing_streams
 from runs.process.first_process import leave_first_place
+
+if TYPE_CHECKING:
+    from api.start import RunEnd, run
+    from api.stored_run import StoredRun, open_run
+    from runs.config.run_config import RunConfig
+
+__all__ = ["RunConfig", "RunEnd", "StoredRun", "cli", "main", "open_run", "run"]
+
+_PUBLIC = {
+    "RunConfig": "runs.config.run_config",
+    "RunEnd": "api.start",
+    "StoredRun": "api.stored_run",
+    "open_run": "api.stored_run",
+    "run": "api.start",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What a script imports, loaded when it does: the commands need it later, or not at all."""
+    if name not in _PUBLIC:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    return getattr(import_module(_PUBLIC[name]), name)
 
 
 def _underscored(name: str) -> str:
@@ -51,7 +79,7 @@ def main() -> None:
 
 
 for command in (
-    *(run, estimate, status, stats, report, show_one, compare),
+    *(run_command, estimate, status, stats, report, show_one, compare),
     *(export, verify, merge, import_hermes, fork),
     *(distributions, tools, errors),
 ):

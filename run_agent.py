@@ -170,9 +170,11 @@ class AIAgent:
         """Answer one message and tell all about it.
 
         Returns `final_response`, `messages` (the whole conversation as sent and received),
-        `status`, `completed`, `partial` (ended early after at least one reply), `failed`,
-        `interrupted`, `error` (None or text), `api_calls`, `last_reasoning`, `usage`, `cost_usd`,
-        `model`, `task_id`. An endpoint that fails is a result with `failed`, not an exception.
+        `status`, `stop_reason` (in words where there are any, else `status`), `completed`,
+        `partial` (ended early after at least one reply), `failed`, `interrupted`, `error` (None or
+        text), `api_calls`, `last_reasoning`, `usage`, `cost_usd`, `model`, `task_id`, `transcript`
+        (its path; None without `transcript_dir`). An endpoint that fails is a result with
+        `failed`, not an exception.
         `conversation_history` is copied; its system message gives way to `system_message`.
         """
         return run_here(
@@ -210,6 +212,7 @@ class AIAgent:
             "final_response": trajectory.final_text(),
             "messages": trajectory.messages,
             "status": status,
+            "stop_reason": session.end.reason or status,
             "completed": status == "completed",
             "partial": status not in ("completed", "failed") and trajectory.turns > 0,
             "failed": status == "failed",
@@ -221,6 +224,7 @@ class AIAgent:
             "cost_usd": trajectory.cost_usd(),
             "model": self._model_name,
             "task_id": task_id,
+            "transcript": None if session.transcript is None else str(session.transcript),
         }
 
     def start_session(self, history: Sequence[Message] = ()) -> AgentSession:

@@ -102,6 +102,8 @@ class AgentSession:
         """How the last prompt ended."""
         self.error: ModelError | None = None
         """Why the endpoint failed the last prompt, if it did."""
+        self.transcript: Path | None = None
+        """The transcript of the last prompt; None where there is no `transcript_dir`."""
         self._terms = ConversationSpec(setup.options)
 
     def __enter__(self) -> AgentSession:
@@ -270,6 +272,7 @@ class AgentSession:
         if setup.transcript_dir is None:
             return setup.journal
         transcript = Transcript(setup.transcript_dir, self._id)
+        self.transcript = transcript.path
         asked = {"model": setup.settings.name, "messages": self.trajectory.messages}
         transcript.write("request", **asked, tools=self.schemas())
 

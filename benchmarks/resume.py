@@ -18,10 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from api.stored_run import StoredRun
 from benchmarks.fake_endpoint import FakeEndpoint
 from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, save_scan
-from runs.maintenance.upkeep import find_run, scan_of
 from runs.record import dump_record
 from runs.store.checksum import read_object
 from runs.store.records import RecordFile, index_fields
@@ -40,8 +40,7 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
     write_rows(dataset, records + 1)
     for name in ("records.jsonl", "records.idx"):
         (run_dir / name).unlink()
-    _, identity, config = find_run("r", cwd / "trajectories")
-    found = scan_of(run_dir, identity, config)
+    found = StoredRun(run_dir).scan
     save_scan(run_dir / NAME, found)
     file = RecordFile(run_dir, run_dir / "quarantine")
     for number, task in enumerate(tasks(found, num_samples=1)):

@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 import orjson
 
+from api.results import write_results
+from api.stored_run import open_run
 from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.resume import ROOT, status_of, write_rows
-from cli.shared import export_and_account
-from runs.maintenance.upkeep import check, find_run
+from runs.maintenance.upkeep import check
 from runs.store.index import ROW_BYTES
 
 KINDS = (
@@ -129,17 +130,19 @@ class Soak:
 
     def judge(self, endpoint: FakeEndpoint) -> dict[str, int]:
         """What went wrong over all starts, by kind; `wasted` are calls that were paid twice."""
-        path, identity, config = find_run(str(self._run_dir), self._run_dir.parent)
-        config = config.model_copy(update={"dataset_file": self._cwd / "p.jsonl"})
-        found = check(path, identity, config, read_data=True, repair=False, make=export_and_account)
+        stored = open_run(self._run_dir)
+        config = stored.config.model_copy(update={"dataset_file": self._cwd / "p.jsonl"})
+        found = check(
+            stored.path, stored.identity, config, read_data=True, repair=False, make=write_results
+        )
         for problem in found.found:
             print(problem.describe())
         ids = Counter(
             orjson.loads(line)["id"]
-            for line in (path / "records.jsonl").read_bytes().splitlines()
+            for line in (stored.path / "records.jsonl").read_bytes().splitlines()
             if line.startswith(b"{")
         )
-        left = [*(path / "inflight").iterdir(), *(path / "workspaces").iterdir()]
+        left = [*(stored.path / "inflight").iterdir(), *(stored.path / "workspaces").iterdir()]
         return {
             "lost": self._prompts - len(ids),
             "duplicated": ids.total() - len(ids),

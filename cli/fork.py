@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from cli.command_line import RunCommand
 from cli.exit_codes import end, errors_as_exit_codes
 from cli.shared import live_option, start, starting_options
 from runs.process.console import show
+
+if TYPE_CHECKING:
+    from api.stored_run import StoredRun
 
 _FILTERS = ("status", "min_reward", "max_reward", "passed")
 
@@ -58,36 +61,37 @@ def fork(
 
     Options given here override those of RUN; the same command resumes. See docs/forks.md.
     """
+    from api.stored_run import open_run
     from runs.maintenance.fork import forked_config, write_forks
-    from runs.maintenance.upkeep import find_run
     from runs.planning.plan import make_plan
     from runs.run_lock import refuse_held
 
     given = {name: value for name, value in flags.items() if value is not None}
     filters = {name: given.pop(name) for name in _FILTERS if name in given}
     with errors_as_exit_codes():
-        path, identity, of_parent = find_run(parent, Path(given.get("output_dir", "trajectories")))
-        refuse_held(path)
+        stored = open_run(parent, given.get("output_dir", "trajectories"))
+        identity = stored.identity
+        refuse_held(stored.path)
         config = forked_config(identity, config_file, given, branches=branches)
         refuse_held(config.run_dir)  # before a dataset is left beside it that nobody asked for
         forked = write_forks(
             config.dataset_file,
-            chosen_records(path, recipe=recipe, ids=ids, limit=limit, **filters),
+            chosen_records(stored, recipe=recipe, ids=ids, limit=limit, **filters),
             run=identity["run_name"],
             turn=at_turn,
-            rules=of_parent.row_rules(identity["api"]),
+            rules=stored.config.row_rules(identity["api"]),
             fresh=fresh,
         )
         config = config.model_copy(update={"dataset_file": forked.path})
         show(forked.describe())
-        started = start(
+        ended = start(
             make_plan(config), fresh=fresh, accept_config_change=accept_config_change, live=live
         )
-    end(*started)
+    end(ended)
 
 
 def chosen_records(
-    run_dir: Path,
+    stored: StoredRun,
     *,
     recipe: Path | None = None,
     ids: Path | None = None,
@@ -105,7 +109,6 @@ def chosen_records(
     from export.filters.filters import RecordFilters
     from export.recipe import Filters, load_recipe
     from runs.errors import ConfigError
-    from runs.store.reader import stored_records
 
     read = load_recipe(recipe, {})
     base = read.filters if recipe else Filters(status=("any",))
@@ -119,7 +122,7 @@ def chosen_records(
     wanted = _wanted(ids)
     found = (
         record
-        for record, _ in stored_records(run_dir)
+        for record in stored.records()
         if (wanted is None or record["id"] in wanted) and keep.rejection(record) is None
     )
     return islice(found, limit)

@@ -10,7 +10,7 @@ import click
 
 from cli.exit_codes import errors_as_exit_codes
 from cli.export_options import asks_for_dataset, dataset_options, make_dataset
-from cli.shared import export_and_account, open_for_reading, run_dir_argument, show_run
+from cli.shared import run_dir_argument, show_run
 from runs.process.console import show
 
 PROBLEMS = 6
@@ -30,10 +30,11 @@ PROBLEMS = 6
 )
 def status(run: str, output_dir: Path, as_json: bool, watch: float | None) -> None:
     """Show the progress and totals of RUN, during the run or afterwards."""
+    from api.stored_run import open_run
     from report.status import show_status
 
     with errors_as_exit_codes():
-        show_status(*open_for_reading(run, output_dir), as_json=as_json, every_s=watch)
+        show_status(open_run(run, output_dir), as_json=as_json, every_s=watch)
 
 
 @click.command()
@@ -44,15 +45,17 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
 
     With any option for datasets, build a dataset instead; see docs/export.md.
     """
+    from api.results import write_results
+    from api.stored_run import open_run
     from runs.narrowing import refuse_narrowing
-    from runs.run_dir import read_run_json
 
     with errors_as_exit_codes():
-        path, scan, config = open_for_reading(run, output_dir)
+        stored = open_run(run, output_dir)
+        path, scan, config = stored.path, stored.scan, stored.config
         if asks_for_dataset(flags):
             sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
-        refuse_narrowing(path, scan, config, read_run_json(path), accepted=())
-        accounts = export_and_account(path, scan, config)
+        refuse_narrowing(path, scan, config, stored.identity, accepted=())
+        accounts = write_results(path, scan, config)
     if accounts.pending:
         click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)
     show_run(path, accounts)
@@ -68,12 +71,19 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
 
     Read-only unless --repair is given. The run must not be in progress.
     """
-    from runs.maintenance.upkeep import check, find_run
+    from api.results import write_results
+    from api.stored_run import open_run
+    from runs.maintenance.upkeep import check
 
     with errors_as_exit_codes():
-        path, identity, config = find_run(run, output_dir)
+        stored = open_run(run, output_dir)
         checked = check(
-            path, identity, config, read_data=read_data, repair=repair, make=export_and_account
+            stored.path,
+            stored.identity,
+            stored.config,
+            read_data=read_data,
+            repair=repair,
+            make=write_results,
         )
     show(checked.as_json() if as_json else checked.describe())
     sys.exit(PROBLEMS if checked.left else 0)
@@ -100,12 +110,15 @@ def merge(
     allow_gaps: bool,
 ) -> None:
     """Merge RUNs of the same config, such as all shards, into one run."""
+    from api.results import write_results
+    from api.stored_run import open_run
     from runs.maintenance.merge import common_config
     from runs.maintenance.merge import merge as merge_runs
-    from runs.maintenance.upkeep import find_run, scan_of
+    from runs.maintenance.upkeep import scan_of
 
     with errors_as_exit_codes():
-        found = [find_run(run, output_dir)[:2] for run in runs]
+        opened = [open_run(run, output_dir) for run in runs]
+        found = [(stored.path, stored.identity) for stored in opened]
         config = common_config(
             found,
             run_name=into,
@@ -116,6 +129,6 @@ def merge(
         dataset = {**found[0][1]["dataset"], "path": config.dataset_file}
         scan = scan_of(config.run_dir, {**found[0][1], "dataset": dataset}, config)
         merged = merge_runs(found, config, scan, drop=drop_unfinished)
-        accounts = export_and_account(merged.path, scan, config)
+        accounts = write_results(merged.path, scan, config)
     show(merged.describe())
     show_run(merged.path, accounts)

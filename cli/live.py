@@ -24,7 +24,7 @@ def check_live() -> None:
 
 
 @contextmanager
-def live_view(run_dir: Path) -> Iterator[Callable[[str], None] | None]:
+def live_view(run_dir: Path) -> Iterator[Callable[[str], object] | None]:
     """Show the run in `run_dir` on the whole screen inside a `with` block.
 
     Gives what takes the messages for the user meanwhile; they are printed when the screen is free
@@ -33,7 +33,7 @@ def live_view(run_dir: Path) -> Iterator[Callable[[str], None] | None]:
     import multiprocessing
 
     from report.live import draw_until_told
-    from runs.executors.local import start_tracker_without_secrets
+    from runs.executors.local import start_tracker_without_secrets, start_without_main
 
     if not sys.stderr.isatty():
         say("--live needs a terminal; plain lines instead")
@@ -43,7 +43,7 @@ def live_view(run_dir: Path) -> Iterator[Callable[[str], None] | None]:
     context = multiprocessing.get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
     process = context.Process(target=draw_until_told, args=(theirs, run_dir), name="live")
-    process.start()
+    start_without_main(process)
     theirs.close()
     messages: list[str] = []
     try:

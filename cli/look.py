@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cli.exit_codes import errors_as_exit_codes
-from cli.shared import output_dir_option, path_of, run_argument, run_dir_argument
+from cli.shared import output_dir_option, run_argument, run_dir_argument
 from runs.process.console import show
+
+if TYPE_CHECKING:
+    from api.stored_run import StoredRun
 
 _LISTED = 40
 _ID_CHARS = 100
@@ -26,8 +29,10 @@ _ID_CHARS = 100
 )
 def report(run: str, output_dir: Path, output: Path | None) -> None:
     """Write RUN as a page for the browser, during the run or afterwards."""
+    from api.stored_run import open_run
+
     with errors_as_exit_codes():
-        _report(path_of(run, output_dir), output)
+        _report(open_run(run, output_dir), output)
 
 
 @click.command("show")
@@ -44,12 +49,14 @@ def show_one(
     """
     if record_id is None and turn is not None:
         raise click.UsageError("--turn needs the ID of a conversation")
+    from api.stored_run import open_run
+
     with errors_as_exit_codes():
-        path = path_of(run, output_dir)
+        stored = open_run(run, output_dir)
         if record_id is None:
-            _list(path, as_json=as_json)
+            _list(stored, as_json=as_json)
         else:
-            _show(path, record_id, turn=turn, as_json=as_json)
+            _show(stored, record_id, turn=turn, as_json=as_json)
 
 
 @click.command()
@@ -59,23 +66,26 @@ def show_one(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all differences.")
 def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:
     """Compare two runs and list the tasks that ended differently."""
+    from api.stored_run import open_run
+    from report import comparison
+
     with errors_as_exit_codes():
-        _compare(path_of(first, output_dir), path_of(second, output_dir), as_json=as_json)
+        found = comparison.compare(open_run(first, output_dir), open_run(second, output_dir))
+    show(_json(found) if as_json else comparison.as_text(found))
 
 
-def _report(run_dir: Path, output: Path | None) -> None:
+def _report(stored: StoredRun, output: Path | None) -> None:
     from report.page.writer import write_report
 
-    written = write_report(run_dir, output)
+    written = write_report(stored, output)
     beside = f", with its data in {written.files}" if written.files else ""
     show(f"{written.path}: {written.trajectories:,} trajectories{beside}")
 
 
-def _show(run_dir: Path, record_id: str, *, turn: int | None, as_json: bool) -> None:
+def _show(stored: StoredRun, record_id: str, *, turn: int | None, as_json: bool) -> None:
     from report.conversation_text import ConversationText, turn_as_json
-    from report.lookup import find_record
 
-    record = find_record(run_dir, record_id)
+    record = stored.record(record_id)
     if as_json:
         show(_json(record if turn is None else turn_as_json(record, turn)))
         return
@@ -88,11 +98,10 @@ def _show(run_dir: Path, record_id: str, *, turn: int | None, as_json: bool) -> 
         show(text)
 
 
-def _list(run_dir: Path, *, as_json: bool) -> None:
+def _list(stored: StoredRun, *, as_json: bool) -> None:
     from report.formatting import count, one_line, plural
-    from report.lookup import last_entries
 
-    entries, total = last_entries(run_dir, None if as_json else _LISTED)
+    entries, total = stored.last_entries(None if as_json else _LISTED)
     if as_json:
         listed = [{"id": id, "status": one.status, "turns": one.turns} for id, one in entries]
         show(_json(listed))
@@ -103,18 +112,11 @@ def _list(run_dir: Path, *, as_json: bool) -> None:
         f"{id:<{width}}  {entry.status}, {plural(entry.turns, 'turn')}"
         for id, (_, entry) in zip(ids, entries, strict=True)
     ]
-    head = f"{run_dir}: {plural(total, 'conversation')} with a record"
+    head = f"{stored.path}: {plural(total, 'conversation')} with a record"
     lines.insert(0, f"{head}, the last first" if total > 1 else head)
     if total > len(entries):
         lines.append(f"and {count(total - len(entries))} more; --json lists all")
     show("\n".join(lines))
-
-
-def _compare(first: Path, second: Path, *, as_json: bool) -> None:
-    from report import comparison as compared
-
-    found = compared.compare(first, second)
-    show(_json(found) if as_json else compared.as_text(found))
 
 
 def _json(value: Any) -> str:

@@ -11,15 +11,13 @@ from cli.command_line import EXAMPLES, RunCommand
 from cli.exit_codes import end, errors_as_exit_codes, fail
 from cli.shared import (
     accepted,
-    export_and_account,
     live_option,
     make_plan_of,
-    opened,
     show_run,
     start,
     starting_options,
 )
-from runs.process.console import show
+from runs.process.console import say, show
 
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
@@ -37,20 +35,20 @@ def run(
     **flags: Any,
 ) -> None:
     """Run all prompts of a dataset, or resume the run (the default command)."""
-    from runs.planning.plan import describe, show_bad_rows, warn
+    from runs.planning.plan import describe, name_bad_rows, warn
     from runs.planning.preview import preview
 
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags)
         if dry_run:
-            warn(plan)
-            show_bad_rows(plan.scan)
+            warn(plan, say)
+            name_bad_rows(plan.scan, say)
             show(describe(plan))
             changes = accepted(accept_config_change)
             show(preview(plan, fresh=fresh, accept_changes=changes))
             return
-        started = start(plan, fresh=fresh, accept_config_change=accept_config_change, live=live)
-    end(*started)
+        ended = start(plan, fresh=fresh, accept_config_change=accept_config_change, live=live)
+    end(ended)
 
 
 @click.command(cls=RunCommand)
@@ -88,16 +86,16 @@ def estimate(
         sample = sample_tasks(
             plan.scan, num_samples=config.num_samples, count=pilot, seed=config.seed
         )
-        outcome, accounts = start(
+        ended = start(
             plan, fresh=fresh, accept_config_change=accept_config_change, live=live, only=sample
         )
-        if outcome.stopped_by is not None or outcome.signal is not None:
+        if ended.stopped_by is not None or ended.signal is not None:
             # Those that have ended are the quick ones, and no random sample.
-            end(outcome, accounts)
+            end(ended)
         bounds = bounds_of(config, plan.setups)
         found = forecast(
             config.run_dir,
-            accounts,
+            ended.totals,
             sample,
             conversations=config.conversations,
             bounds=bounds,
@@ -109,7 +107,7 @@ def estimate(
     if found is None:
         fail("no task of the sample has ended, so nothing can be forecast", 1)
     show(as_table(found))
-    end(outcome, accounts, is_all=False)
+    end(ended)
 
 
 @click.command(cls=RunCommand, name="import_hermes")
@@ -127,14 +125,16 @@ def import_hermes(
     Takes the options of `run`. The same command without `import_hermes DIRECTORY` then runs the
     rest.
     """
+    from api.results import write_results
+    from api.start import opened
     from runs.maintenance.hermes.importer import import_hermes
 
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags)
-        with opened(plan, fresh, accept_config_change) as run_dir:
+        with opened(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
             imported = import_hermes(
                 directory, plan.scan, run_dir, num_samples=plan.config.num_samples
             )
-            accounts = export_and_account(run_dir.path, plan.scan, plan.config)
+            accounts = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
     show_run(run_dir.path, accounts)

@@ -18,20 +18,13 @@ def stats(run: str, output_dir: Path, as_json: bool) -> None:
     """Show statistics of RUN from its records: turns, tokens, tools."""
     import orjson
 
-    from export.conversation.style import style_of_run
-    from export.run_statistics import as_text, statistics_of
-    from runs.maintenance.upkeep import find_run
+    from api.stored_run import open_run
+    from export.run_statistics import as_text
 
     with errors_as_exit_codes():
-        path, identity, config = find_run(run, output_dir)
-        found = statistics_of(
-            path,
-            style=style_of_run(config.to_json()),
-            require_reasoning=config.require_reasoning,
-            require_passed=config.require_passed,
-            max_attempts=config.max_attempts,
-        )
+        stored = open_run(run, output_dir)
+        found = stored.statistics()
         if as_json:
             show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
             return
-        show("\n".join(as_text(found, identity["meaning"].get("distribution") or {})))
+        show("\n".join(as_text(found, stored.identity["meaning"].get("distribution") or {})))

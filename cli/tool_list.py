@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from agent.session import run_here
 from runs.config.run_config import RunConfig
 from runs.config.toolsets import catalog_of
 from toolsets.catalog.registry import Toolset
@@ -24,7 +24,7 @@ def tool_list(config: RunConfig) -> list[dict[str, Any]]:
     the schemas as a model is given them. Raises `ValueError` for what no start would take.
     """
     sandbox = sandbox_problem(config.sandbox)
-    found = asyncio.run(list_servers(config.mcp or {}))
+    found = run_here(list_servers(config.mcp or {}))
     failed = {name: str(error) for name, error in found.items() if isinstance(error, McpError)}
     listed = {name: server for name, server in found.items() if isinstance(server, McpServer)}
     config = config.model_copy(update={"mcp": {**(config.mcp or {}), **listed}})

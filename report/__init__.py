@@ -1,9 +1,6 @@
 """Looking at runs.
 
 formatting         numbers and times for people
-lookup             records by id or age
-in_flight          what conversations are doing now
-failures_seen      failures by class
 facts              what the report's table knows of a conversation
 conversation_text  one conversation in the terminal
 status             the command `status`
@@ -19,7 +16,6 @@ SEAM = (
     "conversation_text",
     "formatting",
     "live",
-    "lookup",
     "page.writer",
     "status",
 )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from api.stored_run import StoredRun
 from report.formatting import count, dollars, one_line
-from report.lookup import stored_entries
-from runs.run_dir import read_run_json
 from runs.store.checks import CheckSums
 from runs.store.records import IndexEntry
 from runs.store.settled import NO_BOUND
@@ -20,8 +18,8 @@ _SHOWN = 10
 _VALUE_CHARS = 60
 
 
-def compare(first: Path, second: Path) -> dict[str, Any]:
-    """Compare the records of two runs by task id, from their directories alone; JSON-ready.
+def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
+    """Compare the records of two runs by task id, from what they left on disk; JSON-ready.
 
     Keys: `runs` (two sums: see `_sums`), `options` (those that decide what the data is and
     differ: {name: [first, second]}), `same_dataset`, `both` (tasks that have a record in both),
@@ -29,15 +27,15 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     run), `judged_otherwise` (the same for tasks that passed their check in one run alone, with
     true or false), `paired` (see `_paired`).
     """
-    runs = [read_run_json(path) for path in (first, second)]
-    entries = [dict(stored_entries(path)) for path in (first, second)]
+    runs = [stored.identity for stored in (first, second)]
+    entries = [dict(stored.entries()) for stored in (first, second)]
     before, after = entries
     meanings = [run["meaning"] for run in runs]
     both = [task_id for task_id in before if task_id in after]
     return {
         "runs": [
-            {"run_dir": str(path), **_sums(list(found.values())), **_spent(path, run)}
-            for path, run, found in zip((first, second), runs, entries, strict=True)
+            {"run_dir": str(stored.path), **_sums(list(found.values())), **_spent(stored)}
+            for stored, found in zip((first, second), entries, strict=True)
         ],
         "options": {
             name: [meaning.get(name) for meaning in meanings]
@@ -88,9 +86,9 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
     }
 
 
-def _spent(path: Path, run: dict[str, Any]) -> dict[str, Any]:
+def _spent(stored: StoredRun) -> dict[str, Any]:
     """What a run has spent in all, beside what its records that count cost."""
-    spent = spent_by(path, run["config"].get("max_attempts", NO_BOUND))
+    spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_BOUND))
     return {"spent_usd": spent.usd, "spent_unknown": spent.unknown}
 
 

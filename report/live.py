@@ -16,9 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from api.stored_run import StoredRun
 from report.status import Status, look, sections
 from runs.errors import RunError
-from runs.maintenance.upkeep import find_run, scan_of
 from runs.process.console import say
 from runs.process.startup import hide_environment
 
@@ -48,12 +48,11 @@ def draw_until_told(told: Connection, run_dir: Path) -> None:
         os.nice(5)
     console = Console(file=sys.stderr, highlight=False)
     try:
-        path, identity, config = find_run(str(run_dir), run_dir.parent)
-        scan = scan_of(path, identity, config)
+        stored = StoredRun(run_dir)
         with Live(console=console, screen=True, auto_refresh=False) as screen:
             while True:
                 began = time.monotonic()
-                found = look(path, scan, config)
+                found = look(stored)
                 screen.update(_drawn(found, height=console.height), refresh=True)
                 took_s = time.monotonic() - began
                 if told.poll(max(_EVERY_S, _PAUSE_PER_WORK * took_s)):

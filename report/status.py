@@ -10,20 +10,15 @@ from typing import Any, NamedTuple
 import click
 import orjson
 
+from api.stored_run import StoredRun
 from report.facts import seconds_at_work
-from report.failures_seen import errors_seen
 from report.formatting import count, one_line, plain, plural, seconds
-from report.in_flight import conversations_under_way
-from report.lookup import last_records
 from runs.batch_api.totals import BatchTotals, sum_up
-from runs.config.run_config import RunConfig
-from runs.dataset.scan import Scan
 from runs.process.console import show
-from runs.run_lock import holder_of
+from runs.store.failures import failures_by_class
 from runs.store.index import own_turns
-from runs.store.records import load_index
 from runs.supervisor.progress import PROGRESS_FILE, describe
-from runs.totals.accounts import Accounts, account, as_table
+from runs.totals.accounts import Accounts, as_table
 
 _SLOWEST = 5
 _SHOWN = 10
@@ -31,15 +26,13 @@ _ID_CHARS = 40
 _LINE_CHARS = 100
 
 
-def show_status(
-    run_dir: Path, scan: Scan, config: RunConfig, *, as_json: bool, every_s: float | None
-) -> None:
+def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> None:
     """Print the accounts and the status of a run, with `every_s` again while the run goes on.
 
     JSON is one object, or one line each time.
     """
     while True:
-        found = look(run_dir, scan, config)
+        found = look(stored)
         if as_json:
             option = None if every_s else orjson.OPT_INDENT_2
             text = orjson.dumps(found.to_json(), option=option).decode()
@@ -79,16 +72,16 @@ class Status(NamedTuple):
         }
 
 
-def look(run_dir: Path, scan: Scan, config: RunConfig) -> Status:
+def look(stored: StoredRun) -> Status:
     """Read all of it, from the run directory and the dataset alone."""
-    holder = holder_of(run_dir)
+    holder = stored.holder
     return Status(
-        run_dir,
+        stored.path,
         holder,
-        account(run_dir, scan, config),
-        None if holder is None else _progress(run_dir, pid=holder.get("pid")),
-        run_status(run_dir),
-        sum_up(run_dir),
+        stored.totals(),
+        None if holder is None else _progress(stored.path, pid=holder.get("pid")),
+        run_status(stored),
+        sum_up(stored.path),
     )
 
 
@@ -101,16 +94,13 @@ def _progress(run_dir: Path, *, pid: int | None) -> dict[str, Any] | None:
     return state if state["pid"] == pid else None
 
 
-def run_status(run_dir: Path) -> dict[str, Any]:
+def run_status(stored: StoredRun) -> dict[str, Any]:
     """From the run directory alone, while the run goes on or not; writes nothing.
 
-    Keys: `in_flight` (see `conversations_under_way`), `slowest` (tasks of the last
+    Keys: `in_flight` (see `StoredRun.in_flight`), `slowest` (tasks of the last
     `slowest_of` records: `id`, `status`, `turns`, `duration_s` at work), `errors` (see
-    `errors_seen`).
+    `failures_by_class`).
     """
-    in_flight = conversations_under_way(
-        run_dir, settled=load_index(run_dir).keys(), now=time.time()
-    )
     ended = [
         {
             "id": record["id"],
@@ -118,14 +108,14 @@ def run_status(run_dir: Path) -> dict[str, Any]:
             "turns": len(own_turns(record)),
             "duration_s": round(seconds_at_work(record), 3),
         }
-        for record in last_records(run_dir)
+        for record in stored.last_records()
     ]
     ended_by_time = sorted(ended, key=lambda task: -task["duration_s"])
     return {
-        "in_flight": in_flight,
+        "in_flight": stored.in_flight(),
         "slowest": ended_by_time[:_SLOWEST],
         "slowest_of": len(ended),
-        "errors": errors_seen(run_dir),
+        "errors": failures_by_class(stored.path),
     }
 
 

@@ -58,6 +58,7 @@ SEAM = (
     "store.failures",
     "store.files",
     "store.index",
+    "store.journal",
     "store.reader",
     "store.records",
     "store.settled",

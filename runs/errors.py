@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from toolsets.errors import machine_failure
+
+SIGNALLED = 128
+"""Added to the number of the signal that stopped a run, as shells do."""
+
 
 class RunError(Exception):
     """A run cannot start or go on. `exit_code` is what the command line returns."""
@@ -35,3 +44,27 @@ class RunLocked(RunError):
     """Another process is working on this run."""
 
     exit_code = 5
+
+
+def interrupted(number: int) -> str:
+    """What a user reads after a signal."""
+    name = signal.Signals(number).name
+    return f"interrupted by {name}; nothing is lost: run the same command again to go on"
+
+
+@contextmanager
+def machine_failures_as_stops() -> Iterator[None]:
+    """Raise `EnvironmentStop` for what the machine refuses: room on a disk, memory, processes."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        failure = machine_failure(error)
+        if failure is None and not isinstance(error, OSError):
+            raise
+        msg = (
+            f"{failure or error}; nothing that was finished is lost; fix that and run the same "
+            "command again"
+        )
+        raise EnvironmentStop(msg) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -20,10 +21,15 @@ from runs.batch_api.service import BatchService, with_open_batches
 from runs.config.models import bounds_of, budget_of
 from runs.dataset.scan import tasks_at
 from runs.dataset.scan_cache import NAME
-from runs.errors import DatasetChanged
+from runs.errors import DatasetChanged, RunLocked
 from runs.executor_choice import open_executor
 from runs.planning.plan import Plan, describe
-from runs.process.startup import allow_many_files, hide_environment, log_to
+from runs.process.startup import (
+    allow_many_files,
+    hide_environment,
+    log_to,
+    settings_restored,
+)
 from runs.protocol.worker_setup import WorkerSetup
 from runs.record import Provenance
 from runs.run_dir import RunDir
@@ -41,6 +47,8 @@ from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
 log = logging.getLogger(__name__)
+
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +74,32 @@ def run_batch(
     run_dir: RunDir,
     *,
     only: Collection[bytes] | None = None,
-    tell: Callable[[str], None] | None = None,
+    tell: Callable[[str], object] | None = None,
 ) -> Outcome:
     """Work on all tasks that need work. Blocks until they end or the run is stopped.
 
-    `only` bounds the work to the tasks with these keys; `tell` takes the messages for the user
-    where something else than the progress line has the terminal.
+    `only` limits the work to the tasks with these keys. `tell` gets the messages for the user;
+    without it they are printed, with a progress line.
 
-    Raises `EnvironmentStop` where the run cannot go on.
+    Raises `EnvironmentStop` where the run cannot continue, and `RunLocked` while this process
+    works on another run: log, limits and environment belong to the whole process.
     """
+    if not _one_at_a_time.acquire(blocking=False):
+        msg = f"{run_dir.path}: this process works on another run; start this one after it"
+        raise RunLocked(msg)
+    try:
+        with settings_restored():
+            return _run_batch(plan, run_dir, only, tell)
+    finally:
+        _one_at_a_time.release()
+
+
+def _run_batch(
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    tell: Callable[[str], object] | None,
+) -> Outcome:
     log_to(run_dir.path / "run.log", plan.config.log_level)
     log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
     for name, server in (plan.config.mcp or {}).items():
@@ -92,7 +117,7 @@ def _work(
     plan: Plan,
     run_dir: RunDir,
     only: Collection[bytes] | None,
-    tell: Callable[[str], None] | None,
+    tell: Callable[[str], object] | None,
 ) -> Outcome:
     config = plan.config
     records = RecordFile(run_dir.path, run_dir.quarantine)
@@ -306,7 +331,10 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
 
 @contextmanager
 def _signals_to(supervisor: Supervisor) -> Iterator[list[int]]:
-    """Turn SIGINT, SIGTERM and SIGHUP into an orderly stop; gives the list of those received."""
+    """Turn SIGINT, SIGTERM and SIGHUP into an orderly stop; gives the list of those received.
+
+    Only the main thread can: elsewhere signals do what the caller has set.
+    """
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -314,7 +342,8 @@ def _signals_to(supervisor: Supervisor) -> Iterator[list[int]]:
         supervisor.interrupt()
 
     before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    is_main = threading.current_thread() is threading.main_thread()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ():
         # What nohup or a shell script's background job ignores stays ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, on_signal)

@@ -11,7 +11,7 @@
     summary.json     the accounts, computed at the end of each start
     run.log, lock
 
-One process at a time: the lock is held from `open_run` to `RunDir.close`, or until the process
+One process at a time: the lock is held from `open_run_dir` to `RunDir.close`, or until the process
 ends, however it ends.
 """
 
@@ -136,7 +136,7 @@ class RunDir:
             os.close(fd)
 
 
-def open_run(
+def open_run_dir(
     config: RunConfig,
     scan: Scan,
     *,
@@ -274,6 +274,11 @@ def read_run_json(path: Path) -> dict[str, Any]:
         )
         raise RunDirError(msg)
     return run
+
+
+def runs_in(output_dir: Path) -> list[str]:
+    """The names of the runs in a directory."""
+    return sorted(path.parent.name for path in output_dir.glob("*/run.json"))
 
 
 def _move_aside(path: Path) -> None:

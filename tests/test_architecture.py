@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ROOMS = ("toolsets", "agent", "runs", "export", "report", "cli")
+ROOMS = ("toolsets", "agent", "runs", "export", "api", "report", "cli")
 DOORS = ("run_agent", "batch_runner")
 
 NODES = """
@@ -38,6 +38,8 @@ runs/run runs/maintenance runs/maintenance/hermes
 
 export/extras export/row_files export/conversation export/formats export/recipe export/filters
 export/statistics export/record_order export/run_statistics export/training_files export/dataset
+
+api
 
 report/formatting report report/page
 

@@ -21,6 +21,7 @@ from agent.loop.rules import next_step
 from agent.messages import Event
 from agent.state.forking import NotForkable, events_until, paid_for
 from agent.state.trajectory import Trajectory
+from api.stored_run import StoredRun
 from cli.fork import chosen_records
 from report.facts import row_of
 from runs.config.models import set_up_models
@@ -320,13 +321,13 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
         ({"ids": tmp_path / "ids", "status": "max_turns"}, set()),
     ]
     for given_filters, expected in chosen:
-        found = chosen_records(parent, **given_filters)
+        found = chosen_records(StoredRun(parent), **given_filters)
         assert {record["id"] for record in found} == expected
-    assert len(list(chosen_records(parent, limit=2))) == 2
+    assert len(list(chosen_records(StoredRun(parent), limit=2))) == 2
     wrong: list[dict[str, Any]] = [{"status": "complete"}, {"min_reward": float("nan")}]
     for given_filters in wrong:
         with pytest.raises(ConfigError, match=f"--{next(iter(given_filters))}: .*should be"):
-            chosen_records(parent, **given_filters)
+            chosen_records(StoredRun(parent), **given_filters)
     again = run(tmp_path, "fork", "r", "--at_turn=2", "--n=1", "--status=max_turns", run_name="b")
     assert again.returncode == 0, again.stderr
     assert [record["id"] for record in records(tmp_path, "b")] == ["fork.cut@2"]

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 from agent.messages import Event, Message, NoteEvent, ReplyEvent, ResultEvent, SubEvent
+from api.in_flight import conversations_in_flight
+from api.stored_run import StoredRun
 from report.comparison import as_text, compare
 from report.conversation_text import ConversationText, turn_as_json
-from report.failures_seen import errors_seen
-from report.in_flight import conversations_under_way
-from report.lookup import find_record
 from report.page.writer import write_report
 from report.status import run_status
 from runs.errors import ConfigError, EnvironmentStop, RunDirError
 from runs.run_lock import locked
-from runs.store.failures import Failure, FailureFile
+from runs.store.failures import Failure, FailureFile, failures_by_class
 from runs.store.journal_writer import JournalWriter
 from runs.store.settled import WORKER_DIED
 from runs.tasks import task_key
@@ -77,11 +76,11 @@ def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
 
 def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
-    assert find_record(run_dir, "pl")["id"] == "plain"
+    assert StoredRun(run_dir).record("pl")["id"] == "plain"
     with pytest.raises(RunDirError, match="no record has the id 'nobody', or one that begins so"):
-        find_record(run_dir, "nobody")
+        StoredRun(run_dir).record("nobody")
     with pytest.raises(RunDirError, match=r"several ids: .*plain"):
-        find_record(run_dir, "")
+        StoredRun(run_dir).record("")
     missing = run(cwd, "show", "r", "nobody")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr.startswith("error: trajectories/r: no record has the id 'nobody'")
@@ -181,7 +180,7 @@ def test_one_turn_alone(cwd: Path) -> None:
 def test_json_is_the_record(cwd: Path) -> None:
     (record,) = (line for line in records(cwd) if line["id"] == HOSTILE_ID)
     assert json.loads(shown(cwd, "r", HOSTILE_ID, "--json")) == record
-    assert find_record(cwd / "trajectories" / "r", HOSTILE_ID) == record
+    assert StoredRun(cwd / "trajectories" / "r").record(HOSTILE_ID) == record
 
 
 def test_what_happened_inside_and_beside_a_conversation_is_shown(tmp_path: Path) -> None:
@@ -278,7 +277,9 @@ def test_compare_shows_what_ended_differently(cwd: Path) -> None:
     assert "completed -> max_turns: 1: x/<b>#?%</b> ⟨U+001B⟩[1m" in text
     assert "option max_turns: 3 -> 2" in text
     run_dir = cwd / "trajectories" / "r"
-    assert "every one of them has the same status" in as_text(compare(run_dir, run_dir))
+    assert "every one of them has the same status" in as_text(
+        compare(StoredRun(run_dir), StoredRun(run_dir))
+    )
 
 
 def test_compare_says_which_tasks_only_one_run_has(cwd: Path, tmp_path: Path) -> None:
@@ -286,7 +287,7 @@ def test_compare_says_which_tasks_only_one_run_has(cwd: Path, tmp_path: Path) ->
         tmp_path / "p.jsonl", ROWS[1], {"id": "new", "prompt": "Hi", "script": [{"content": "Hi."}]}
     )
     assert run(tmp_path, **SCRIPTED).returncode == 0
-    found = compare(cwd / "trajectories" / "r", tmp_path / "trajectories" / "r")
+    found = compare(*(StoredRun(folder / "trajectories" / "r") for folder in (cwd, tmp_path)))
     assert found["only"][1] == ["new"]
     assert set(found["only"][0]) == {HOSTILE_ID, "endless"}
     assert not found["same_dataset"]
@@ -342,12 +343,12 @@ def test_status_goes_on_where_a_record_is_unreadable(cwd: Path, tmp_path: Path) 
     second = content.index(b"\n") + 1
     content[second + 400 : second + 440] = b'"' * 40
     (tmp_path / "records.jsonl").write_bytes(content)
-    assert run_status(tmp_path)["slowest_of"] == 2
+    assert run_status(StoredRun(tmp_path))["slowest_of"] == 2
     with pytest.raises(
         EnvironmentStop,
         match=r"records.jsonl:2: the record \('x/.*'\) is unreadable: it was changed",
     ):
-        write_report(tmp_path)
+        write_report(StoredRun(tmp_path))
     assert not list(tmp_path.glob("report*"))
 
 
@@ -406,7 +407,7 @@ def journaled(run_dir: Path, *deals: list[tuple[int, Event]], task: str = "a") -
 def test_a_call_without_a_result_is_what_goes_on(tmp_path: Path) -> None:
     events: list[Event] = [reply(1, "x", "y", at=100.0), result(1, 1, at=103.0)]
     journaled(tmp_path, list(enumerate(events)))
-    (one,) = conversations_under_way(tmp_path, settled=(), now=110.0)
+    (one,) = conversations_in_flight(tmp_path / "inflight", settled=(), now=110.0)
     assert one == {
         "id": "a",
         "turns": 1,
@@ -415,7 +416,10 @@ def test_a_call_without_a_result_is_what_goes_on(tmp_path: Path) -> None:
         "calls": ["x"],
         "idle_s": 7.0,
     }
-    assert conversations_under_way(tmp_path, settled={task_key("a", "digest")}, now=110.0) == []
+    assert (
+        conversations_in_flight(tmp_path / "inflight", settled={task_key("a", "digest")}, now=110.0)
+        == []
+    )
 
 
 def test_the_model_is_waited_for_when_all_calls_are_answered(tmp_path: Path) -> None:
@@ -425,7 +429,7 @@ def test_the_model_is_waited_for_when_all_calls_are_answered(tmp_path: Path) -> 
     inner = SubEvent(kind="sub", key="k", name="n", event=reply(7, "q", at=109.0))
     events: list[Event] = [reply(1, "x", at=100.0), result(1, 0, at=103.0), note, discarded, inner]
     journaled(tmp_path, list(enumerate(events)))
-    (one,) = conversations_under_way(tmp_path, settled=(), now=110.0)
+    (one,) = conversations_in_flight(tmp_path / "inflight", settled=(), now=110.0)
     assert (one["doing"], one["turns"], one["tool"], one["idle_s"]) == ("model", 1, "x", 1.0)
 
 
@@ -438,7 +442,7 @@ def test_a_later_deal_replaces_what_it_could_not_use(tmp_path: Path) -> None:
     journaled(tmp_path, list(enumerate(before)), [(2, reply(2, "new", at=200.0))])
     torn = tmp_path / "inflight" / "worker-9-0.jsonl"
     torn.write_bytes(b'{"task":"a","input_dig')
-    (one,) = conversations_under_way(tmp_path, settled=(), now=200.0)
+    (one,) = conversations_in_flight(tmp_path / "inflight", settled=(), now=200.0)
     assert (one["turns"], one["calls"]) == (2, ["new"])
 
 
@@ -449,7 +453,9 @@ def test_errors_have_a_count_and_the_last_example(tmp_path: Path) -> None:
     file.close()
     with (tmp_path / "failures.jsonl").open("ab") as torn:
         torn.write(b'{"kind":"attempt","cla')
-    found = [{key: one[key] for key in ("class", "count", "id")} for one in errors_seen(tmp_path)]
+    found = [
+        {key: one[key] for key in ("class", "count", "id")} for one in failures_by_class(tmp_path)
+    ]
     assert found == [
         {"class": "timeout", "count": 2, "id": "t1"},
         {"class": WORKER_DIED, "count": 1, "id": "t2"},

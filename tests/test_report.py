@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from api.stored_run import StoredRun
 from export.conversation.style import Style
 from report.facts import row_of, seconds_at_work
 from report.page.page import embedded
@@ -113,7 +114,7 @@ def whole(record: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_page_holds_every_record_and_no_markup_of_theirs(run_dir: Path, tmp_path: Path) -> None:
     """A parser of HTML finds our four scripts, and in them the records, unchanged."""
-    written = write_report(run_dir, tmp_path / "page.html")
+    written = write_report(StoredRun(run_dir), tmp_path / "page.html")
     page = Scripts(written.path.read_text())
     assert [attrs.get("id") for attrs, _ in page.found] == [
         "meta-data",
@@ -129,7 +130,7 @@ def test_the_page_holds_every_record_and_no_markup_of_theirs(run_dir: Path, tmp_
 
 def test_the_training_form_is_the_row_of_the_export(run_dir: Path, tmp_path: Path) -> None:
     """Word for word, wherever the row went; a reject has its reason."""
-    page = Scripts(write_report(run_dir, tmp_path / "page.html").path.read_text())
+    page = Scripts(write_report(StoredRun(run_dir), tmp_path / "page.html").path.read_text())
     systems = page.json("meta-data")["systems"]
     forms = {record["id"]: record["training_form"] for record in page.json("records-data")}
     places = {
@@ -175,7 +176,7 @@ def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:
 
 def test_no_script_runs_but_ours(run_dir: Path, tmp_path: Path) -> None:
     """The policy forbids everything, names our script and style by hash, and allows no address."""
-    page = write_report(run_dir, tmp_path / "page.html").path.read_text()
+    page = write_report(StoredRun(run_dir), tmp_path / "page.html").path.read_text()
     found = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
     assert found
     policy = dict(part.strip().partition(" ")[::2] for part in found[1].split(";"))
@@ -188,7 +189,7 @@ def test_no_script_runs_but_ours(run_dir: Path, tmp_path: Path) -> None:
 
 def test_a_large_report_keeps_its_data_in_files_beside_it(run_dir: Path, tmp_path: Path) -> None:
     """Beyond the bound every record is in a chunk, where its row says."""
-    written = write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    written = write_report(StoredRun(run_dir), tmp_path / "page.html", inline_bytes=0)
     assert written.files == tmp_path / "page_files"
     page = Scripts(written.path.read_text())
     meta = page.json("meta-data")
@@ -220,14 +221,14 @@ def test_files_of_an_earlier_report_go_and_those_of_others_stay(
     run_dir: Path, tmp_path: Path
 ) -> None:
     files = tmp_path / "page_files"
-    write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
-    write_report(run_dir, tmp_path / "page.html")
+    write_report(StoredRun(run_dir), tmp_path / "page.html", inline_bytes=0)
+    write_report(StoredRun(run_dir), tmp_path / "page.html")
     assert not files.exists()
-    write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    write_report(StoredRun(run_dir), tmp_path / "page.html", inline_bytes=0)
     (files / "notes.txt").write_text("mine")
-    write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    write_report(StoredRun(run_dir), tmp_path / "page.html", inline_bytes=0)
     assert sorted(path.name for path in files.iterdir()) == ["chunk-0.js", "notes.txt", "rows.js"]
-    write_report(run_dir, tmp_path / "page.html")
+    write_report(StoredRun(run_dir), tmp_path / "page.html")
     assert [path.name for path in files.iterdir()] == ["notes.txt"]
 
 
@@ -243,7 +244,7 @@ def test_the_writer_holds_one_piece_at_a_time(run_dir: Path, tmp_path: Path) -> 
         copies = (json.dumps(record | {"id": f"p{n}"}) for n in range(count))
         (copy / "records.jsonl").write_text("".join(line + "\n" for line in copies))
         tracemalloc.start()
-        assert write_report(copy, inline_bytes=0).trajectories == count
+        assert write_report(StoredRun(copy), inline_bytes=0).trajectories == count
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 2 * peaks[0]
@@ -251,13 +252,13 @@ def test_the_writer_holds_one_piece_at_a_time(run_dir: Path, tmp_path: Path) -> 
 
 def test_a_run_without_records_has_a_report(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes((run_dir / "run.json").read_bytes())
-    assert write_report(tmp_path).trajectories == 0
+    assert write_report(StoredRun(tmp_path)).trajectories == 0
     assert (tmp_path / "report.html").exists()
 
 
 def test_a_place_that_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"missing/page\.html: cannot write the report there"):
-        write_report(run_dir, tmp_path / "missing" / "page.html")
+        write_report(StoredRun(run_dir), tmp_path / "missing" / "page.html")
 
 
 def test_a_row_counts_what_the_model_did(run_dir: Path) -> None:
@@ -297,9 +298,9 @@ def test_a_report_replaces_nothing_but_a_report(run_dir: Path, tmp_path: Path) -
     for kept in (run_dir / "records.jsonl", run_dir.with_suffix(".jsonl"), tmp_path / "pipe"):
         before = kept.stat()
         with pytest.raises(RunDirError, match="is there and is no report"):
-            write_report(run_dir, kept)
+            write_report(StoredRun(run_dir), kept)
         assert kept.stat() == before
     page = tmp_path / "page.html"
     page.touch()
     for _ in range(2):
-        assert write_report(run_dir, page).path.read_text().startswith("<!doctype html>")
+        assert write_report(StoredRun(run_dir), page).path.read_text().startswith("<!doctype html>")

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
+from api.stored_run import StoredRun
 from report.page.writer import write_report
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.test_report import HOSTILE_ID, ROWS
@@ -53,13 +54,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(run_dir: Path) -> Path:
     """All in one file, under a name that an address has to escape."""
-    return write_report(run_dir, run_dir / "one #1?.html").path
+    return write_report(StoredRun(run_dir), run_dir / "one #1?.html").path
 
 
 @pytest.fixture(scope="module")
 def large_report(run_dir: Path) -> Path:
     """The same with its data beside it."""
-    return write_report(run_dir, run_dir / "many #1?.html", inline_bytes=0).path
+    return write_report(StoredRun(run_dir), run_dir / "many #1?.html", inline_bytes=0).path
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +263,7 @@ def test_what_was_checked_is_seen_and_found(context: BrowserContext, tmp_path: P
     done = run(tmp_path, "--row_setup", **{**SCRIPTED, "sandbox": "local"})
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "trajectories" / "r"
-    with opened(context, write_report(run_dir, run_dir / "report.html").path) as page:
+    with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
         tile = page.locator("#tiles div", has_text="Passed").locator("dd")
         assert tile.text_content() == "50%1 of 2 checked, mean reward 0.625"
         assert page.locator("#charts b", has_text="Rewards").count() == 1
@@ -317,9 +318,9 @@ def test_a_link_leads_to_a_turn(context: BrowserContext, report: Path) -> None:
 def test_files_of_another_report_are_noticed(
     context: BrowserContext, run_dir: Path, tmp_path: Path
 ) -> None:
-    write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    write_report(StoredRun(run_dir), tmp_path / "page.html", inline_bytes=0)
     old = (tmp_path / "page.html").read_bytes()
-    write_report(run_dir, tmp_path / "page.html", inline_bytes=0)
+    write_report(StoredRun(run_dir), tmp_path / "page.html", inline_bytes=0)
     (tmp_path / "page.html").write_bytes(old)
     page = context.new_page()
     page.goto((tmp_path / "page.html").as_uri())

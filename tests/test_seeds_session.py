@@ -63,7 +63,7 @@ def test_a_conversation_has_the_same_keys_however_it_ends(script: list[Any]) -> 
     assert result.keys() == {
         *("final_response", "messages", "status", "completed", "partial", "failed"),
         *("interrupted", "error", "api_calls", "last_reasoning", "usage", "cost_usd"),
-        *("model", "task_id"),
+        *("model", "task_id", "stop_reason", "transcript"),
     }
     assert isinstance(result["final_response"], str)
     assert result["task_id"]

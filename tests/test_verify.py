@@ -15,7 +15,7 @@ from zlib import crc32
 import orjson
 import pytest
 
-from cli.shared import export_and_account
+from api.results import write_results
 from runs.config.run_config import RunConfig
 from runs.maintenance.upkeep import Checked, check
 from runs.run_dir import read_run_json
@@ -54,9 +54,7 @@ def path(whole: Path, tmp_path: Path) -> Path:
 def checked(path: Path, *, read_data: bool = True, repair: bool = False) -> Checked:
     identity = read_run_json(path)
     config = RunConfig.model_validate(identity["config"])
-    return check(
-        path, identity, config, read_data=read_data, repair=repair, make=export_and_account
-    )
+    return check(path, identity, config, read_data=read_data, repair=repair, make=write_results)
 
 
 def edit(file: Path, change: Callable[[list[bytes]], Any]) -> None:

@@ -21,6 +21,7 @@ from agent.models.client.open_model import open_model
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, ModelSettings, Request
 from agent.models.resolve import read_key
+from agent.session import run_here
 from export.filters.verdicts import NAME, JudgeQuestions, Question, read_verdicts
 from export.recipe import Judge
 from runs.errors import ConfigError, EnvironmentStop
@@ -62,7 +63,7 @@ def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
         file = AppendFile(path)
         try:
             asking = _Asking(judge, questions.settings, file, api_key, has_answered=has_answered)
-            asyncio.run(asking.ask_all(chain([first], left)))
+            run_here(asking.ask_all(chain([first], left)))
         finally:
             file.close()
     cost = f", ${asking.cost_usd:.4f}" if asking.cost_usd else ""

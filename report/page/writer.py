@@ -8,17 +8,15 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from api.stored_run import StoredRun
 from export.conversation.style import style_of_run
 from report.facts import row_of
-from report.failures_seen import errors_seen
 from report.page.page import render_page
 from report.page.pieces import INLINE_BYTES, Pieces
 from report.page.training_form import training_form
 from runs.errors import RunDirError
-from runs.run_dir import read_run_json
-from runs.run_lock import holder_of
+from runs.store.failures import failures_by_class
 from runs.store.files import StorageError, replace_file
-from runs.store.reader import stored_records
 from runs.store.settled import NO_BOUND
 from runs.totals.spending import spent_by
 from toolsets import exact_json
@@ -36,15 +34,15 @@ class WrittenPage(NamedTuple):
 
 
 def write_report(
-    run_dir: Path, output: Path | None = None, *, inline_bytes: int = INLINE_BYTES
+    stored: StoredRun, output: Path | None = None, *, inline_bytes: int = INLINE_BYTES
 ) -> WrittenPage:
-    """Write the report of `run_dir` to `output` (report.html in it), from the directory alone.
+    """Write the report of a run to `output` (report.html in its directory).
 
     Records are read one at a time; beyond `inline_bytes` of data they go to files in
     `<output's stem>_files`. Raises `RunDirError` and `StorageError`.
     """
-    run = read_run_json(run_dir)
-    path = output or run_dir / "report.html"
+    run = stored.identity
+    path = output or stored.path / "report.html"
     if path.is_dir() or not path.parent.is_dir():
         msg = f"{path}: cannot write the report there; --output names a file in a directory"
         raise RunDirError(msg)
@@ -62,7 +60,7 @@ def write_report(
     columns: list[str] = []
     count = 0
     try:
-        for record, _ in stored_records(run_dir):
+        for record in stored.records():
             form = training_form(record, **required, style=style, number_of=systems.number)
             row = row_of(record) | {"exported": form["file"]}
             columns = [*row, "chunk", "place"]
@@ -76,7 +74,7 @@ def write_report(
     finally:
         pieces.discard()
     meta = {
-        **_about(run, run_dir),
+        **_about(stored),
         "report_id": report_id,
         "columns": columns,
         "tools": tools.values,
@@ -96,20 +94,21 @@ def _is_page(path: Path) -> bool:
         return file.read(len(_BEGINNING)).lower() in (_BEGINNING, b"")
 
 
-def _about(run: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+def _about(stored: StoredRun) -> dict[str, Any]:
+    run = stored.identity
     return {
         "run_name": run["run_name"],
         "created": run["created"],
         "written_at": time.time(),
-        "is_running": holder_of(run_dir) is not None,
+        "is_running": stored.holder is not None,
         "tasks": run["dataset"]["rows"] * run["config"]["num_samples"],
         "bad_rows": run["dataset"]["bad_rows"],
         "dataset": os.path.basename(run["dataset"]["path"]),  # noqa: PTH119 - text, not a path here
         "meaning": run["meaning"],
         "history": run["history"],
         "versions": run["versions"],
-        "errors": errors_seen(run_dir),
-        "spent": spent_by(run_dir, run["config"].get("max_attempts", NO_BOUND))._asdict(),
+        "errors": failures_by_class(stored.path),
+        "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_BOUND))._asdict(),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 from runs.config.run_config import RunConfig
@@ -31,7 +30,9 @@ def with_listed_servers(config: RunConfig) -> RunConfig:
     if not config.mcp:
         return config
     wanted = {name: server for name, server in config.mcp.items() if _is_wanted(name, config)}
-    found = asyncio.run(list_servers(wanted))
+    from agent.session import run_here  # takes long to import, and few runs have MCP servers
+
+    found = run_here(list_servers(wanted))
     listed: dict[str, McpServer] = {}
     for name, server in found.items():
         if isinstance(server, McpError):

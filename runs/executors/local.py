@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 
 from runs.executors.base import Inbox, WorkerHandle
 from runs.protocol.worker_setup import WorkerSetup
@@ -40,6 +42,20 @@ def start_tracker_without_secrets() -> None:
         resource_tracker.ensure_running()
 
 
+def start_without_main(process: BaseProcess) -> None:
+    """Start a process that does not import the main module of this one again.
+
+    It needs nothing of it, and a script that starts a run outside of an
+    `if __name__ == "__main__"` would start it once more in each process.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")  # one that comes from no file
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
+
+
 class LocalExecutor:
     """Starts workers as processes of this machine."""
 
@@ -50,7 +66,7 @@ class LocalExecutor:
         ours, theirs = context.Pipe()
         name = f"worker-{setup.number}"
         process = context.Process(target=worker_main, args=(theirs, setup), name=name, daemon=True)
-        process.start()
+        start_without_main(process)
         theirs.close()
         worker = WorkerProcess(setup.number, name, inbox, process=process, connection=ours)
         worker.begin()

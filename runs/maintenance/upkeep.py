@@ -1,4 +1,4 @@
-"""What an operator does to a run that nobody works on: find it, check it, repair it."""
+"""What an operator does to a run that nobody works on: check it, repair it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
 
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan
 from runs.dataset.scan_cache import NAME, scan_with
-from runs.errors import DatasetError, RunDirError
+from runs.errors import DatasetError
 from runs.maintenance.repair import describe_remaining, repair_run
 from runs.maintenance.verify import Problem, Report, verify
-from runs.run_dir import read_run_json
 from runs.run_lock import locked, refuse_held
 from runs.shards import parse_shard
-from runs.store.files import refuse_strange_files
-from runs.store.records import UnreadableRecord, refuse_lost_records
+from runs.store.records import UnreadableRecord
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
 """Writes training files and summary of the run in a directory."""
@@ -101,22 +98,6 @@ def check(
         refuse_held(path)  # what was read while somebody began to write says nothing
     owed = "" if scan is None else describe_remaining(path, scan, config)
     return Checked(path, report.records, found, report.problems, repair and bool(found), owed)
-
-
-def find_run(run: str, output_dir: Path) -> tuple[Path, dict[str, Any], RunConfig]:
-    """The directory of `run` (a name or a directory), its run.json and its last start's config.
-
-    Raises `RunDirError`.
-    """
-    path = Path(run) if (Path(run) / "run.json").exists() else output_dir / run
-    refuse_strange_files(path)
-    identity = read_run_json(path)
-    refuse_lost_records(path)
-    try:
-        return path, identity, RunConfig.model_validate(identity["config"])
-    except ValidationError as error:
-        msg = f"{path}/run.json: its config is not one of this version: {error.errors()[0]['msg']}"
-        raise RunDirError(msg) from error
 
 
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:

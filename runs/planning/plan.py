@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,7 +20,6 @@ from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, scan_with
 from runs.errors import ConfigError, DatasetError
 from runs.executor_choice import check_executor
-from runs.process.console import say
 from runs.shards import parse_shard
 from runs.store.files import training_file_of
 from toolsets.sandbox.cgroup import can_bound_memory
@@ -175,7 +174,7 @@ def _shares(plan: Plan) -> str:
     )
 
 
-def warn(plan: Plan) -> None:
+def warn(plan: Plan, say: Callable[[str], object]) -> None:
     """Say what a careful user would want to know before the first call."""
     for base_url in dict.fromkeys(settings.base_url or "" for settings in asked(plan.setups)):
         url = urlsplit(base_url)
@@ -207,9 +206,9 @@ def _is_near(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def refuse_bad_rows(plan: Plan) -> None:
+def refuse_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     """Name the bad rows; raise `DatasetError` if the config says that there may be none."""
-    show_bad_rows(plan.scan)
+    name_bad_rows(plan.scan, say)
     if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
         where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
         msg = (
@@ -219,8 +218,8 @@ def refuse_bad_rows(plan: Plan) -> None:
         raise DatasetError(msg)
 
 
-def show_bad_rows(scan: Scan) -> None:
-    """Name bad rows on standard error, the first ones each, the rest by their number."""
+def name_bad_rows(scan: Scan, say: Callable[[str], object]) -> None:
+    """Name bad rows, the first ones each, the rest by their number."""
     for row in scan.bad_rows[:_BAD_ROWS_SHOWN]:
         say(f"{scan.path}:{row.line}: skipped: {row.reason}")
     more = len(scan.bad_rows) - _BAD_ROWS_SHOWN

@@ -9,13 +9,47 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 _LOG_FORMAT = "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4  # linux/prctl.h
+
+_QUIET_LOGGERS = ("aiohttp", "httpx2", "httpcore2", "asyncio")
+"""Loggers of libraries that may quote requests."""
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """At the end of a `with` block, undo what the functions below have changed in this process.
+
+    A run that is started from Python leaves the caller's logging, limits and privacy as they were.
+    """
+    root = logging.getLogger()
+    handlers, raises = root.handlers[:], logging.raiseExceptions
+    levels = {logger: logger.level for logger in (root, *map(logging.getLogger, _QUIET_LOGGERS))}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    dumpable = _dumpable()
+    root.handlers = []  # `basicConfig` closes those that it replaces
+    try:
+        yield
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers = handlers
+        logging.raiseExceptions = raises
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if dumpable == 1:  # no process may set the third value, 2
+            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
+
+
+def _dumpable() -> int:
+    """1 where other processes of this user may read /proc/PID/environ."""
+    return int(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE)) if sys.platform == "linux" else 0
 
 
 def collect_garbage_rarely() -> None:
@@ -97,5 +131,5 @@ class _Sent(logging.Handler):
 
 def _quieten() -> None:
     logging.raiseExceptions = False  # a log that cannot be written must not stop the work
-    for name in ("aiohttp", "httpx2", "httpcore2", "asyncio"):
+    for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

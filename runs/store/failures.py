@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class FailureFile:
         self.deaths: Counter[bytes] = Counter()
         """Worker deaths by key of the tasks that were held."""
         self._bad_rows: set[tuple[str, int, str]] = set()
-        for line in _lines(path):
+        for line in stored_failures(run_dir):
             self._count(line)
         self._file = AppendFile(path)
 
@@ -99,9 +100,24 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
     """The class of the last failed attempt of each task that has any; writes nothing."""
     return {
         task_key(line["id"], line["input_digest"]): line["class"]
-        for line in _lines(run_dir / "failures.jsonl")
+        for line in stored_failures(run_dir)
         if line.get("kind") == "attempt"
     }
+
+
+def failures_by_class(run_dir: Path) -> list[dict[str, Any]]:
+    """Failed attempts and worker deaths by class, the most frequent first; writes nothing.
+
+    Keys: `class`, `count`, and of the last one `id`, `message` and `at` (epoch seconds). Counted
+    over all attempts, also of tasks that succeeded afterwards.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for line in stored_failures(run_dir):
+        if line["kind"] in ("attempt", "death") and _texts(line, "message"):
+            example = {key: line.get(key) for key in ("class", "id", "message", "at")}
+            before = found.get(line["class"], {"count": 0})
+            found[line["class"]] = example | {"count": before["count"] + 1}
+    return sorted(found.values(), key=lambda failure: (-failure["count"], failure["class"]))
 
 
 def read_failure(text: bytes) -> dict[str, Any] | None:
@@ -128,10 +144,16 @@ def _texts(line: dict[str, Any], *keys: str) -> bool:
     return all(isinstance(line.get(key), str) for key in keys)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The readable lines; failures only explain, so one that is unreadable is passed over."""
+def stored_failures(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The readable lines, one in memory at a time; writes nothing.
+
+    Failures only explain, so a line that is unreadable is passed over.
+    """
     try:
-        content = path.read_bytes()
+        file = (run_dir / "failures.jsonl").open("rb")
     except FileNotFoundError:
-        return []
-    return [line for text in content.splitlines() if (line := read_failure(text)) is not None]
+        return
+    with file:
+        for text in file:
+            if (line := read_failure(text)) is not None:
+                yield line

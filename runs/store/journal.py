@@ -39,8 +39,10 @@ class JournalPosition(NamedTuple):
 class Inflight:
     """What dead workers left in their segments, by task."""
 
-    def __init__(self, inflight: Path) -> None:
+    def __init__(self, inflight: Path, *, reads_only: bool = False) -> None:
+        """With `reads_only` nothing is deleted or set aside, and segments may vanish meanwhile."""
         self._inflight = inflight
+        self._reads_only = reads_only
         self._places: dict[bytes, list[JournalPosition]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
         self._quarantine = inflight.parent / "quarantine"
@@ -69,7 +71,13 @@ class Inflight:
         """
         tasks = set()
         offset = 0
-        for number, line in enumerate(segment.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            content = segment.read_bytes()
+        except FileNotFoundError:
+            if self._reads_only:
+                return  # its last task has just got its record
+            raise
+        for number, line in enumerate(content.splitlines(keepends=True), start=1):
             entry = _parsed(line)
             key = None if entry is None else task_key(entry["task"], entry["input_digest"])
             if entry is not None and key is not None and wanted(key):
@@ -79,13 +87,13 @@ class Inflight:
                 tasks.add(key)
                 place = JournalPosition(deal, position, segment, offset, len(line))
                 self._places.setdefault(key, []).append(place)
-            elif key is None and line.endswith(b"\n"):
+            elif key is None and line.endswith(b"\n") and not self._reads_only:
                 set_aside(self._quarantine, f"{segment.name}.line{number}", line)
                 self.damaged.append(f"{segment.name}:{number}")
             offset += len(line)
         if tasks:
             self._open_tasks[segment] = tasks
-        else:
+        elif not self._reads_only:
             segment.unlink()
 
     def events(self, key: bytes) -> list[Event]:
@@ -115,6 +123,10 @@ class Inflight:
         directory."""
         last = max(self._places.get(key, ()), default=None)
         return "" if last is None else str(_read(last).get("place", ""))
+
+    def task_id(self, key: bytes) -> str:
+        """The id of a task that has journaled events."""
+        return str(_read(self._places[key][0])["task"])
 
     def tasks(self) -> list[bytes]:
         """The tasks that have journaled events."""

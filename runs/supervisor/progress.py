@@ -60,7 +60,7 @@ class Progress:
         *,
         total: int,
         run_dir: Path | None = None,
-        tell: Callable[[str], None] | None = None,
+        tell: Callable[[str], object] | None = None,
     ) -> None:
         """The state goes to a file in `run_dir`.
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
+from api.results import write_results
 from benchmarks.fake_endpoint import FakeEndpoint
-from cli.shared import export_and_account
 from runs.config.run_config import RunConfig
 from runs.maintenance.upkeep import Checked, check
 from runs.run_dir import read_run_json
@@ -32,7 +32,7 @@ def check_run(run_dir: Path) -> Checked:
     identity = read_run_json(run_dir)
     config = RunConfig.model_validate(identity["config"])
     config = config.model_copy(update={"output_dir": run_dir.parent})
-    return check(run_dir, identity, config, read_data=True, repair=False, make=export_and_account)
+    return check(run_dir, identity, config, read_data=True, repair=False, make=write_results)
 
 
 def resume_and_judge(

@@ -1,0 +1,65 @@
+"""What the conversations in flight are doing, read from their journals beside the running workers.
+
+A journal holds what has happened: a call that goes on and a first reply that is waited for are
+seen by what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent.messages import Event, ReplyEvent
+from runs.store.files import StorageError
+from runs.store.journal import Inflight
+
+
+def conversations_in_flight(
+    inflight: Path, *, settled: Container[bytes], now: float
+) -> list[dict[str, Any]]:
+    """One entry per unfinished conversation with journaled events, the longest silent first.
+
+    See `StoredRun.in_flight`.
+    """
+    journals = Inflight(inflight, reads_only=True)
+    journals.read(settled=settled)
+    found = []
+    for key in journals.tasks():
+        try:
+            found.append(_state(journals.task_id(key), journals.events(key), now))
+        except StorageError:
+            continue  # the last task of its segment has just got its record
+    return sorted(found, key=lambda one: -(one["idle_s"] or 0.0))
+
+
+def _state(task_id: str, events: Sequence[Event], now: float) -> dict[str, Any]:
+    replies = [e for e in events if e["kind"] == "reply" and "discarded" not in e]
+    called = [_names(reply) for reply in replies]
+    turn = replies[-1]["turn"] if replies else 0
+    answered = {e["call"] for e in events if e["kind"] == "result" and e["turn"] == turn}
+    last = called[-1] if called else []
+    open_calls = [name for number, name in enumerate(last) if number not in answered]
+    tools = [name for names in called for name in names]
+    times = [at for event in events if (at := _ended_at(event)) is not None]
+    return {
+        "id": task_id,
+        "turns": len(replies),
+        "tool": tools[-1] if tools else None,
+        "doing": "tools" if open_calls else "model",
+        "calls": open_calls,
+        "idle_s": round(max(0.0, now - max(times)), 1) if times else None,
+    }
+
+
+def _names(reply: ReplyEvent) -> list[str]:
+    return [call["function"]["name"] for call in reply["message"].get("tool_calls", ())]
+
+
+def _ended_at(event: Mapping[str, Any]) -> float | None:
+    """When an event had happened, epoch seconds."""
+    if event["kind"] == "sub":
+        return _ended_at(event["event"])
+    if "started_at" in event:
+        return float(event["started_at"] + event["duration_s"])
+    return event.get("at")

@@ -1,0 +1,58 @@
+"""What is written at the end of a start: training files, statistics and summary."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from export.conversation.style import style_of_run
+from export.training_files import export_run
+from runs.batch_api.totals import sum_up
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import Scan
+from runs.run_dir import read_run_json
+from runs.store.files import replace_file
+from runs.totals.accounts import Accounts, account
+
+
+def write_results(
+    path: Path, scan: Scan, config: RunConfig, *, last_start: dict[str, Any] | None = None
+) -> Accounts:
+    """Write the training files, then the summary, both from what is on disk.
+
+    `last_start` is how the start went that has just ended. Without it the summary keeps what it
+    says of the last one.
+    """
+    export_run(
+        path,
+        scan,
+        num_samples=config.num_samples,
+        style=style_of_run(config.to_json()),
+        require_reasoning=config.require_reasoning,
+        require_passed=config.require_passed,
+    )
+    totals = account(path, scan, config)
+    summary = path / "summary.json"
+    if last_start is None:
+        # A summary that is missing or damaged has nothing to keep.
+        with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
+            last_start = orjson.loads(summary.read_bytes()).get("last_start")
+    content = {**totals.to_json(), "toolsets": _toolsets(path), "last_start": last_start}
+    if (batches := sum_up(path)) is not None:
+        content["batches"] = batches.to_json()
+    replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+    return totals
+
+
+def _toolsets(path: Path) -> list[dict[str, Any]]:
+    """In how many records each toolset was offered, beside what a distribution asks for."""
+    offered = orjson.loads((path / "statistics.json").read_bytes())["toolsets"]
+    asked = read_run_json(path)["meaning"].get("distribution") or {}
+    never = [
+        {"toolset": name, "rows": 0, "percent": 0.0}
+        for name in sorted(asked.keys() - {one["toolset"] for one in offered})
+    ]
+    return [{**one, "asked_percent": asked.get(one["toolset"])} for one in (*offered, *never)]

@@ -1,0 +1,161 @@
+"""One start of a run, from its config to how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from api.results import write_results
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import Scan, tasks_at
+from runs.errors import SIGNALLED, ConfigError, interrupted, machine_failures_as_stops
+from runs.planning.plan import Plan, make_plan, refuse_bad_rows, warn
+from runs.process.console import say
+from runs.run import Outcome, run_batch
+from runs.run_dir import RunDir, open_run_dir
+from runs.store.files import training_file_of
+from runs.totals.accounts import Accounts
+
+LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
+"""Shows the run in a directory inside a `with` block, and gives what takes the messages."""
+
+_IDS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a start of a run ended."""
+
+    path: Path
+    """The run directory."""
+    training_file: Path
+    totals: Accounts
+    """The totals of the whole run, all its starts."""
+    exit_code: int
+    """What the command returns: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by the
+    environment, 128 and the signal's number where a signal stopped it."""
+    reason: str | None
+    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    stopped_by: str | None
+    """What stopped it: the environment, or its own budget."""
+    signal: int | None
+    """The signal that stopped it."""
+    is_out_of_budget: bool
+
+
+def run(
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    accept_config_change: Collection[str] = (),
+    only: Collection[str] | None = None,
+    progress: bool | Callable[[str], object] = True,
+) -> RunEnd:
+    """Run all prompts of a dataset, or resume; blocks until it ends.
+
+    Does what the command does. `fresh` moves an existing run aside, `accept_config_change` names
+    options that may differ from the run's first start, `only` limits this start to the tasks with
+    these ids. `progress` True shows messages and progress on standard error, False nothing; a
+    function gets the messages, one by one.
+
+    In the main thread, SIGINT, SIGTERM and SIGHUP stop the run in good order; see
+    `RunEnd.signal`. Raises `RunError`: `ConfigError`, `DatasetError`, `RunDirError`, `RunLocked`,
+    `EnvironmentStop`.
+    """
+    with machine_failures_as_stops():
+        plan = make_plan(config)
+        keys = None if only is None else _keys_of(plan.scan, only)
+        return start(
+            plan,
+            fresh=fresh,
+            accept_config_change=accept_config_change,
+            only=keys,
+            progress=progress,
+        )
+
+
+def start(
+    plan: Plan,
+    *,
+    fresh: bool = False,
+    accept_config_change: Collection[str] = (),
+    only: Collection[bytes] | None = None,
+    progress: bool | Callable[[str], object] = True,
+    live_view: LiveView | None = None,
+) -> RunEnd:
+    """Do what `run` does, from a plan; `only` are task keys."""
+    tell = (None if progress else _nothing) if isinstance(progress, bool) else progress
+    warn(plan, tell or say)
+    refuse_bad_rows(plan, tell or say)
+    with opened(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+        with nullcontext(tell) if live_view is None else live_view(run_dir.path) as told:
+            outcome = run_batch(plan, run_dir, only=only, tell=told)
+        totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
+    exit_code, reason = exit_of(outcome, totals, is_all=only is None)
+    return RunEnd(
+        path=run_dir.path,
+        training_file=training_file_of(run_dir.path),
+        totals=totals,
+        exit_code=exit_code,
+        reason=reason,
+        stopped_by=outcome.stopped_by,
+        signal=outcome.signal,
+        is_out_of_budget=outcome.is_out_of_budget,
+    )
+
+
+def opened(plan: Plan, *, fresh: bool, accept_config_change: Collection[str]) -> closing[RunDir]:
+    """The run directory of a plan, locked until the end of a `with` block."""
+    return closing(
+        open_run_dir(
+            plan.config,
+            plan.scan,
+            api=plan.api,
+            fresh=fresh,
+            accept_changes=[key for key in ",".join(accept_config_change).split(",") if key],
+        )
+    )
+
+
+def exit_of(outcome: Outcome, totals: Accounts, *, is_all: bool = True) -> tuple[int, str | None]:
+    """The exit code of a start, and why it is neither 0 nor 1.
+
+    `is_all` is whether it was to do all tasks.
+    """
+    if outcome.is_out_of_budget:
+        return 3, (
+            f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; raise it and run "
+            "the same command again to go on."
+        )
+    if (reason := outcome.stopped_by) is not None:
+        # What a disk refused says so itself.
+        if "run the same command again" not in reason:
+            reason += "\nNothing that was finished is lost; mend it and run the same command again."
+        return 4, f"stopped: {reason}"
+    if outcome.signal is not None and (totals.pending or totals.to_retry):
+        return SIGNALLED + outcome.signal, interrupted(outcome.signal)
+    if totals.pending and is_all:
+        return 4, (
+            f"{totals.pending:,} tasks have no record although the run has come to its end: "
+            "records.jsonl or the dataset was changed while it went on. Run the same command "
+            "again: it sets aside what is unreadable and does these tasks."
+        )
+    return (1 if totals.failed else 0), None
+
+
+def _nothing(message: str) -> None:
+    pass
+
+
+def _keys_of(scan: Scan, ids: Collection[str]) -> set[bytes]:
+    """The keys of the tasks with these ids. Raises `ConfigError` for ids that no task has."""
+    wanted = set(ids)
+    tasks = tasks_at(scan, range(scan.rows * scan.num_samples))
+    found = {task.id: task.key for task in tasks if task.id in wanted}
+    if missing := sorted(wanted - found.keys()):
+        named = ", ".join(map(repr, missing[:_IDS_SHOWN]))
+        msg = f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
+        raise ConfigError(msg)
+    return set(found.values())

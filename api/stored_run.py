@@ -1,0 +1,196 @@
+"""A run on disk, read while it works or afterwards. Nothing is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from api.in_flight import conversations_in_flight
+from export.conversation.style import style_of_run
+from export.run_statistics import statistics_of
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import Scan, tasks_at
+from runs.errors import RunDirError
+from runs.maintenance.upkeep import scan_of
+from runs.run_dir import read_run_json, runs_in
+from runs.run_lock import holder_of
+from runs.store.failures import stored_failures
+from runs.store.files import refuse_strange_files
+from runs.store.index import IndexEntry
+from runs.store.reader import looking_at, read_id, read_record, stored_records
+from runs.store.records import UnreadableRecord, load_index, refuse_lost_records
+from runs.tasks import Task
+from runs.totals.accounts import Accounts, account
+
+_RUNS_SHOWN = 10
+_IDS_SHOWN = 10
+_LAST_BYTES = 32 << 20
+
+
+def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> StoredRun:
+    """Read a run, given by its directory, or by its name in `output_dir`.
+
+    Raises `RunDirError` where there is none, and names those that there are.
+    """
+    path, output_dir = Path(run), Path(output_dir)
+    if not (path / "run.json").exists() and (output_dir / path).exists():
+        path = output_dir / path
+    if not path.exists():
+        runs = runs_in(output_dir)
+        known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""
+        more = ", ..." if len(runs) > _RUNS_SHOWN else ""
+        msg = f"{output_dir / run}: no such run{known}{more}; --output_dir says where runs are"
+        raise RunDirError(msg)
+    return StoredRun(path)
+
+
+class StoredRun:
+    """What a run directory holds. Each method reads the disk again, as it is at that moment."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `RunDirError` where `path` is no run directory."""
+        refuse_strange_files(path)
+        self.path = path
+        self.identity = read_run_json(path)
+        """What run.json says: `config`, `meaning` (the options that decide what the data is),
+        `dataset`, `versions`, `created`, `history`."""
+        refuse_lost_records(path)
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The config of the last start. Raises `RunDirError` where this version has no such one."""
+        try:
+            return RunConfig.model_validate(self.identity["config"])
+        except ValidationError as error:
+            detail = error.errors()[0]["msg"]
+            msg = f"{self.path}/run.json: its config is not one of this version: {detail}"
+            raise RunDirError(msg) from error
+
+    @cached_property
+    def scan(self) -> Scan:
+        """The dataset as the last start scanned it. Raises `DatasetError`."""
+        return scan_of(self.path, self.identity, self.config)
+
+    @property
+    def holder(self) -> dict[str, Any] | None:
+        """The process that works on the run now: `pid`, `host`, `started`; None without one."""
+        return holder_of(self.path)
+
+    def tasks(self) -> Iterator[Task]:
+        """All tasks, in the order of the dataset: `id`, `prompt_id`, `sample`, `columns`."""
+        return tasks_at(self.scan, range(self.scan.rows * self.scan.num_samples))
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The finished conversations, in the order in which they were written.
+
+        Of a task that was run again it is the last. Raises `UnreadableRecord`.
+        """
+        return (record for record, _ in stored_records(self.path))
+
+    def record(self, record_id: str) -> dict[str, Any]:
+        """The record with this id, or the only one whose id begins with it.
+
+        Of several inputs under one id it is the last. Raises `RunDirError` where there is none.
+        """
+        exact: tuple[bytes, IndexEntry] | None = None
+        longer: dict[str, tuple[bytes, IndexEntry]] = {}
+        with looking_at(self.path) as (index, records):
+            for key, entry in index.counting():
+                found = read_id(records, entry.offset, entry.length, key)
+                if found == record_id:
+                    exact = key, entry
+                elif found.startswith(record_id):
+                    longer[found] = key, entry
+            if exact is None:
+                if len(longer) != 1:
+                    raise RunDirError(self._not_found(record_id, list(longer)))
+                (exact,) = longer.values()
+            key, entry = exact
+            return read_record(records, entry.offset, entry.length, key).record
+
+    def last_records(self) -> Iterator[dict[str, Any]]:
+        """The records that were written last, the last first, as many as fit into 32 MB.
+
+        One that has become unreadable is left out: the next start of the run deals with it.
+        """
+        room = _LAST_BYTES
+        with looking_at(self.path, lenient=True) as (index, records):
+            for key, entry in index.latest():
+                room -= entry.length
+                if room < 0:
+                    return
+                try:
+                    yield read_record(records, entry.offset, entry.length, key).record
+                except UnreadableRecord:
+                    continue
+
+    def entries(self) -> Iterator[tuple[str, IndexEntry]]:
+        """The id and the index entry of each record, without reading the record.
+
+        Raises `UnreadableRecord` where no such record is in its place.
+        """
+        with looking_at(self.path) as (index, records):
+            for key, entry in index.counting():
+                yield read_id(records, entry.offset, entry.length, key), entry
+
+    def last_entries(self, most: int | None) -> tuple[list[tuple[str, IndexEntry]], int]:
+        """The id and the index entry of `most` records, or of all, the last first.
+
+        Then how many there are. Of a record that has become unreadable the id is "".
+        """
+        found: list[tuple[str, IndexEntry]] = []
+        with looking_at(self.path) as (index, records):
+            for key, entry in islice(index.latest(), most):
+                try:
+                    found.append((read_id(records, entry.offset, entry.length, key), entry))
+                except UnreadableRecord:
+                    found.append(("", entry))
+            return found, len(index)
+
+    def failures(self) -> Iterator[dict[str, Any]]:
+        """The lines of failures.jsonl: failed attempts, worker deaths and bad rows, by `kind`."""
+        return stored_failures(self.path)
+
+    def in_flight(self) -> list[dict[str, Any]]:
+        """The unfinished conversations that have turns on disk, the longest silent first.
+
+        Keys: `id`, `turns` (replies so far), `tool` (the last one called, or None), `doing`
+        ("model": a reply is waited for; "tools": calls have no result yet), `calls` (the names of
+        those), `idle_s` (seconds since the last event, None where no event says when).
+        """
+        settled = load_index(self.path).keys()
+        return conversations_in_flight(self.path / "inflight", settled=settled, now=time.time())
+
+    def totals(self) -> Accounts:
+        """Tasks done, failed, discarded and pending, and their turns, tokens and cost."""
+        return account(self.path, self.scan, self.config)
+
+    def statistics(self) -> dict[str, Any]:
+        """Turns, tokens, costs, tools and reasoning over all records; see `stats --json`."""
+        return statistics_of(
+            self.path,
+            style=style_of_run(self.config.to_json()),
+            require_reasoning=self.config.require_reasoning,
+            require_passed=self.config.require_passed,
+            max_attempts=self.config.max_attempts,
+        )
+
+    def _not_found(self, wanted: str, longer: list[str]) -> str:
+        if not longer:
+            return (
+                f"{self.path}: no record has the id {wanted!r}, or one that begins so. Ids stand "
+                "in the training file and in the report; a conversation has a record once it has "
+                "ended."
+            )
+        shown = ", ".join(longer[:_IDS_SHOWN])
+        more = f" and {len(longer) - _IDS_SHOWN:,} more" if len(longer) > _IDS_SHOWN else ""
+        return (
+            f"{self.path}: {wanted!r} is the beginning of several ids: {shown}{more}; give one "
+            "whole"
+        )
