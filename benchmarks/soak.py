@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import orjson
 
-from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.resume import ROOT, status_of, write_rows
 from cli.shared import export_and_account
 from runs.maintenance.upkeep import check, find_run
 from runs.store.index import ROW_BYTES
+from testing.fake_endpoint import FakeEndpoint
 
 KINDS = (
     *("http500", "http529", "disconnect", "reset", "html", "empty", "null", "cut", "bad_utf8"),

@@ -13,8 +13,8 @@ import pytest
 
 from agent.messages import Message
 from agent.models.resolve import UnknownModel
-from benchmarks.fake_endpoint import FakeEndpoint
 from run_agent import COMPLETED_FILE, FAILED_FILE, AIAgent
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import ROOT, WRITE_A_NOTE, lines
 from toolsets.catalog.registry import UnknownToolset
 

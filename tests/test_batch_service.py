@@ -19,7 +19,6 @@ from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings, Request
 from agent.models.prices import estimate_cost
 from agent.models.resolve import resolve_model
-from benchmarks.fake_batches import FakeBatches
 from runs.batch_api.batch_log import BatchJob, BatchLog, State, held_in
 from runs.batch_api.collector import BatchCollector, CollectorLimits
 from runs.batch_api.delivery import BatchDelivery
@@ -37,6 +36,7 @@ from runs.worker.batch_api_model import (
 )
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter
+from testing.fake_batches import FakeBatches
 
 DIALECTS = ("chat", "messages")
 MODELS = {"chat": "openai:gpt-5-mini", "messages": "anthropic:claude-sonnet-4-5"}
@@ -263,7 +263,7 @@ def test_answers_are_those_of_their_calls(tmp_path: Path, dialect: str) -> None:
 
 
 def conversation_of(prompt: str) -> str:
-    from benchmarks.fake_script import digest
+    from testing.fake_script import digest
 
     return digest(f"{prompt}\0", 8)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_batches import FakeBatches
-from benchmarks.fake_script import Options
 from runs.batch_api.batch_log import jobs_in
 from runs.supervisor.budget import BudgetLog
+from testing.fake_batches import FakeBatches
+from testing.fake_script import Options
 from tests.faults.oracle import check_run, finished_lines
 from tests.running import (
     WRITE_A_NOTE,

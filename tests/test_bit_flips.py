@@ -11,13 +11,13 @@ import pytest
 
 from agent.messages import MOST_TOKENS
 from agent.models.parsing import count_or_none
-from benchmarks.bit_flips import FOUND, attack, flips, make_run
 from cli.exit_codes import end
 from export.training_files import export_run
 from runs.config.run_config import RunConfig
 from runs.run import Outcome
 from runs.store.checksum import DamagedLine, read_object, with_checksum, without_checksum
 from runs.totals.accounts import Accounts, account
+from testing.bit_flips import FOUND, attack, flips, make_run
 from tests.exporting import make_run as make_records
 from tests.faults.oracle import judge_run_dir
 from tests.faults.test_disk import scripted_rows

@@ -21,13 +21,13 @@ from agent.models.dialects.openai_chat import read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.amounts import Cost
 from runs.process.stopped import Stopped
 from runs.store.journal import Inflight
 from runs.store.records import load_index
 from runs.supervisor.budget import BudgetLog, RunBudget, spent_before
 from runs.worker.budget_share import WorkerBudget
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import (
     WRITE_A_NOTE,
     lines,

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from agent.models.resolve import read_key
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.config.fingerprint import meaning_of
 from runs.config.loading import load_config
 from runs.config.models import asked, bounds_of, set_up_models
@@ -19,6 +18,7 @@ from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.errors import ConfigError
 from runs.tasks import Task
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import WRITE_A_NOTE, lines, run, write_rows
 
 

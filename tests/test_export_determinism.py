@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import WRITE_A_NOTE, lines, run, started, wait_until, write_rows
 from tests.test_run import is_gone, options
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.fake_endpoint import FakeEndpoint
 from export.dataset.build import Source
 from export.dataset.checking import findings
 from export.filters.verdicts import JudgeQuestions
 from export.recipe import Judge, load_recipe
 from runs.errors import ConfigError, EnvironmentStop, RunLocked
+from testing.fake_endpoint import FakeEndpoint
 from tests.exporting import exported, make_run, rejects, worked
 from tests.running import command, lines, run, wait_until
 from tests.test_hermes import assistant, record_of, user

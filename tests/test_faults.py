@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from agent.models.errors import RULES
-from benchmarks.fake_endpoint import FakeEndpoint
-from benchmarks.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STREAM_FAULTS
-from benchmarks.fake_script import digest
+from testing.fake_endpoint import FakeEndpoint
+from testing.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STREAM_FAULTS
+from testing.fake_script import digest
 from tests.running import WRITE_A_NOTE, command, lines, write_prompts, write_rows
 
 ENDS_THE_RUN = ("http401", "http402", "quota")

@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.dataset.scan import scan, tasks
 from runs.totals.forecast import _share, _total, sample_tasks
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts, write_rows
 
 

@@ -14,11 +14,11 @@ import orjson
 import pytest
 
 from agent.options import AgentOptions
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.dataset.row import RowRules
 from runs.dataset.scan import scan, tasks, tasks_at
 from runs.dataset.scan_cache import load_scan, save_scan, scan_with
 from runs.shards import Shard
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import SCRIPTED, ids, lines, run, started, wait_until, write_rows
 
 ASKED: dict[str, Any] = {"shard": None, "max_samples": None, "rules": RowRules(), "num_samples": 2}

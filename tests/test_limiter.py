@@ -14,7 +14,6 @@ from agent.messages import Message
 from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.amounts import EndpointLimits
 from runs.process.stopped import Stopped
 from runs.protocol.messages import unpack
@@ -23,6 +22,7 @@ from runs.supervisor.limits import RunLimits
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter
 from runs.worker.token_bucket import TokenBucket
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts
 
 

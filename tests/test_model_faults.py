@@ -20,8 +20,8 @@ from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.stream_events import StreamEvent
-from benchmarks.fake_endpoint import FakeEndpoint
-from benchmarks.fake_faults import BROKEN, FAULTS, REPLY_FAULTS, RETRY_AFTER
+from testing.fake_endpoint import FakeEndpoint
+from testing.fake_faults import BROKEN, FAULTS, REPLY_FAULTS, RETRY_AFTER
 
 TOOLS = [
     {

@@ -13,13 +13,13 @@ from agent.messages import Message, Usage
 from agent.models.model import Completion, ModelSettings, Price, Request
 from agent.models.prices import estimate_cost, is_known, price, priced
 from agent.models.resolve import resolve_sibling
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.config.endpoints import PriceConfig
 from runs.config.fingerprint import meaning_of
 from runs.config.loading import load_config
 from runs.config.models import asked, set_up_models
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts
 
 LOCAL = {"base_url": "http://127.0.0.1:8000/v1"}

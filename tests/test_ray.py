@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
+from testing.ray_cluster import TwoNodes, actors, two_nodes
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
-from tests.ray_cluster import TwoNodes, actors, two_nodes
 from tests.running import (
     ROOT,
     SCRIPTED,

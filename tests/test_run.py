@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from agent.models.errors import RULES
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.running import (

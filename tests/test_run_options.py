@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, started, wait_until, write_prompts, write_rows
 

@@ -14,12 +14,12 @@ import pytest
 from agent.messages import Event, Message, is_paid_alone
 from agent.models.model import Completion
 from agent.state.events import Clock, note_event, reply_event
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.protocol.messages import unpack
 from runs.store.journal import Inflight
 from runs.store.journal_writer import JournalWriter
 from runs.tasks import task_key
 from runs.worker.remote_journal import RemoteJournal
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import SCRIPTED, WRITE_A_NOTE, lines, run, started, wait_until, write_prompts
 
 KEY = task_key("p", "d")

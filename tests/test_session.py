@@ -20,8 +20,8 @@ from agent.session import AgentSession
 from agent.setup import set_up
 from agent.state.history import check_history, completed_history
 from agent.views.views import with_views
-from benchmarks.fake_endpoint import FakeEndpoint
 from run_agent import AIAgent
+from testing.fake_endpoint import FakeEndpoint
 from tests.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
 from tests.running import WRITE_A_NOTE, lines
 from toolsets.context import ToolContext

@@ -21,7 +21,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.stream_events import StreamEvent, StreamHandler, guarded
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
 
 DIALECTS = ("openai_chat", "anthropic_messages")
 KEY = "sk-secret-123"

@@ -12,11 +12,11 @@ from typing import Any
 
 import orjson
 
-from benchmarks.fake_endpoint import FakeEndpoint
 from cli.shared import export_and_account
 from runs.config.run_config import RunConfig
 from runs.maintenance.upkeep import Checked, check
 from runs.run_dir import read_run_json
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import run, session_of, wait_until
 
 KNOWN = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.running import (
     SCRIPTED,

@@ -1,6 +1,6 @@
 """What a single flipped bit on disk does to a finished run.
 
-    python -m benchmarks.bit_flips [--flips 2000] [--file records.jsonl] [--seed 1]
+    python -m testing.bit_flips [--flips 2000] [--file records.jsonl] [--seed 1]
 
 A small run is made once. Then, as often as asked for, one bit of one of its files is flipped, and
 the run is looked at and exported, by the commands that a user gives. Printed is how many flips each

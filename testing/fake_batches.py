@@ -21,8 +21,8 @@ from typing import Any, Self
 import orjson
 from aiohttp import web
 
-from benchmarks.fake_answers import DIALECTS, Refused, read_ask
-from benchmarks.fake_script import JSON, Ask, Key, Options, digest, play
+from testing.fake_answers import DIALECTS, Refused, read_ask
+from testing.fake_script import JSON, Ask, Key, Options, digest, play
 
 _MOST_BYTES = 300 * 2**20
 

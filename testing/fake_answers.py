@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from benchmarks.fake_dialects import CHAT, MESSAGES
-from benchmarks.fake_faults import BODIES, BROKEN, FAULTS, RETRY_AFTER, STATUSES
-from benchmarks.fake_responses import RESPONSES
-from benchmarks.fake_script import JSON, Ask, Options, Reply, digest, play
+from testing.fake_dialects import CHAT, MESSAGES
+from testing.fake_faults import BODIES, BROKEN, FAULTS, RETRY_AFTER, STATUSES
+from testing.fake_responses import RESPONSES
+from testing.fake_script import JSON, Ask, Options, Reply, digest, play
 
 DIALECTS = {
     "/v1/chat/completions": CHAT,

@@ -27,9 +27,9 @@ from typing import IO, Any, Self, cast
 
 import orjson
 
-from benchmarks.fake_answers import DIALECTS, Ending, Refused, Step, frame, read_ask, respond
-from benchmarks.fake_dialects import openai_error
-from benchmarks.fake_script import JSON, Ask, Key, Options, Reply, draw
+from testing.fake_answers import DIALECTS, Ending, Refused, Step, frame, read_ask, respond
+from testing.fake_dialects import openai_error
+from testing.fake_script import JSON, Ask, Key, Options, Reply, draw
 
 _PARENT_POLL_S = 0.5
 
@@ -241,7 +241,7 @@ class FakeEndpoint(Options):
     _process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "benchmarks.fake_endpoint", f"--parent_pid={os.getpid()}"]
+        command = [sys.executable, "-m", "testing.fake_endpoint", f"--parent_pid={os.getpid()}"]
         for option in fields(Options):
             value = getattr(self, option.name)
             if option.name == "faults":

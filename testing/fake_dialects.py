@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.fake_script import (
+from testing.fake_script import (
     JSON,
     Dialect,
     Key,

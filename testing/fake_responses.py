@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.fake_dialects import NO_QUOTA, TOO_LONG, named_event, openai_error, text_of
-from benchmarks.fake_script import JSON, Dialect, Options, Reply, digest
+from testing.fake_dialects import NO_QUOTA, TOO_LONG, named_event, openai_error, text_of
+from testing.fake_script import JSON, Dialect, Options, Reply, digest
 
 
 def _is_reply(item: JSON) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from benchmarks.fake_faults import CALL_FAULTS, FAULTS, STREAM_FAULTS
+from testing.fake_faults import CALL_FAULTS, FAULTS, STREAM_FAULTS
 
 JSON = dict[str, Any]
 Key = tuple[str, int]

@@ -2,7 +2,7 @@
 
 Replies are made before the first request comes. Which turn a request is for is told by counting the
 assistant messages in its bytes; nothing else of it is read. For scripted conversations, faults
-and exact accounts of who asked for what there is `benchmarks.fake_endpoint`.
+and exact accounts of who asked for what there is `testing.fake_endpoint`.
 """
 
 from __future__ import annotations
