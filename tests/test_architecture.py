@@ -216,3 +216,18 @@ def test_the_product_imports_no_test_and_tests_no_benchmark(place: str) -> None:
                 names = [node.module]
             rooms = {name.partition(".")[0] for name in names}
             assert not rooms & OUTSIDE[place], f"{path}: {rooms & OUTSIDE[place]}"
+
+
+def folders_of_tests() -> list[Path]:
+    return sorted(path.parent for path in (ROOT / "tests").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("folder", folders_of_tests(), ids=lambda folder: folder.name)
+def test_a_folder_of_tests_names_its_files(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    named = {word for line in text.splitlines() for word in line.partition("  ")[0].split()}
+    inside = {path.stem for path in folder.glob("*.py")} - {"__init__", "conftest"}
+    inside |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+    assert inside <= named, f"not named in {folder.name}: {sorted(inside - named)}"
+    tests = {word for word in named if word.startswith("test_")}
+    assert tests <= inside, f"not in {folder.name}: {sorted(tests - inside)}"

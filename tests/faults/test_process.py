@@ -1,4 +1,4 @@
-"""F5 to F7; the other rows of process death are in tests/test_run.py."""
+"""F5 to F7; the other rows of process death are in tests/program/test_run.py."""
 
 from __future__ import annotations
 
