@@ -1,1 +1,1 @@
-"""Loopback stand-ins and measurements; nothing of the product imports this package."""
+"""Measurements on loopback endpoints. The product never imports this package."""

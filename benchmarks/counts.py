@@ -34,13 +34,13 @@ from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
 from benchmarks.engines import SYSTEM
-from benchmarks.quick_endpoint import QuickEndpoint, scripted_replies
 from runs.protocol.messages import pack
 from runs.record import Provenance, dump_record, make_record
 from runs.store.files import AppendFile
 from runs.store.index import index_fields
 from runs.store.journal_writer import JournalWriter
 from runs.tasks import Task
+from testing.quick_endpoint import QuickEndpoint, scripted_replies
 from toolsets.context import ToolContext
 from toolsets.tool import tool
 from toolsets.workspace.workspace import Workspace

@@ -25,7 +25,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.quick_endpoint import CHAT, MESSAGES
+from testing.quick_endpoint import CHAT, MESSAGES
 
 SYSTEM = "You work through a list of steps, one call at a time, and say when all is done. " * 14
 TOOLS: list[dict[str, Any]] = [

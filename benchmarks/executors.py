@@ -22,8 +22,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks.fake_endpoint import FakeEndpoint
-from tests.ray_cluster import two_nodes
+from testing.fake_endpoint import FakeEndpoint
+from testing.ray_cluster import two_nodes
 
 ROOT = Path(__file__).parent.parent
 _TICKS = os.sysconf("SC_CLK_TCK")

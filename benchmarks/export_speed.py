@@ -30,12 +30,12 @@ from typing import Any
 import click
 import orjson
 
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan, tasks
 from runs.run_dir import read_run_json
 from runs.store.checksum import read_object, with_checksum
 from runs.store.index import MARK, RowMaker, index_fields
+from testing.fake_endpoint import FakeEndpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES: dict[str, tuple[int, int, int, str]] = {

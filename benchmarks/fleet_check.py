@@ -20,8 +20,8 @@ from pathlib import Path
 import click
 
 from benchmarks.fleet import Constants, Fleet, predict
-from benchmarks.quick_endpoint import QuickEndpoint, scripted_replies
 from benchmarks.throughput import Work, runner
+from testing.quick_endpoint import QuickEndpoint, scripted_replies
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
 
 ROOT = Path(__file__).parent.parent
 _SETTLED_AFTER_S = 10.0

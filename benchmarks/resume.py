@@ -19,12 +19,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from api.stored_run import StoredRun
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, save_scan
 from runs.record import dump_record
 from runs.store.checksum import read_object
 from runs.store.records import RecordFile, index_fields
+from testing.fake_endpoint import FakeEndpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 _CHUNK = 10_000

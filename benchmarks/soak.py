@@ -26,10 +26,10 @@ import orjson
 
 from api.results import write_results
 from api.stored_run import open_run
-from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.resume import ROOT, status_of, write_rows
 from runs.maintenance.upkeep import check
 from runs.store.index import ROW_BYTES
+from testing.fake_endpoint import FakeEndpoint
 
 KINDS = (
     *("http500", "http529", "disconnect", "reset", "html", "empty", "null", "cut", "bad_utf8"),

@@ -31,7 +31,7 @@ from pathlib import Path
 import click
 
 from benchmarks.engines import SYSTEM, TOOLS
-from benchmarks.quick_endpoint import QuickEndpoint, scripted_replies
+from testing.quick_endpoint import QuickEndpoint, scripted_replies
 
 ROOT = Path(__file__).parent.parent
 _TOOL = '''

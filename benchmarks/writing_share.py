@@ -23,12 +23,12 @@ from typing import Any
 
 import orjson
 
-from benchmarks.fake_endpoint import FakeEndpoint
 from benchmarks.resume import ROOT, write_rows
 from runs.store.files import AppendFile
 from runs.store.index import MARK, RowMaker, index_fields
 from runs.store.journal_writer import JournalWriter
 from runs.store.records import lines_from, parse_record
+from testing.fake_endpoint import FakeEndpoint
 
 NOTE: dict[str, Any] = {
     "tool": "write_file",

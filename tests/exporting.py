@@ -13,8 +13,8 @@ from export.recipe import Recipe
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan, tasks
 from runs.tasks import SCHEMA_VERSION
+from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.running import lines, write_rows
-from tests.test_hermes import assistant, call, record_of, result, user
 
 KEPT = {"attempt": 1, "tool_calls": [], "cost_usd": None, "options": {}, "notes": []}
 """What records hold that `record_of` leaves out."""

@@ -191,8 +191,45 @@ def test_no_two_public_classes_have_one_name() -> None:
 
 
 def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
-    """Every package is named in pyproject.toml; tests, benchmarks and configs stay outside."""
+    """Every package is named in pyproject.toml; tests, benchmarks and the like stay outside."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {name_of(path).replace("/", ".") for path in modules() if path.name == "__init__.py"}
     assert set(project["packages"]) == packages
     assert set(project["py-modules"]) == set(DOORS)
+
+
+OUTSIDE = {
+    "testing": {"tests", "benchmarks"},
+    "tests": {"benchmarks"},
+    "benchmarks": {"tests"},
+    **{room: {"testing", "tests", "benchmarks"} for room in (*ROOMS, *DOORS)},
+}
+"""What is not in the wheel, by who must not import it: `testing` is what all of them share."""
+
+
+@pytest.mark.parametrize("place", OUTSIDE)
+def test_the_product_imports_no_test_and_tests_no_benchmark(place: str) -> None:
+    inside = [ROOT / f"{place}.py"] if place in DOORS else sorted((ROOT / place).rglob("*.py"))
+    assert inside
+    for path in inside:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            rooms = {name.partition(".")[0] for name in names}
+            assert not rooms & OUTSIDE[place], f"{path}: {rooms & OUTSIDE[place]}"
+
+
+def folders_of_tests() -> list[Path]:
+    return sorted(path.parent for path in (ROOT / "tests").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("folder", folders_of_tests(), ids=lambda folder: folder.name)
+def test_a_folder_of_tests_names_its_files(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    named = {word for line in text.splitlines() for word in line.partition("  ")[0].split()}
+    inside = {path.stem for path in folder.glob("*.py")} - {"__init__", "conftest"}
+    inside |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+    assert inside <= named, f"not named in {folder.name}: {sorted(inside - named)}"
+    tests = {word for word in named if word.startswith("test_")}
+    assert tests <= inside, f"not in {folder.name}: {sorted(tests - inside)}"

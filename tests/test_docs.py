@@ -59,8 +59,8 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 
 
 FOR_OTHERS = re.compile(
-    r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*|-m (?:benchmarks\.\w+|pytest)[^`]*"
-    r"|--(?:signal|array)="
+    r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*"
+    r"|-m (?:(?:benchmarks|testing)\.\w+|pytest)[^`]*|--(?:signal|array)="
 )
 """What pages tell to other programs than ours."""
 

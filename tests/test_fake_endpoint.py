@@ -19,8 +19,8 @@ import anthropic
 import openai
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
-from benchmarks.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STATUSES, STREAM_FAULTS
+from testing.fake_endpoint import FakeEndpoint
+from testing.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STATUSES, STREAM_FAULTS
 
 OPENAI, ANTHROPIC, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -543,7 +543,7 @@ def test_failed_start_is_an_error(endpoint: FakeEndpoint) -> None:
 
 def test_ends_with_its_parent() -> None:
     code = (
-        "import sys; from benchmarks.fake_endpoint import FakeEndpoint\n"
+        "import sys; from testing.fake_endpoint import FakeEndpoint\n"
         "print(FakeEndpoint().__enter__().port, flush=True)\n"
         "sys.stdin.read()"
     )

@@ -14,7 +14,7 @@ BEHAVIOURS = {"S1": 33, "S2": 57, "S3": 29, "S4": 38, "S5": 18}
 """How many each of the five systems has."""
 
 ROW = re.compile(r"\| (?P<number>S\d\.\d+) \| (?P<mark>\S+) \| (?P<text>.+?) \| (?P<proof>.*) \|")
-TEST = re.compile(r"`(tests/\w+\.py::[\w:]+)`")
+TEST = re.compile(r"`(tests/[\w/]+\.py::[\w:]+)`")
 REASON = re.compile(r"\*\*(left out|differs|not built):\*\* \S")
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import orjson
 
 from api.results import write_results
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.config.run_config import RunConfig
 from runs.maintenance.upkeep import Checked, check
 from runs.run_dir import read_run_json
+from testing.fake_endpoint import FakeEndpoint
 from tests.running import run, session_of, wait_until
 
 KNOWN = {

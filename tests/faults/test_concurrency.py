@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.run_lock import holder_of
+from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import resume_and_judge
 from tests.faults.test_disk import scripted_rows
 from tests.faults.test_process import asking

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, conversation_of, finished_lines, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import WRITE_A_NOTE, started, wait_until, write_prompts

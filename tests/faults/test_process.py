@@ -1,4 +1,4 @@
-"""F5 to F7; the other rows of process death are in tests/test_run.py."""
+"""F5 to F7; the other rows of process death are in tests/program/test_run.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
+from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.running import (
     SCRIPTED,

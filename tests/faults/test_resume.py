@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.fake_endpoint import FakeEndpoint
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import scan, tasks
 from runs.tasks import task_key
+from testing.fake_endpoint import FakeEndpoint
 from tests.answering import JSON, answering
 from tests.faults import strace
 from tests.faults.oracle import asked_of, assert_gone, resume_and_judge

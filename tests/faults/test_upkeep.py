@@ -16,7 +16,7 @@ import pytest
 from tests.faults import strace
 from tests.faults.oracle import check_run, finished_lines, resume_and_judge
 from tests.running import SCRIPTED, run, write_rows
-from tests.test_import_hermes import ANSWER, WORK, row
+from tests.runs.test_import_hermes import ANSWER, WORK, row
 
 KILL = "signal=KILL"
 SAY = [{"content": "y"}]

@@ -1,0 +1,13 @@
+"""Fake endpoints and other parts that tests and benchmarks share. The product never imports it.
+
+fake_endpoint   a model endpoint on loopback that plays scripted conversations and counts calls
+fake_answers    how it reads a request and writes the answer, byte by byte
+fake_dialects   its OpenAI chat and Anthropic messages dialects
+fake_responses  its OpenAI Responses dialect
+fake_script     requests and replies in dialect-free types, and its options
+fake_faults     the faults that it can play, by name and family
+fake_batches    the batch APIs of OpenAI and Anthropic on loopback
+quick_endpoint  an endpoint that does as little as possible, for measurements
+bit_flips       flips single bits of a finished run and records what the commands notice
+ray_cluster     a Ray cluster of two nodes on this machine
+"""

@@ -1,0 +1,12 @@
+"""Tests of agent/models/: requests, replies, errors.
+
+test_models           requests, replies and the meaning of each failure
+test_model_faults     each fault of an endpoint, in each dialect, streamed and whole
+test_responses        the OpenAI Responses dialect
+test_streaming        streamed replies give the same record as whole ones
+test_unknown_fields   unknown fields of a reply are kept and sent back
+test_refusals         options that a model refuses
+test_sdk_requests     requests and error codes as in the providers' own clients
+test_keys             a key appears in no reply, message or file
+test_seeds_models     behaviours of the seed documents, in model clients
+"""

@@ -1,0 +1,8 @@
+"""Tests of cli/: what commands print.
+
+test_command_line   help and shell completion
+test_preview        `--dry_run`
+test_forecast       `estimate`
+test_looking        `show`, `compare`, `status`
+test_live           `--live`
+"""

@@ -1,0 +1,104 @@
+"""What a run will take, judged by a sample of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import orjson
+import pytest
+
+from runs.dataset.scan import scan, tasks
+from runs.totals.forecast import _share, _total, sample_tasks
+from testing.fake_endpoint import FakeEndpoint
+from tests.running import lines, run, write_prompts, write_rows
+
+
+class TestSample:
+    def test_it_is_the_same_in_every_start_and_another_by_seed(self, tmp_path: Path) -> None:
+        found = scan(write_prompts(tmp_path / "p.jsonl", 200), max_samples=None)
+        first = sample_tasks(found, num_samples=2, count=30, seed=0)
+        assert len(first) == 30
+        assert first == sample_tasks(found, num_samples=2, count=30, seed=0)
+        assert first != sample_tasks(found, num_samples=2, count=30, seed=1)
+
+    def test_it_comes_from_all_over_the_file(self, tmp_path: Path) -> None:
+        found = scan(write_prompts(tmp_path / "p.jsonl", 400), max_samples=None)
+        drawn = sample_tasks(found, num_samples=1, count=80, seed=0)
+        places = [n for n, task in enumerate(tasks(found, num_samples=1)) if task.key in drawn]
+        quarters = [sum(n // 100 == quarter for n in places) for quarter in range(4)]
+        assert min(quarters) > 8
+
+    def test_a_small_file_is_drawn_whole(self, tmp_path: Path) -> None:
+        found = scan(write_prompts(tmp_path / "p.jsonl", 5), max_samples=None)
+        assert len(sample_tasks(found, num_samples=1, count=30, seed=0)) == 5
+
+
+class TestIntervals:
+    def test_shares_are_wilsons(self) -> None:
+        """Reference values: Newcombe 1998, table I, method 3."""
+        figure = _share(81, 263)
+        assert figure.low == pytest.approx(25.53, abs=0.01)
+        assert figure.high == pytest.approx(36.62, abs=0.01)
+        none = _share(0, 20)
+        assert (none.expected, none.low) == (0, 0)
+        assert none.high == pytest.approx(16.11, abs=0.01)
+
+    def test_they_hold_the_true_sum_about_as_often_as_they_say(self) -> None:
+        draw, hits = Random(0), 0
+        for n in range(200):
+            everything = [draw.lognormvariate(0, 0.7) for _ in range(500)]
+            figure = _total(draw.sample(everything, 40), 500, Random(n), so_far=0.0)
+            hits += figure.low <= sum(everything) <= figure.high
+        assert 170 <= hits <= 199
+
+    def test_what_is_known_has_no_spread(self) -> None:
+        figure = _total([1.0, 3.0], 0, Random(0), so_far=4.0)
+        assert (figure.low, figure.expected, figure.high) == (4.0, 4.0, 4.0)
+
+
+def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> None:
+    rows = [{"id": f"q{n}", "prompt": "x" * (n * 37 % 2900)} for n in range(1, 301)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
+        asked: dict[str, Any] = {
+            "dataset_file": "p.jsonl", "run_name": "r", "model": "openai:gpt-4o",
+            "base_url": endpoint.openai_url, "key_env": "none", "enabled_toolsets": "none",
+            "num_workers": 2, "batch_size": 8,
+        }  # fmt: skip
+        pilot = run(tmp_path, "estimate", "--pilot=60", **asked)
+        assert pilot.returncode == 0, pilot.stderr
+        assert "forecast for 300 tasks by a random 60 of them (0 failed)" in pilot.stdout
+        run_dir = tmp_path / "trajectories" / "r"
+        assert len(lines(run_dir / "records.jsonl")) == 60
+        told = orjson.loads((run_dir / "estimate.json").read_bytes())
+        again = run(tmp_path, "estimate", "--pilot=60", **asked)
+        assert len(lines(run_dir / "records.jsonl")) == 60
+        assert again.stdout.split("hours")[0] == pilot.stdout.split("hours")[0]
+
+        whole = run(tmp_path, **asked)
+        assert whole.returncode == 0, whole.stderr
+        assert endpoint.journal()["replies"] == 300
+    summary = orjson.loads((run_dir / "summary.json").read_bytes())
+    for key, true in (
+        ("dollars", summary["cost_usd"]),
+        ("input_tokens", summary["input_tokens"]),
+        ("output_tokens", summary["output_tokens"]),
+    ):
+        assert told[key]["low"] <= true <= told[key]["high"], key
+    assert told["hours"]["expected"] > 0
+    assert told["failure_percent"]["expected"] == 0
+    assert 3 < told["failure_percent"]["high"] < 8
+
+
+def test_what_is_unknown_is_not_forecast(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 9)
+    with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
+        pilot = run(
+            tmp_path, "estimate", "--pilot=3", dataset_file="p.jsonl", run_name="r", model="m",
+            base_url=endpoint.openai_url, key_env="none", enabled_toolsets="none",
+        )  # fmt: skip
+    assert pilot.returncode == 0, pilot.stderr
+    assert "dollars     unknown" in pilot.stdout
+    assert orjson.loads((tmp_path / "trajectories/r/estimate.json").read_bytes())["dollars"] is None

@@ -1,0 +1,17 @@
+"""Tests of export/: rows in every format, filters, datasets.
+
+test_export               the files of a run, from its records
+test_hermes               the Hermes format
+test_export_formats       one record in every format
+test_export_forged        text that looks like structure
+test_export_tolerance     which rows are refused
+test_export_views         what the model did not see of its conversation
+test_hidden_reasoning     reasoning that nobody can read
+test_export_statistics    `stats`
+test_export_rendering     rows through chat templates
+test_export_dataset       datasets by recipe
+test_export_judge         the judge of answers
+test_export_push          a dataset sent to a hub
+test_export_determinism   same conversations, same bytes
+test_export_docs          docs/export.md
+"""

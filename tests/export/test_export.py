@@ -1,0 +1,329 @@
+"""The files of a run, from its records: what goes where, and the statistics of all of it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.conversation.own_work import own_of
+from export.statistics import Statistics
+from export.training_files import export_run, route
+from runs.dataset.scan import scan, tasks
+from tests.export.test_hermes import (
+    OFFERED,
+    TEMP,
+    assistant,
+    call,
+    ended_by,
+    final,
+    record_of,
+    result,
+    user,
+)
+from tests.running import ids, lines, write_rows
+
+
+def failed(content: str = "no", *, id: str = "c1", kind: Any = None) -> dict[str, Any]:
+    message = result(content, id=id, is_error=True)
+    return message if kind is None else {**message, "details": {"failure": kind}}
+
+
+def statistics_of(*records: dict[str, Any]) -> dict[str, Any]:
+    statistics = Statistics()
+    for record in records:
+        statistics.add(record, own_of(record))
+    return statistics.to_json()
+
+
+def export(folder: Path, *records: dict[str, Any], pending: int = 0, **options: Any) -> Path:
+    """Export a run that holds `records`, one per row of its dataset; return its directory."""
+    names = [f"t{n}" for n in range(len(records) + pending)]
+    write_rows(folder / "p.jsonl", *({"id": name, "prompt": "Go."} for name in names))
+    found = scan(folder / "p.jsonl", max_samples=None)
+    run_dir = folder / "r"
+    run_dir.mkdir(exist_ok=True)
+    kept = {"attempt": 1, "tool_calls": [], "cost_usd": None}
+    stored = [
+        record | kept | {"id": task.id, "input_digest": task.input_digest}
+        for task, record in zip(tasks(found, num_samples=1), records, strict=False)
+    ]
+    write_rows(run_dir / "records.jsonl", *stored)
+    export_run(run_dir, found, num_samples=1, **options)
+    return run_dir
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    return content
+
+
+PLAIN = record_of(user(), assistant("Hi."))
+THOUGHT = record_of(user(), assistant("Hi.", reasoning="Hm."))
+INLINE = record_of(user(), assistant("<think>Hm.</think>Hi."))
+EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns")
+FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
+BROKEN = record_of(user(), assistant("", call("{")), failed(kind="invalid_arguments"),
+                   assistant("Hi."))  # fmt: skip
+
+
+class TestRequireReasoning:
+    def test_sends_completed_rows_without_any_to_the_rejects(self, tmp_path: Path) -> None:
+        """S2.18, S2.19: inline reasoning counts, and what ended early is not judged by it."""
+        records = (PLAIN, THOUGHT, INLINE, EARLY, FAILED)
+        run_dir = export(tmp_path, *records, require_reasoning=True)
+        assert ids(tmp_path / "r.jsonl") == ["t1", "t2"]
+        assert ids(run_dir / "exports" / "partial.jsonl") == ["t3"]
+        without, _ = lines(run_dir / "exports" / "rejects.jsonl")
+        assert without == {
+            "id": "t0",
+            "status": "completed",
+            "reason": "no_reasoning",
+            "detail": "no turn of the model holds reasoning",
+        }
+        manifest = loaded(run_dir / "exports" / "manifest.json")
+        assert manifest["rejected_by_reason"] == {"failed": 1, "no_reasoning": 1}
+        assert ids(run_dir / "records.jsonl") == ["t0", "t1", "t2", "t3", "t4"]
+
+    def test_is_off_by_default_and_takes_back_nothing(self, tmp_path: Path) -> None:
+        """S2.19: the record stays, so an export without the filter holds the row again."""
+        export(tmp_path, PLAIN, require_reasoning=True)
+        assert ids(tmp_path / "r.jsonl") == []
+        run_dir = export(tmp_path, PLAIN)
+        assert ids(tmp_path / "r.jsonl") == ["t0"]
+        assert lines(run_dir / "exports" / "rejects.jsonl") == []
+
+    def test_one_turn_with_reasoning_is_enough(self) -> None:
+        """S2.19."""
+        record = record_of(
+            user(), assistant("", call(), reasoning="Hm."), result("r"), assistant("Hi.")
+        )
+        assert route(record, require_reasoning=True).place == "training"
+
+    def test_a_row_that_breaks_a_rule_is_rejected_for_that(self) -> None:
+        """S2.54."""
+        assert route(BROKEN, require_reasoning=True).reason == "arguments_not_json"
+
+
+def test_endings_by_reserved_tools_go_to_their_files(tmp_path: Path) -> None:
+    """C8: an answer is for training; giving up is a partial row, and its words are kept."""
+    reason = call('{"reason": "no network"}', id="f", name="cannot_complete")
+    run_dir = export(
+        tmp_path,
+        ended_by(assistant("", final("14"))),
+        ended_by(assistant("", reason), status="cannot_complete", status_reason="no network"),
+        ended_by(assistant("", call("{}", id="f", name="final_answer"))),
+    )
+    assert ids(tmp_path / "r.jsonl") == ["t0"]
+    (partial,) = lines(run_dir / "exports" / "partial.jsonl")
+    assert json.loads(partial["metadata"])["status_reason"] == "no network"
+    (reject,) = lines(run_dir / "exports" / "rejects.jsonl")
+    assert reject["reason"] == "empty_value"
+
+
+class TestStatisticsFile:
+    def test_covers_all_records_whichever_file_they_go_to(self, tmp_path: Path) -> None:
+        """S2.53."""
+        records = (THOUGHT, EARLY, BROKEN, FAILED)
+        run_dir = export(tmp_path, *records, pending=2)
+        statistics = loaded(run_dir / "statistics.json")
+        assert statistics.pop("tokens") == {
+            **{"input_tokens": 40, "output_tokens": 0, "reasoning_tokens": 0},
+            **{"cache_read_tokens": 0, "cache_write_tokens": 0, "cache_hit_rate": 0.0},
+        }
+        weather = {"toolset": "weather", "rows": 4, "percent": 100.0}
+        assert statistics.pop("toolsets") == [weather]
+        assert statistics == {
+            "schema_version": 1,
+            "tools": [
+                {
+                    "tool": "temp",
+                    "count": 2,
+                    "success": 1,
+                    "failure": 1,
+                    "success_rate": 50.0,
+                    "failure_rate": 50.0,
+                }
+            ],
+            "tool_errors": {"invalid_arguments": 1},
+            "reasoning": {
+                "assistant_turns": 4,
+                "with_reasoning": 1,
+                "without_reasoning": 3,
+                "rows_with_any": 1,
+            },
+            "rows": {"completed": 2, "failed": 1, "max_turns": 1},
+            "checks": {
+                "checked": 0,
+                "passed": 0,
+                "failed": 0,
+                "pass_rate": None,
+                "mean_reward": None,
+            },
+            "turns_per_row": {"mean": 1.0, "max": 2},
+            "duration_s": {"first_started_at": 1.5, "last_ended_at": 1.75, "wall": 0.25},
+        }
+
+    def test_changes_no_byte_of_the_other_files(self, tmp_path: Path) -> None:
+        """S2.53: the times of a run are in its statistics and in nothing that is trained on."""
+
+        def exported(name: str, *, started_at: float) -> tuple[list[bytes], dict[str, Any]]:
+            (tmp_path / name).mkdir()
+            turns = [{**PLAIN["turns"][0], "started_at": started_at}]
+            run_dir = export(tmp_path / name, PLAIN | {"turns": turns}, EARLY)
+            files = [run_dir.parent / "r.jsonl", *sorted((run_dir / "exports").iterdir())]
+            return [file.read_bytes() for file in files], loaded(run_dir / "statistics.json")
+
+        early, early_statistics = exported("early", started_at=1.0)
+        late, late_statistics = exported("late", started_at=99.0)
+        assert early == late
+        assert len(early) == 4
+        assert early_statistics != late_statistics
+
+    def test_is_there_before_the_first_record_too(self, tmp_path: Path) -> None:
+        """S2.53: nothing is known of nothing, and no rate divides by it."""
+        statistics = loaded(export(tmp_path, pending=1) / "statistics.json")
+        assert statistics["tools"] == []
+        assert statistics["rows"] == {}
+        assert statistics["turns_per_row"] == {"mean": None, "max": None}
+        assert set(statistics["duration_s"].values()) == {None}
+
+
+class TestStatistics:
+    def test_tokens_are_summed_with_the_share_of_the_cache(self) -> None:
+        usage = {"input_tokens": 100, "cache_read_tokens": 75, "output_tokens": None}
+        tokens = statistics_of(PLAIN | {"usage": usage}, PLAIN | {"usage": None})["tokens"]
+        assert (tokens["input_tokens"], tokens["cache_hit_rate"]) == (100, 75.0)
+
+    def test_every_tool_that_was_offered_is_listed(self) -> None:
+        """S2.53: an unused one has rates of 0.0; the tools of all records are put together."""
+        other = {"function": {"name": "area"}}
+        statistics = statistics_of(PLAIN, PLAIN | {"tools": [other]}, PLAIN | {"tools": None})
+        unused = {"count": 0, "success": 0, "failure": 0, "success_rate": 0.0, "failure_rate": 0.0}
+        assert statistics["tools"] == [{"tool": "area", **unused}, {"tool": "temp", **unused}]
+
+    def test_rates_are_percentages_with_two_decimals_of_the_answered_calls(self) -> None:
+        """S2.53: a call whose turn broke off neither succeeded nor failed."""
+        calls = [call(id=f"c{n}") for n in range(4)]
+        results = [
+            result("Error: it says", id="c0"),
+            result("{}", id="c1"),
+            failed("fine", id="c2"),
+        ]
+        (stats,) = statistics_of(
+            record_of(user(), assistant("", *calls), *results, status="cancelled")
+        )["tools"]
+        assert (stats["count"], stats["success"], stats["failure"]) == (4, 2, 1)
+        assert (stats["success_rate"], stats["failure_rate"]) == (66.67, 33.33)
+
+    @pytest.mark.parametrize(
+        ("text", "is_error"),
+        [("Error: no such file", False), ('{"success": false}', False), ("all is well", True)],
+    )
+    def test_success_is_what_the_result_is_marked_as(self, text: str, is_error: bool) -> None:
+        """S2.49: nothing is read out of the text."""
+        record = record_of(user(), assistant("", call()), result(text, is_error=is_error),
+                           assistant("Hi."))  # fmt: skip
+        (stats,) = statistics_of(record)["tools"]
+        assert (stats["success"], stats["failure"]) == (int(not is_error), int(is_error))
+
+    def test_errors_are_counted_by_kind(self) -> None:
+        """S2.47: those of invented tools too, which are no tools to be listed."""
+        kinds = ["timeout", "exception", "timeout", None, 7, "unknown_tool"]
+        names = ["temp"] * 5 + ["tmep"]
+        calls = [call(id=f"c{n}", name=name) for n, name in enumerate(names)]
+        results = [failed(id=f"c{n}", kind=kind) for n, kind in enumerate(kinds)]
+        fine = {**result("r", id="c9"), "details": {"failure": "timeout"}}
+        statistics = statistics_of(
+            record_of(user(), assistant("", *calls), *results,
+                      assistant("", call(id="c9")), fine, assistant("Hi."))
+        )  # fmt: skip
+        assert statistics["tool_errors"] == {
+            "exception": 1,
+            "reported": 2,
+            "timeout": 2,
+            "unknown_tool": 1,
+        }
+        (stats,) = statistics["tools"]
+        assert (stats["tool"], stats["count"], stats["failure"]) == ("temp", 6, 5)
+
+    def test_reasoning_is_counted_wherever_the_model_put_it(self) -> None:
+        """S2.18: apart or inline; blank is none, and so is a tag that never closes."""
+        turns = ["<think>\n\n</think>Hi.", "<think>Hm. Hi.", "See <think>a</think>.", "Hi."]
+        blank = record_of(user(), *(assistant(text, reasoning=" \n") for text in turns))
+        twice = record_of(user(), *[assistant("Hi.", reasoning="Hm.")] * 2)
+        statistics = statistics_of(twice, INLINE, blank)["reasoning"]
+        assert statistics == {
+            "assistant_turns": 7,
+            "with_reasoning": 3,
+            "without_reasoning": 4,
+            "rows_with_any": 2,
+        }
+
+    def test_what_the_prompt_brought_along_is_not_counted(self) -> None:
+        """S2.18, S2.53: it was not this run's model that did it."""
+        record = record_of(
+            user(), assistant("", call(), reasoning="Hm."), failed(kind="timeout"),
+            assistant("A"), user(), assistant("B"),
+        )  # fmt: skip
+        record["turns"] = record["turns"][2:]
+        statistics = statistics_of(record, {**record, "turns": [], "status": "failed"})
+        assert statistics["tools"][0]["count"] == 0
+        assert statistics["tool_errors"] == {}
+        assert statistics["reasoning"]["assistant_turns"] == 1
+        assert statistics["reasoning"]["rows_with_any"] == 0
+
+    def test_a_final_answer_counts_as_the_call_that_it_was(self) -> None:
+        """C8: a row tells it as text, the statistics what the model did."""
+        statistics = statistics_of(ended_by(assistant("", final("14"))))
+        assert {stats["tool"]: stats["count"] for stats in statistics["tools"]} == {
+            "cannot_complete": 0,
+            "final_answer": 1,
+            "temp": 1,
+        }
+
+    def test_turns_and_times_span_all_rows(self) -> None:
+        """S2.53: the longest turn may not be the last one to begin."""
+
+        def timed(*times: tuple[float, float]) -> dict[str, Any]:
+            record = record_of(user(), *(assistant("Hi.") for _ in times))
+            record["turns"] = [{"started_at": at, "duration_s": s} for at, s in times]
+            return record
+
+        statistics = statistics_of(timed((20.0, 1.0)), timed((10.0, 15.0), (22.0, 1.0)), FAILED)
+        assert statistics["duration_s"] == {
+            "first_started_at": 10.0,
+            "last_ended_at": 25.0,
+            "wall": 15.0,
+        }
+        assert statistics["turns_per_row"] == {"mean": 1.0, "max": 2}
+        thirds = statistics_of(timed((1.0, 1.0)), timed((1.0, 1.0)), timed((1.0, 1.0), (2.0, 1.0)))
+        assert thirds["turns_per_row"]["mean"] == 1.33
+
+    def test_a_record_that_no_row_can_be_made_of_is_counted(self) -> None:
+        """S2.54: stray results, content that is no text, calls of nothing."""
+        parts: Any = [{"type": "text", "text": "Hi."}]
+        odd = record_of(user(), result("r"), assistant(parts), assistant("", call(name="")),
+                        result("r"), result("r", id="c9"), status="errors")  # fmt: skip
+        statistics = statistics_of(odd)
+        assert statistics["rows"] == {"errors": 1}
+        assert statistics["reasoning"]["assistant_turns"] == 2
+        assert statistics["tools"][0]["count"] == 0
+
+    def test_memory_does_not_grow_with_the_records(self) -> None:
+        """S2.53: neither by what is in them nor by the names that models invent."""
+
+        def size(count: int) -> int:
+            statistics = Statistics()
+            for n in range(count):
+                invented = call(name=f"tool_{n}", id=f"call_{n}")
+                record = record_of(user(f"Question {n}"), assistant("", invented),
+                                   failed(id=f"call_{n}", kind="unknown_tool"),
+                                   assistant(f"Answer {n}"), tools=[TEMP, *OFFERED])  # fmt: skip
+                statistics.add(record, own_of(record))
+            return len(pickle.dumps(statistics))
+
+        assert size(1000) - size(10) < 50

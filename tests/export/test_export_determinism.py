@@ -1,0 +1,91 @@
+"""The same conversations give the same bytes in every format, however they came about."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.fake_endpoint import FakeEndpoint
+from tests.program.test_run import is_gone, options
+from tests.running import WRITE_A_NOTE, lines, run, started, wait_until, write_rows
+
+FORMATS = "hermes,llamafactory,openai,atif,dpo,kto,parquet"
+
+
+@pytest.mark.long
+def test_workers_kills_and_resumes_leave_no_trace(tmp_path: Path) -> None:
+    """Samples are judged by their row, so that pairs and labels are made too."""
+    found = []
+    with FakeEndpoint(turns=3, latency_s=0.05, reasoning_chars=40, **WRITE_A_NOTE) as endpoint:
+        for name, workers in (("one", 1), ("four", 4)):
+            found.append(exported(finished(tmp_path / name, endpoint, workers)))
+        for attempt in range(3):
+            folder = prepared(tmp_path / f"killed{attempt}")
+            for calls in (9, 9):
+                before = endpoint.journal()["requests"]
+                with started(folder, **given(endpoint, 2)) as process:
+                    enough = before + calls
+                    wait_until(lambda: endpoint.journal()["requests"] >= enough)  # noqa: B023
+                    os.killpg(process.pid, signal.SIGKILL)
+                    wait_until(functools.partial(is_gone, process.pid))
+            run(folder, **given(endpoint, 2))
+            records = lines(folder / "trajectories" / "r" / "records.jsonl")
+            resumes = [resume for record in records for resume in record["resumes"]]
+            # A call that was cut off is told as such: another conversation, not another export.
+            if resumes and not any(resume["interrupted"] for resume in resumes):
+                break
+        found.append(exported(folder))
+    assert found[0] == found[1] == found[2]
+    made = {path.split("/")[0] for path in found[0]}
+    assert {"hermes", "openai_parquet", "llamafactory_parquet", "atif", "kto"} <= made
+
+
+def given(endpoint: FakeEndpoint, workers: int) -> dict[str, Any]:
+    return options(endpoint, num_workers=workers, num_samples=2, config="c.yaml")
+
+
+def prepared(folder: Path) -> Path:
+    folder.mkdir()
+    rows = [{"id": f"p{n}", "prompt": f"Question {n}", "expected": "Answer"} for n in range(8)]
+    write_rows(folder / "p.jsonl", *rows)
+    (folder / "c.yaml").write_text("check_expected: true\n")
+    return folder
+
+
+def finished(folder: Path, endpoint: FakeEndpoint, workers: int) -> Path:
+    done = run(prepared(folder), **given(endpoint, workers))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def exported(folder: Path) -> dict[str, str]:
+    """A hash of each file of a dataset, that of atif without its times."""
+    run_dir = folder / "trajectories" / "r"
+    recipe = folder / "recipe.yaml"
+    recipe.write_text("filters: {status: any}\n")
+    flags: dict[str, Any] = {"format": FORMATS, "recipe": recipe, "splits": "a=0.5,b=0.5"}
+    done = run(folder, "export", str(run_dir), **flags)
+    assert done.returncode == 0, done.stderr
+    directory = run_dir / "exports" / "dataset"
+    hashes = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name != "manifest.json":
+            content = path.read_bytes()
+            if name.startswith("atif/"):
+                content = json.dumps([_timeless(row) for row in lines(path)]).encode()
+            hashes[name] = hashlib.sha256(content).hexdigest()
+    return hashes
+
+
+def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+    for step in row["steps"]:
+        step.pop("timestamp", None)
+    return row

@@ -1,0 +1,99 @@
+"""A dataset sent to a hub: a loopback server that answers as the real one does."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.export.test_export_dataset import EARLY
+from tests.exporting import make_run, worked
+from tests.running import run
+
+pytest.importorskip("huggingface_hub")
+
+
+@contextmanager
+def hub(*, status: int = 200) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """The address of a hub, and what it was sent: paths and bodies."""
+    received: list[tuple[str, bytes]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            received.append((self.path, body))
+            content = json.dumps(self._answer(body)).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def _answer(self, body: bytes) -> dict[str, Any]:
+            if "preupload" in self.path:
+                told = {"uploadMode": "regular", "shouldIgnore": False}
+                return {"files": [{"path": f["path"], **told} for f in json.loads(body)["files"]]}
+            url = "http://127.0.0.1/datasets/me/mine"
+            commit = {"commitUrl": f"{url}/commit/1", "commitOid": "1" * 40, "success": True}
+            return {"url": url, "errors": [], "warnings": [], **commit}
+
+        def log_message(self, *args: Any) -> None:
+            """Nothing is printed."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", received
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def push(folder: Path, address: str) -> Any:
+    source = make_run(folder, worked(), EARLY)
+    env = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_of_a_test", "HF_HOME": str(folder / "hf"),
+           "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
+    options = {"format": "openai", "push_to_hub": "me/mine"}
+    return run(folder, "export", source.run_dir, "--push_for_real", env=env, **options)
+
+
+def test_sends_what_was_shown_to_a_private_repository(tmp_path: Path) -> None:
+    with hub() as (address, received):
+        done = push(tmp_path, address)
+    assert done.returncode == 0, done.stderr
+    assert "commit/1" in done.stdout
+    created = json.loads(dict(received)["/api/repos/create"])
+    assert (created["type"], created["visibility"]) == ("dataset", "private")
+    (commit,) = [body for path, body in received if "/commit/" in path]
+    files = [json.loads(line)["value"] for line in commit.splitlines()[1:]]
+    assert [file["path"] for file in files] == ["README.md", "manifest.json", "openai/train.jsonl"]
+    dataset = tmp_path / "r" / "exports" / "dataset"
+    for file in files:
+        assert base64.b64decode(file["content"]) == (dataset / file["path"]).read_bytes()
+
+
+def test_a_hub_that_refuses_is_told(tmp_path: Path) -> None:
+    with hub(status=401) as (address, _):
+        done = push(tmp_path, address)
+    assert (done.returncode, "the hub refused" in done.stderr) == (4, True)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long  # the library tries again for some seconds
+def test_a_hub_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with hub() as (address, _):
+        pass
+    done = push(tmp_path, address)
+    assert (done.returncode, "the hub refused" in done.stderr) == (4, True)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,70 @@
+"""The command `stats`: figures that can be counted by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.conversation.style import Style
+from export.run_statistics import statistics_of
+from tests.export.test_hermes import assistant, record_of, user
+from tests.exporting import make_run, worked
+from tests.running import run
+
+
+def record(turns: int, **changes: Any) -> dict[str, Any]:
+    calls = [{"name": "temp", "is_error": False, "duration_s": float(turns)}]
+    replies = [{"finish_reason": "stop", "started_at": 1.0, "duration_s": 0.5}] * turns
+    return worked(f"Done {turns}.", tool_calls=calls, turns=replies[:2], **changes)
+
+
+def test_counts_what_records_hold(tmp_path: Path) -> None:
+    records = [record(n, cost_usd=0.5 * n) for n in (2, 3, 4)]
+    ended = record(9, status="max_turns", cost_usd=None)
+    source = make_run(tmp_path, *records, ended, pending=2)
+    done = run(tmp_path, "stats", str(source.run_dir), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["records"], found["kept"]) == (4, 3)
+    assert found["rows"] == {"completed": 3, "max_turns": 1}
+    cost = found["cost_usd"]
+    assert cost["known_total"] == pytest.approx(4.5)
+    assert cost["per_kept"] == pytest.approx(1.5)
+    assert cost["records_of_unknown_cost"] == 1
+    (tool,) = found["tools"]
+    assert tool["count"] == 4
+    assert (tool["seconds"]["max"], tool["seconds"]["mean"]) == (9.0, 4.5)
+    assert found["per_record"]["model_seconds"]["max"] == 1.0
+
+
+def test_shows_a_table(tmp_path: Path) -> None:
+    source = make_run(tmp_path, record(2, cost_usd=0.25))
+    done = run(tmp_path, "stats", str(source.run_dir))
+    assert done.returncode == 0, done.stderr
+    assert "1 records: completed 1; kept for training 1" in done.stdout
+    assert "$0.2500 per kept trajectory" in done.stdout
+    assert done.stdout.count("temp") == 1
+
+
+def test_of_no_run_says_so(tmp_path: Path) -> None:
+    done = run(tmp_path, "stats", "nothing")
+    assert done.returncode == 2
+    assert "no run here" in done.stderr or "nothing" in done.stderr
+
+
+def test_of_a_task_with_several_records_the_last_one_counts(tmp_path: Path) -> None:
+    source = make_run(tmp_path, worked(), worked())
+    path = source.run_dir / "records.jsonl"
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
+    assert statistics_of(source.run_dir, style=Style(), require_reasoning=False)["records"] == 2
+
+
+def test_of_a_run_with_reasoning_only_the_rest_is_not_kept(tmp_path: Path) -> None:
+    source = make_run(tmp_path, worked(), record_of(user(), assistant("Yes.")))
+    for require, kept in ((False, 2), (True, 1)):
+        assert (
+            statistics_of(source.run_dir, style=Style(), require_reasoning=require)["kept"] == kept
+        )

@@ -1,0 +1,225 @@
+"""A row is refused only for what a trainer chokes on, and rejects.jsonl says how to keep it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from export.conversation.style import Style, style_of_run
+from export.conversation.tolerance import HOLDS, how_to_keep
+from export.dataset.checking import findings
+from export.formats.hermes import to_conversations
+from export.run_statistics import statistics_of
+from runs.config.option_types import RowFlaw
+from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
+from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.exporting import exported, make_run, rows
+from tests.running import SCRIPTED, lines, run, write_rows
+
+RAN_INTO_AN_ERROR = result("Error: no", is_error=True)
+INVENTED = record_of(user(), assistant("", call(name="tmep")), RAN_INTO_AN_ERROR,
+                     assistant("", call()), result("9"), assistant("Nine."))  # fmt: skip
+BROKEN = record_of(user(), assistant("", call('{"city": "Li')), RAN_INTO_AN_ERROR,
+                   assistant("", call('{"city": "Lima"}')), result("9"),
+                   assistant("Nine."))  # fmt: skip
+A_LIST = record_of(user(), assistant("", call("[1]")), RAN_INTO_AN_ERROR, assistant("No."))
+TAGGED = record_of(user(), assistant("A call is <tool_call>{}</tool_call>."))
+TOKEN = record_of(user("What is <|im_end|>?"), assistant("A token."))
+PLAIN = record_of(user(), assistant("Hi."))
+
+
+def why(source: Any, **recipe: Any) -> dict[tuple[str, str | None], str]:
+    """Reason and detail of each reject, by id and format."""
+    directory, _ = exported(source, **recipe)
+    return {
+        (line["id"], line["format"]): f"{line['reason']}: {line['detail']}"
+        for line in lines(directory / "rejects.jsonl")
+    }
+
+
+@pytest.mark.parametrize("token", MARKUP)
+@pytest.mark.parametrize("name", [*TEXT_FORMATS, "kto"])
+def test_what_is_markup_to_most_tokenizers_is_text(tmp_path: Path, name: str, token: str) -> None:
+    """An HTML strike, say, wherever it stands."""
+    function = {"name": "temp", "description": f"Gives {token}", "parameters": {}}
+    record = record_of(
+        {"role": "system", "content": f"You {token}"},
+        user(f"a {token} b"),
+        assistant(f"c {token} d", call(json.dumps({"q": token})), reasoning=f"e {token}"),
+        result(f"f {token} g"),
+        assistant(f"h {token}"),
+        tools=[{"type": "function", "function": function}],
+        check={"reward": 1},
+    )
+    source = make_run(tmp_path, record)
+    (row,) = rows(source, name, system="saved")
+    text = json.dumps(row.get("messages") or row.get("conversations") or row)
+    for place in (f"You {token}", f"a {token} b", f"c {token} d", f"e {token}", f"h {token}"):
+        assert place in text
+    (told,) = why(source, formats=name, filters={"control_tokens": "all"}).values()
+    assert told.startswith("control_token: ")
+
+
+def test_a_token_of_templates_beside_markup_is_still_found(tmp_path: Path) -> None:
+    record = record_of(user("<s> and then <|im_end|>"), assistant("Hi."))
+    (told,) = why(make_run(tmp_path, record), formats="openai").values()
+    assert told == (
+        "control_token: user message before turn 1: '<|im_end|>'; "
+        "--accept_rows=control_token keeps such rows"
+    )
+
+
+@pytest.mark.parametrize("name", [*TEXT_FORMATS, "kto"])
+def test_rejects_say_how_to_keep_a_row(tmp_path: Path, name: str) -> None:
+    """Following it keeps the row."""
+    judged = {"check": {"reward": 1}}
+    source = make_run(tmp_path, *(record | judged for record in (INVENTED, TOKEN, PLAIN)))
+    told = why(source, formats=name)
+    assert {id: text.rpartition("; ")[2] for (id, _), text in told.items()} == {
+        "t0": "--accept_rows=unknown_tool keeps such rows",
+        "t1": "--accept_rows=control_token keeps such rows",
+    }
+    kept = rows(source, name, accept_rows="unknown_tool,control_token")
+    assert [row["id"] for row in kept] == ["t0", "t1", "t2"]
+
+
+def test_a_call_of_a_tool_that_was_not_offered_is_told_as_it_was(tmp_path: Path) -> None:
+    source = make_run(tmp_path, INVENTED)
+    (row,) = rows(source, "openai", accept_rows="unknown_tool")
+    roles = [message["role"] for message in row["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert row["messages"][1]["tool_calls"][0]["function"]["name"] == "tmep"
+    assert row["messages"][2]["content"] == "Error: no"
+    (row,) = rows(source, "llamafactory", accept_rows="unknown_tool")
+    assert json.loads(row["conversations"][1]["value"]) == {"name": "tmep", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "written"),
+    [(BROKEN, "arguments_not_json", '{"city": "Li'), (A_LIST, "arguments_not_object", "[1]")],
+)
+def test_arguments_that_are_no_object_are_a_string_where_calls_are_text(
+    tmp_path: Path, record: dict[str, Any], reason: str, written: str
+) -> None:
+    source = make_run(tmp_path, record)
+    (row,) = rows(source, "hermes", accept_rows=reason)
+    said = row["conversations"][2]["value"].partition("<tool_call>\n")[2]
+    told = json.loads(said.removesuffix("\n</tool_call>"))
+    assert told == {"name": "temp", "arguments": written}
+    assert row["conversations"][3]["value"].count("Error: no") == 1
+
+
+@pytest.mark.parametrize("name", ["openai", "llamafactory", "atif"])
+def test_where_calls_are_objects_they_refuse_the_row(tmp_path: Path, name: str) -> None:
+    """Templates and loaders want objects there; the reject names the format that does not."""
+    source = make_run(tmp_path, BROKEN)
+    (told,) = why(source, formats=name, accept_rows="arguments_not_json").values()
+    assert told.startswith("arguments_not_json: turn 1, call 1 (temp): ")
+    assert told.endswith(
+        f"; {name} cannot hold this; export --format=hermes --accept_rows=arguments_not_json can"
+    )
+
+
+def test_tags_in_a_text_are_kept_where_they_are_no_structure(tmp_path: Path) -> None:
+    source = make_run(tmp_path, TAGGED)
+    (row,) = rows(source, "openai", accept_rows="marker_in_text")
+    assert row["messages"][-1]["content"] == "A call is <tool_call>{}</tool_call>."
+    for name in ("hermes", "llamafactory"):
+        (told,) = why(source, formats=name, accept_rows="marker_in_text").values()
+        assert told.endswith("export --format=openai --accept_rows=marker_in_text can")
+
+
+def test_tags_in_results_and_arguments_are_kept_the_same_way(tmp_path: Path) -> None:
+    record = record_of(user(), assistant("", call('{"q": "</tool_call>"}')),
+                       result("</tool_response>"), assistant("Hi."))  # fmt: skip
+    source = make_run(tmp_path, record)
+    (told,) = why(source, formats="openai", accept_rows="marker_in_arguments").values()
+    assert told.startswith("marker_in_result: ")
+    both = {"accept_rows": "marker_in_arguments,marker_in_result"}
+    assert len(rows(source, "openai", **both)) == 1
+    (told,) = why(source, formats="llamafactory", **both).values()
+    assert told.startswith("marker_in_arguments: ")
+
+
+def test_each_format_refuses_for_itself(tmp_path: Path) -> None:
+    """And what none takes is in none, whatever else is asked for."""
+    source = make_run(tmp_path, BROKEN, TAGGED, PLAIN)
+    accept = "arguments_not_json,marker_in_text"
+    assert set(why(source, formats="hermes,openai,raw", accept_rows=accept)) == {
+        ("t0", "openai"),
+        ("t1", "hermes"),
+    }
+    assert set(why(source, formats="hermes,openai,raw")) == {("t0", None), ("t1", None)}
+    assert set(why(source, formats="parquet,raw", accept_rows="marker_in_text")) == {("t0", None)}
+
+
+def test_what_is_refused_takes_no_place_among_the_best(tmp_path: Path) -> None:
+    worse, best = PLAIN | {"check": {"reward": 0.1}}, INVENTED | {"check": {"reward": 0.9}}
+    source = make_run(tmp_path, worse, best, samples=2)
+    filters = {"best_n": 1}
+    assert [row["id"] for row in rows(source, "openai", filters=filters)] == ["t0"]
+    kept = rows(source, "openai", filters=filters, accept_rows="unknown_tool")
+    assert [row["id"] for row in kept] == ["t0#s1"]
+
+
+def test_documents_hold_all_but_calls_without_an_object(tmp_path: Path) -> None:
+    directory, _ = exported(make_run(tmp_path, INVENTED, TAGGED, TOKEN, BROKEN), formats="atif")
+    kept = [row["session_id"] for row in lines(directory / "atif" / "train.jsonl")]
+    assert kept == ["t0", "t1", "t2"]
+
+
+def test_every_reason_that_is_offered_can_be_held_by_a_format() -> None:
+    assert {reason.value for held in HOLDS.values() for reason in held} == set(get_args(RowFlaw))
+    assert how_to_keep("unanswered_call", "openai") == how_to_keep("min_turns", "openai") == ""
+
+
+def test_a_dataset_with_accepted_rows_checks_itself(tmp_path: Path) -> None:
+    source = make_run(tmp_path, INVENTED, BROKEN, TOKEN, PLAIN)
+    accept = "unknown_tool,arguments_not_json"
+    directory, _ = exported(source, formats="hermes,openai", accept_rows=accept)
+    assert list(findings(source, directory)) == []
+
+
+def test_a_dataset_of_an_older_program_still_checks(tmp_path: Path) -> None:
+    """Its recipe knows nothing of what may be accepted."""
+    source = make_run(tmp_path, INVENTED, PLAIN)
+    directory, manifest = exported(source, formats="hermes")
+    for key in ("accept_rows", "empty_think"):
+        del manifest["recipe"][key]
+    for key in ("control_tokens", "hidden_reasoning", "shortened_views", "max_interrupted_calls"):
+        del manifest["recipe"]["filters"][key]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    assert list(findings(source, directory)) == []
+
+
+def test_the_training_file_of_a_run_can_have_them_too(tmp_path: Path) -> None:
+    """What counts as kept follows."""
+    step = {"tool_calls": [{"name": "fly", "arguments": {}}]}
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [step, {"content": "done"}]})
+    training = tmp_path / "trajectories" / "r.jsonl"
+    run_dir = training.with_suffix("")
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    (reject,) = lines(run_dir / "exports" / "rejects.jsonl")
+    assert reject["detail"].endswith("; --accept_rows=unknown_tool keeps such rows")
+    assert statistics_of(run_dir, style=Style(), require_reasoning=False)["kept"] == 0
+    done = run(tmp_path, **SCRIPTED, accept_rows="unknown_tool")
+    assert done.returncode == 0, done.stderr
+    assert len(lines(training)) == 1
+    accepting = style_of_run({"accept_rows": ["unknown_tool"]})
+    assert statistics_of(run_dir, style=accepting, require_reasoning=False)["kept"] == 1
+    refused = run(tmp_path, **SCRIPTED, accept_rows="unfinished")
+    assert refused.returncode == 2
+    assert "accept_rows" in refused.stderr
+    assert "unknown_tool" in refused.stderr
+
+
+def test_an_agent_saves_no_think_block_for_a_turn_that_hides_its_reasoning() -> None:
+    turns = [{"usage": {"reasoning_tokens": 5}}]
+    told = to_conversations([user(), assistant("A"), user(), assistant("B")], [], turns)
+    assert [turn["value"] for turn in told if turn["from"] == "gpt"] == [
+        "<think>\n</think>\nA",
+        "B",
+    ]

@@ -1,0 +1,154 @@
+"""Bits that a disk or a memory flips: found, named, mended, and never in a training row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from agent.messages import MOST_TOKENS
+from agent.models.parsing import count_or_none
+from api.start import exit_of
+from export.training_files import export_run
+from runs.config.run_config import RunConfig
+from runs.run import Outcome
+from runs.store.checksum import DamagedLine, read_object, with_checksum, without_checksum
+from runs.totals.accounts import Accounts, account
+from testing.bit_flips import FOUND, attack, flips, make_run
+from tests.export.test_hermes import assistant, record_of, user
+from tests.exporting import make_run as make_records
+from tests.faults.oracle import judge_run_dir
+from tests.faults.test_disk import scripted_rows
+from tests.running import SCRIPTED, run
+
+LINE = {"id": "p1", "text": 'a ,"crc32":"00000000"} and é', "n": 1.5, "schema_version": 2}
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_every_flip_of_a_line_is_found() -> None:
+    line = with_checksum(orjson.dumps(LINE))
+    for bit in range(8 * len(line)):
+        with pytest.raises(DamagedLine):
+            read_object(flipped(line, bit))
+
+
+def test_a_line_is_read_with_and_without_checksum_and_newline() -> None:
+    old = orjson.dumps(LINE) + b"\n"
+    line = with_checksum(old[:-1])
+    assert without_checksum(line) == without_checksum(old) == old
+    for whole in (line, line[:-1], line[:-1] + b"\r\n", old, old[:-1]):
+        assert read_object(whole) == LINE
+    # Laid out in another way it is no line that this program wrote.
+    edited = line.replace(b',"crc32":"', b', "crc32": "')
+    with pytest.raises(DamagedLine, match="its checksum does not fit"):
+        read_object(edited)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("whole"))
+
+
+COUNTS = [pytest.param(12, id="few"), pytest.param(1000, id="many", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_flip_of_the_records_is_named_and_in_no_row(whole: Path, count: int) -> None:
+    seen = Counter(
+        attack(whole, "records.jsonl", bit, look=True)._replace(others=())
+        for bit in flips(whole / "records.jsonl", count, seed=5)
+    )
+    (one,) = seen
+    assert (one.verify, one.export, one.rows_changed, one.is_named) == (FOUND, 4, False, True)
+
+
+@pytest.mark.parametrize("name", ["records.idx", "run.json", "summary.json", "dataset.idx"])
+@pytest.mark.parametrize("count", [pytest.param(3, id="few"), COUNTS[1]])
+def test_a_flip_of_another_file_changes_no_row(whole: Path, name: str, count: int) -> None:
+    for bit in flips(whole / name, count, seed=6):
+        seen = attack(whole, name, bit, look=True)
+        assert not seen.has_defect(), bit
+        assert not seen.rows_changed, bit
+
+
+def test_a_flipped_record_is_mended_and_its_task_alone_runs_again(tmp_path: Path) -> None:
+    """By an export, which names it, and by a repair; then the run is what it was."""
+    scripted_rows(tmp_path, 4)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    run_dir = tmp_path / "trajectories" / "r"
+    right = run_dir.with_suffix(".jsonl").read_bytes()
+    records = run_dir / "records.jsonl"
+    content = records.read_bytes()
+    at = content.index(b'"content":"y"') + len(b'"content":"')
+    records.write_bytes(flipped(content, 8 * at))
+    number = content[:at].count(b"\n") + 1
+    exported = run(tmp_path, "export", "r")
+    assert exported.returncode == 4
+    named = f"records.jsonl:{number}: the record ('p"
+    assert named in exported.stderr
+    assert "its checksum does not fit. `verify --repair` sets it aside" in exported.stderr
+    assert run_dir.with_suffix(".jsonl").read_bytes() == right
+    repaired = run(tmp_path, "verify", "r", "--repair")
+    assert repaired.returncode == 0, repaired.stdout
+    assert f"records.jsonl:{number}: not a whole record (id 'p" in repaired.stdout
+    assert "runs 1 tasks" in repaired.stdout
+    assert len(list((run_dir / "quarantine").iterdir())) == 1
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    assert run_dir.with_suffix(".jsonl").read_bytes() == right
+    judge_run_dir(run_dir, tasks=4)
+
+
+def test_an_identity_that_was_changed_is_named_and_can_be_accepted(tmp_path: Path) -> None:
+    scripted_rows(tmp_path, 2)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    path = tmp_path / "trajectories" / "r" / "run.json"
+    path.write_bytes(path.read_bytes().replace(b'"max_turns": ', b'"max_turnS": '))
+    for args in ({**SCRIPTED}, {}):
+        refused = run(tmp_path, *([] if args else ["export", "r"]), **args)
+        assert refused.returncode == 2
+        assert "run.json: changed since it was written: its checksum" in refused.stderr
+    accepted = orjson.loads(path.read_bytes())
+    del accepted["crc32"]
+    accepted["meaning"]["max_turns"] = accepted["meaning"].pop("max_turnS")
+    path.write_bytes(orjson.dumps(accepted))
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    judge_run_dir(path.parent, tasks=2)
+
+
+def said(text: str, **changes: Any) -> dict[str, Any]:
+    return record_of(user(), assistant(text), **changes)
+
+
+def accounts_of(folder: Path, *records: dict[str, Any], pending: int = 0) -> Accounts:
+    source = make_records(folder, *records, pending=pending)
+    config = RunConfig(dataset_file=folder / "p.jsonl", run_name="r", output_dir=folder)
+    export_run(source.run_dir, source.scan, num_samples=1)
+    return account(source.run_dir, source.scan, config)
+
+
+def test_a_run_that_ends_with_pending_tasks_is_not_complete(tmp_path: Path) -> None:
+    """Whatever took their records away."""
+    accounts = accounts_of(tmp_path, said("Hi."), pending=3)
+    code, reason = exit_of(Outcome(), accounts)
+    assert code == 4
+    assert "3 tasks have no record although the run has come to its end" in str(reason)
+    assert exit_of(Outcome(), accounts, is_all=False) == (0, None)
+
+
+def test_token_counts_that_nobody_can_mean_are_unknown(tmp_path: Path) -> None:
+    assert count_or_none(2**63 - 1) is None
+    assert count_or_none(MOST_TOKENS - 1) == MOST_TOKENS - 1
+    # As earlier versions recorded them: three of them fit no 64 bits.
+    huge = {"input_tokens": 2**63 - 1, "output_tokens": 5}
+    accounts = accounts_of(tmp_path, *[said("Hi.", usage=huge)] * 3)
+    assert orjson.dumps(accounts.to_json())
+    assert (accounts.input_tokens, accounts.tokens_unknown) == (0, 3)
+    assert accounts.output_tokens == 15

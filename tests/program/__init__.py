@@ -1,0 +1,12 @@
+"""Tests of the whole program: real processes, endpoints on loopback, signals.
+
+test_run            runs from start to end, killed and resumed
+test_run_options    options of conversations in whole runs
+test_web_run        runs with the toolset web
+test_batches        runs by the provider's Batch API
+test_ray            runs whose workers are Ray actors
+test_outages        endpoints that cannot be reached
+test_processes      no process is left behind
+test_exact_json     integers of any size, from the model to the training row
+test_seeds_batch    behaviours of the seed documents, in whole runs
+"""

@@ -1,0 +1,199 @@
+"""No process is left for others to collect, and process 1 collects what others leave."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.playing import call, calls, say
+from tests.running import ROOT, SCRIPTED, lines, write_rows
+from tests.running import command as command_of
+from tests.toolsets.test_sandbox import BOTH
+
+# Run in a process that gets every orphan, as process 1 does. None may be left to it.
+ADOPTING = """
+import asyncio, ctypes, json, os, sys
+from pathlib import Path
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+asyncio.run(work(*sys.argv[1:]))
+try:
+    pid, status = os.waitpid(-1, 0)
+except ChildProcessError:
+    print("none")
+else:
+    sys.exit(f"process {pid} was left with {status}")
+"""
+SANDBOX = """
+from toolsets.sandbox.factory import Limits, make_sandbox
+from toolsets.workspace.workspace import Workspace
+
+async def work(name, root, command):
+    sandbox = make_sandbox(name, Workspace(Path(root)), Limits())
+    await sandbox.run("python", "1")
+    calling = asyncio.ensure_future(sandbox.run("shell", command))
+    while not (Path(root) / "begun").exists():
+        await asyncio.sleep(0.01)
+    if command.endswith("cut off"):
+        calling.cancel()
+    await asyncio.wait({calling})
+    await sandbox.stop()
+"""
+MCP = """
+from toolsets.mcp.servers import McpServers, list_servers
+from toolsets.mcp.mcp_settings import McpServer
+from toolsets.catalog.registry import tools_of
+from toolsets.context import TaskSpace
+from toolsets.toolbox import Toolbox
+from toolsets.workspace.workspace import Workspace
+
+async def work(root, *argv):
+    Path(root).mkdir()
+    servers = McpServers(await list_servers({"raw": McpServer(command=argv, per_task=True)}))
+    servers.open()
+    toolbox = Toolbox(tools_of(servers.toolsets()), TaskSpace(Workspace(Path(root))))
+    told = await toolbox.call("raw__pids", "{}")  # it starts a child, which it leaves behind
+    assert not told.is_error, told.content
+    await toolbox.close(remove_workspace=True)
+    await servers.close()
+"""
+
+ENDINGS = {
+    "in order": "(sleep 1000 &); sleep 1000 & touch begun",
+    "a session of its own": "setsid nohup sleep 1000 >/dev/null 2>&1 & touch begun",
+    "cut off": "touch begun; (setsid sleep 1000 &) ; sleep 1000; : cut off",
+}
+
+
+def adopting(program: str, *argv: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program + ADOPTING, *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@BOTH
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_sandbox_leaves_no_process_to_others(name: str, ending: str, tmp_path: Path) -> None:
+    assert adopting(SANDBOX, name, str(tmp_path / "ws"), ENDINGS[ending]) == "none\n"
+
+
+@pytest.mark.long
+def test_a_sandbox_that_is_ended_by_force_leaves_none(tmp_path: Path) -> None:
+    stopped = "touch begun; kill -STOP $PPID; sleep 1000 # cut off"
+    assert adopting(SANDBOX, "local", str(tmp_path / "ws"), stopped) == "none\n"
+
+
+def test_an_mcp_server_leaves_none(tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
+    raw = str(ROOT / "tests" / "raw_mcp_server.py")
+    assert adopting(MCP, str(tmp_path / "ws"), sys.executable, "-S", raw) == "none\n"
+
+
+AS_FIRST = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+
+
+@cache
+def first_place_problem() -> str | None:
+    try:
+        done = subprocess.run([*AS_FIRST, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        return str(error)
+    return done.stderr or None
+
+
+needs_first_place = pytest.mark.skipif(
+    first_place_problem() is not None, reason=f"no namespace: {first_place_problem()}"
+)
+
+
+def as_first(code: str) -> list[str]:
+    head = "import os, signal, subprocess, sys, time; from pathlib import Path; "
+    leave = "from runs.process.first_process import leave_first_place; leave_first_place()\n"
+    return [*AS_FIRST, sys.executable, "-c", head + leave + code]
+
+
+@needs_first_place
+def test_process_1_collects_what_others_leave() -> None:
+    code = """
+def states():
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        yield int(path.parent.name), fields[0], int(fields[1])
+assert os.getpid() != 1
+for _ in range(20):
+    subprocess.run(["sh", "-c", "(sleep 0.01 &)"], check=True)
+own = subprocess.Popen(["sh", "-c", "exit 9"])
+while any(parent == 1 and pid != os.getpid() for pid, _, parent in states()):
+    time.sleep(0.01)
+assert own.wait() == 9  # what is ours is left to us
+sys.exit(7)
+"""
+    done = subprocess.run(as_first(code), cwd=ROOT, timeout=30, check=False)
+    assert done.returncode == 7
+
+
+@needs_first_place
+def test_process_1_passes_signals_on() -> None:
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print("ready", flush=True)
+signal.pause()
+"""
+    with subprocess.Popen(as_first(code), cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        first = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        subprocess.run(["kill", "-TERM", first.strip()], check=True)
+        assert process.wait(30) == 5
+
+
+@needs_first_place
+def test_process_1_ends_by_the_signal_of_its_child() -> None:
+    killed = subprocess.run(
+        as_first("os.kill(os.getpid(), signal.SIGKILL)"), cwd=ROOT, timeout=30, check=False
+    )
+    assert killed.returncode == 128 + signal.SIGKILL
+
+
+@needs_first_place
+def test_a_run_as_process_1_has_no_dead_children(tmp_path: Path) -> None:
+    look = """
+import os
+from pathlib import Path
+seen = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
+print(sum(fields[0] == "Z" for fields in seen))
+"""
+    command = f"(sleep 0 &); python3 -c '{look}'"
+    # One after the other, so that each has those before it behind it.
+    write_rows(
+        tmp_path / "p.jsonl",
+        *(
+            {
+                "prompt": f"{n}",
+                "script": [calls(call("terminal", command=command)), say("ok")],
+            }
+            for n in range(6)
+        ),
+    )
+    flags = {**SCRIPTED, "enabled_toolsets": "terminal", "sandbox": "local", "batch_size": 1}
+    done = subprocess.run(
+        [*AS_FIRST, *command_of(**flags)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    records = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    told = [m["content"] for record in records for m in record["messages"] if m["role"] == "tool"]
+    assert len(told) == 6
+    assert all('"stdout":"0\\n"' in content for content in told), told

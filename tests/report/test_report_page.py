@@ -1,0 +1,391 @@
+"""The report page in a browser: it is read from disk, by mouse and by keyboard, and asks nobody."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import pytest
+
+from api.stored_run import StoredRun
+from report.page.writer import write_report
+from tests.report.test_report import HOSTILE_ID, ROWS
+from tests.running import SCRIPTED, lines, run, write_rows
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+MANY = 120
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
+    if CHROMIUM is None:
+        pytest.skip("needs a Chromium in PATH (Debian: apt install chromium)")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cwd = tmp_path_factory.mktemp("page")
+    script = [{"content": "Yes."}]
+    more = [{"id": f"p{n:03}", "prompt": f"Question {n}", "script": script} for n in range(MANY)]
+    write_rows(cwd / "p.jsonl", *ROWS, *more)
+    done = run(cwd, **SCRIPTED, max_turns=3, repeat_limit=9)
+    assert done.returncode == 0, done.stderr
+    return cwd / "trajectories" / "r"
+
+
+@pytest.fixture(scope="module")
+def report(run_dir: Path) -> Path:
+    """All in one file, under a name that an address has to escape."""
+    return write_report(StoredRun(run_dir), run_dir / "one #1?.html").path
+
+
+@pytest.fixture(scope="module")
+def large_report(run_dir: Path) -> Path:
+    """The same with its data beside it."""
+    return write_report(StoredRun(run_dir), run_dir / "many #1?.html", inline_bytes=0).path
+
+
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport={"width": 1200, "height": 800})
+    context.set_default_timeout(10_000)
+    yield context
+    context.close()
+
+
+@contextmanager
+def opened(context: BrowserContext, report: Path) -> Iterator[Page]:
+    """The opened report; at the end it must have complained of nothing and asked nobody."""
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(dialog.message))
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(report.as_uri())
+    page.wait_for_selector("html[data-ready]", state="attached")
+    yield page
+    assert complaints == []
+    here = quote(str(report.parent))
+    assert all(address.startswith(f"file://{here}/") for address in asked)
+    assert page.evaluate("window.pwned") is None
+    page.close()
+
+
+@pytest.fixture
+def page(context: BrowserContext, report: Path) -> Iterator[Page]:
+    with opened(context, report) as page:
+        yield page
+
+
+@pytest.fixture
+def large_page(context: BrowserContext, large_report: Path) -> Iterator[Page]:
+    with opened(context, large_report) as page:
+        yield page
+
+
+def shown_ids(page: Page) -> list[str]:
+    return [text or "" for text in page.locator("#rows a").all_text_contents()]
+
+
+def test_only_the_rows_in_view_are_drawn(page: Page) -> None:
+    assert page.locator("#found").text_content() == f"{MANY + 3} shown"
+    assert len(shown_ids(page)) < 60
+    page.locator("#scroller").evaluate("element => { element.scrollTop = 1e9 }")
+    last = page.locator(f'#rows tr[aria-rowindex="{MANY + 4}"]')
+    last.wait_for()
+    assert len(shown_ids(page)) < 60
+
+
+@pytest.mark.parametrize("width", [1000, 1200, 1600])
+def test_no_number_is_cut(context: BrowserContext, report: Path, width: int) -> None:
+    longest = {"Turns": "1,000", "Calls": "100 10 failed", "In": "123M", "Out": "12.3k"}
+    longest |= {"Cost": "$0.000042", "Time": "59 min 59 s"}
+    with opened(context, report) as page:
+        page.set_viewport_size({"width": width, "height": 800})
+        heads = page.locator("#heads th").all_text_contents()
+        cells = page.locator("#rows tr:not(.gap)").first.locator("td")
+        for head, text in longest.items():
+            cell = cells.nth(heads.index(head))
+            cell.evaluate("(cell, text) => cell.replaceChildren(text)", text)
+            assert cell.evaluate("cell => cell.clientWidth - cell.scrollWidth") >= 0, head
+
+
+def test_filters_and_charts_narrow_the_table(page: Page) -> None:
+    page.select_option("#by-status", "max_turns")
+    assert shown_ids(page) == ["endless"]
+    assert page.locator("#tiles dd").first.text_content() == f"1of {MANY + 3} tasks"
+    page.click("text=Clear")
+    page.select_option("#by-flag", "failed calls")
+    assert set(shown_ids(page)) == {"plain", visible(HOSTILE_ID)}
+    page.click("text=Clear")
+    page.get_by_role("button", name="Filter by list_files").click()
+    assert shown_ids(page) == ["endless"]
+    assert page.input_value("#by-tool") == "list_files"
+
+
+def test_search_takes_all_words(page: Page) -> None:
+    page.keyboard.press("/")
+    page.keyboard.type("QUESTION p09")
+    page.locator("#found", has_text=f"10 of {MANY + 3} shown").wait_for()
+    assert sorted(shown_ids(page)) == [f"p{n:03}" for n in range(90, 100)]
+    page.keyboard.press("Escape")
+    assert page.locator("#found").text_content() == f"{MANY + 3} shown"
+
+
+def test_columns_sort_both_ways_and_back(page: Page) -> None:
+    before = shown_ids(page)
+    heads = page.get_by_role("columnheader", name="Turns")
+    heads.get_by_role("button").click()
+    assert heads.get_attribute("aria-sort") == "descending"
+    assert shown_ids(page)[0] in ("endless", visible(HOSTILE_ID))
+    heads.get_by_role("button").click()
+    assert heads.get_attribute("aria-sort") == "ascending"
+    assert shown_ids(page)[0].startswith("p")
+    heads.get_by_role("button").click()
+    assert shown_ids(page) == before
+
+
+def test_keys_lead_through_the_table_and_a_conversation(page: Page) -> None:
+    ids = shown_ids(page)
+    for key in ("j", "j", "ArrowDown", "k"):
+        page.keyboard.press(key)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#reader .messages")
+    assert title_of(page) == ids[1]
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.className") == "message user"
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.dataset.turn") == "1"
+    page.keyboard.press("k")
+    assert page.evaluate("document.activeElement.className") == "message user"
+    page.keyboard.press("ArrowRight")
+    wait_for_title(page, ids[2])
+    page.keyboard.press("ArrowLeft")
+    wait_for_title(page, ids[1])
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#list:not([hidden])")
+    assert page.evaluate("document.activeElement.textContent") == ids[1]
+    page.keyboard.press("?")
+    assert page.locator("#help").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#help").is_visible()
+
+
+def test_a_conversation_shows_all_that_was_said(page: Page) -> None:
+    """Calls stand beside their results, errors are marked, reasoning unfolds."""
+    go_to(page, "plain")
+    call = page.locator(".call.is-error")
+    assert call.locator("h4 code").text_content() == "read_file"
+    assert call.locator(".arguments dd").text_content() == "missing.txt"
+    assert "missing.txt" in (call.locator(".result").text_content() or "")
+    facts = page.locator("article[data-turn='2'] h3 .soft").text_content() or ""
+    assert re.fullmatch(r"0 in · 0 out · \$0 · \d+ ms · stop", facts)
+    assert not page.get_by_text("It is empty.").is_visible()
+    page.keyboard.press("t")
+    page.get_by_text("It is empty.").wait_for()
+    page.keyboard.press("e")
+    assert page.evaluate("document.activeElement.className") == "call is-error"
+
+
+def test_what_lies_beside_the_page_is_read_when_it_is_opened(large_page: Page) -> None:
+    """Rows and a conversation come out of the files; the conversation as text too."""
+    page = large_page
+    assert page.locator("#found").text_content() == f"{MANY + 3} shown"
+    go_to(page, HOSTILE_ID)
+    text = page.locator("#reader").text_content() or ""
+    assert "</pre></ScRiPt\n> answer" in text
+    assert page.locator("#reader :is(img, script, b)").count() == 0
+
+
+def test_the_training_row_marks_what_carries_loss(page: Page) -> None:
+    go_to(page, "plain")
+    page.keyboard.press("l")
+    turns = page.locator("details.training section")
+    turns.first.wait_for()
+    kinds = turns.evaluate_all("all => all.map(one => one.className)")
+    assert kinds == ["context", "context", "loss", "context", "loss"]
+    last = turns.last.locator(".text").text_content()
+    assert last == "<think>\nIt is empty.\n</think>\nNothing there."
+    summary = page.locator("details.training > summary").text_content() or ""
+    assert re.fullmatch(
+        r"training row, in the training file: loss on \d+ of [\d,]+ characters", summary
+    )
+    page.keyboard.press("l")
+    assert not turns.first.is_visible()
+    go_to(page, HOSTILE_ID)
+    wait_for_title(page, visible(HOSTILE_ID))
+    page.locator("details.training > summary", has_text="no training row: ").wait_for()
+
+
+def test_rows_are_found_by_where_they_were_exported_to(page: Page) -> None:
+    page.select_option("#by-flag", "a partial row")
+    assert shown_ids(page) == ["endless"]
+    page.select_option("#by-flag", "no row: rejected")
+    assert shown_ids(page) == [visible(HOSTILE_ID)]
+
+
+def test_a_run_without_checks_has_no_place_for_them(page: Page) -> None:
+    names = page.locator("#tiles dt, #charts b, #heads button").all_text_contents()
+    assert not {"Passed", "Checks", "Rewards", "Check"} & set(names)
+
+
+def test_what_was_checked_is_seen_and_found(context: BrowserContext, tmp_path: Path) -> None:
+    """In a tile, two charts, a column to sort by, and the filters."""
+    rewards = {"bad": 0.25, "good": 1, "none": None}
+    script = [{"content": "Yes."}]
+    rows: list[dict[str, Any]] = [
+        {"id": name, "prompt": name, "script": script} for name in rewards
+    ]
+    for row, reward in zip(rows, rewards.values(), strict=True):
+        if reward is not None:
+            row["check"] = f"echo '{{\"reward\": {reward}}}'; test {reward} = 1"
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **{**SCRIPTED, "sandbox": "local"})
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "trajectories" / "r"
+    with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
+        tile = page.locator("#tiles div", has_text="Passed").locator("dd")
+        assert tile.text_content() == "50%1 of 2 checked, mean reward 0.625"
+        assert page.locator("#charts b", has_text="Rewards").count() == 1
+        page.get_by_role("button", name="Check", exact=True).click()
+        assert shown_ids(page) == ["good", "bad", "none"]
+        cells = page.locator("#rows tr:not(.gap) td:nth-child(9)").all_text_contents()
+        assert cells == ["✓ 1", "✗ 0.25", ""]
+        page.get_by_role("button", name="Filter by failed: 1").click()
+        assert shown_ids(page) == ["bad"]
+        assert page.input_value("#by-flag") == "check failed"
+        page.select_option("#by-flag", "no check")
+        assert shown_ids(page) == ["none"]
+        page.select_option("#by-flag", "check passed")
+        page.click("text=good")
+        assert "passed, reward 1" in (page.locator("#reader dl").first.text_content() or "")
+
+
+def test_raw_json_is_the_record(page: Page, run_dir: Path) -> None:
+    go_to(page, "endless")
+    page.keyboard.press("r")
+    raw = page.locator("details.raw pre")
+    raw.wait_for()
+    (record,) = (line for line in lines(run_dir / "records.jsonl") if line["id"] == "endless")
+    assert page.evaluate("text => JSON.parse(text)", raw.text_content()) == as_numbers(record)
+
+
+def test_hostile_texts_stay_texts(page: Page) -> None:
+    """No markup, no escape code, no turned direction; not in names, ids, arguments or results."""
+    go_to(page, HOSTILE_ID)
+    for fold in page.locator("#reader details").all():
+        fold.evaluate("fold => { fold.open = true }")
+        fold.locator(":scope > summary + *").wait_for()
+    text = page.locator("#reader").text_content() or ""
+    for part in ("prompt", "thought", "said", "inline", "answer"):
+        assert f"</pre></ScRiPt\n> {part}" in text, part
+    assert "⟨U+001B⟩[31mred⟨U+001B⟩]0;title⟨U+0007⟩ ⟨U+202E⟩back" in text
+    assert text.count("window.pwned = 1") >= 7
+    assert page.locator("#reader :is(img, script, b)").count() == 0
+    assert "__proto__" in (page.locator(".call dt").all_text_contents())
+    assert page.evaluate("({}).polluted") is None
+
+
+def test_a_link_leads_to_a_turn(context: BrowserContext, report: Path) -> None:
+    page = context.new_page()
+    page.goto(f"{report.as_uri()}#plain/2")
+    page.wait_for_selector("article[data-turn='2']:focus")
+    page.goto(f"{report.as_uri()}#nobody")
+    page.get_by_text("There is no trajectory nobody in this report.").wait_for()
+    page.close()
+
+
+def test_files_of_another_report_are_noticed(
+    context: BrowserContext, run_dir: Path, tmp_path: Path
+) -> None:
+    write_report(StoredRun(run_dir), tmp_path / "page.html", inline_bytes=0)
+    old = (tmp_path / "page.html").read_bytes()
+    write_report(StoredRun(run_dir), tmp_path / "page.html", inline_bytes=0)
+    (tmp_path / "page.html").write_bytes(old)
+    page = context.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    page.get_by_text("belong to a later report").wait_for()
+    shutil.rmtree(tmp_path / "page_files")
+    page.goto((tmp_path / "page.html").as_uri())
+    page.get_by_text("Cannot read page_files/rows.js").wait_for()
+    page.close()
+
+
+def test_the_page_fits_a_small_screen(browser: Browser, report: Path) -> None:
+    """Neither table nor conversation is wider than the screen, and the dark is dark."""
+    context = browser.new_context(viewport={"width": 360, "height": 640}, color_scheme="dark")
+    page = context.new_page()
+    for place in ("", "#endless", f"#{quote(HOSTILE_ID, safe='')}"):
+        page.goto(f"{report.as_uri()}{place}")
+        page.wait_for_selector("html[data-ready]", state="attached")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        texts = page.locator("article .text").all()
+        assert all(text.evaluate("e => e.scrollWidth <= e.clientWidth") for text in texts)
+    back = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    assert back == "rgb(20, 23, 27)"
+    context.close()
+
+
+def test_the_page_can_be_looked_at(browser: Browser, report: Path, tmp_path: Path) -> None:
+    """Pictures for people, light and dark; SCREENSHOTS names a directory that keeps them."""
+    directory = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    directory.mkdir(parents=True, exist_ok=True)
+    for scheme in ("light", "dark"):
+        context = browser.new_context(viewport={"width": 1200, "height": 1000}, color_scheme=scheme)
+        page = context.new_page()
+        for place in ("", "#plain", f"#{quote(HOSTILE_ID, safe='')}"):
+            page.goto(f"{report.as_uri()}{place}")
+            page.wait_for_selector("html[data-ready]", state="attached")
+            if place:
+                page.keyboard.press("l")
+            name = {"": "table", "#plain": "conversation"}.get(place, "hostile")
+            picture = directory / f"report-{name}-{scheme}.png"
+            page.screenshot(path=picture)
+            assert picture.stat().st_size > 10_000
+        context.close()
+
+
+def visible(text: str) -> str:
+    return text.replace("\x1b", "⟨U+001B⟩")
+
+
+def title_of(page: Page) -> str:
+    return (page.locator("#reader-title").text_content() or "").rpartition(" ")[0]
+
+
+def wait_for_title(page: Page, title: str) -> None:
+    page.locator("#reader-title", has_text=title).wait_for()
+
+
+def go_to(page: Page, record_id: str) -> None:
+    page.evaluate("hash => { location.hash = hash }", quote(record_id, safe=""))
+    page.wait_for_selector("#reader .messages")
+
+
+def as_numbers(value: Any) -> Any:
+    """As a script reads JSON: 1.0 is 1."""
+    if isinstance(value, dict):
+        return {key: as_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

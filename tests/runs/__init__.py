@@ -1,0 +1,24 @@
+"""Tests of runs/: config, dataset, workers, limits, files, resuming and repairing.
+
+test_requirements     what the program says where it cannot start
+test_config_file      mistakes in config files and flags
+test_dataset          reading prompts
+test_row_setup        rows that bring files, and checks of the final state
+test_kept_scan        the cached scan of a dataset
+test_endpoints        several models and endpoints in one run
+test_limiter          the limit on concurrent model calls
+test_budget           the budget of a run
+test_spending         the sum spent by a run
+test_prices           prices of the user's own
+test_progress         the progress line
+test_batch_service    waves of the Batch API, with a crash at each step
+test_sent_journal     the journal of a worker on another machine
+test_storage          records, index, turn journal, lock
+test_index            the index of the records
+test_checks           verdicts of checks in records and filters
+test_verify           `verify`: damage found and repaired
+test_fork             `fork`: new branches from finished conversations
+test_merge            `merge`: several runs become one
+test_shards           `--shard`
+test_import_hermes    `import_hermes`
+"""

@@ -1,0 +1,385 @@
+"""The limit on model calls: how it grows and shrinks, how it is shared, who waits at the gate."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.messages import Message
+from agent.models.admission import CostEstimate
+from agent.models.errors import ModelError
+from agent.models.model import Completion
+from runs.amounts import EndpointLimits
+from runs.process.stopped import Stopped
+from runs.protocol.messages import unpack
+from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
+from runs.supervisor.limits import RunLimits
+from runs.worker.budget_share import WorkerBudget
+from runs.worker.call_limiter import CallLimiter
+from runs.worker.token_bucket import TokenBucket
+from testing.fake_endpoint import FakeEndpoint
+from tests.running import lines, run, write_prompts
+
+
+class TestLimiter:
+    def test_it_doubles_per_round_until_the_first_refusal(self) -> None:
+        limiter = Limiter(start=4, ceiling=100)
+        for expected in (8, 16, 32, 64, 100, 100):
+            limiter.on_replies(limiter.limit, is_needed=True)
+            assert limiter.limit == expected
+        assert not limiter.is_probed
+
+    def test_it_grows_only_where_calls_wait(self) -> None:
+        limiter = Limiter(start=4, ceiling=100)
+        limiter.on_replies(50, is_needed=False)
+        assert limiter.limit == 4
+
+    def test_a_refusal_cuts_once_per_round(self) -> None:
+        """Calls that were sent before the cut say nothing about the limit since."""
+        limiter = Limiter(start=100, ceiling=100)
+        for _ in range(20):
+            limiter.on_refusal(None, sent_at=1.0, now=2.0)
+        assert limiter.limit == 85
+        limiter.on_refusal(None, sent_at=2.5, now=3.0)
+        assert limiter.limit == 72
+        assert limiter.refused == 21
+
+    def test_after_a_cut_it_grows_by_one_per_round_and_slowly_where_it_was_refused(self) -> None:
+        limiter = Limiter(start=100, ceiling=1000)
+        limiter.on_refusal(None, sent_at=0.0, now=1.0)
+        rounds = 0
+        while limiter.limit < 95:
+            limiter.on_replies(limiter.limit, is_needed=True)
+            rounds += 1
+        assert 9 <= rounds <= 12
+        while limiter.limit < 98:
+            limiter.on_replies(limiter.limit, is_needed=True)
+            rounds += 1
+        assert rounds >= 17
+
+    def test_it_never_falls_below_one(self) -> None:
+        limiter = Limiter(start=2, ceiling=10)
+        for n in range(50):
+            limiter.on_refusal(None, sent_at=n + 0.5, now=n + 1.0)
+        assert limiter.limit == 1
+
+    def test_failures_hold_its_growth_up_until_enough_replies_came(self) -> None:
+        limiter = Limiter(start=4, ceiling=100)
+        limiter.on_failures(1)
+        limiter.on_replies(10, is_needed=True)
+        assert limiter.limit == 4
+        limiter.on_replies(4, is_needed=True)
+        assert limiter.limit == 8
+
+    def test_an_outage_holds_it_up_for_some_rounds_only(self) -> None:
+        limiter = Limiter(start=40, ceiling=100)
+        limiter.on_failures(5000)
+        limiter.on_replies(130, is_needed=True)
+        assert limiter.limit == 40
+        limiter.on_replies(1, is_needed=True)
+        assert limiter.limit == 41
+
+    def test_it_grows_beside_a_failure_now_and_then(self) -> None:
+        """Two calls in a hundred fail, and few are refused: the limit must not stay at one."""
+        limiter = Limiter(start=1, ceiling=64)
+        limiter.on_refusal(None, sent_at=0.0, now=1.0)
+        for _ in range(200):
+            limiter.on_replies(49, is_needed=True)
+            limiter.on_failures(1)
+        assert limiter.limit > 40
+
+    @pytest.mark.parametrize(("asked", "pause"), [(2.0, 2.0), (86_400.0, MAX_COOL_DOWN_S)])
+    def test_what_the_endpoint_asks_for_cools_all_calls_down(
+        self, asked: float, pause: float
+    ) -> None:
+        limiter = Limiter(start=4, ceiling=4)
+        limiter.on_refusal(asked, sent_at=0.0, now=100.0)
+        limiter.on_refusal(0.5, sent_at=0.0, now=100.0)
+        assert limiter.cool_down_until == 100.0 + pause
+
+
+@given(st.integers(0, 500), st.lists(st.integers(0, 300), min_size=1, max_size=9))
+def test_shares_sum_to_the_limit_and_serve_demand_first(limit: int, demands: list[int]) -> None:
+    shares = share_out(limit, demands)
+    assert sum(shares) == limit
+    pairs = list(zip(shares, demands, strict=True))
+    short = [share for share, wanted in pairs if share < wanted]
+    if short:
+        assert all(share <= wanted for share, wanted in pairs)
+        assert max(shares) <= min(short) + len(shares)
+
+
+def test_a_limit_below_the_number_of_workers_starves_none() -> None:
+    shares = [share_out(1, [5, 5, 5], turn=turn) for turn in range(3)]
+    assert [sum(of_worker) for of_worker in zip(*shares, strict=True)] == [1, 1, 1]
+    assert share_out(1, [0, 5, 0], turn=2) == [0, 1, 0]
+
+
+REPLY = Completion(
+    message=Message(role="assistant", content="Yes."),
+    finish_reason="stop",
+    usage={
+        "input_tokens": 30,
+        "output_tokens": 10,
+        "cache_read_tokens": None,
+        "cache_write_tokens": None,
+        "reasoning_tokens": None,
+    },
+    model=None,
+    response_id=None,
+    cost_usd=0.5,
+)
+
+
+def open_gate(**more: Any) -> CallLimiter:
+    purse = WorkerBudget(bounds=None, tell=lambda told: None)
+    return CallLimiter(**{"permits": 1, "purse": purse, "on_refusal": lambda *_: None, **more})
+
+
+def no_claim() -> CostEstimate:
+    raise AssertionError("nothing depends on it, and counting costs time")
+
+
+class TestGate:
+    def test_permits_bound_what_is_in_flight_and_the_first_come_goes_first(self) -> None:
+        async def use() -> list[int]:
+            gate = open_gate(permits=2)
+            order: list[int] = []
+
+            async def attempt(n: int) -> None:
+                permit = await gate.enter(no_claim)
+                order.append(n)
+                assert gate.take_load().in_flight <= 2
+                await asyncio.sleep(0)
+                permit.leave(REPLY)
+
+            await asyncio.gather(*map(attempt, range(9)))
+            assert gate.take_load().in_flight == 0
+            return order
+
+        assert asyncio.run(use()) == list(range(9))
+
+    def test_a_waiter_that_is_called_off_takes_no_permit(self) -> None:
+        async def use() -> None:
+            gate = open_gate()
+            permit = await gate.enter(no_claim)
+            waiters = [asyncio.create_task(gate.enter(no_claim)) for _ in range(3)]
+            await asyncio.sleep(0)
+            waiters[0].cancel()
+            permit.leave(REPLY)
+            waiters[1].cancel()
+            await asyncio.gather(*waiters[:2], return_exceptions=True)
+            await asyncio.wait_for(waiters[2], 5)
+            assert gate.take_load().in_flight == 1
+
+        asyncio.run(use())
+
+    def test_refusals_are_told_at_once_and_failures_counted(self) -> None:
+        told: list[tuple[float | None, float]] = []
+
+        async def use() -> list[float]:
+            gate = open_gate(permits=3, on_refusal=lambda *refusal: told.append(refusal))
+            sent = []
+            for error in (
+                ModelError("rate_limited", "", retry_after_s=2.0),
+                ModelError("overloaded", ""),
+                ModelError("bad_request", ""),
+            ):
+                permit = await gate.enter(no_claim)
+                sent.append(permit.sent_at)
+                permit.leave(error)
+            load = gate.take_load()
+            assert (load.replies, load.failures) == (0, 1)
+            assert not gate.has_answered
+            return sent
+
+        sent = asyncio.run(use())
+        assert told == [(2.0, sent[0])]
+
+    def test_a_cool_down_ends_by_itself(self) -> None:
+        async def use() -> None:
+            gate = open_gate(permits=0)
+            waiter = asyncio.create_task(gate.enter(no_claim))
+            await asyncio.sleep(0)
+            gate.allow(1, cool_down_s=0.05)
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            await asyncio.wait_for(waiter, 5)
+
+        asyncio.run(use())
+
+    def test_who_comes_in_a_cool_down_goes_when_it_is_over(self) -> None:
+        async def use() -> None:
+            gate = open_gate()
+            gate.allow(1, cool_down_s=0.05)
+            await asyncio.wait_for(gate.enter(no_claim), 5)
+
+        asyncio.run(use())
+
+    def test_stopping_turns_all_away(self) -> None:
+        async def use() -> None:
+            gate = open_gate(permits=0)
+            waiter = asyncio.create_task(gate.enter(no_claim))
+            await asyncio.sleep(0)
+            gate.stop()
+            with pytest.raises(Stopped):
+                await waiter
+            with pytest.raises(Stopped):
+                await gate.enter(no_claim)
+
+        asyncio.run(use())
+
+    def test_tokens_per_minute_hold_back_what_comes_too_early(self) -> None:
+        """60 per second: the first call leaves a debt, which the true count makes smaller."""
+
+        async def use() -> None:
+            gate = open_gate(permits=9, tpm=3600.0)
+            permit = await gate.enter(lambda: CostEstimate(None, None, 60 * 3600))
+            waiter = asyncio.create_task(gate.enter(lambda: CostEstimate(None, None, 1)))
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            permit.leave(REPLY)
+            await asyncio.wait_for(waiter, 5)
+
+        asyncio.run(use())
+
+
+class TestPace:
+    def test_what_is_taken_is_waited_off_before_the_next(self) -> None:
+        pace = TokenBucket(60.0, now=0.0)
+        assert pace.wait_s(now=0.0) == 0.0
+        pace.take(1)
+        assert pace.wait_s(now=0.0) == pytest.approx(1.0, abs=0.01)
+        pace.take(10)
+        assert pace.wait_s(now=0.0) == pytest.approx(11.0, abs=0.01)
+        assert pace.wait_s(now=11.5) == 0.0
+
+    def test_workers_take_their_first_turns_one_after_the_other(self) -> None:
+        """12 per minute among 4 workers: 3 a minute each, and never more than 12 together."""
+        starts = [TokenBucket(3.0, now=0.0, initial=1 - n / 4).wait_s(now=0.0) for n in range(4)]
+        assert starts == pytest.approx([0.0, 5.0, 10.0, 15.0], abs=0.01)
+
+    def test_what_was_not_used_is_not_made_up_for(self) -> None:
+        pace = TokenBucket(600.0, now=0.0)
+        taken = 0
+        while not pace.wait_s(now=3600.0):
+            pace.take(1)
+            taken += 1
+        assert taken <= 11
+
+    def test_over_a_minute_it_is_as_much_as_was_allowed(self) -> None:
+        pace, now, taken = TokenBucket(300.0, now=0.0), 0.0, 0
+        while now < 60:
+            if wait_s := pace.wait_s(now=now):
+                now += wait_s
+            else:
+                pace.take(1)
+                taken += 1
+        assert 295 <= taken <= 307
+
+    def test_without_a_bound_nothing_waits(self) -> None:
+        pace = TokenBucket(None, now=0.0)
+        pace.take(10**9)
+        assert pace.wait_s(now=0.0) == 0.0
+        pace.change(60.0, now=0.0)
+        assert pace.wait_s(now=0.0) > 0
+
+
+class FakeWorker:
+    """A worker that starts as many calls as it may, and ends them when it is told."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self.permits = self.in_flight = self.told = 0
+        self.sent: list[bytes] = []
+
+    def send(self, message: bytes) -> None:
+        self.sent.append(message)
+
+    def take_in(self) -> None:
+        for message in self.sent:
+            limits = unpack(message)[0]["limits"]
+            self.permits, self.told = limits["permits"], limits["number"]
+            self.in_flight = max(self.in_flight, self.permits)
+        self.sent.clear()
+
+    def load(self, replies: int) -> dict[str, int]:
+        return {
+            "in_flight": self.in_flight, "waiting": 20, "told": self.told,
+            "replies": replies, "failures": 0,
+        }  # fmt: skip
+
+
+@given(limit=st.integers(1, 12), moves=st.lists(st.tuples(st.integers(0, 3), st.booleans())))
+def test_calls_of_all_workers_together_never_exceed_the_limit(
+    limit: int, moves: list[tuple[int, bool]]
+) -> None:
+    """However late workers hear of their shares, and whoever ends a call first."""
+    limits = RunLimits({"u k": EndpointLimits(start=limit, ceiling=limit, rpm=None, tpm=None)})
+    workers: list[Any] = [FakeWorker() for _ in range(4)]
+    for number, ends in moves:
+        limits.share(workers)
+        worker = workers[number]
+        worker.take_in()
+        if ends and worker.in_flight > worker.permits:
+            worker.in_flight -= 1
+        limits.on_load(worker, "u k", worker.load(1))
+        assert sum(one.in_flight for one in workers) <= limit
+    for _ in range(3):  # and all of it is used
+        limits.share(workers)
+        for worker in workers:
+            worker.take_in()
+            worker.in_flight = min(worker.in_flight, worker.permits)
+            limits.on_load(worker, "u k", worker.load(0))
+    limits.share(workers)
+    for worker in workers:
+        worker.take_in()
+    assert sum(worker.permits for worker in workers) == limit
+
+
+def test_a_bound_on_calls_in_flight_holds_among_workers(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 16)
+    with FakeEndpoint(turns=1, latency_s=0.3) as endpoint:
+        done = run(
+            tmp_path, dataset_file="p.jsonl", run_name="r", model="m", key_env="none",
+            base_url=endpoint.openai_url, enabled_toolsets="none", num_workers=4, max_in_flight=2,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert endpoint.journal()["max_in_flight"] == 2
+
+
+def test_a_run_finds_the_limit_of_its_endpoint(tmp_path: Path) -> None:
+    """Every conversation completes; no refusal uses up an attempt; the summary says what held."""
+    write_prompts(tmp_path / "p.jsonl", 60)
+    with FakeEndpoint(
+        turns=3, latency_s=0.05, capacity=6, tool="write_file",
+        arguments='{"path": "n{turn}", "content": "{turn}"}',
+    ) as endpoint:  # fmt: skip
+        done = run(
+            tmp_path, dataset_file="p.jsonl", run_name="r", model="m", key_env="none",
+            base_url=endpoint.openai_url, enabled_toolsets="file", num_workers=2, batch_size=15,
+        )  # fmt: skip
+        journal = endpoint.journal()
+    assert done.returncode == 0, done.stderr
+    assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 60
+    assert journal["faults"]["http429"] > 0
+    log = (tmp_path / "trajectories" / "r" / "run.log").read_text()
+    assert "'limited_by': 'endpoint'" in log
+
+
+def test_workers_that_use_up_their_cores_are_what_limits() -> None:
+    limits = RunLimits({"u k": EndpointLimits(start=9, ceiling=9, rpm=None, tpm=None)})
+    for _ in range(3):
+        limits.on_busy(0.4)
+    assert limits.describe() == ""
+    assert limits.report()[0]["limited_by"] == "tools"
+    for _ in range(20):
+        limits.on_busy(0.98)
+    assert limits.describe() == "workers at 97% of a core"
+    assert limits.report()[0]["limited_by"] == "workers"

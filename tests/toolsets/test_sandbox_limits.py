@@ -1,0 +1,241 @@
+"""Memory that is shared counts as well, the first process is out of reach, and refusals are sorted:
+what a task did to itself is a result, what the machine lacks is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.running import ROOT
+from tests.toolsets.test_sandbox import BOTH, needs_bwrap, run, workspace
+from toolsets.sandbox import cgroup, served
+from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.cgroup import can_bound_memory
+from toolsets.sandbox.factory import make_sandbox
+from toolsets.workspace.workspace import Workspace
+
+__all__ = ["workspace"]  # a fixture
+
+LIMITS = Limits(timeout_s=20, memory_mb=200)
+
+# Each would take 1.5 GB, in pieces that are within the limits of files, and then stays.
+SHARED = """
+import mmap, time
+held = [mmap.mmap(-1, 100 << 20) for _ in range(15)]
+for block in held:
+    for at in range(0, len(block), 4096): block[at] = 1
+print("got it"); time.sleep(10)
+"""
+MEMFD = """
+import os, time
+for _ in range(15):
+    file = os.memfd_create("x")
+    for _ in range(100): os.write(file, bytes(1 << 20))
+print("got it"); time.sleep(10)
+"""
+MANY = """
+import os, time
+for _ in range(15):
+    if os.fork() == 0:
+        x = bytearray(b"1") * (100 << 20); time.sleep(10); os._exit(0)
+time.sleep(1); print("got it"); time.sleep(10)
+"""
+TAKING = {"shared": SHARED, "memfd": MEMFD, "many processes": MANY}
+
+
+@pytest.fixture(params=["a control group", "none"])
+def bounded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a control group where one can be made, and as where none can."""
+    if request.param == "none":
+        monkeypatch.setattr(served, "make_group", lambda *_: None)
+    elif not can_bound_memory():
+        pytest.skip("no control group for memory can be made here")
+
+
+@BOTH
+@pytest.mark.parametrize("taking", TAKING)
+@pytest.mark.usefixtures("bounded")
+def test_memory_is_bounded_however_it_is_taken(
+    name: str, taking: str, workspace: Workspace
+) -> None:
+    async def greedy() -> str:
+        sandbox = make_sandbox(name, workspace, LIMITS)
+        try:
+            with pytest.raises(SandboxError, match="used more memory than its limit of 200 MB"):
+                await sandbox.run("python", TAKING[taking])
+            return (await sandbox.run("shell", "echo again")).stdout
+        finally:
+            await sandbox.stop()
+
+    assert asyncio.run(greedy()) == "again\n"
+
+
+@BOTH
+@pytest.mark.usefixtures("bounded")
+def test_memory_within_the_limit_is_given(name: str, workspace: Workspace) -> None:
+    """Also where processes share it: what they all see counts once."""
+    code = """
+import mmap, os, time
+block = mmap.mmap(-1, 100 << 20)
+for at in range(0, len(block), 4096): block[at] = 1
+children = []
+for _ in range(8):
+    if (pid := os.fork()) == 0:
+        sum(block[at] for at in range(0, len(block), 4096)); time.sleep(0.5); os._exit(0)
+    children.append(pid)
+print([os.waitpid(pid, 0)[1] for pid in children])
+"""
+    result = run(name, workspace, "python3", "-c", code, limits=LIMITS)
+    assert result.stdout == f"{[0] * 8}\n"
+
+
+ATTACKS = {
+    "ptrace": "libc.ptrace(16, 1, 0, 0)",  # PTRACE_ATTACH
+    "seize": "libc.ptrace(0x4206, 1, 0, 0)",
+    "memory": "os.open('/proc/1/mem', os.O_RDWR)",
+    "environment": "os.open('/proc/1/environ', os.O_RDONLY)",
+    "descriptors": "os.readlink('/proc/1/fd/0')",
+    "its errors": "os.open('/proc/1/fd/2', os.O_WRONLY)",
+    "its socket": "os.open('/proc/1/fd/3', os.O_RDWR)",
+    "pidfd_getfd": "[libc.syscall(438, os.pidfd_open(1), fd, 0) for fd in range(9)]",
+    "process_vm_writev": "libc.process_vm_readv(1, ctypes.byref(iov), 1, ctypes.byref(far), 1, 0)",
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_the_first_process_is_out_of_reach(attack: str, workspace: Workspace) -> None:
+    code = f"""
+import ctypes, os
+class Iov(ctypes.Structure): _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+buffer = ctypes.create_string_buffer(8)
+iov, far = Iov(ctypes.addressof(buffer), 8), Iov(0x400000, 8)
+libc = ctypes.CDLL(None, use_errno=True)
+try:
+    got = {ATTACKS[attack]}
+except OSError as error:
+    print("refused", error.errno)
+else:
+    told = got if isinstance(got, list) else [got]
+    print("refused" if all(one == -1 for one in told) else "open", ctypes.get_errno())
+"""
+    result = run("bwrap", workspace, "python3", "-c", code)
+    # EPERM or EACCES, rather than a call that this system does not know.
+    assert result.stdout in ("refused 1\n", "refused 13\n"), result
+
+
+@needs_bwrap
+def test_nothing_of_the_host_is_open_in_the_first_process(workspace: Workspace) -> None:
+    """Seen from outside, where it can be looked into: no file, whoever might get at it."""
+
+    async def look() -> list[str]:
+        sandbox = make_sandbox("bwrap", workspace, Limits())
+        try:
+            await sandbox.run("shell", "true")
+            return [
+                str(link.readlink())
+                for pid in first_of_sandboxes(str(workspace.root))
+                for link in Path(f"/proc/{pid}/fd").iterdir()
+            ]
+        finally:
+            await sandbox.stop()
+
+    if os.getuid() != 0:
+        pytest.skip("only root can look into it")
+    links = asyncio.run(look())
+    assert links
+    assert not [link for link in links if link.startswith("/") and link != "/dev/null"]
+
+
+def first_of_sandboxes(workspace: str) -> Iterator[int]:
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            places = status.read_text().partition("\nNSpid:")[2].partition("\n")[0].split()
+            mounts = (status.parent / "mountinfo").read_text()
+        except OSError:
+            continue
+        if len(places) > 1 and places[-1] == "1" and workspace in mounts:
+            yield int(status.parent.name)
+
+
+# A run in a group of processes that is as full as the test says, or as a user with a limit.
+
+
+@pytest.fixture
+def crowded() -> Iterator[Path]:
+    """A control group for processes, as a container has one around it all."""
+    parent = cgroup._parent("pids")
+    if parent is None:
+        pytest.skip("no control groups can be made here")
+    path = parent / f"test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    for left in (*path.glob("*/"), path):
+        left.rmdir()
+
+
+WORK = """
+import asyncio, os, sys
+from pathlib import Path
+from toolsets.errors import HostError
+from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.factory import make_sandbox
+from toolsets.workspace.workspace import Workspace
+
+name, root, group, limit, command, *more = sys.argv[1:]
+async def main():
+    sandbox = make_sandbox(name, Workspace(Path(root)), Limits(timeout_s=20, processes=100))
+    try:
+        await sandbox.run("shell", "true")
+        Path(group, "pids.max").write_text(limit)
+        try:
+            print("result", (await sandbox.run("shell", command)).stdout)
+        except (HostError, SandboxError) as error:
+            print(type(error).__name__, error)
+    finally:
+        Path(group, "pids.max").write_text("max")
+        await sandbox.stop()
+Path(group, "cgroup.procs").write_text(str(os.getpid()))
+if more: # as where no groups can be made for tasks
+    from toolsets import served
+    served.make_group = lambda *_: None
+asyncio.run(main())
+"""
+
+
+@BOTH
+@pytest.mark.parametrize("grouped", [True, False], ids=["own group", "no group"])
+def test_a_machine_without_processes_is_no_result(
+    name: str, grouped: bool, crowded: Path, tmp_path: Path
+) -> None:
+    """The command itself runs, in the shell that is there, and prints that it gets no process."""
+    command = "for n in 1 2 3; do sleep 5 & done 2>/dev/null; ls; echo went on"
+    argv = [name, str(tmp_path / "ws"), str(crowded), "2", command, *([] if grouped else ["x"])]
+    assert work(argv).startswith("HostError processes or memory were refused")
+
+
+@BOTH
+def test_a_task_that_fills_its_own_bound_gets_a_result(
+    name: str, crowded: Path, tmp_path: Path
+) -> None:
+    command = "i=0; while [ $i -lt 150 ]; do sleep 5 & i=$((i+1)); done 2>/dev/null; echo went on"
+    told = work([name, str(tmp_path / "ws"), str(crowded), "1000", command])
+    assert told.startswith(("result", "SandboxError the sandbox ran too many processes"))
+
+
+def work(argv: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", WORK, *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout or done.stderr
