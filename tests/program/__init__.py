@@ -1,5 +1,6 @@
 """Tests of the whole program: real processes, endpoints on loopback, signals.
 
+test_api            runs from Python
 test_run            runs from start to end, killed and resumed
 test_run_options    options of conversations in whole runs
 test_web_run        runs with the toolset web
