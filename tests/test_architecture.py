@@ -22,10 +22,10 @@ ROOMS = ("toolsets", "agent", "runs", "export", "report", "cli")
 DOORS = ("run_agent", "batch_runner")
 
 NODES = """
-toolsets/errors toolsets/extras toolsets/exact_json toolsets/text toolsets/validation toolsets/net
-toolsets/workspace toolsets/sandbox/inside toolsets/sandbox toolsets/context toolsets/space
-toolsets/docstring toolsets/signature toolsets/tool toolsets/toolbox toolsets/builtin toolsets/web
-toolsets/browser toolsets/catalog toolsets/mcp
+toolsets/errors toolsets/extras toolsets/exact_json toolsets/text toolsets/validation
+toolsets/per_loop toolsets/net toolsets/workspace toolsets/sandbox/inside toolsets/sandbox
+toolsets/context toolsets/space toolsets/docstring toolsets/signature toolsets/tool toolsets/toolbox
+toolsets/builtin toolsets/web toolsets/browser toolsets/catalog toolsets/mcp
 
 agent/json_depth agent/deadline agent/messages agent/reasoning agent/stream_events agent/models
 agent/models/dialects agent/models/client agent/models/batches agent/state agent/options
