@@ -194,3 +194,18 @@ def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
     packages = {name_of(path).replace("/", ".") for path in modules() if path.name == "__init__.py"}
     assert set(project["packages"]) == packages
     assert set(project["py-modules"]) == set(DOORS)
+
+
+def test_three_modules_know_the_batch_api() -> None:
+    """A start, its supervisor and `verify`: nothing else of a run imports `runs/batch_api`."""
+    outside = {
+        name_of(path)
+        for path in modules()
+        if name_of(path).startswith("runs/") and not name_of(path).startswith("runs/batch_api")
+        if any(name.startswith("runs/batch_api/") for name in imports_of(path))
+    }
+    assert outside == {
+        "runs/run",
+        "runs/supervisor/supervisor",
+        "runs/maintenance/verify_batches",
+    }

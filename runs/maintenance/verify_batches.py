@@ -18,11 +18,12 @@ from runs.batch_api.batch_log import (
     index_of,
     jobs_in,
     read_line,
+    set_aside_damaged_steps,
 )
 from runs.maintenance.problem import Problem
+from runs.protocol.batch_calls import task_of
 from runs.store.files import listed
 from runs.store.records import lines_from
-from runs.worker.batch_api_model import task_of
 
 _NEXT: Mapping[State, Container[str]] = {
     "gathered": ("sending", "void"),
@@ -92,10 +93,9 @@ def is_never_taken(job: BatchJob, ended: Container[bytes]) -> bool:
 def repair_batches(
     path: Path, quarantine: Path, leftovers: Iterable[Path], ended: Container[bytes]
 ) -> None:
-    """Remove what is left over, and give up the batches whose results are never taken.
-
-    Unreadable lines are set aside by then. Raises `StorageError`.
-    """
+    """Set aside unreadable lines, remove stale files, and give up batches whose results are
+    never taken. Raises `StorageError`."""
+    set_aside_damaged_steps(path)
     for file in leftovers:
         file.unlink(missing_ok=True)
     ledger = BatchLog(path, quarantine)
@@ -103,6 +103,16 @@ def repair_batches(
         if is_never_taken(job, ended):
             ledger.note(job, "failed", why="no conversation takes its results any more")
     ledger.close()
+
+
+def calls_kept(run_dir: Path, settled: Container[bytes]) -> int:
+    """How many calls are in batches, or have results here, that no conversation has taken.
+
+    See `BatchLog.load`; writes nothing.
+    """
+    jobs = jobs_in(run_dir / "batches.jsonl")
+    kept = (job for job in jobs if job.state in ("sending", "created", "collected"))
+    return sum(task_of(id) not in settled for job in kept for id in job.ids)
 
 
 def _contradictions(
