@@ -50,6 +50,7 @@ from toolsets.mcp.servers import McpError, McpServers, list_servers
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.factory import SandboxError, sandbox_problem
 from toolsets.text import join_commas
+from toolsets.validation import UNKNOWN_KEY, mistakes_in
 
 log = logging.getLogger("run_agent")
 
@@ -301,12 +302,10 @@ def _check_options(options: Mapping[str, Any]) -> AgentOptions:
     try:
         return AgentOptions.model_validate(options)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
+        first = mistakes_in(error)[0]
         allowed = ", ".join(AgentOptions.model_fields)
-        hint = f"; options are {allowed}" if first["type"] == "extra_forbidden" else ""
-        msg = f"{key}: {first['msg'].removeprefix('Value error, ')}{hint}"
-        raise ValueError(msg) from error
+        hint = f"; options are {allowed}" if first.kind == UNKNOWN_KEY else ""
+        raise ValueError(f"{first.describe()}{hint}") from error
 
 
 def _check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,8 +319,8 @@ def _check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
         try:
             TypeAdapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:
-            msg = f"model_options: {name}: {error.errors()[0]['msg']} (got {value!r})"
-            raise ValueError(msg) from error
+            words = mistakes_in(error)[0].reason
+            raise ValueError(f"model_options: {name}: {words} (got {value!r})") from error
     return dict(options)
 
 
@@ -337,9 +336,7 @@ def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
     try:
         servers = TypeAdapter(dict[ServerName, McpServer]).validate_python(mcp)
     except ValidationError as error:
-        first = error.errors()[0]
-        msg = f"mcp: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ValueError(msg) from error
+        raise ValueError(f"mcp: {mistakes_in(error)[0].describe()}") from error
     listed = {}
     for name, server in run_here(list_servers(servers)).items():
         if isinstance(server, McpError):

@@ -21,7 +21,7 @@ from pydantic import (
 
 from agent.state.final_answer import RESERVED
 from toolsets import exact_json
-from toolsets.text import clip
+from toolsets.validation import mistakes_in
 
 MAX_COUNT = 10**9
 
@@ -302,11 +302,8 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
     try:
         return AgentOptions.model_validate({**fields, **own})
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = first["msg"].removeprefix("Value error, ")
+        first = mistakes_in(error)[0]
         # Only what the row itself says is repeated: options of the run may be for no file.
-        if not first["loc"] or first["loc"][0] not in own:
-            raise ValueError(f"`{ROW_COLUMN}`: {reason}") from None
-        key = ".".join(map(str, first["loc"]))
-        got = clip(repr(first["input"]), max_chars=200)
-        raise ValueError(f"`{ROW_COLUMN}.{key}`: {reason} (got {got})") from None
+        if not first.keys or first.keys[0] not in own:
+            raise ValueError(f"`{ROW_COLUMN}`: {first.reason}") from None
+        raise ValueError(f"`{ROW_COLUMN}.{first.key}`: {first.with_value()}") from None

@@ -109,15 +109,15 @@ def chosen_records(
     from export.filters.filters import RecordFilters
     from export.recipe import Filters, load_recipe
     from runs.errors import ConfigError
+    from toolsets.validation import mistakes_in
 
     read = load_recipe(recipe, {})
     base = read.filters if recipe else Filters(status=("any",))
     try:
         checked = Filters.model_validate({**base.model_dump(), **filters})
     except ValidationError as error:
-        detail = error.errors()[0]
-        msg = f"--{detail['loc'][0]}: {detail['msg']} (got {detail['input']!r})"
-        raise ConfigError(msg) from error
+        first = mistakes_in(error)[0]
+        raise ConfigError(f"--{first.keys[0]}: {first.with_value()}") from error
     keep = RecordFilters(checked, threshold=read.preference.threshold)
     wanted = _wanted(ids)
     found = (

@@ -6,7 +6,6 @@ export takes nothing back and can be made again with other ones.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from export.formats.registry import GROUP_FORMATS, KNOWN, ROW_FORMATS, TWINNED
 from runs.config.loading import read_mapping
 from runs.config.option_types import AcceptedRows
 from runs.errors import ConfigError
-from toolsets.text import clip
+from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 
 FormatName = Literal["hermes", "llamafactory", "openai", "atif", "parquet", "dpo", "kto", "raw"]
 assert set(get_args(FormatName)) == set(KNOWN)
@@ -319,7 +318,7 @@ def load_recipe(
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(detail, path, flags) for detail in error.errors()]
+        lines = [_explain(mistake, path, flags) for mistake in mistakes_in(error)]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
@@ -340,19 +339,17 @@ _PARTS: Mapping[str, type[BaseModel]] = {
 }
 
 
-def _explain(detail: Any, path: Path | None, flags: Mapping[str, Any]) -> str:
-    reason = detail["msg"].removeprefix("Value error, ")
-    if not detail["loc"]:
-        return f"{path}: {reason}" if path is not None else reason
-    key, *inside = map(str, detail["loc"])
-    name = ".".join([key, *inside])
-    place = f"--{'format' if key == 'formats' else key}" if key in flags else f"{path}: {name}"
+def _explain(mistake: Mistake, path: Path | None, flags: Mapping[str, Any]) -> str:
+    if not mistake.keys:
+        return f"{path}: {mistake.reason}" if path is not None else mistake.reason
+    key, *inside = mistake.keys
+    flag = f"--{'format' if key == 'formats' else key}"
+    place = flag if key in flags else f"{path}: {mistake.key}"
     if key == "formats":
-        return f"{place}: unknown format {detail['input']!r}; known are {', '.join(KNOWN)}"
-    if detail["type"] == "extra_forbidden":
+        return f"{place}: unknown format {mistake.value!r}; known are {', '.join(KNOWN)}"
+    if mistake.kind == UNKNOWN_KEY:
         part = _PARTS.get(inside[-2] if len(inside) > 1 else key, Recipe) if inside else Recipe
-        unknown = inside[-1] if inside else key
-        near = difflib.get_close_matches(unknown, part.model_fields, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{place}: unknown key; {hint}known are {', '.join(part.model_fields)}"
-    return f"{place}: {reason} (got {clip(repr(detail['input']), max_chars=200)})"
+        known = f"known are {', '.join(part.model_fields)}"
+        hint = did_you_mean(mistake.keys[-1], part.model_fields)
+        return f"{place}: unknown key; {f'{hint} {known}' if hint else known}"
+    return f"{place}: {mistake.with_value()}"

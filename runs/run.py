@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from agent.models.model import url_of
 from runs.amounts import Cost
-from runs.batch_api.batch_log import BatchLog, held_in
+from runs.batch_api.batch_log import free_unsent, held_in, set_aside_damaged_steps
 from runs.batch_api.service import BatchService, with_open_batches
 from runs.config.models import bounds_of, budget_of
 from runs.dataset.scan import tasks_at
@@ -42,7 +42,6 @@ from runs.supervisor.budget import BudgetLog, spent_before
 from runs.supervisor.damaged import listed_in_words, set_aside_damaged
 from runs.supervisor.progress import Progress
 from runs.supervisor.supervisor import Supervisor
-from runs.worker.batch_api_model import task_of
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
@@ -121,7 +120,7 @@ def _work(
 ) -> Outcome:
     config = plan.config
     records = RecordFile(run_dir.path, run_dir.quarantine)
-    damaged = set_aside_damaged(run_dir.path)
+    damaged = set_aside_damaged(run_dir.path) + set_aside_damaged_steps(run_dir.path)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
     inflight = Inflight(run_dir.inflight)
     budget_log = BudgetLog(run_dir.path, run_dir.quarantine)
@@ -235,12 +234,13 @@ def _state_of(
     settled = Settled(found, max_attempts)
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
-    _free_unsent(run_dir, budget_log)
+    # Given up first: after a crash between the two it stays booked, and is not given back twice.
+    if freed := free_unsent(run_dir.path, run_dir.quarantine):
+        budget_log.append("returned", sum(freed, Cost()))
     spent = Cost()
     held: dict[bytes, dict[str, list[Any]]] = {}
     if budget_of(plan.config) is not None:
-        for id, most in held_in(run_dir.path, lambda id: task_of(id) in settled).items():
-            held.setdefault(task_of(id), {})[id] = most
+        held = held_in(run_dir.path, settled)
         amounts = [Cost(*most) for of_task in held.values() for most in of_task.values()]
         entries = (entry for _, entry in found.records())
         spent = spent_before(entries, inflight, budget_log, held=amounts)
@@ -271,16 +271,6 @@ def _state_of(
         held,
         found.costs()[0] + inflight.paid_usd,
     )
-
-
-def _free_unsent(run_dir: RunDir, budget_log: BudgetLog) -> None:
-    """Give back what the starts before have set aside for calls in batches that were never sent."""
-    batches = BatchLog(run_dir.path, run_dir.quarantine)
-    # Given up first: after a crash between the two it stays booked, and is not given back twice.
-    freed = [Cost(*most) for most in batches.give_up_unsent()]
-    batches.close()
-    if freed:
-        budget_log.append("returned", sum(freed, Cost()))
 
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:

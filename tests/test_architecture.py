@@ -22,10 +22,10 @@ ROOMS = ("toolsets", "agent", "runs", "export", "api", "report", "cli")
 DOORS = ("run_agent", "batch_runner")
 
 NODES = """
-toolsets/errors toolsets/extras toolsets/exact_json toolsets/text toolsets/net toolsets/workspace
-toolsets/sandbox/inside toolsets/sandbox toolsets/context toolsets/space toolsets/docstring
-toolsets/signature toolsets/tool toolsets/toolbox toolsets/builtin toolsets/web toolsets/browser
-toolsets/catalog toolsets/mcp
+toolsets/errors toolsets/extras toolsets/exact_json toolsets/text toolsets/validation
+toolsets/per_loop toolsets/net toolsets/workspace toolsets/sandbox/inside toolsets/sandbox
+toolsets/context toolsets/space toolsets/docstring toolsets/signature toolsets/tool toolsets/toolbox
+toolsets/builtin toolsets/web toolsets/browser toolsets/catalog toolsets/mcp
 
 agent/json_depth agent/deadline agent/messages agent/reasoning agent/stream_events agent/models
 agent/models/dialects agent/models/client agent/models/batches agent/state agent/options
@@ -233,3 +233,18 @@ def test_a_folder_of_tests_names_its_files(folder: Path) -> None:
     assert inside <= named, f"not named in {folder.name}: {sorted(inside - named)}"
     tests = {word for word in named if word.startswith("test_")}
     assert tests <= inside, f"not in {folder.name}: {sorted(tests - inside)}"
+
+
+def test_three_modules_know_the_batch_api() -> None:
+    """A start, its supervisor and `verify`: nothing else of a run imports `runs/batch_api`."""
+    outside = {
+        name_of(path)
+        for path in modules()
+        if name_of(path).startswith("runs/") and not name_of(path).startswith("runs/batch_api")
+        if any(name.startswith("runs/batch_api/") for name in imports_of(path))
+    }
+    assert outside == {
+        "runs/run",
+        "runs/supervisor/supervisor",
+        "runs/maintenance/verify_batches",
+    }

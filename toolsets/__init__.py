@@ -4,6 +4,8 @@ errors      what can go wrong with a tool, by its own fault or by the machine's
 extras      how to install an optional dependency
 exact_json  JSON with integers of any size
 text        cutting and decoding text
+validation  what pydantic found wrong, in words
+per_loop    what the conversations of an event loop share
 context     ToolContext, the first argument of every tool function
 space       TaskSpace, the older name of ToolContext
 docstring   descriptions of parameters from a docstring
@@ -43,6 +45,7 @@ SEAM = (
     "text",
     "tool",
     "toolbox",
+    "validation",
     "workspace.removal",
     "workspace.workspace",
 )

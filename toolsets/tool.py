@@ -16,6 +16,7 @@ from toolsets import exact_json
 from toolsets.docstring import read_docstring
 from toolsets.errors import ToolError
 from toolsets.signature import PREFIX, arguments_model, schema_of
+from toolsets.validation import UNKNOWN_KEY, Mistake, mistakes_in
 
 MAX_RESULT_CHARS = 100_000
 """Longest content of a tool result; a longer one loses its middle."""
@@ -183,19 +184,16 @@ def _encode(value: object) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = [_explain_one(problem["loc"], problem["msg"]) for problem in problems]
+    lines = [_explain_one(mistake) for mistake in mistakes_in(error)]
     shown = lines[:_MAX_REPORTED_FIELDS]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more")
     return "\n".join(shown)
 
 
-def _explain_one(location: tuple[int | str, ...], message: str) -> str:
-    where = ".".join(str(part)[:80] for part in location) or "arguments"
-    if message == "Extra inputs are not permitted":
-        message = "unknown argument"
-    return f"{where}: {message}"
+def _explain_one(mistake: Mistake) -> str:
+    where = ".".join(key[:80] for key in mistake.keys) or "arguments"
+    return f"{where}: {'unknown argument' if mistake.kind == UNKNOWN_KEY else mistake.reason}"
 
 
 def _json_type(value: object) -> str:

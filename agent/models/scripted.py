@@ -22,6 +22,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
 from agent.stream_events import StreamHandler
 from toolsets import exact_json
+from toolsets.validation import mistakes_in
 
 API = "scripted"
 
@@ -61,10 +62,7 @@ def parse_script(turns: Any) -> list[ScriptedTurn]:
         msg = f"script: it cannot be written as JSON: {error}"
         raise ValueError(msg) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        msg = f"script{'.' + place if place else ''}: {first['msg']}"
-        raise ValueError(msg) from error
+        raise ValueError(mistakes_in(error)[0].describe("script")) from error
 
 
 class ScriptedModel:

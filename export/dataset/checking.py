@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from export.dataset.build import Source
 from export.dataset.directory import MANIFEST, derive, listed_files, read_manifest
 from export.recipe import Recipe
+from toolsets.validation import mistakes_in
 
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
 
@@ -38,7 +39,7 @@ def findings(source: Source, directory: Path) -> Iterator[str]:
     try:
         recipe = Recipe.model_validate(manifest["recipe"])
     except ValidationError as error:
-        yield f"its recipe is not one of this version: {error.errors()[0]['msg']}; export again"
+        yield f"its recipe is not one of this version: {mistakes_in(error)[0].reason}; export again"
         return
     again = orjson.loads(orjson.dumps(derive(source, recipe)))
     yield from _derived(manifest, again, files)

@@ -28,6 +28,7 @@ from export.row_files import FileTarget, Nowhere, Staging, Written
 from runs.errors import ConfigError
 from runs.process.console import say
 from runs.store.files import StorageError, alone_in, replace_file
+from toolsets.validation import mistakes_in
 
 MANIFEST = "manifest.json"
 
@@ -141,11 +142,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         (_UnderWay if manifest.get("unfinished") else _Finished).model_validate(manifest)
     except ValidationError as error:
-        detail = error.errors()[0]
-        place = ".".join(map(str, detail["loc"]))
         msg = (
-            f"{directory / MANIFEST}: {place}: {detail['msg']}; it was changed since it was "
-            "written. Put it back, or remove the directory and export again"
+            f"{directory / MANIFEST}: {mistakes_in(error)[0].describe()}; it was changed since it "
+            "was written. Put it back, or remove the directory and export again"
         )
         raise ConfigError(msg) from error
     return manifest

@@ -5,9 +5,7 @@ The reason is the name of the filter in the recipe; the detail says what was fou
 
 from __future__ import annotations
 
-import pkgutil
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from export.filters.verdicts import Verdicts
 from export.recipe import AnswerCheck, Filters
 from runs.errors import ConfigError
 from runs.store.checks import ended_by_wrong_answer, judgement_of
+from toolsets.catalog.custom import OwnToolError, import_place
 
 Record = Mapping[str, Any]
 
@@ -220,7 +219,7 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
 
 def _own_check(place: str) -> Callable[[Record], str | None]:
     """The same, where a user's function decides."""
-    hook = load_function(place)
+    hook = _load_function(place)
 
     def wrong(record: Record) -> str | None:
         if (answer := answer_of(record)) is None:
@@ -238,23 +237,15 @@ def _own_check(place: str) -> Callable[[Record], str | None]:
     return wrong
 
 
-def load_function(place: str) -> Callable[..., Any]:
-    """Import MODULE:FUNCTION; modules in the current directory are found too.
-
-    Raises `ConfigError`.
-    """
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+def _load_function(place: str) -> Callable[..., Any]:
+    option = "filters.answer.function"
     try:
-        function = pkgutil.resolve_name(place)
-    except (Exception, SystemExit) as error:  # a user's module may do anything when imported
-        msg = f"filters.answer.function: cannot import {place!r}: {type(error).__name__}: {error}"
-        raise ConfigError(msg) from error
+        function: Callable[..., Any] = import_place(place, option)
+    except OwnToolError as error:
+        raise ConfigError(str(error)) from error
     if not callable(function):
-        msg = f"filters.answer.function: {place!r} is not callable"
-        raise ConfigError(msg)
-    found: Callable[..., Any] = function
-    return found
+        raise ConfigError(f"{option}: {place!r} is not callable")
+    return function
 
 
 def _is_exact(answer: str, expected: str) -> bool:

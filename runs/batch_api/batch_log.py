@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +29,17 @@ from typing import Any, Literal
 import orjson
 
 from agent.models.batches.base import ItemResult
+from runs.amounts import Cost
+from runs.protocol.batch_calls import task_of
 from runs.store.checksum import DamagedLine, read_object, with_checksum
-from runs.store.files import AppendFile, StorageError, listed, repair_tail, sync_directory
+from runs.store.files import (
+    AppendFile,
+    StorageError,
+    keep_readable,
+    listed,
+    repair_tail,
+    sync_directory,
+)
 from toolsets import exact_json
 
 log = logging.getLogger(__name__)
@@ -114,14 +123,14 @@ class BatchLog:
             self.note(job, "void")
         return [most for job in unsent for most in job.most]
 
-    def load(self, is_settled: Callable[[str], bool]) -> list[BatchJob]:
-        """The waves that some call still needs, as the starts before have left them.
+    def load(self, settled: Container[bytes]) -> list[BatchJob]:
+        """The jobs that some call still needs, as earlier starts have left them.
 
-        `is_settled` tells of a call's id whether its conversation has its record.
+        `settled` are the tasks that need no more work.
         """
         found = []
         for job in jobs_in(self._path):
-            job.needed = sum(not is_settled(id) for id in job.ids)
+            job.needed = sum(task_of(id) not in settled for id in job.ids)
             if job.state == "collected" and job.needed:
                 self._index(job)
             if job.needed and job.state not in ("gathered", "void"):
@@ -261,9 +270,14 @@ def read_line(text: bytes) -> dict[str, Any] | None:
     return line if are_calls and _are_amounts(most, len(calls)) else None
 
 
-def is_step(text: bytes) -> bool:
-    """Whether a line of a `batches.jsonl` can be read."""
-    return read_line(text) is not None
+def set_aside_damaged_steps(run_dir: Path) -> list[str]:
+    """Move the unreadable lines of `batches.jsonl` to the quarantine, and name each.
+
+    For a start, before anything is read of it. Raises `StorageError`.
+    """
+    return keep_readable(
+        run_dir / "batches.jsonl", run_dir / "quarantine", lambda text: read_line(text) is not None
+    )
 
 
 def _are_amounts(most: Any, calls: int) -> bool:
@@ -295,28 +309,30 @@ def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
     return index
 
 
-def calls_kept(run_dir: Path, is_settled: Callable[[str], bool]) -> int:
-    """How many calls are in batches, or have results here, that no conversation has taken.
+def free_unsent(run_dir: Path, quarantine: Path) -> list[Cost]:
+    """Void the jobs of which earlier starts sent nothing; gives what was reserved for their calls.
 
-    See `BatchLog.load`; writes nothing.
+    Nobody else will return it: the workers that asked for these calls are gone.
     """
-    jobs = jobs_in(run_dir / "batches.jsonl")
-    kept = (job for job in jobs if job.state in ("sending", "created", "collected"))
-    return sum(not is_settled(id) for job in kept for id in job.ids)
+    batch_log = BatchLog(run_dir, quarantine)
+    freed = [Cost(*most) for most in batch_log.give_up_unsent()]
+    batch_log.close()
+    return freed
 
 
-def held_in(run_dir: Path, is_settled: Callable[[str], bool]) -> dict[str, list[Any]]:
-    """What the starts before have set aside for calls that no batch has answered, by their ids.
+def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, list[Any]]]:
+    """What earlier starts have reserved for calls that no batch has answered, by task and call.
 
-    It was lent and never given back: a worker can only book a call, and give back what is left,
-    when it has an answer, and there is none before a wave is collected. Waves that were not sent
-    are to be given up first.
+    It was granted and never returned: a worker can only settle a call, and return what is left,
+    when it has an answer, and there is none before a job is collected. Jobs that were not sent
+    must be given up first.
     """
-    found: dict[str, list[Any]] = {}
+    found: dict[bytes, dict[str, list[Any]]] = {}
     for job in jobs_in(run_dir / "batches.jsonl"):
         if job.state in ("sending", "created"):
-            amounts = zip(job.ids, job.most, strict=False)
-            found |= {id: most for id, most in amounts if not is_settled(id)}
+            for id, most in zip(job.ids, job.most, strict=False):
+                if (task := task_of(id)) not in settled:
+                    found.setdefault(task, {})[id] = most
     return found
 
 

@@ -20,8 +20,8 @@ from agent.models.errors import RULES, ModelError
 from runs.batch_api.batch_log import BatchJob, BatchLog
 from runs.batch_api.delivery import BatchDelivery
 from runs.errors import EnvironmentStop
+from runs.protocol.batch_calls import task_of
 from runs.store.files import AppendFile
-from runs.worker.batch_api_model import task_of
 from toolsets.errors import HostError, machine_failure
 
 log = logging.getLogger(__name__)

@@ -226,14 +226,10 @@ class BatchDelivery:
                 is_enough = failed_s >= self._patience_s and error.kind != "rate_limited"
                 if error.action != "retry" or is_enough:
                     raise
-                await self._pause(error, pause_s)
+                wait_s = min(_PAUSE_S[1], max(pause_s, error.retry_after_s or 0.0))
+                log.info("batches: %s: %s; again in %.0f s", error.kind, error, wait_s)
+                await asyncio.sleep(wait_s)
                 pause_s = min(_PAUSE_S[1], 2 * pause_s)
-
-    async def _pause(self, error: ModelError, pause_s: float = 5.0) -> None:
-        if error.retry_after_s is not None:
-            pause_s = min(_PAUSE_S[1], max(pause_s, error.retry_after_s))
-        log.info("batches: %s: %s; again in %.0f s", error.kind, error, pause_s)
-        await asyncio.sleep(pause_s)
 
     async def _wait_part_of(self, age_s: float) -> None:
         await asyncio.sleep(min(_POLL_S[1], max(_POLL_S[0], _POLL_PART * age_s)))

@@ -11,8 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Container
-from functools import partial
-from typing import Any
+from typing import Concatenate, ParamSpec
 
 from agent.models.batches.calls import open_batches
 from agent.models.resolve import read_key
@@ -21,12 +20,12 @@ from runs.batch_api.collector import BatchCollector, CollectorLimits
 from runs.batch_api.delivery import BatchDelivery
 from runs.config.models import Setups, asked
 from runs.config.run_config import RunConfig
-from runs.executors.base import WorkerHandle
-from runs.protocol.messages import pack
+from runs.protocol.batch_calls import name_of
 from runs.run_dir import RunDir
-from runs.worker.batch_api_model import name_of, task_of
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 _MOST_S = 10.0
 """For creations under way to be told their ids when a run ends."""
@@ -50,7 +49,7 @@ class BatchService:
         if not config.batch_api:
             return
         ledger = BatchLog(run_dir.path, run_dir.quarantine)
-        jobs = ledger.load(lambda id: task_of(id) in settled)
+        jobs = ledger.load(settled)
         self._ready = threading.Event()
         self._thread = threading.Thread(
             target=asyncio.run, args=(self._serve(ledger, jobs),), name="waves", daemon=True
@@ -58,28 +57,21 @@ class BatchService:
         self._thread.start()
         self._ready.wait()
 
-    def ask(
-        self, worker: WorkerHandle, id: str, model: str, body: bytes, most: list[Any] | None
+    def do(
+        self, act: Callable[Concatenate[BatchCollector, P], object], *args: P.args, **more: P.kwargs
     ) -> None:
-        """A worker wants a call made, and has set `most` aside for it; the answer goes to it."""
-        self._do(lambda office: office.ask(id, model, body, partial(_answer, worker), most))
+        """Have the thread call a method of `BatchCollector`; where it fails, the run stops."""
+        if self._thread is None or self._office is None:
+            return
 
-    def leave(self, task: bytes) -> None:
-        """The worker of a task has let it go, or died."""
-        self._do(lambda office: office.leave(task))
+        def guarded(office: BatchCollector) -> None:
+            try:
+                act(office, *args, **more)
+            except Exception as error:
+                log.exception("batches")
+                self._on_problem(str(error))
 
-    def forget(self, task: bytes) -> None:
-        """The record of a task is durable."""
-        self._do(lambda office: office.forget(task))
-
-    def tick(self, held: int | None, ended_share: float) -> None:
-        """See `BatchCollector.tick`; `ended_share` of the run's tasks have ended."""
-        is_tail = ended_share >= self._config.batch_live_share
-        self._do(lambda office: office.tick(held, is_tail=is_tail))
-
-    def stop(self) -> None:
-        """Send nothing that has not been sent."""
-        self._do(lambda office: office.stop())
+        self._loop.call_soon_threadsafe(guarded, self._office)
 
     def describe(self) -> str:
         """For the progress line; "" while nothing is in a batch."""
@@ -128,19 +120,6 @@ class BatchService:
             log.exception("batches: not closed in good order")
             self._on_problem(str(error))
 
-    def _do(self, act: Callable[[BatchCollector], Any]) -> None:
-        if self._thread is None or self._office is None:
-            return
-
-        def guarded(office: BatchCollector) -> None:
-            try:
-                act(office)
-            except Exception as error:
-                log.exception("batches")
-                self._on_problem(str(error))
-
-        self._loop.call_soon_threadsafe(guarded, self._office)
-
     def _on_problem(self, words: str) -> None:
         self.problem = self.problem or words
 
@@ -153,10 +132,6 @@ def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[byt
     if config.batch_api:
         return config
     ledger = BatchLog(run_dir.path, run_dir.quarantine)
-    if not ledger.load(lambda id: task_of(id) in settled):
+    if not ledger.load(settled):
         return config
     return config.model_copy(update={"batch_api": True, "batch_live_share": 0.0})
-
-
-def _answer(worker: WorkerHandle, id: str, how: str, reply: bytes) -> None:
-    worker.send(pack("answer", reply, id=id, how=how))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from toolsets import exact_json
 from toolsets.text import clip, valid_utf8
+from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
@@ -57,7 +57,7 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(detail, config_file, flags) for detail in error.errors()]
+        lines = [_explain(mistake, config_file, flags) for mistake in mistakes_in(error)]
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -122,20 +122,18 @@ def _place(place: Any, directory: Path) -> Any:
     return str(directory / place) if file.endswith(".py") else place
 
 
-def _explain(detail: Any, config_file: Path | None, flags: Mapping[str, Any]) -> str:
-    reason = detail["msg"].removeprefix("Value error, ")
-    if not detail["loc"]:
-        return str(reason)
-    key, *inside = map(str, detail["loc"])
+def _explain(mistake: Mistake, config_file: Path | None, flags: Mapping[str, Any]) -> str:
+    if not mistake.keys:
+        return mistake.reason
+    key, *inside = mistake.keys
     place = f"--{key}" if key in flags or config_file is None else f"{config_file}: {key}"
     if inside:
         place += f", in {'.'.join(inside)}"
-    elif detail["type"] == "missing":
+    elif mistake.kind == "missing":
         return f"--{key} is missing: {RunConfig.model_fields[key].description}"
-    elif detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "see --help for the known ones"
+    elif mistake.kind == UNKNOWN_KEY:
+        hint = did_you_mean(key, RunConfig.model_fields) or "see --help for the known ones"
         return f"{place}: unknown key; {hint}"
-    if detail["type"] == HOLDS_SECRET:
-        return f"{place}: {reason}"
-    return f"{place}: {reason} (got {clip(repr(detail['input']), max_chars=200)})"
+    if mistake.kind == HOLDS_SECRET:
+        return f"{place}: {mistake.reason}"
+    return f"{place}: {mistake.with_value()}"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs.batch_api.batch_log import calls_kept
 from runs.config.loading import load_config
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.errors import ConfigError, RunDirError
+from runs.maintenance.verify_batches import calls_kept
 from runs.run_dir import dataset_of, write_run_json
 from runs.run_lock import locked
 from runs.shards import check_shards
@@ -28,7 +28,6 @@ from runs.store.files import AppendFile, sync_directory, training_file_of
 from runs.store.journal import turns_under_way
 from runs.store.records import RecordFile, index_fields, lines_from, load_index, parse_record
 from runs.tasks import task_key
-from runs.worker.batch_api_model import task_of
 from toolsets.workspace.removal import remove_tree
 
 _SHOWN = 10
@@ -156,7 +155,7 @@ def _make(
 def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     settled = load_index(path)
     turns = turns_under_way(path / "inflight", settled=settled)
-    calls = calls_kept(path, lambda id: task_of(id) in settled)
+    calls = calls_kept(path, settled)
     if calls and not turns and not drop:
         msg = (
             f"{path}: {calls} calls are in batches, which are paid for: run it to its end first, "

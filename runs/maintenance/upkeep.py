@@ -15,8 +15,9 @@ from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan
 from runs.dataset.scan_cache import NAME, scan_with
 from runs.errors import DatasetError
+from runs.maintenance.problem import Problem
 from runs.maintenance.repair import describe_remaining, repair_run
-from runs.maintenance.verify import Problem, Report, verify
+from runs.maintenance.verify import Report, verify
 from runs.run_lock import locked, refuse_held
 from runs.shards import parse_shard
 from runs.store.records import UnreadableRecord

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -21,6 +21,7 @@ from runs.config.fingerprint import digest_of
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, load_scan
+from runs.maintenance.problem import Problem
 from runs.maintenance.verify_batches import check_batches
 from runs.maintenance.verify_exports import check_exports
 from runs.run_dir import stale_files_of
@@ -44,29 +45,6 @@ from runs.supervisor.budget import is_loan
 from runs.tasks import SCHEMA_VERSION
 from runs.totals.accounts import Accounts, account
 from toolsets import exact_json
-
-Kind = Literal["unreadable", "contradiction", "derived", "leftover"]
-"""unreadable: bytes that say nothing; contradiction: two truths about one task; derived: a file
-that is made from others and does not fit them; leftover: what nobody needs any more."""
-
-
-class Problem(NamedTuple):
-    """One thing that is wrong."""
-
-    kind: Kind
-    file: Path
-    line: int | None
-    """From 1; None where the file as a whole is meant."""
-    message: str
-
-    def describe(self) -> str:
-        """One line for a person."""
-        place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return f"{place}: {self.message}"
-
-    def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {**self._asdict(), "file": str(self.file)}
 
 
 @dataclass(slots=True)
@@ -96,8 +74,7 @@ def verify(
     settled = Settled(entries, config.max_attempts)
     report.problems += _check_journals(path, settled)
     report.problems += _check_leftovers(path, settled)
-    batches = check_batches(path, settled=settled, ended=Settled(entries, NO_BOUND))
-    report.problems += (Problem(*wrong) for wrong in batches)
+    report.problems += check_batches(path, settled=settled, ended=Settled(entries, NO_BOUND))
     ledger = path / "batches.jsonl"
     report.problems += _check_tail(ledger, sum(1 for _ in lines_from(ledger, 0)))
     if isinstance(scan, str):
@@ -107,7 +84,7 @@ def verify(
     report.problems += _check_kept_scan(path / NAME, scan)
     accounts = account(path, scan, config, index=entries)
     report.problems += _check_sums(path, accounts)
-    report.problems += (Problem("derived", *wrong) for wrong in check_exports(path, accounts, made))
+    report.problems += check_exports(path, accounts, made)
     return report
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from runs.batch_api.batch_log import (
     BatchJob,
@@ -18,10 +18,12 @@ from runs.batch_api.batch_log import (
     index_of,
     jobs_in,
     read_line,
+    set_aside_damaged_steps,
 )
+from runs.maintenance.problem import Problem
+from runs.protocol.batch_calls import task_of
 from runs.store.files import listed
 from runs.store.records import lines_from
-from runs.worker.batch_api_model import task_of
 
 _NEXT: Mapping[State, Container[str]] = {
     "gathered": ("sending", "void"),
@@ -34,18 +36,9 @@ _NEXT: Mapping[State, Container[str]] = {
 """What can follow each step of a wave."""
 
 
-class BatchProblem(NamedTuple):
-    """What is wrong, as `verify` tells it."""
-
-    kind: Literal["unreadable", "contradiction", "derived", "leftover"]
-    file: Path
-    line: int | None
-    message: str
-
-
 def check_batches(
     path: Path, *, settled: Container[bytes], ended: Container[bytes]
-) -> Iterator[BatchProblem]:
+) -> Iterator[Problem]:
     """Check batches.jsonl and the directory batches of the run in `path`.
 
     `settled` are the tasks that need no more work, `ended` those that never will.
@@ -57,11 +50,11 @@ def check_batches(
     for number, (_, text) in enumerate(lines_from(ledger, 0), start=1):
         if (line := read_line(text)) is None:
             message = "not a step of a batch; it is passed over"
-            yield BatchProblem("unreadable", ledger, number, message)
+            yield Problem("unreadable", ledger, number, message)
         elif line["kind"] != "live":
             name = line["wave"]
             for message in _contradictions(jobs, line, is_needed=name in needed):
-                yield BatchProblem("contradiction", ledger, number, message)
+                yield Problem("contradiction", ledger, number, message)
             last[name] = number
             if name in jobs or line["kind"] == "gathered":
                 apply_step(jobs, line)
@@ -74,7 +67,7 @@ def check_batches(
                 f"batch {job.batch}: its {len(job.ids):,} calls are paid for, and no "
                 "conversation takes their results any more; their cost is in no sum"
             )
-            yield BatchProblem("contradiction", ledger, last[job.name], message)
+            yield Problem("contradiction", ledger, last[job.name], message)
         if job.state == "collected" and job.name in needed:
             results = path / "batches" / f"{job.name}.results"
             kept.add(results)
@@ -85,11 +78,11 @@ def check_batches(
                     f"not what batch {job.batch} brought ({error}); the next start fetches it "
                     "again, which is free"
                 )
-                yield BatchProblem("derived", results, None, message)
+                yield Problem("derived", results, None, message)
     for file in listed(path / "batches"):
         if file not in kept:
             message = "what is left of a batch, and nobody needs; the next start removes it"
-            yield BatchProblem("leftover", file, None, message)
+            yield Problem("leftover", file, None, message)
 
 
 def is_never_taken(job: BatchJob, ended: Container[bytes]) -> bool:
@@ -100,10 +93,9 @@ def is_never_taken(job: BatchJob, ended: Container[bytes]) -> bool:
 def repair_batches(
     path: Path, quarantine: Path, leftovers: Iterable[Path], ended: Container[bytes]
 ) -> None:
-    """Remove what is left over, and give up the batches whose results are never taken.
-
-    Unreadable lines are set aside by then. Raises `StorageError`.
-    """
+    """Set aside unreadable lines, remove stale files, and give up batches whose results are
+    never taken. Raises `StorageError`."""
+    set_aside_damaged_steps(path)
     for file in leftovers:
         file.unlink(missing_ok=True)
     ledger = BatchLog(path, quarantine)
@@ -111,6 +103,16 @@ def repair_batches(
         if is_never_taken(job, ended):
             ledger.note(job, "failed", why="no conversation takes its results any more")
     ledger.close()
+
+
+def calls_kept(run_dir: Path, settled: Container[bytes]) -> int:
+    """How many calls are in batches, or have results here, that no conversation has taken.
+
+    See `BatchLog.load`; writes nothing.
+    """
+    jobs = jobs_in(run_dir / "batches.jsonl")
+    kept = (job for job in jobs if job.state in ("sending", "created", "collected"))
+    return sum(task_of(id) not in settled for job in kept for id in job.ids)
 
 
 def _contradictions(

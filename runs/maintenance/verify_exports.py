@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from runs.maintenance.problem import Problem
 from runs.totals.accounts import Accounts
-
-_AGAIN = "`export` writes it again"
-
-
-class ExportProblem(NamedTuple):
-    """A file, a line of it or None, and what is wrong."""
-
-    file: Path
-    line: int | None
-    message: str
 
 
 class _Said(NamedTuple):
@@ -34,7 +25,7 @@ class _Said(NamedTuple):
     sha256: str
 
 
-def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator[ExportProblem]:
+def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator[Problem]:
     """Check the manifest against the accounts, and each file against the manifest.
 
     `made` is a run directory whose exports were just made from the same records; each file must
@@ -49,10 +40,10 @@ def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator
         }
     except FileNotFoundError:
         if accounts.done or accounts.failed:
-            yield ExportProblem(manifest_path, None, f"missing; {_AGAIN}")
+            yield _wrong(manifest_path, None, "missing")
         return
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        yield ExportProblem(manifest_path, None, f"unreadable; {_AGAIN}")
+        yield _wrong(manifest_path, None, "unreadable")
         return
     yield from _check_counts(manifest_path, manifest, accounts)
     for file, said in files.items():
@@ -64,8 +55,8 @@ def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator
             if said.holds in places:
                 yield from _compare(file, places[said.holds])
             else:
-                message = f"{said.path}: no run has a file of {said.holds!r}; {_AGAIN}"
-                yield ExportProblem(manifest_path, None, message)
+                message = f"{said.path}: no run has a file of {said.holds!r}"
+                yield _wrong(manifest_path, None, message)
 
 
 def _place(path: Path, relative: str) -> Path:
@@ -75,9 +66,7 @@ def _place(path: Path, relative: str) -> Path:
     return inside if inside.exists() else named
 
 
-def _check_counts(
-    path: Path, manifest: dict[str, Any], accounts: Accounts
-) -> Iterator[ExportProblem]:
+def _check_counts(path: Path, manifest: dict[str, Any], accounts: Accounts) -> Iterator[Problem]:
     with_record = sum(accounts.statuses.values())
     expected = {
         "tasks": accounts.total,
@@ -88,32 +77,28 @@ def _check_counts(
     }
     for key, value in expected.items():
         if manifest.get(key) != value:
-            message = f"{key} {manifest.get(key)}, the records give {value}; {_AGAIN}"
-            yield ExportProblem(path, None, message)
+            message = f"{key} {manifest.get(key)}, the records give {value}"
+            yield _wrong(path, None, message)
     written = sum(manifest.get(key, 0) for key in ("exported", "partial", "rejected"))
     if written != with_record:
-        message = f"its files hold {written} tasks, {with_record} have a record; {_AGAIN}"
-        yield ExportProblem(path, None, message)
+        message = f"its files hold {written} tasks, {with_record} have a record"
+        yield _wrong(path, None, message)
 
 
-def _check_file(file: Path, said: _Said, *, contents: bool) -> Iterator[ExportProblem]:
+def _check_file(file: Path, said: _Said, *, contents: bool) -> Iterator[Problem]:
     try:
         size = file.stat().st_size
         if size != said.bytes:
-            yield ExportProblem(
-                file, None, f"{size} bytes, the manifest says {said.bytes}; {_AGAIN}"
-            )
+            yield _wrong(file, None, f"{size} bytes, the manifest says {said.bytes}")
         elif contents:
             with file.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != said.sha256:
-                    yield ExportProblem(
-                        file, None, f"not the bytes that the manifest names; {_AGAIN}"
-                    )
+                    yield _wrong(file, None, "not the bytes that the manifest names")
     except FileNotFoundError:
-        yield ExportProblem(file, None, f"missing; {_AGAIN}")
+        yield _wrong(file, None, "missing")
 
 
-def _compare(file: Path, twin: Path) -> Iterator[ExportProblem]:
+def _compare(file: Path, twin: Path) -> Iterator[Problem]:
     """Name the first line that is not what the records give."""
     if not file.exists() or not twin.exists():
         return
@@ -124,8 +109,12 @@ def _compare(file: Path, twin: Path) -> Iterator[ExportProblem]:
             what = "it goes on after" if right is None else "not what the records give"
             if line is None:
                 what = "it ends before"
-            yield ExportProblem(file, number, f"{what}{_id_in(right or line)}; {_AGAIN}")
+            yield _wrong(file, number, f"{what}{_id_in(right or line)}")
             return
+
+
+def _wrong(file: Path, line: int | None, message: str) -> Problem:
+    return Problem("derived", file, line, f"{message}; `export` writes it again")
 
 
 def _id_in(line: bytes) -> str:

@@ -1,5 +1,6 @@
 """What parent and workers say to each other.
 
 messages      the messages
+batch_calls   ids of calls by the Batch API
 worker_setup  what a worker is started with
 """

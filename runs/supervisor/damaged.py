@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runs.batch_api.batch_log import is_step
 from runs.store.failures import is_failure
 from runs.store.files import keep_readable
 from runs.store.journal import is_event, segments
@@ -27,7 +26,6 @@ def set_aside_damaged(run_dir: Path) -> list[str]:
     for name, is_readable in (
         ("failures.jsonl", is_failure),
         ("budget.jsonl", is_loan),
-        ("batches.jsonl", is_step),
     ):
         named += keep_readable(run_dir / name, quarantine, is_readable)
     for segment in sorted(segments(run_dir / "inflight")):

@@ -14,11 +14,13 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from agent.loop.steps import Finish
 from agent.models.model import url_of
 from runs.amounts import Cost
+from runs.batch_api.collector import BatchCollector
 from runs.batch_api.service import BatchService
 from runs.config.models import Setups, bounds_of
 from runs.config.run_config import RunConfig
@@ -156,7 +158,7 @@ class Supervisor:
         durable: dict[WorkerHandle, list[bytes]] = {}
         for worker, key in finished:
             self._inflight.finish(key)
-            self._batches.forget(key)
+            self._batches.do(BatchCollector.forget, key)
             durable.setdefault(worker, []).append(key)
         for worker, keys in durable.items():
             worker.durable(keys)
@@ -211,7 +213,10 @@ class Supervisor:
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
             case "ask":
-                self._batches.ask(worker, header["id"], header["model"], payload, header["most"])
+                answer, most = partial(_answer, worker), header["most"]
+                self._batches.do(
+                    BatchCollector.ask, header["id"], header["model"], payload, answer, most
+                )
             case "load":
                 self.limits.on_load(worker, header["endpoint"], header["load"])
                 if header["load"]["replies"]:
@@ -242,7 +247,7 @@ class Supervisor:
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.isolated = False
-        self._batches.leave(key)
+        self._batches.do(BatchCollector.leave, key)
 
     def _keep_budget(self) -> None:
         self.budget.grant_shares(self._pool.workers)
@@ -256,7 +261,8 @@ class Supervisor:
         if self._batches.problem is not None:
             self._stop(self._batches.problem)
         held = self._pool.held if self._pool.is_ready else None
-        self._batches.tick(held, self._progress.ended_share)
+        is_tail = self._progress.ended_share >= self._config.batch_live_share
+        self._batches.do(BatchCollector.tick, held, is_tail=is_tail)
 
     # Workers: starting, watching, replacing.
 
@@ -266,7 +272,7 @@ class Supervisor:
         why = f": {worker.last_words}" if worker.last_words else ""
         log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
         for key in worker.held:
-            self._batches.leave(key)
+            self._batches.do(BatchCollector.leave, key)
         if self._stop_reason is not None:
             return
         if not worker.ready:
@@ -326,7 +332,7 @@ class Supervisor:
         self._records.append(dump_record(record), index_fields(record))
         self._records.sync()
         self._inflight.finish(key)
-        self._batches.forget(key)
+        self._batches.do(BatchCollector.forget, key)
         self._progress.task_ended(failure=failure.error_class)
 
     def _look_after_workers(self) -> None:
@@ -401,7 +407,7 @@ class Supervisor:
             return
         self._stop_reason = reason
         self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
-        self._batches.stop()
+        self._batches.do(BatchCollector.stop)
         self._pool.tell(pack("stop", grace_s=grace_s))
 
     def _shut_down_workers(self) -> None:
@@ -413,3 +419,7 @@ class Supervisor:
                 self.limits.on_load(leaver, header["endpoint"], header["load"])
             elif header["type"] == "purse":
                 self.budget.on_worker_budget(leaver, header["told"])
+
+
+def _answer(worker: WorkerHandle, id: str, how: str, reply: bytes) -> None:
+    worker.send(pack("answer", reply, id=id, how=how))

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from hashlib import blake2b
 from typing import NamedTuple
 
 import orjson
@@ -24,11 +23,10 @@ from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost, priced
 from runs.amounts import Cost
 from runs.process.stopped import Stopped
+from runs.protocol.batch_calls import item_id, name_of
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter
 from toolsets import exact_json
-
-_HASH_BYTES = 10
 
 
 class BatchAnswer(NamedTuple):
@@ -169,25 +167,6 @@ class BatchApiModel:
             return None
         self._gate.has_answered = True
         return priced(completion, self._settings, by_batch=True)
-
-
-def name_of(settings: ModelSettings) -> str:
-    """What parent and workers call the models of a run; the same after a move of the endpoint."""
-    return f"{settings.api} {settings.reference or settings.name}"
-
-
-def item_id(task: bytes, asked: bytes, time: int) -> str:
-    """The id of the call by which a task asks something for the `time`-th time, from 0.
-
-    It begins with the task's key, and has 53 characters of those that every provider takes.
-    """
-    digest = blake2b(b"%d %b" % (time, asked), digest_size=_HASH_BYTES).hexdigest()
-    return f"{task.hex()}-{digest}"
-
-
-def task_of(id: str) -> bytes:
-    """The key of the task that a call belongs to."""
-    return bytes.fromhex(id.partition("-")[0])
 
 
 def items_in(events: Iterable[Event]) -> set[str]:

@@ -13,7 +13,8 @@ from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, url_of
 from agent.models.resolve import read_key
 from runs.amounts import Cost, EndpointLimits
-from runs.worker.batch_api_model import BatchApiClient, BatchApiModel
+from runs.protocol.messages import Assignment
+from runs.worker.batch_api_model import BatchApiClient, BatchApiModel, items_in
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter, Load
 
@@ -100,19 +101,22 @@ class Calls:
         assert self._desk is not None
         self._desk.on_answer(id, how, reply)
 
-    def by_batch(self, model: Model, task: bytes, used: set[str], held: dict[str, Cost]) -> Model:
-        """The model by which a task asks; see `BatchApiModel`. Scripts need no batches."""
-        if self._desk is None or not isinstance(model, RetryingModel):
-            return model
-        return BatchApiModel(
-            model,
-            desk=self._desk,
-            gate=self._gates[model.asked.endpoint],
-            budget=self._budget,
-            task=task,
-            used=used,
-            held=held,
-        )
+    def by_batch(self, task: bytes, deal: Assignment) -> Callable[[Model], Model]:
+        """How a task calls its models; see `BatchApiModel`. Scripts need no Batch API."""
+        if (desk := self._desk) is None:
+            return lambda model: model
+        used = items_in(deal["events"])
+        held = {id: Cost(*most) for id, most in deal["held"].items()}
+
+        def wrapped(model: Model) -> Model:
+            if not isinstance(model, RetryingModel):
+                return model
+            gate = self._gates[model.asked.endpoint]
+            return BatchApiModel(
+                model, desk=desk, gate=gate, budget=self._budget, task=task, used=used, held=held
+            )
+
+        return wrapped
 
     def on_grant(self, amount: list[Any]) -> None:
         """The parent lends money."""

@@ -20,7 +20,6 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
 from agent.setup import Setup, replies_played
 from agent.state.trajectory import Trajectory
-from runs.amounts import Cost
 from runs.config.models import Setups
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import RowTask
@@ -34,7 +33,6 @@ from runs.store.files import StorageError
 from runs.store.journal_writer import Journal
 from runs.store.records import index_fields
 from runs.tasks import Task
-from runs.worker.batch_api_model import items_in
 from runs.worker.calls import Calls
 from runs.worker.durable_calls import DurableHome, StoppableModel, Stops
 from runs.worker.replay import replay, replayable
@@ -197,13 +195,10 @@ class TaskRunner:
         async def until_kept() -> None:
             await self._journal.kept(task.key)
 
-        used = items_in(deal["events"])
-        held = {id: Cost(*most) for id, most in deal["held"].items()}
+        by_batch = self._calls.by_batch(task.key, deal)
 
         def gated(model: Model) -> StoppableModel:
-            return StoppableModel(
-                self._stops, self._calls.by_batch(model, task.key, used, held), until_kept
-            )
+            return StoppableModel(self._stops, by_batch(model), until_kept)
 
         home = DurableHome(
             setup,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,15 +24,13 @@ from runs.batch_api.collector import BatchCollector, CollectorLimits
 from runs.batch_api.delivery import BatchDelivery
 from runs.batch_api.totals import sum_up
 from runs.process.stopped import Stopped
+from runs.protocol.batch_calls import item_id, name_of, task_of
 from runs.tasks import task_key
 from runs.worker.batch_api_model import (
     BatchAnswer,
     BatchApiClient,
     BatchApiModel,
-    item_id,
     items_in,
-    name_of,
-    task_of,
 )
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter
@@ -121,7 +119,7 @@ async def office(
     dialect: str = "chat",
     *,
     ledger: BatchLog | None = None,
-    settled: Callable[[str], bool] = lambda id: False,
+    settled: Container[bytes] = (),
     most: int = 100,
 ) -> AsyncIterator[Desks]:
     run_dir.mkdir(exist_ok=True)
@@ -442,11 +440,11 @@ def test_what_is_set_aside_is_held_until_a_batch_can_have_answered(tmp_path: Pat
         if step == "gathered":
             continue
         assert not ledger.give_up_unsent()
-        assert held_in(tmp_path, lambda _: False) == {id: [0.5, 7]}
-        assert not held_in(tmp_path, lambda _: True), "its conversation has ended"
+        assert held_in(tmp_path, ()) == {task_of(id): {id: [0.5, 7]}}
+        assert not held_in(tmp_path, {task_of(id)}), "its conversation has ended"
     counts: dict[str, Any] = {"cost_usd": 0.1, "saved_usd": 0.1, "unpriced": 0}
     ledger.note(job, "collected", replies=1, failed=0, **counts)
-    assert not held_in(tmp_path, lambda _: False)
+    assert not held_in(tmp_path, ())
     ledger.close()
 
 

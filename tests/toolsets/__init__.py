@@ -1,5 +1,6 @@
 """Tests of toolsets/: what tools do, how they are found, and what confines them.
 
+test_validation       what pydantic rejected, in words
 test_tool            the tool decorator, the derived schema, the check of arguments
 test_toolbox         every way in which a call can go wrong becomes a result that the model can read
 test_toolsets        the built-in toolsets and their selection

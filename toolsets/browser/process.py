@@ -22,6 +22,7 @@ from toolsets.browser.proxy import Proxy
 from toolsets.errors import HostError, ToolError, failure_told, machine_failure
 from toolsets.extras import install
 from toolsets.net.guard import Guard
+from toolsets.per_loop import PerLoop
 from toolsets.sandbox.bwrap import bwrap_problem, python_options, system_options
 from toolsets.sandbox.interpreter import python_bin
 
@@ -68,33 +69,17 @@ def browser_problem() -> str | None:
     )
 
 
-class Browsers:
-    """The browser of a process: one per event loop, started when a conversation first needs it.
-
-    `open` and `close` bracket its life, and may be nested.
-    """
+class Browsers(PerLoop["_Shared"]):
+    """The browser of a process: one per event loop, started when a conversation first needs it."""
 
     def __init__(self, allow: Iterable[str] = ()) -> None:
         """`allow` says what may be reached beside public addresses; see `Guard`."""
+        super().__init__(_Shared, _end)
         self._guard = Guard(allow)
-        self._loops: dict[asyncio.AbstractEventLoop, _Shared] = {}
-
-    def open(self) -> None:
-        """Have `close` stop the browser of the running loop, once it was called as often."""
-        self._shared().users += 1
-
-    async def close(self) -> None:
-        """Stop the browser of the running loop, if this was the last user."""
-        shared = self._shared()
-        shared.users -= 1
-        if shared.users <= 0:
-            del self._loops[asyncio.get_running_loop()]
-            if shared.start is not None:
-                await _stop(shared.start)
 
     async def chromium(self) -> Chromium:
         """The running browser, started if there is none. Raises `ToolError`."""
-        shared = self._shared()
+        shared = self.shared()
         if shared.start is not None and shared.start.done() and not _is_alive(shared.start):
             dead, shared.start = shared.start, None
             shared.start = asyncio.create_task(self._start_after(dead))
@@ -107,13 +92,9 @@ class Browsers:
         await _stop(dead)
         return await _start(self._guard)
 
-    def _shared(self) -> _Shared:
-        return self._loops.setdefault(asyncio.get_running_loop(), _Shared())
-
 
 @dataclass(slots=True)
 class _Shared:
-    users: int = 0
     start: asyncio.Task[Chromium] | None = None
 
 
@@ -146,6 +127,11 @@ def _is_alive(start: asyncio.Task[Chromium]) -> bool:
         and start.exception() is None
         and bool(start.result().browser.is_connected())
     )
+
+
+async def _end(shared: _Shared) -> None:
+    if shared.start is not None:
+        await _stop(shared.start)
 
 
 async def _stop(start: asyncio.Task[Chromium]) -> None:

@@ -17,6 +17,7 @@ from toolsets.errors import HostError
 from toolsets.extras import install
 from toolsets.mcp.connection import Link, StartError
 from toolsets.mcp.mcp_settings import ListedTool, McpServer
+from toolsets.per_loop import PerLoop
 from toolsets.text import clip
 from toolsets.tool import TOOL_NAME, ArgumentsError, Tool, ToolResult
 
@@ -44,16 +45,15 @@ async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer 
     return dict(zip(servers, await asyncio.gather(*tasks), strict=True))
 
 
-class McpServers:
+class McpServers(PerLoop["_Links"]):
     """The servers of one process. Each is started when one of its tools is first called.
 
-    `open` and `close` bracket the life of an event loop's servers; those that belong to one task
-    are closed with its space.
+    Those that belong to one task are closed with its context.
     """
 
     def __init__(self, servers: Mapping[str, McpServer]) -> None:
+        super().__init__(_Links, _close_links)
         self._servers = servers
-        self._loops: dict[asyncio.AbstractEventLoop, _Links] = {}
 
     def toolsets(self) -> tuple[Toolset, ...]:
         """One toolset per server, without tools where the server was not listed.
@@ -61,21 +61,6 @@ class McpServers:
         Raises `McpError` for tools that cannot be offered.
         """
         return tuple(self._toolset(name, server) for name, server in self._servers.items())
-
-    def open(self) -> None:
-        """Have `close` stop the servers of the running loop, once it was called as often."""
-        self._links().users += 1
-
-    async def close(self) -> None:
-        """Stop the servers of the running loop that tasks share."""
-        links = self._links()
-        links.users -= 1
-        if links.users <= 0:
-            del self._loops[asyncio.get_running_loop()]
-            await asyncio.gather(*(link.close() for link in links.shared.values()))
-
-    def _links(self) -> _Links:
-        return self._loops.setdefault(asyncio.get_running_loop(), _Links())
 
     def _toolset(self, name: str, server: McpServer) -> Toolset:
         tools = tuple(self._tool(name, server, listed) for listed in server.listed or ())
@@ -115,7 +100,7 @@ class McpServers:
         )
 
     def _link(self, name: str, server: McpServer, context: ToolContext) -> Link:
-        links = self._links()
+        links = self.shared()
         if server.is_per_task:
             key = f"mcp:{name}"
             held = context.held.get(key)
@@ -132,9 +117,12 @@ class McpServers:
 class _Links:
     """The servers of one event loop that tasks share."""
 
-    users: int = 0
     shared: dict[str, Link] = field(default_factory=dict)
     starts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_STARTS_AT_A_TIME))
+
+
+async def _close_links(links: _Links) -> None:
+    await asyncio.gather(*(link.close() for link in links.shared.values()))
 
 
 async def _list(name: str, server: McpServer, starts: asyncio.Semaphore) -> McpServer | McpError:
