@@ -51,7 +51,7 @@ def requirements_problem(program: str, version: "tuple[int, int]") -> "str | Non
 
 
 def _what_to_do(program: str, python: str) -> str:
-    home = Path(__file__).resolve().parent.parent
+    home = Path(__file__).resolve().parents[2]
     environment = home / ".venv"
     there = environment / "bin" / "python"
     if there.exists() and Path(sys.prefix).resolve() != environment:
