@@ -49,6 +49,7 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
     assert found["own"]["options"] == {"max_turns": 1, "repeat_limit": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -72,6 +73,7 @@ def test_a_row_with_a_wrong_option_is_named_and_the_others_run(
     assert len(records(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_an_edited_option_of_a_row_is_new_work(tmp_path: Path) -> None:
     row = {"id": "a", "prompt": "x", "script": [LOOK, say("done")]}
     write_rows(tmp_path / "p.jsonl", row)
@@ -231,6 +233,7 @@ def test_subagents_survive_a_kill_of_everything(tmp_path: Path) -> None:
     assert len(exported(tmp_path)) == 20
 
 
+@pytest.mark.slow
 def test_a_subagent_can_ask_another_model(tmp_path: Path) -> None:
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         helper = {**HELPER, "model": "openai:other"}
@@ -252,6 +255,7 @@ def test_a_subagent_can_ask_another_model(tmp_path: Path) -> None:
     assert record["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
     assert run(tmp_path, **SCRIPTED).returncode == 0
@@ -261,6 +265,7 @@ def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> Non
     assert not left.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "words"),
     [
