@@ -106,6 +106,7 @@ def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> No
     assert sorted(ids) == [f"q{n:02}" for n in range(45)]
 
 
+@pytest.mark.slow
 def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
     """The conversation of a failed attempt lies in the journal until the next start."""
     script = [{"tool_calls": [{"name": "list_files", "arguments": {}}]}]
@@ -282,6 +283,7 @@ def test_compare_shows_what_ended_differently(cwd: Path) -> None:
     assert "every one of them has the same status" in as_text(compare(run_dir, run_dir))
 
 
+@pytest.mark.slow
 def test_compare_says_which_tasks_only_one_run_has(cwd: Path, tmp_path: Path) -> None:
     write_rows(
         tmp_path / "p.jsonl", ROWS[1], {"id": "new", "prompt": "Hi", "script": [{"content": "Hi."}]}

@@ -80,6 +80,7 @@ def test_a_flip_of_another_file_changes_no_row(whole: Path, name: str, count: in
         assert not seen.rows_changed, bit
 
 
+@pytest.mark.slow
 def test_a_flipped_record_is_mended_and_its_task_alone_runs_again(tmp_path: Path) -> None:
     """By an export, which names it, and by a repair; then the run is what it was."""
     scripted_rows(tmp_path, 4)

@@ -334,6 +334,7 @@ def test_what_is_no_file_of_a_run_is_named_before_anything_is_done(tmp_path: Pat
     judge_run_dir(records.parent, tasks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_emptied", [False, True])
 def test_lost_records_are_neither_paid_again_nor_exported(tmp_path: Path, is_emptied: bool) -> None:
     """The training file may be all that is left of them."""

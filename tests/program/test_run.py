@@ -126,7 +126,6 @@ def test_more_rows_and_more_samples_run_only_what_is_new(tmp_path: Path) -> None
     assert_sums_agree(tmp_path)
 
 
-@pytest.mark.slow
 def test_the_training_file_does_not_depend_on_workers_or_order(tmp_path: Path) -> None:
     files = []
     write_prompts(tmp_path / "p.jsonl", 20)
@@ -220,7 +219,9 @@ def test_a_crash_leaves_a_trajectory_that_goes_on_at_its_turn(tmp_path: Path) ->
         assert record["status"] == "completed"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, how: signal.Signals) -> None:
     """The run finishes by itself, and every record is there once."""
     write_prompts(tmp_path / "p.jsonl", 40)
@@ -708,6 +709,7 @@ BAD_INPUT: list[tuple[dict[str, object], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), BAD_INPUT, ids=lambda value: str(value)[:40])
 def test_bad_input_gets_a_clear_line_and_exit_code_2(
     tmp_path: Path, change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
@@ -751,6 +753,7 @@ def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> No
     assert (tmp_path / "mine.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
     """Also for the seed's command line, with and without the word run."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
