@@ -58,6 +58,7 @@ class TestIntervals:
         assert (figure.low, figure.expected, figure.high) == (4.0, 4.0, 4.0)
 
 
+@pytest.mark.slow
 def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> None:
     rows = [{"id": f"q{n}", "prompt": "x" * (n * 37 % 2900)} for n in range(1, 301)]
     write_rows(tmp_path / "p.jsonl", *rows)
@@ -92,6 +93,7 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
     assert 3 < told["failure_percent"]["high"] < 8
 
 
+@pytest.mark.slow
 def test_what_is_unknown_is_not_forecast(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 9)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:

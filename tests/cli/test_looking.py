@@ -105,6 +105,7 @@ def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> No
     assert sorted(ids) == [f"q{n:02}" for n in range(45)]
 
 
+@pytest.mark.slow
 def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
     """The conversation of a failed attempt lies in the journal until the next start."""
     script = [{"tool_calls": [{"name": "list_files", "arguments": {}}]}]
@@ -152,6 +153,7 @@ def test_status_in_the_moment_in_which_a_start_locks_the_run(cwd: Path, tmp_path
     assert "another process is working on this run" in verify.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["show", "r", "p"], ["compare", "r", "r"], ["report", "r"]])
 def test_a_pipe_in_place_of_records_is_named(cwd: Path, tmp_path: Path, command: list[str]) -> None:
     copied = tmp_path / "trajectories" / "r"
@@ -282,6 +284,7 @@ def test_compare_shows_what_ended_differently(cwd: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_compare_says_which_tasks_only_one_run_has(cwd: Path, tmp_path: Path) -> None:
     write_rows(
         tmp_path / "p.jsonl", ROWS[1], {"id": "new", "prompt": "Hi", "script": [{"content": "Hi."}]}
@@ -293,6 +296,7 @@ def test_compare_says_which_tasks_only_one_run_has(cwd: Path, tmp_path: Path) ->
     assert not found["same_dataset"]
 
 
+@pytest.mark.slow
 def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HOLD)
     turns = [

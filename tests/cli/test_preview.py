@@ -38,6 +38,7 @@ class TestNarrowing:
         assert training(finished) == 8
         assert run(finished, **SCRIPTED).returncode == 0
 
+    @pytest.mark.slow
     def test_fewer_samples_are_no_less(self, tmp_path: Path) -> None:
         write_rows(tmp_path / "p.jsonl", *ROWS)
         assert run(tmp_path, **SCRIPTED, num_samples=3).returncode == 0
@@ -46,6 +47,7 @@ class TestNarrowing:
         assert "as before (3)" in refused.stderr
         assert training(tmp_path) == 24
 
+    @pytest.mark.slow
     def test_who_wants_it_says_so_once(self, finished: Path) -> None:
         wanted: dict[str, Any] = {**SCRIPTED, "max_samples": 5}
         accepted = run(finished, **wanted, accept_config_change="max_samples")
@@ -59,12 +61,14 @@ class TestNarrowing:
         assert run(finished, **SCRIPTED).returncode == 0
         assert training(finished) == 8
 
+    @pytest.mark.slow
     def test_a_bound_that_leaves_out_nothing_finished_is_none(self, tmp_path: Path) -> None:
         write_rows(tmp_path / "p.jsonl", *ROWS)
         assert run(tmp_path, **SCRIPTED, max_samples=3).returncode == 0
         assert run(tmp_path, **SCRIPTED, max_samples=5).returncode == 0
         assert training(tmp_path) == 5
 
+    @pytest.mark.slow
     def test_an_edit_of_the_dataset_is_one_and_a_cut_file_is_not(self, finished: Path) -> None:
         write_rows(finished / "p.jsonl", *ROWS[2:])
         assert run(finished, **SCRIPTED).returncode == 0
@@ -79,6 +83,7 @@ class TestNarrowing:
         assert run(finished, **given).returncode == 0
         assert training(finished) == 2
 
+    @pytest.mark.slow
     def test_a_run_anew_is_nobodys_loss(self, finished: Path) -> None:
         seen = run(finished, "--dry_run", "--fresh", **SCRIPTED, max_samples=2)
         assert "moves trajectories/r aside" in seen.stdout
@@ -105,6 +110,7 @@ class TestDryRun:
         assert "gone       3 finished tasks are no longer asked for" in seen.stdout
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
+    @pytest.mark.slow
     def test_it_refuses_what_the_start_would(self, finished: Path) -> None:
         for option in ("--dry_run", "--on_bad_row=skip"):
             refused = run(finished, option, **SCRIPTED, temperature=0.5)

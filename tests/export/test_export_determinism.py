@@ -19,6 +19,7 @@ from tests.running import WRITE_A_NOTE, lines, run, started, wait_until, write_r
 FORMATS = "hermes,llamafactory,openai,atif,dpo,kto,parquet"
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_workers_kills_and_resumes_leave_no_trace(tmp_path: Path) -> None:
     """Samples are judged by their row, so that pairs and labels are made too."""

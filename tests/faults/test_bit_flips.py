@@ -70,6 +70,7 @@ def test_a_flip_of_the_records_is_named_and_in_no_row(whole: Path, count: int) -
     assert (one.verify, one.export, one.rows_changed, one.is_named) == (FOUND, 4, False, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["records.idx", "run.json", "summary.json", "dataset.idx"])
 @pytest.mark.parametrize("count", [pytest.param(3, id="few"), COUNTS[1]])
 def test_a_flip_of_another_file_changes_no_row(whole: Path, name: str, count: int) -> None:
@@ -79,6 +80,7 @@ def test_a_flip_of_another_file_changes_no_row(whole: Path, name: str, count: in
         assert not seen.rows_changed, bit
 
 
+@pytest.mark.slow
 def test_a_flipped_record_is_mended_and_its_task_alone_runs_again(tmp_path: Path) -> None:
     """By an export, which names it, and by a repair; then the run is what it was."""
     scripted_rows(tmp_path, 4)
@@ -106,6 +108,7 @@ def test_a_flipped_record_is_mended_and_its_task_alone_runs_again(tmp_path: Path
     judge_run_dir(run_dir, tasks=4)
 
 
+@pytest.mark.slow
 def test_an_identity_that_was_changed_is_named_and_can_be_accepted(tmp_path: Path) -> None:
     scripted_rows(tmp_path, 2)
     assert run(tmp_path, **SCRIPTED).returncode == 0

@@ -44,6 +44,7 @@ def test_of_two_that_start_at_once_one_works(tmp_path: Path) -> None:
         resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint)
 
 
+@pytest.mark.slow
 def test_what_a_lock_file_says_locks_nothing(tmp_path: Path) -> None:
     """F19: pids are used again, and hosts vanish; only the kernel's lock counts."""
     scripted_rows(tmp_path, 1)
@@ -89,6 +90,7 @@ def fake_clock() -> str | None:
     return found or (named if Path(named).exists() else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", ["-2d", "+2d"])
 def test_a_clock_that_jumps_during_a_run_changes_nothing(
     tmp_path: Path, jump: str, monkeypatch: pytest.MonkeyPatch

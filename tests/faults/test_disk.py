@@ -98,6 +98,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_a_power_loss_or_an_editor_left_costs_only_what_it_hit(
     tmp_path: Path, damage: Callable[[Path], None]
@@ -146,6 +147,7 @@ def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
     assert aside.read_bytes() == lines[number]
 
 
+@pytest.mark.slow
 def test_records_that_are_cut_under_a_run_stop_it(tmp_path: Path) -> None:
     """F54: or it would go on, and end as if all was well."""
     write_prompts(tmp_path / "p.jsonl", 24)
@@ -173,6 +175,7 @@ def test_an_index_that_hides_damage_costs_one_more_start(tmp_path: Path) -> None
     resume_and_judge(tmp_path, SCRIPTED, tasks=4, starts=2)
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_vanishes_is_told_and_nothing_is_written_elsewhere(
     tmp_path: Path,
 ) -> None:
@@ -225,6 +228,7 @@ def remove(path: Path) -> None:
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "removed",
     [
@@ -291,6 +295,7 @@ def test_a_disk_that_is_full_before_the_start_is_told_before_any_call(tmp_path: 
         assert run(tmp_path, **SCRIPTED, output_dir="disk").returncode == 0
 
 
+@pytest.mark.slow
 def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path) -> None:
     """F16; F17: nothing of a run can be written by others, whatever the umask allows."""
     scripted_rows(tmp_path, 2)
@@ -308,6 +313,7 @@ def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path)
     assert not (tmp_path / "link" / "r.jsonl").stat().st_mode & 0o022
 
 
+@pytest.mark.slow
 def test_what_is_no_file_of_a_run_is_named_before_anything_is_done(tmp_path: Path) -> None:
     """F16: a pipe would be waited for without end, behind a dead link all would be paid again."""
     scripted_rows(tmp_path, 1)
@@ -328,6 +334,7 @@ def test_what_is_no_file_of_a_run_is_named_before_anything_is_done(tmp_path: Pat
     judge_run_dir(records.parent, tasks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_emptied", [False, True])
 def test_lost_records_are_neither_paid_again_nor_exported(tmp_path: Path, is_emptied: bool) -> None:
     """The training file may be all that is left of them."""

@@ -40,6 +40,7 @@ def write_all(path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + b"\n".join(mixed))
 
 
+@pytest.mark.slow
 def test_odd_rows_cost_only_themselves_and_every_reader_reads_the_rest(tmp_path: Path) -> None:
     """F33, F34, F36, F38."""
     write_all(tmp_path / "p.jsonl")

@@ -93,6 +93,7 @@ def is_stopped_and_goes_on(cwd: Path, options: dict[str, Any], words: str) -> No
     assert record["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_no_thread_is_the_machines_failure(tmp_path: Path) -> None:
     options = given(tmp_path, calls(call("squeeze")), calls(*[call("wait")] * 12))
     is_stopped_and_goes_on(tmp_path, options, "can't start new thread; raise the limit")
@@ -103,6 +104,7 @@ def test_no_memory_is_the_machines_failure(tmp_path: Path) -> None:
     is_stopped_and_goes_on(tmp_path, options, "Cannot allocate memory; give it more memory")
 
 
+@pytest.mark.slow
 def test_no_process_is_the_machines_failure(crowded: Path, tmp_path: Path) -> None:
     squeeze = call("squeeze", group=str(crowded))
     options = given(tmp_path, calls(squeeze), calls(call("terminal", command="ls")))

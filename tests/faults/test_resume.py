@@ -238,6 +238,7 @@ def test_with_a_subagent_in_the_middle(scene: Scene) -> None:
     assert scene.visits["inner"] == 2
 
 
+@pytest.mark.slow
 def test_with_signed_thoughts(tmp_path: Path) -> None:
     """The endpoint refuses thoughts that do not come back as it signed them."""
     write_prompts(tmp_path / "p.jsonl", 4)
@@ -278,6 +279,7 @@ def test_after_the_reply_and_before_its_tools(tmp_path: Path) -> None:
         assert endpoint.journal()["requests"] == 3
 
 
+@pytest.mark.slow
 def test_during_export(tmp_path: Path) -> None:
     """The training file is there whole or not at all, and made again without a call."""
     write_prompts(tmp_path / "p.jsonl", 4)

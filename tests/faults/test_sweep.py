@@ -74,6 +74,7 @@ def assert_survived(scene: Path, point: Point, fault: str) -> None:
     shutil.rmtree(scene / "trajectories")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "fault", "call", "on"), SHORT)
 def test_a_fault_at_one_call(scene: Path, who: Who, fault: str, call: str, on: str) -> None:
     matching = [point for point in points(who) if point.call == call and on in point.what]

@@ -105,6 +105,7 @@ def test_what_fails_or_expires_in_a_batch_is_asked_live(tmp_path: Path, dialect:
     assert (sums["live"], sums["failed"]) == (api.live.total(), api.live.total())
 
 
+@pytest.mark.slow
 def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 3)
     with FakeBatches(options=OPTIONS) as api:
@@ -169,6 +170,7 @@ def test_what_is_in_batches_is_not_merged_away(tmp_path: Path) -> None:
         assert run(tmp_path, "merge", "r", "--into=m", "--drop_unfinished").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_start_without_batches_waits_for_those_under_way(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeBatches(options=OPTIONS, delay_s=1000) as api:
@@ -236,6 +238,7 @@ def test_a_budget_holds(tmp_path: Path) -> None:
         assert api.paid.total() == 4 * TURNS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [only_long(signal.SIGKILL), signal.SIGTERM])
 def test_what_is_set_aside_for_a_batch_is_so_once_over_all_starts(
     tmp_path: Path, number: int
@@ -262,6 +265,7 @@ def test_what_is_set_aside_for_a_batch_is_so_once_over_all_starts(
         assert ledger.balance.tokens == sums["input_tokens"] + sums["output_tokens"]
 
 
+@pytest.mark.slow
 def test_what_is_set_aside_for_calls_that_were_never_sent_is_free_at_the_next_start(
     tmp_path: Path,
 ) -> None:
@@ -379,6 +383,7 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
     return killed
 
 
+@pytest.mark.slow
 def test_kills_at_random_points(tmp_path: Path) -> None:
     kill_on_and_on(tmp_path, "chat", 2, seed=1)
 

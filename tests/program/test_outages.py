@@ -123,6 +123,7 @@ def test_what_hardly_passes_is_given_up_sooner_until_the_endpoint_has_answered()
     )
 
 
+@pytest.mark.slow
 def test_a_name_that_nobody_knows_stops_a_new_run_after_few_attempts(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 3)
     given: dict[str, Any] = {**OPTIONS}

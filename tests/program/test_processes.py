@@ -47,7 +47,7 @@ MCP = """
 from toolsets.mcp.servers import McpServers, list_servers
 from toolsets.mcp.mcp_settings import McpServer
 from toolsets.catalog.registry import tools_of
-from toolsets.context import TaskSpace
+from toolsets.context import ToolContext
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
 
@@ -55,7 +55,7 @@ async def work(root, *argv):
     Path(root).mkdir()
     servers = McpServers(await list_servers({"raw": McpServer(command=argv, per_task=True)}))
     servers.open()
-    toolbox = Toolbox(tools_of(servers.toolsets()), TaskSpace(Workspace(Path(root))))
+    toolbox = Toolbox(tools_of(servers.toolsets()), ToolContext(Workspace(Path(root))))
     told = await toolbox.call("raw__pids", "{}")  # it starts a child, which it leaves behind
     assert not told.is_error, told.content
     await toolbox.close(remove_workspace=True)

@@ -138,6 +138,7 @@ def test_the_training_file_does_not_depend_on_workers_or_order(tmp_path: Path) -
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_no_more_workers_start_than_there_are_tasks(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 1)
     with (
@@ -218,7 +219,9 @@ def test_a_crash_leaves_a_trajectory_that_goes_on_at_its_turn(tmp_path: Path) ->
         assert record["status"] == "completed"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, how: signal.Signals) -> None:
     """The run finishes by itself, and every record is there once."""
     write_prompts(tmp_path / "p.jsonl", 40)
@@ -235,6 +238,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, how: signal.Sig
     assert_sums_agree(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_its_workers_fails_alone(tmp_path: Path) -> None:
     """The culprit becomes a failed record with its reason; all its neighbours complete."""
     of_the_shells_parent = "kill -9 $(cut -d' ' -f4 /proc/$PPID/stat)"
@@ -356,6 +360,7 @@ def test_rejected_credentials_stop_the_run(tmp_path: Path) -> None:
         assert not path.is_file() or b"wrong-canary" not in path.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_table_of_failures_can_be_read(tmp_path: Path) -> None:
     done = run(tmp_path, "errors")
     assert done.returncode == 0
@@ -364,6 +369,7 @@ def test_the_table_of_failures_can_be_read(tmp_path: Path) -> None:
         assert rule.meaning in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "warned"),
     [
@@ -397,6 +403,7 @@ def test_passing_faults_are_waited_out(tmp_path: Path) -> None:
     assert summary(tmp_path)["statuses"] == {"completed": 20}
 
 
+@pytest.mark.slow
 def test_failed_attempts_are_told_retried_by_the_next_start_and_given_up_at_last(
     tmp_path: Path,
 ) -> None:
@@ -422,6 +429,7 @@ def test_failed_attempts_are_told_retried_by_the_next_start_and_given_up_at_last
     assert_sums_agree(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "path", "words"),
     [
@@ -450,6 +458,7 @@ def test_an_endpoint_that_never_answered_stops_the_run(
     assert (summary(tmp_path)["pending"], summary(tmp_path)["failed"]) == (50, 0)
 
 
+@pytest.mark.slow
 def test_passing_failures_fail_their_tasks_once_the_endpoint_has_answered(tmp_path: Path) -> None:
     """After the first answer of a run, a failed call says something of its task."""
     write_prompts(tmp_path / "p.jsonl", 10)
@@ -468,6 +477,7 @@ def test_passing_failures_fail_their_tasks_once_the_endpoint_has_answered(tmp_pa
     assert set(summary(tmp_path)["failures"]) == {"connection"}
 
 
+@pytest.mark.slow
 def test_deaths_over_several_starts_convict_nobody_that_was_not_alone(tmp_path: Path) -> None:
     """An operator who kills a worker in each start convicts at most the one task held alone."""
     write_prompts(tmp_path / "p.jsonl", 4)
@@ -493,6 +503,7 @@ def wait_for_calls(endpoint: FakeEndpoint, more: int) -> None:
     wait_until(lambda: endpoint.journal()["requests"] >= enough)
 
 
+@pytest.mark.slow
 def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> None:
     """They may have gone on in a worker that was started before it: order is not by worker."""
     write_prompts(tmp_path / "p.jsonl", 12)
@@ -522,6 +533,7 @@ def test_a_closed_terminal_stops_in_good_order(tmp_path: Path) -> None:
         assert endpoint.journal()["requests"] == 24
 
 
+@pytest.mark.slow
 def test_damage_that_the_index_does_not_see_is_repaired_by_the_next_start(tmp_path: Path) -> None:
     """A power loss can leave zeros where a record was."""
     write_prompts(tmp_path / "p.jsonl", 3)
@@ -550,6 +562,7 @@ def test_records_without_a_run_json_are_refused(tmp_path: Path) -> None:
     assert "no run.json" in refused.stderr
 
 
+@pytest.mark.slow
 def test_strange_files_in_the_run_directory_stop_nothing(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
     given = {**RUN, "model": "scripted"}
@@ -561,6 +574,7 @@ def test_strange_files_in_the_run_directory_stop_nothing(tmp_path: Path) -> None
     assert not (records(tmp_path).parent / ".run.json.1.tmp").exists()
 
 
+@pytest.mark.slow
 def test_a_conversation_that_begins_anew_finds_an_empty_workspace(tmp_path: Path) -> None:
     """What is left of one whose journal was lost belongs to nobody."""
     look = {"name": "list_files", "arguments": {}}
@@ -585,6 +599,7 @@ def test_a_conversation_that_begins_anew_finds_an_empty_workspace(tmp_path: Path
     assert not left.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", ">/dev/full", "2>/dev/full"])
 def test_a_run_without_anybody_who_listens_is_not_lost(tmp_path: Path, closed: str) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]}, {})
@@ -652,6 +667,7 @@ def test_a_changed_meaning_is_refused_and_named(tmp_path: Path) -> None:
     assert len(aside) == 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_it_goes_on_later(tmp_path: Path) -> None:
     """Files may grow to 40 KB: one message, exit 4, and after that a clean resume."""
     write_prompts(tmp_path / "p.jsonl", 60)
@@ -693,6 +709,7 @@ BAD_INPUT: list[tuple[dict[str, object], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), BAD_INPUT, ids=lambda value: str(value)[:40])
 def test_bad_input_gets_a_clear_line_and_exit_code_2(
     tmp_path: Path, change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
@@ -736,6 +753,7 @@ def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> No
     assert (tmp_path / "mine.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
     """Also for the seed's command line, with and without the word run."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
@@ -765,6 +783,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "LOADED []" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reply_with_100_000_calls_holds_up_no_neighbour(tmp_path: Path) -> None:
     """Its worker stays to be heard of, so nothing is paid twice; the reply itself is recorded."""
     listed = [{"id": f"c{n}", "type": "function", "function": LIST} for n in range(100_000)]

@@ -49,6 +49,7 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
     assert found["own"]["options"] == {"max_turns": 1, "repeat_limit": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -72,6 +73,7 @@ def test_a_row_with_a_wrong_option_is_named_and_the_others_run(
     assert len(records(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_an_edited_option_of_a_row_is_new_work(tmp_path: Path) -> None:
     row = {"id": "a", "prompt": "x", "script": [LOOK, say("done")]}
     write_rows(tmp_path / "p.jsonl", row)
@@ -110,6 +112,7 @@ def test_rows_in_chat_form_are_read_as_their_first_user_text(tmp_path: Path) -> 
     assert [m["content"] for m in found["sharegpt"]["messages"]] == ["Hi", "mine"]
 
 
+@pytest.mark.slow
 def test_an_ephemeral_prompt_is_in_no_file_and_decides_the_data(tmp_path: Path) -> None:
     """C16: the run keeps its digest, so that another one is refused."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [LOOK, say("done")]})
@@ -124,6 +127,7 @@ def test_an_ephemeral_prompt_is_in_no_file_and_decides_the_data(tmp_path: Path) 
         assert not path.is_file() or b"canary-" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_prefill_comes_from_a_file_and_counts_by_its_content(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
     (tmp_path / "prefill.json").write_text('[{"role": "user", "content": "Hi"}]')
@@ -137,6 +141,7 @@ def test_prefill_comes_from_a_file_and_counts_by_its_content(tmp_path: Path) -> 
     assert "prefill_messages, in 0.role: Input should be 'user' or 'assistant'" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_require_reasoning_is_a_filter_of_the_export(tmp_path: Path) -> None:
     """S2.19: nothing that was paid for is lost, and the filter can be taken back."""
     write_rows(
@@ -231,6 +236,7 @@ def test_subagents_survive_a_kill_of_everything(tmp_path: Path) -> None:
     assert len(exported(tmp_path)) == 20
 
 
+@pytest.mark.slow
 def test_a_subagent_can_ask_another_model(tmp_path: Path) -> None:
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         helper = {**HELPER, "model": "openai:other"}
@@ -252,6 +258,7 @@ def test_a_subagent_can_ask_another_model(tmp_path: Path) -> None:
     assert record["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
     assert run(tmp_path, **SCRIPTED).returncode == 0
@@ -261,6 +268,7 @@ def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> Non
     assert not left.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -282,6 +290,7 @@ def test_what_no_run_could_keep_is_refused(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_price_of_a_subagent_must_be_known_where_a_row_has_a_budget(tmp_path: Path) -> None:
     row = {"prompt": "x", "agent_options": {"max_cost_usd": 1}}
     write_rows(tmp_path / "p.jsonl", row)

@@ -250,6 +250,7 @@ def test_the_budget_is_never_overshot_and_never_stuck(
         asyncio.run(asyncio.wait_for(play(), 20))
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_its_budget_and_goes_on_when_it_is_raised(tmp_path: Path) -> None:
     """256 conversations in flight, and a cap that falls into the middle of them."""
     write_prompts(tmp_path / "p.jsonl", 256)
@@ -303,6 +304,7 @@ def test_a_worker_that_dies_takes_its_loan_along_but_not_the_run(tmp_path: Path)
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> None:
     """What was lent and never given back may have been spent."""
     write_prompts(tmp_path / "p.jsonl", 60)

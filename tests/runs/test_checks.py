@@ -97,11 +97,13 @@ class TestARun:
         assert summary["checks"] == read(run_dir / "statistics.json")["checks"] == CHECKS
         assert (summary["prompts_checked"], summary["prompts_passed"]) == (3, 1)
 
+    @pytest.mark.slow
     def test_is_looked_at_with_it(self, cwd: Path) -> None:
         for command in ("status", "stats"):
             assert TOLD in run(cwd, command, "r").stdout.splitlines()
             assert json.loads(run(cwd, command, "r", "--json").stdout)["checks"] == CHECKS
 
+    @pytest.mark.slow
     def test_is_compared_by_it(self, cwd: Path) -> None:
         other = [{**row, "check": "true"} if row["id"] == "bad" else row for row in ROWS]
         script = {"prompt": "x", "script": [say("done")]}
@@ -116,11 +118,13 @@ class TestARun:
         assert found["paired"]["reward"] == pytest.approx(1 / 3)
         assert found["judged_otherwise"] == [{"id": "bad", "from": False, "to": True}]
 
+    @pytest.mark.slow
     def test_that_goes_on_counts_what_was_checked_before(self, cwd: Path, tmp_path: Path) -> None:
         write_dataset(tmp_path)
         start(tmp_path, max_samples=2)
         assert TOLD in start(tmp_path).splitlines()
 
+    @pytest.mark.slow
     def test_tells_of_them_while_it_goes_on(self, tmp_path: Path) -> None:
         """Those of earlier starts too."""
         waiting = {"id": "waits", "check": f"until test -e {tmp_path / 'go'}; do sleep 0.01; done"}
@@ -158,6 +162,7 @@ class TestARun:
 class TestWhatIsRequired:
     """Conversations that did not pass are left out where that is asked for, unchecked ones stay."""
 
+    @pytest.mark.slow
     def test_of_the_training_file_of_a_run(self, tmp_path: Path) -> None:
         write_dataset(tmp_path)
         training = tmp_path / "trajectories" / "r.jsonl"
@@ -182,6 +187,7 @@ class TestWhatIsRequired:
         assert left_out["half"] == left_out["bad"] == "require_passed"
         assert run(cwd, "export", "r", "--check").returncode == 0
 
+    @pytest.mark.slow
     def test_beside_what_a_recipe_says(self, cwd: Path) -> None:
         (cwd / "recipe.yaml").write_text("filters: {exact_duplicates: false}\n")
         done = run(cwd, "export", "r", "--require_passed", recipe="recipe.yaml", output="d")
@@ -203,6 +209,7 @@ class TestWhatIsRequired:
         assert pair["rejected"][-1]["content"] == "B"
 
 
+@pytest.mark.slow
 def test_columns_without_the_option_are_named(tmp_path: Path) -> None:
     write_dataset(tmp_path)
     named = "p.jsonl: these columns do nothing without --row_setup: check (3 rows); with it, "
@@ -262,6 +269,7 @@ class TestWrongAnswers:
         assert [command[:2] for command in commands] == [["python", "batch_runner.py"]] * 2
         return [command[2:] for command in commands]
 
+    @pytest.mark.slow
     def test_the_documented_way_gives_them(self, tmp_path: Path) -> None:
         """Of two samples of each of three prompts one is right, but for the last prompt."""
         questions = {f"What is {n} + {n}?": str(2 * n) for n in (1, 2, 3)}

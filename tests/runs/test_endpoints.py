@@ -206,6 +206,7 @@ def test_a_run_asks_each_endpoint_with_its_own_key_and_dialect(
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 def test_streamed_replies_make_the_same_rows(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *({"id": f"q{n}", "prompt": f"Go {n}"} for n in range(6)))
     files = []

@@ -164,6 +164,7 @@ def test_branches_go_on_where_their_parents_stood_and_cost_what_they_add(tmp_pat
         assert row["duration_s"] < record["finished_at"] - row["started_at"] + 0.01
 
 
+@pytest.mark.slow
 def test_what_a_killed_fork_left_beside_its_run_goes(tmp_path: Path) -> None:
     half = tmp_path / "trajectories" / ".b.fork.jsonl.1.tmp"
     with finished_parent(tmp_path):
@@ -172,6 +173,7 @@ def test_what_a_killed_fork_left_beside_its_run_goes(tmp_path: Path) -> None:
     assert not half.exists()
 
 
+@pytest.mark.slow
 def test_the_dataset_of_a_run_that_goes_on_is_not_replaced(tmp_path: Path) -> None:
     with finished_parent(tmp_path):
         assert run(tmp_path, *FORK).returncode == 0
@@ -182,6 +184,7 @@ def test_the_dataset_of_a_run_that_goes_on_is_not_replaced(tmp_path: Path) -> No
     assert (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes() == rows
 
 
+@pytest.mark.slow
 def test_a_run_that_is_moved_aside_keeps_its_dataset(tmp_path: Path) -> None:
     runs = tmp_path / "trajectories"
     other = ("fork", "r", "--at_turn=1", "--n=1", "--run_name=b")
@@ -204,6 +207,7 @@ def test_a_run_that_is_moved_aside_keeps_its_dataset(tmp_path: Path) -> None:
         assert done.returncode == 0, (done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 def test_branches_become_pairs_of_one_step(tmp_path: Path) -> None:
     with finished_parent(tmp_path):
         assert run(tmp_path, *FORK).returncode == 0
@@ -262,6 +266,7 @@ tools = [pay]
 """
 
 
+@pytest.mark.slow
 def test_what_cannot_be_repeated_is_skipped_and_what_differs_is_noted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TOOLS_FILE)
 
@@ -298,6 +303,7 @@ def test_what_cannot_be_repeated_is_skipped_and_what_differs_is_noted(tmp_path: 
     assert records(tmp_path, "c")[0]["fork"]["record"] == "fork.p@3"
 
 
+@pytest.mark.slow
 def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
     steps: list[Any] = [
         {"tool_calls": [{"name": "write_file", "arguments": {"path": f"{n}", "content": ""}}]}
@@ -415,6 +421,7 @@ def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> No
     assert (paid["api_calls"], paid["cost_usd"], paid["usage"]["input_tokens"]) == (2, 0.5, 14)
 
 
+@pytest.mark.slow
 def test_what_was_unusual_about_a_parent_is_not_so_of_its_branch(tmp_path: Path) -> None:
     look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
     write = {"tool_calls": [{"name": "write_file", "arguments": {"path": "f", "content": ""}}]}

@@ -63,6 +63,7 @@ def test_an_output_directory_that_is_not_there_is_made(cwd: Path) -> None:
     assert ids(cwd / "new" / "place" / "m.jsonl") == ["p2", "p1", "p0"]
 
 
+@pytest.mark.slow
 def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -> None:
     shutil.copytree(cwd / "trajectories" / "a", cwd / "trajectories" / "twin")
     merged = run(cwd, "merge", "a", "twin", into="m")
@@ -80,6 +81,7 @@ def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -
     assert not [path.name for path in (cwd / "trajectories").iterdir() if path.name[:2] == ".n"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_one_run_is_refused(cwd: Path) -> None:
     refusals: list[tuple[list[str], dict[str, Any], str]] = [
         (["a", "other"], {}, "differs from that of trajectories/a in max_turns"),
@@ -106,6 +108,7 @@ def test_a_damaged_run_is_to_be_repaired_first(cwd: Path) -> None:
     assert "trajectories/a/records.jsonl:1: unreadable; `verify --repair` it" in refused.stderr
 
 
+@pytest.mark.slow
 def test_records_that_lie_elsewhere_than_the_index_says_are_not_left_out(cwd: Path) -> None:
     """The last one lies where it should, so the index is taken for that of these records."""
     given = [{"id": f"c{n}", "prompt": "x" * n, "script": SAY} for n in (1, 200, 300, 4)]

@@ -147,6 +147,7 @@ class TestWhoseTheyAre:
         assert is_known(found)
 
 
+@pytest.mark.slow
 def test_a_budget_in_dollars_works_where_only_the_user_knows_the_price(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 20)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:

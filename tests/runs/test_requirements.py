@@ -27,7 +27,8 @@ def test_without_its_packages_it_says_what_to_do(program: str, tmp_path: Path) -
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {python} does not have what the program needs (aiohttp, click")
-    assert f"In {ROOT}: " in line or str(ROOT / ".venv" / "bin") in line
+    assert f". In {ROOT}: " in line or f" {ROOT / '.venv'}" in line
+    assert f"python {program} ..." in line or f" {ROOT / program} ..." in line
 
 
 def test_an_old_python_is_named_with_the_one_that_is_needed() -> None:

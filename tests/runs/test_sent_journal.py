@@ -114,6 +114,7 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     assert not errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["", "there"])
 def test_a_workspace_of_an_earlier_time_is_not_used(tmp_path: Path, place: str) -> None:
     """The task went on elsewhere since: what lies here is not what its journal tells of."""

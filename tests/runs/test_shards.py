@@ -148,6 +148,7 @@ def test_merged_shards_are_the_run_of_the_whole(cwd: Path) -> None:
     resume_and_judge(cwd, given("m"), tasks=tasks_of_all)
 
 
+@pytest.mark.slow
 def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
     shutil.copytree(cwd / "trajectories" / "s0", cwd / "trajectories" / "twin")
     other = run_json(cwd, "s1") | {"digest": "0" * 16, "meaning": {"seed": 9}}
@@ -173,6 +174,7 @@ def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
         assert words.format(place=place) in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_missing_is_named(cwd: Path) -> None:
     refused = run(cwd, "merge", "s0", into="m")
     assert refused.returncode == 2
@@ -180,6 +182,7 @@ def test_a_shard_that_is_missing_is_named(cwd: Path) -> None:
     assert not (cwd / "trajectories" / "m").exists()
 
 
+@pytest.mark.slow
 def test_a_gap_that_is_wanted_is_work_for_the_merged_run(cwd: Path) -> None:
     merged = run(cwd, "merge", "s0", "s2", "--allow_gaps", into="m")
     assert merged.returncode == 0, merged.stderr

@@ -24,7 +24,7 @@ from toolsets.tool import Tool, tool
 MODULE = '''
 from typing import Literal
 
-from toolsets.context import TaskSpace
+from toolsets.context import ToolContext
 
 
 def get_weather(city: str, unit: Literal["C", "F"] = "C") -> dict:
@@ -42,7 +42,7 @@ def get_weather(city: str, unit: Literal["C", "F"] = "C") -> dict:
     return {"city": city, "degrees": 20, "unit": unit}
 
 
-async def note(space: TaskSpace, text: str) -> str:
+async def note(space: ToolContext, text: str) -> str:
     """Write a note into the workspace."""
     space.workspace.write_bytes("note.txt", text.encode())
     return "noted"
