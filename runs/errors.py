@@ -1,6 +1,8 @@
-"""What stops a whole run. Each class is one exit code; each message says what to do next."""
+"""What stops a run. Each `RunError` has one exit code; each message says what to do next."""
 
 from __future__ import annotations
+
+from toolsets.extras import install
 
 
 class RunError(Exception):
@@ -35,3 +37,12 @@ class RunLocked(RunError):
     """Another process is working on this run."""
 
     exit_code = 5
+
+
+class Stopped(Exception):
+    """The run is being stopped: the conversation rests where its journal ends."""
+
+
+def missing(what: str, extra: str) -> ConfigError:
+    """The error for a choice whose packages are not installed."""
+    return ConfigError(f"{what} needs more packages: {install(extra)}")
