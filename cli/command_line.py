@@ -191,7 +191,7 @@ def _default_of(field: Any) -> str:
 def _is_list(field: Any) -> bool:
     """Whether the text of a flag is a list separated by commas."""
     from agent.options import split_commas
-    from runs.config.worker_resources import parse_resources
+    from runs.config.option_types import parse_resources
 
     rules = [*field.metadata]
     for inner in get_args(field.annotation):

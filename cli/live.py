@@ -17,7 +17,7 @@ _LEAVE_SCREEN = "\x1b[?1049l\x1b[?25h"
 
 def check_live() -> None:
     """Raise `ConfigError` where the package is missing that draws the view."""
-    from export.extras import missing
+    from runs.errors import missing
 
     if find_spec("rich") is None:
         raise missing("--live", "live")

@@ -1,6 +1,5 @@
 """From records to training files.
 
-extras          which optional dependencies are missing
 row_files       files of rows: staged, hashed, split and sharded
 conversation/   a record read into a conversation that every format can render
 formats/        the formats of rows
@@ -26,7 +25,6 @@ SEAM = (
     "dataset.directory",
     "dataset.pushing",
     "dataset.rendering",
-    "extras",
     "filters.filters",
     "formats.hermes",
     "recipe",

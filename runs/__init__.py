@@ -1,6 +1,6 @@
 """One run: dataset, config, stored records, parent and workers.
 
-errors           what stops a run, with its exit code
+errors           what stops a run, with its exit code; Stopped
 tasks            Task, BadRow and their keys
 amounts          costs and limits
 shards           parts of a dataset by prompt id
@@ -34,7 +34,6 @@ SEAM = (
     "config.option_types",
     "config.run_config",
     "config.toolsets",
-    "config.worker_resources",
     "dataset.row",
     "dataset.scan",
     "errors",

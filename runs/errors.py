@@ -1,4 +1,4 @@
-"""What stops a whole run. Each class is one exit code; each message says what to do next."""
+"""What stops a run. Each `RunError` has one exit code; each message says what to do next."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from toolsets.errors import machine_failure
+from toolsets.extras import install
 
 SIGNALLED = 128
 """Added to the number of the signal that stopped a run, as shells do."""
@@ -44,6 +45,15 @@ class RunLocked(RunError):
     """Another process is working on this run."""
 
     exit_code = 5
+
+
+class Stopped(Exception):
+    """The run is being stopped: the conversation rests where its journal ends."""
+
+
+def missing(what: str, extra: str) -> ConfigError:
+    """The error for a choice whose packages are not installed."""
+    return ConfigError(f"{what} needs more packages: {install(extra)}")
 
 
 def interrupted(number: int) -> str:

@@ -41,7 +41,7 @@ from runs.store.settled import Settled, is_settled
 from runs.supervisor.budget import BudgetLog, spent_before
 from runs.supervisor.damaged import listed_in_words, set_aside_damaged
 from runs.supervisor.progress import Progress
-from runs.supervisor.supervisor import Supervisor
+from runs.supervisor.supervisor import Start, Supervisor
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
@@ -158,7 +158,7 @@ def _work(
             closing(open_executor(config, run_dir)) as executor,
             closing(BatchService(config, plan.setups, run_dir, state.settled)) as batches,
         ):
-            supervisor = Supervisor(
+            start = Start(
                 run_dir=run_dir,
                 config=config,
                 executor=executor,
@@ -174,6 +174,7 @@ def _work(
                 progress=progress,
                 batches=batches,
             )
+            supervisor = Supervisor(start)
             del state  # the index of all records is in it, and nobody asks it any more
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()

@@ -36,7 +36,7 @@ runs/record runs/run_lock runs/narrowing runs/run_dir runs/totals runs/protocol 
 runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_choice runs/planning
 runs/run runs/maintenance runs/maintenance/hermes
 
-export/extras export/row_files export/conversation export/formats export/recipe export/filters
+export/row_files export/conversation export/formats export/recipe export/filters
 export/statistics export/record_order export/run_statistics export/training_files export/dataset
 
 api

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.dataset.directory import MANIFEST, listed_files
-from export.extras import missing
-from runs.errors import ConfigError, EnvironmentStop
+from runs.errors import ConfigError, EnvironmentStop, missing
 
 _STAYS = ("rejects.jsonl",)
 """What quotes conversations that were left out."""

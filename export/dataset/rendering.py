@@ -14,8 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from export.extras import missing
-from runs.errors import ConfigError
+from runs.errors import ConfigError, missing
 
 _THINK = re.compile(r"<think>\n(.*?)\n</think>\n*(.*)", re.DOTALL)
 

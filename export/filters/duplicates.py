@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export.conversation.texts import words_of
-from export.extras import missing
+from runs.errors import missing
 
 _PERMUTATIONS = 128
 _SEED = 1

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from export.extras import missing
+from runs.errors import missing
 
 Scanner = Callable[[str], str | None]
 """Says what kind of secret a text holds, never which."""

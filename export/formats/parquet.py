@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from export.extras import missing
 from export.formats.openai_chat import with_arguments_as_text
 from export.row_files import Hashing, MakeWriter, RowWriter
+from runs.errors import missing
 
 _MESSAGES = frozenset({"messages", "prompt", "completion", "chosen", "rejected"})
 

@@ -8,5 +8,4 @@ models            models, endpoints and limits of a config
 sampling          which model and toolsets a task draws
 toolsets          the toolsets of a config
 fingerprint       what may not change from start to start
-worker_resources  what a worker needs of a Ray node
 """

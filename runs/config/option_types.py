@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import BeforeValidator, Field
 
 from agent.options import split_commas
@@ -35,3 +36,23 @@ def plain_name(value: str) -> str:
         )
         raise ValueError(msg)
     return value
+
+
+def parse_resources(value: Any) -> Any:
+    """Before-validator: `num_cpus=1,memory=4e9`, as flags give it, or JSON, becomes a mapping."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            msg = f"not JSON: {error}"
+            raise ValueError(msg) from error
+    resources = {}
+    for part in filter(None, map(str.strip, value.split(","))):
+        name, sign, amount = part.partition("=")
+        if not sign:
+            msg = f"{part!r}: give NAME=AMOUNT, such as num_cpus=1"
+            raise ValueError(msg)
+        resources[name.strip()] = amount.strip()
+    return resources

@@ -30,8 +30,14 @@ from agent.options import (
     parse_json,
 )
 from runs.config.endpoints import Api, BaseUrl, Effort, EndpointConfig, ExtraBody, PriceConfig
-from runs.config.option_types import AcceptedRows, Names, Resource, Weight, plain_name
-from runs.config.worker_resources import parse_resources
+from runs.config.option_types import (
+    AcceptedRows,
+    Names,
+    Resource,
+    Weight,
+    parse_resources,
+    plain_name,
+)
 from runs.dataset.row import ColumnUse, RowRules, script_use
 from runs.shards import plain_shard
 from toolsets.mcp.mcp_settings import McpServer, ServerName

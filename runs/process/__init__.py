@@ -4,6 +4,5 @@ startup        limits, logging, life and privacy
 child_watcher  how asyncio hears of ended children
 first_process  reaping orphans as process 1 of a container
 console        words for the user
-stopped        how a conversation learns that its run stops
 requirements   what to do where the program is started without its dependencies
 """

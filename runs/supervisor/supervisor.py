@@ -13,7 +13,7 @@ import logging
 import queue
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,48 +53,45 @@ _FAILED_STARTS = 3
 _FAILURES_SHOWN = 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of a run: what it works on and with."""
+
+    run_dir: RunDir
+    config: RunConfig
+    executor: Executor
+    setups: Setups
+    setup: WorkerSetup
+    tasks: Iterator[Task]
+    """Those that need work."""
+    records: RecordFile
+    failures: FailureFile
+    inflight: Inflight
+    progress: Progress
+    spent: Cost
+    """What the run has used up of its budget before this start."""
+    held: dict[bytes, dict[str, list[Any]]]
+    """What of that is reserved for calls in batches, by task and call."""
+    budget_log: BudgetLog
+    batches: BatchService
+
+
 class Supervisor:
     """Runs all tasks of one start. Use `run` once."""
 
-    def __init__(
-        self,
-        *,
-        run_dir: RunDir,
-        config: RunConfig,
-        executor: Executor,
-        setups: Setups,
-        setup: WorkerSetup,
-        tasks: Iterator[Task],
-        records: RecordFile,
-        failures: FailureFile,
-        inflight: Inflight,
-        progress: Progress,
-        spent: Cost,
-        held: dict[bytes, dict[str, list[Any]]],
-        budget_log: BudgetLog,
-        batches: BatchService,
-    ) -> None:
-        """`spent` is what the run has used up of its budget before this start; of that, `held` is
-        set aside for calls in batches, by task and call."""
-        self._run_dir = run_dir
-        self._config = config
-        self._setups = setups
-        self._setup = setup
-        self._queue = TaskQueue(tasks, failures.deaths)
-        self._records = records
-        self._failures = failures
-        self._inflight = inflight
-        self._progress = progress
-        self._batches = batches
-        self._held = held
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._setup = start.setup
+        self._progress = start.progress
+        self._queue = TaskQueue(start.tasks, start.failures.deaths)
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
-        self.limits = RunLimits(bounds_of(config, setups))
-        self.budget = RunBudget(setup.budget, spent=spent, budget_log=budget_log)
-        first_number = next_worker_number(run_dir.inflight)
-        self._pool = WorkerPool(executor, config, first_number=first_number)
+        self.limits = RunLimits(bounds_of(start.config, start.setups))
+        self.budget = RunBudget(start.setup.budget, spent=start.spent, budget_log=start.budget_log)
+        first_number = next_worker_number(start.run_dir.inflight)
+        self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
         self._failed_starts = 0
-        self._outages = Outages(setup.proven, say=progress.say)
+        self._outages = Outages(start.setup.proven, say=start.progress.say)
         self._signals = 0
         self._stop_reason: str | None = None
         self.is_out_of_budget = False
@@ -112,7 +109,7 @@ class Supervisor:
         `EnvironmentStop` where the records cannot be written or no worker starts.
         """
         try:
-            for _ in range(min(self._config.num_workers, self._progress.left)):
+            for _ in range(min(self._start.config.num_workers, self._progress.left)):
                 self._pool.start(self._setup)
             while not self._is_over():
                 self._take_in()
@@ -125,11 +122,11 @@ class Supervisor:
             self._shut_down_workers()
         finally:
             self._pool.kill()
-            self._batches.close()
+            self._start.batches.close()
         return self._stop_reason
 
     def _describe(self) -> str:
-        parts = (self._outages, self._batches, self.limits, self.budget)
+        parts = (self._outages, self._start.batches, self.limits, self.budget)
         return ", ".join(filter(None, (part.describe() for part in parts)))
 
     def _is_over(self) -> bool:
@@ -149,16 +146,16 @@ class Supervisor:
                 item = self._pool.inbox.get_nowait()
         except queue.Empty:
             pass
-        self._run_dir.check_is_there()
-        if (words := self._run_dir.what_vanished()) is not None:
+        self._start.run_dir.check_is_there()
+        if (words := self._start.run_dir.what_vanished()) is not None:
             self._stop(words)
         if finished:
-            self._records.sync()
-            self._failures.sync()
+            self._start.records.sync()
+            self._start.failures.sync()
         durable: dict[WorkerHandle, list[bytes]] = {}
         for worker, key in finished:
-            self._inflight.finish(key)
-            self._batches.do(BatchCollector.forget, key)
+            self._start.inflight.finish(key)
+            self._start.batches.do(BatchCollector.forget, key)
             durable.setdefault(worker, []).append(key)
         for worker, keys in durable.items():
             worker.durable(keys)
@@ -198,15 +195,15 @@ class Supervisor:
                 key = bytes.fromhex(header["key"])
                 self._release(worker, key)
                 if header["failure"]:
-                    self._failures.append(Failure(**header["failure"]))
-                self._records.append(payload, header["fields"])
+                    self._start.failures.append(Failure(**header["failure"]))
+                self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
                 self._progress.task_ended(failure=failed, passed=header["fields"][PASSED])
                 finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])
                 self._release(worker, bytes.fromhex(header["key"]))
-                self._failures.append(failure)
+                self._start.failures.append(failure)
                 self._failed_now.add(bytes.fromhex(header["key"]))
                 self._progress.task_ended(failure=failure.error_class)
                 self._say_failed(failure)
@@ -214,7 +211,7 @@ class Supervisor:
                 self._release(worker, bytes.fromhex(header["key"]))
             case "ask":
                 answer, most = partial(_answer, worker), header["most"]
-                self._batches.do(
+                self._start.batches.do(
                     BatchCollector.ask, header["id"], header["model"], payload, answer, most
                 )
             case "load":
@@ -242,12 +239,12 @@ class Supervisor:
                 f"{failure.message.strip().splitlines()[-1]}"
             )
         if len(self._failed_now) == _FAILURES_SHOWN:
-            self._progress.say(f"further failures: {self._run_dir.path / 'failures.jsonl'}")
+            self._progress.say(f"further failures: {self._start.run_dir.path / 'failures.jsonl'}")
 
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.isolated = False
-        self._batches.do(BatchCollector.leave, key)
+        self._start.batches.do(BatchCollector.leave, key)
 
     def _keep_budget(self) -> None:
         self.budget.grant_shares(self._pool.workers)
@@ -256,13 +253,13 @@ class Supervisor:
             self._stop(words)
 
     def _keep_batches(self) -> None:
-        while not self._batches.news.empty():
-            self._progress.say(self._batches.news.get())
-        if self._batches.problem is not None:
-            self._stop(self._batches.problem)
+        while not self._start.batches.news.empty():
+            self._progress.say(self._start.batches.news.get())
+        if self._start.batches.problem is not None:
+            self._stop(self._start.batches.problem)
         held = self._pool.held if self._pool.is_ready else None
-        is_tail = self._progress.ended_share >= self._config.batch_live_share
-        self._batches.do(BatchCollector.tick, held, is_tail=is_tail)
+        is_tail = self._progress.ended_share >= self._start.config.batch_live_share
+        self._start.batches.do(BatchCollector.tick, held, is_tail=is_tail)
 
     # Workers: starting, watching, replacing.
 
@@ -272,7 +269,7 @@ class Supervisor:
         why = f": {worker.last_words}" if worker.last_words else ""
         log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
         for key in worker.held:
-            self._batches.do(BatchCollector.leave, key)
+            self._start.batches.do(BatchCollector.leave, key)
         if self._stop_reason is not None:
             return
         if not worker.ready:
@@ -280,7 +277,7 @@ class Supervisor:
             if self._failed_starts >= _FAILED_STARTS:
                 msg = (
                     f"workers die before they are ready{why}; "
-                    f"{self._run_dir.path / 'run.log'} may say more"
+                    f"{self._start.run_dir.path / 'run.log'} may say more"
                 )
                 raise EnvironmentStop(msg)
         if worker.held:
@@ -291,15 +288,15 @@ class Supervisor:
     def _take_over(self, worker: WorkerHandle) -> None:
         """Deal the tasks of a dead worker again, or convict the one that it held alone."""
         # What it finished must be durable before its journals are looked through.
-        self._records.sync()
-        self._inflight.add_worker(
+        self._start.records.sync()
+        self._start.inflight.add_worker(
             worker.number, wanted=lambda key: key in worker.held or key in self._failed_now
         )
-        if damaged := self._inflight.damaged:
+        if damaged := self._start.inflight.damaged:
             self._progress.say(
                 f"{len(damaged)} damaged lines of its journals were set aside in "
-                f"{self._run_dir.quarantine}: {listed_in_words(damaged)}; what they told is asked "
-                "again"
+                f"{self._start.run_dir.quarantine}: {listed_in_words(damaged)}; what they "
+                "told is asked again"
             )
             damaged.clear()
         for key, (task, attempt) in worker.held.items():
@@ -310,29 +307,29 @@ class Supervisor:
                 WORKER_DIED,
                 "the worker process died while this task was in flight",
             )
-            self._failures.append(failure)
+            self._start.failures.append(failure)
             if worker.isolated:
                 self._fail_poison_task(key, task, failure)
             else:
                 self._queue.put_back(task)
-        self._failures.sync()
+        self._start.failures.sync()
 
     def _fail_poison_task(self, key: bytes, task: Task, failure: Failure) -> None:
-        row = self._config.row_rules(self._setup.api).read(task.columns)
+        row = self._start.config.row_rules(self._setup.api).read(task.columns)
         record = make_record(
             task,
-            row.trajectory(self._inflight.events(key)),
+            row.trajectory(self._start.inflight.events(key)),
             end=Finish("failed"),
             spec=row.spec,
-            setup=setup_of_task(self._setups, self._config, task),
+            setup=setup_of_task(self._start.setups, self._start.config, task),
             failure=failure,
             attempt=failure.attempt,
             provenance=self._setup.provenance,
         )
-        self._records.append(dump_record(record), index_fields(record))
-        self._records.sync()
-        self._inflight.finish(key)
-        self._batches.do(BatchCollector.forget, key)
+        self._start.records.append(dump_record(record), index_fields(record))
+        self._start.records.sync()
+        self._start.inflight.finish(key)
+        self._start.batches.do(BatchCollector.forget, key)
         self._progress.task_ended(failure=failure.error_class)
 
     def _look_after_workers(self) -> None:
@@ -362,21 +359,21 @@ class Supervisor:
                 worker.isolated = True
                 assignments[worker] = [self._assignment_of(worker, suspect)]
         for worker, deals in assignments.items():
-            for first in range(0, len(deals), self._config.batch_size):
-                batch = deals[first : first + self._config.batch_size]
+            for first in range(0, len(deals), self._start.config.batch_size):
+                batch = deals[first : first + self._start.config.batch_size]
                 worker.send(pack("tasks", deals=batch))
 
     def _assignment_of(self, worker: WorkerHandle, task: Task) -> Assignment:
         """Note who has a task, and give what it is to be told. Raises `StorageError`."""
-        attempt = self._failures.attempts[task.key] + 1
+        attempt = self._start.failures.attempts[task.key] + 1
         deal = Assignment(
             task=task._asdict(),
             attempt=attempt,
-            deal=self._inflight.next_deal(task.key),
-            events=self._inflight.events(task.key),
-            place=self._inflight.workspace_place(task.key),
+            deal=self._start.inflight.next_deal(task.key),
+            events=self._start.inflight.events(task.key),
+            place=self._start.inflight.workspace_place(task.key),
             # Once: a worker that dies with it may have had the answer, and booked it.
-            held=self._held.pop(task.key, {}),
+            held=self._start.held.pop(task.key, {}),
         )
         worker.held[task.key] = (task, attempt)
         return deal
@@ -392,7 +389,7 @@ class Supervisor:
             self._stop("", grace_s=0.0)
         elif self._signals == 1:
             self._progress.say(
-                f"stopping: running turns get {self._config.grace_s:g} s to finish; "
+                f"stopping: running turns get {self._start.config.grace_s:g} s to finish; "
                 "interrupt again to stop at once (nothing that was finished is lost)"
             )
             self._stop("")
@@ -401,13 +398,13 @@ class Supervisor:
 
     def _stop(self, reason: str, *, grace_s: float | None = None) -> None:
         """Stop the run; turns get `grace_s` to finish, by default what the user says."""
-        grace_s = self._config.grace_s if grace_s is None else grace_s
+        grace_s = self._start.config.grace_s if grace_s is None else grace_s
         if self._stop_reason is not None:
             self._stop_reason = self._stop_reason or reason
             return
         self._stop_reason = reason
         self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
-        self._batches.do(BatchCollector.stop)
+        self._start.batches.do(BatchCollector.stop)
         self._pool.tell(pack("stop", grace_s=grace_s))
 
     def _shut_down_workers(self) -> None:

@@ -22,7 +22,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost, priced
 from runs.amounts import Cost
-from runs.process.stopped import Stopped
+from runs.errors import Stopped
 from runs.protocol.batch_calls import item_id, name_of
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter

@@ -15,7 +15,7 @@ from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from runs.amounts import Cost
-from runs.process.stopped import Stopped
+from runs.errors import Stopped
 
 _NOTHING = Cost()
 

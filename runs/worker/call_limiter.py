@@ -16,7 +16,7 @@ from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from runs.amounts import Cost
-from runs.process.stopped import Stopped
+from runs.errors import Stopped
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.token_bucket import TokenBucket
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from agent.models.model import Completion, Model, Request
 from agent.options import Subagent
 from agent.setup import Home
-from runs.process.stopped import Stopped
+from runs.errors import Stopped
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, ToolResult
 from toolsets.toolbox import Toolbox

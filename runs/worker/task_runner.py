@@ -24,7 +24,7 @@ from runs.config.models import Setups
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import RowTask
 from runs.dataset.row_fork import Fork
-from runs.process.stopped import Stopped
+from runs.errors import Stopped
 from runs.protocol.messages import Assignment, no_counters, pack
 from runs.protocol.worker_setup import WorkerSetup
 from runs.record import dump_record, make_record

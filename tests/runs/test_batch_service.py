@@ -23,7 +23,7 @@ from runs.batch_api.batch_log import BatchJob, BatchLog, State, held_in
 from runs.batch_api.collector import BatchCollector, CollectorLimits
 from runs.batch_api.delivery import BatchDelivery
 from runs.batch_api.totals import sum_up
-from runs.process.stopped import Stopped
+from runs.errors import Stopped
 from runs.protocol.batch_calls import item_id, name_of, task_of
 from runs.tasks import task_key
 from runs.worker.batch_api_model import (

@@ -22,7 +22,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost
 from runs.amounts import Cost
-from runs.process.stopped import Stopped
+from runs.errors import Stopped
 from runs.store.journal import Inflight
 from runs.store.records import load_index
 from runs.supervisor.budget import BudgetLog, RunBudget, spent_before

@@ -15,7 +15,7 @@ from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from runs.amounts import EndpointLimits
-from runs.process.stopped import Stopped
+from runs.errors import Stopped
 from runs.protocol.messages import unpack
 from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
 from runs.supervisor.limits import RunLimits
