@@ -259,7 +259,8 @@ def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) 
     completion = asyncio.run(view.complete(Request(messages)))
     assert completion.message["content"] == "hi"
     assert model.asked[-1] == messages
-    assert [event["kind"] for _, _, event in kept] == ["opening"], "what was asked is known"
+    kinds = [event["kind"] for _, _, event in kept]
+    assert kinds == ["opening", "note"], "what was asked and that it failed is known"
     assert "no summary" in caplog.text
 
 

@@ -169,7 +169,7 @@ class TestPurse:
 
 
 class Worker:
-    """A worker's purse with calls of random size, and the pipe to its parent."""
+    """A worker's budget with calls of random size, and the pipe to its parent."""
 
     ready = True
 

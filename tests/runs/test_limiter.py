@@ -137,8 +137,8 @@ REPLY = Completion(
 
 
 def open_gate(**more: Any) -> CallLimiter:
-    purse = WorkerBudget(bounds=None, tell=lambda told: None)
-    return CallLimiter(**{"permits": 1, "purse": purse, "on_refusal": lambda *_: None, **more})
+    budget = WorkerBudget(bounds=None, tell=lambda told: None)
+    return CallLimiter(**{"permits": 1, "budget": budget, "on_refusal": lambda *_: None, **more})
 
 
 def no_claim() -> CostEstimate:

@@ -203,7 +203,7 @@ async def main():
         await sandbox.stop()
 Path(group, "cgroup.procs").write_text(str(os.getpid()))
 if more: # as where no groups can be made for tasks
-    from toolsets import served
+    from toolsets.sandbox import served
     served.make_group = lambda *_: None
 asyncio.run(main())
 """
