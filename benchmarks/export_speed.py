@@ -189,7 +189,7 @@ def _make_run(
     """A finished run of `rows` records: those of a real one, under other ids and with a number."""
     dataset = folder / "p.jsonl"
     _write_prompts(dataset, min(rows, _CONVERSATIONS))
-    shown = ROOT / "toolsets" / "bwrap.py"
+    shown = ROOT / "toolsets" / "sandbox" / "bwrap.py"
     command = f"tail -c +{{turn}}000 {shown} | head -c {result_chars}; echo {{conversation}}"
     with FakeEndpoint(
         latency_s=0.0,

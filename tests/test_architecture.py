@@ -52,7 +52,7 @@ run_agent batch_runner
 MAX_MODULES = 15
 MAX_LINES = 450
 
-SAME_NAME = {"Held", "Gate"}
+SAME_NAME = {"Held"}
 """Public classes that may have the same name in two places: protocols and what implements them."""
 
 

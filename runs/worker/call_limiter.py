@@ -72,7 +72,7 @@ class CallLimiter:
         self._is_stopping = False
 
     async def enter(self, claim: Callable[[], CostEstimate]) -> CallPermit:
-        """See `Gate`; raises `Stopped` where no new call is to be made."""
+        """See `CallAdmission`; raises `Stopped` where no new call is to be made."""
         if self._is_stopping:
             raise Stopped
         claimed = claim() if self._has_tpm or self._budget.is_kept else None

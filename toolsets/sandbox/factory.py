@@ -50,4 +50,7 @@ def make_sandbox(
         raise SandboxError("sandbox docker: no image was named")
     if problem := sandbox_problem(name):
         raise SandboxError(problem)
-    return BwrapSandbox(workspace, limits) if name == "bwrap" else LocalSandbox(workspace, limits)
+    if name == "local":
+        return LocalSandbox(workspace, limits)
+    # The last one isolates: a name without a line of its own must not end without isolation.
+    return BwrapSandbox(workspace, limits)
