@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from agent.models.model import Price
-from agent.models.resolve import Endpoint, known_at, root_of
+from agent.models.resolve import Api, Endpoint, known_at, root_of
 from agent.options import PositiveFloat, PositiveInt
 
 _OURS = frozenset({"messages", "input", "model", "tools", "stream", "n"})
@@ -37,7 +37,6 @@ def check_url(value: str) -> str:
 
 
 BaseUrl = Annotated[str, AfterValidator(check_url)]
-Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 _OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")

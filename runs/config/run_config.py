@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from agent.models.resolve import ENDPOINTS, SCRIPTED
+from agent.models.resolve import ENDPOINTS, SCRIPTED, Api
 from agent.options import (
     AgentOptions,
     PositiveFloat,
@@ -29,7 +29,7 @@ from agent.options import (
     meaning,
     parse_json,
 )
-from runs.config.endpoints import Api, BaseUrl, Effort, EndpointConfig, ExtraBody, PriceConfig
+from runs.config.endpoints import BaseUrl, Effort, EndpointConfig, ExtraBody, PriceConfig
 from runs.config.option_types import (
     AcceptedRows,
     Names,
