@@ -285,7 +285,7 @@ def test_no_cluster_at_the_address(tmp_path: Path) -> None:
 
 
 def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
-    for room in ("agent", "batch", "toolsets"):
+    for room in ("agent", "runs", "toolsets"):
         shutil.copytree(ROOT / room, tmp_path / "other" / room)
     with (tmp_path / "other/toolsets/text.py").open("a") as module:
         module.write("# another version\n")

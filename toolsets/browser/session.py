@@ -305,7 +305,7 @@ class BrowserSession:
             self._note(f"the page showed a dialog ({dialog.type}), which was dismissed: {words}")
         with contextlib.suppress(Exception):
             # A page may not keep its visitor.
-            await (dialog.accept() if dialog.type == "beforeunload" else dialog.shut_down())
+            await (dialog.accept() if dialog.type == "beforeunload" else dialog.dismiss())
 
     def _on_request(self, request: Any) -> None:
         if _loads_a_page(request):
