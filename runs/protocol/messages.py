@@ -3,7 +3,7 @@
 A message is a JSON header, a newline, and for finished tasks the record as it goes to disk:
 records cross the border as bytes and are never parsed on the way.
 
-Parent to worker:  tasks {"deals": [Deal…]} · durable {"keys": [hex…]} · stop {"grace_s"}
+Parent to worker:  tasks {"deals": [Assignment…]} · durable {"keys": [hex…]} · stop {"grace_s"}
                    · exit {"done"} · limits {"limits"} · loan {"amount"} · recall
                    · answer {"id", "how"} + reply
 Worker to parent:  ready · alive {"counters", "proven", "busy"} · finished {"key", "fields",

@@ -286,7 +286,7 @@ class Supervisor:
         self._pool.start(self._setup)
 
     def _take_over(self, worker: WorkerHandle) -> None:
-        """Deal the tasks of a dead worker again, or convict the one that it held alone."""
+        """Assign the tasks of a dead worker again, or fail the one that it held alone."""
         # What it finished must be durable before its journals are looked through.
         self._start.records.sync()
         self._start.inflight.add_worker(

@@ -1,4 +1,4 @@
-"""Waves on their way, in one process: what is asked twice after a crash at each step."""
+"""Batch jobs on their way, in one process: what is asked twice after a crash at each step."""
 
 from __future__ import annotations
 

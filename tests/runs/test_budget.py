@@ -90,7 +90,7 @@ class TestClaim:
         assert found.tokens > 60_000
 
 
-class TestPurse:
+class TestWorkerBudget:
     """One worker's side."""
 
     def test_what_a_call_did_not_use_pays_for_the_next(self) -> None:

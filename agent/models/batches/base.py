@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-LONGEST_NAME = 64
-"""Characters that an item's id may have; letters, digits, '-' and '_' are allowed."""
-
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
