@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from toolsets.sandbox import cgroup
 
 # What starts the tests may ignore these, as nohup does, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,3 +30,16 @@ settings.load_profile("same")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: tests wait for processes and endpoints for a fifth of their time."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.fixture
+def crowded() -> Iterator[Path]:
+    """A control group for processes, as a container has one around it all."""
+    parent = cgroup._parent("pids")
+    if parent is None:
+        pytest.skip("no control groups can be made here")
+    path = parent / f"test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    for left in (*path.glob("*/"), path):
+        left.rmdir()

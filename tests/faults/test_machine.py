@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.errors import HOST_ERRNOS, HostError, failure_told, machine_failure
-from toolsets.sandbox import cgroup
 
 # A worker takes its own limits away, as a machine that fills up does, while `full` is there.
 TOOLS = '''
@@ -57,18 +55,6 @@ async def take_far_too_much() -> str:
 
 ALL = [squeeze, wait, take, take_far_too_much]
 '''
-
-
-@pytest.fixture
-def crowded() -> Iterator[Path]:
-    parent = cgroup._parent("pids")
-    if parent is None:
-        pytest.skip("no control groups can be made here")
-    path = parent / f"test-{os.getpid()}"
-    path.mkdir()
-    yield path
-    for left in (*path.glob("*/"), path):
-        left.rmdir()
 
 
 def given(cwd: Path, *turns: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.running import ROOT
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap, run, workspace
-from toolsets.sandbox import cgroup, served
+from toolsets.sandbox import served
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory
 from toolsets.sandbox.factory import make_sandbox
@@ -165,19 +165,6 @@ def first_of_sandboxes(workspace: str) -> Iterator[int]:
 
 
 # A run in a group of processes that is as full as the test says, or as a user with a limit.
-
-
-@pytest.fixture
-def crowded() -> Iterator[Path]:
-    """A control group for processes, as a container has one around it all."""
-    parent = cgroup._parent("pids")
-    if parent is None:
-        pytest.skip("no control groups can be made here")
-    path = parent / f"test-{os.getpid()}"
-    path.mkdir()
-    yield path
-    for left in (*path.glob("*/"), path):
-        left.rmdir()
 
 
 WORK = """
