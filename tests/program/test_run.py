@@ -23,6 +23,7 @@ from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.running import (
     ROOT,
     WRITE_A_NOTE,
+    Process,
     command,
     ids,
     lines,
@@ -174,7 +175,7 @@ def crash_loop(cwd: Path, *, prompts: int, kills: int, seed: int) -> dict[str, i
     return {"records": len(done), "repeated": repeated, "in_flight_at_kills": in_flight}
 
 
-def kill_after(process: subprocess.Popen[bytes], endpoint: FakeEndpoint, *, calls: int) -> None:
+def kill_after(process: Process, endpoint: FakeEndpoint, *, calls: int) -> None:
     """Kill the process group once `calls` more calls have been made."""
     enough = endpoint.journal()["requests"] + calls
     wait_until(lambda: process.poll() is not None or endpoint.journal()["requests"] >= enough)
