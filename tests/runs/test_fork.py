@@ -384,7 +384,7 @@ WHAT_RULES_SEE = (
 )
 
 
-@settings(CALM, max_examples=200)
+@settings(CALM, max_examples=2 * CALM.max_examples)
 @given(scene=scenes())
 def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) -> None:
     """What the rules see of a branch is what they saw of its parent at that place."""
