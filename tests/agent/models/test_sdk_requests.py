@@ -353,7 +353,11 @@ def test_codes_are_looked_for_where_the_clients_look(error: Any, kind: str) -> N
     ("status", "code", "type", "meaning"),
     [
         (429, "enforced_spend_limit_reached", "rate_limit_error", "a limit on its spending"),
-        (400, "organization_on_hold", "invalid_request_error", "takes no calls from this account"),
+        pytest.param(
+            *(400, "organization_on_hold", "invalid_request_error"),
+            "takes no calls from this account",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_account_that_is_stopped_stops_the_run(
