@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -195,4 +196,5 @@ if __name__ == "__main__":
     sys.path[0] = str(PROGRAM.parent)
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy all that is imported
     _become(_serve(socket.socket(fileno=int(sys.argv[1]))))
