@@ -23,7 +23,7 @@ from runs.process.console import say, show
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
 @live_option
-@click.option("--dry_run", is_flag=True, help="Check everything, show what would run, and stop.")
+@click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
 @click.option("--resume", is_flag=True, help="No effect: the same command always resumes.")
 def run(
     config_file: Path | None,
@@ -69,10 +69,9 @@ def estimate(
     pilot: int,
     **flags: Any,
 ) -> None:
-    """Run a random sample of the tasks, then forecast the cost and time of the whole run.
+    """Run a random sample of the tasks, then forecast cost and time of the whole run.
 
-    Takes the options of `run`. The sample is part of the run: the same command without `estimate`
-    runs the rest.
+    The sample is part of the run: the same command without `estimate` runs the rest.
     """
     import orjson
 
@@ -122,8 +121,7 @@ def import_hermes(
 ) -> None:
     """Import a batch run of hermes-agent from DIRECTORY.
 
-    Takes the options of `run`. The same command without `import_hermes DIRECTORY` then runs the
-    rest.
+    The same command without `import_hermes DIRECTORY` then runs the rest.
     """
     from api.results import write_results
     from api.start import opened
