@@ -27,7 +27,8 @@ def refused(tmp_path: Path, text: str = "", **flags: Any) -> str:
 def test_a_key_that_stands_twice_is_named_instead_of_the_last_one_taken(tmp_path: Path) -> None:
     text = "model: openai:cheap\nseed: 1\nmodel: openai:dear\n"
     assert refused(tmp_path, text) == "run.yaml:3:1: not YAML: duplicate key 'model'"
-    assert "run.yaml:3:3: not YAML: duplicate key 'a'" in refused(tmp_path, "extra_body:\n  a: 1\n  a: 2")
+    inner = refused(tmp_path, "extra_body:\n  a: 1\n  a: 2")
+    assert "run.yaml:3:3: not YAML: duplicate key 'a'" in inner
 
 
 def test_a_key_that_is_no_text_is_named(tmp_path: Path) -> None:
