@@ -75,7 +75,7 @@ def estimate(
     """
     import orjson
 
-    from runs.config.models import bounds_of
+    from runs.config.models import limits_of
     from runs.store.files import replace_file
     from runs.totals.forecast import as_table, forecast, sample_tasks
 
@@ -91,7 +91,7 @@ def estimate(
         if ended.stopped_by is not None or ended.signal is not None:
             # Those that have ended are the quick ones, and no random sample.
             end(ended)
-        bounds = bounds_of(config, plan.setups)
+        bounds = limits_of(config, plan.setups)
         found = forecast(
             config.run_dir,
             ended.totals,

@@ -1,4 +1,4 @@
-"""Types of options: what a value may be."""
+"""Types of options."""
 
 from __future__ import annotations
 
@@ -22,24 +22,21 @@ RowFlaw = Literal[
     "marker_in_arguments",
     "marker_in_result",
 ]
-"""Reasons for which exports refuse rows although some formats can hold them."""
+"""Reasons why exports reject rows that some formats can represent."""
 
 AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
 
 
 def plain_name(value: str) -> str:
-    """Return `value` if it can be the name of a directory. Raises `ValueError`."""
+    """Return `value` if it is a valid name of a run. Raises `ValueError`."""
     if not value or not all(c.isalnum() or c in "._-" for c in value) or value[0] in ".-":
-        msg = (
-            "must be one plain name: letters, digits, '.', '_' and '-' only, "
-            "starting with a letter, digit or '_'"
-        )
+        msg = "must be letters, digits, '.', '_' and '-' only, starting with a letter, digit or '_'"
         raise ValueError(msg)
     return value
 
 
 def parse_resources(value: Any) -> Any:
-    """Before-validator: `num_cpus=1,memory=4e9`, as flags give it, or JSON, becomes a mapping."""
+    """Before-validator: turn `num_cpus=1,memory=4e9` (as in flags) or JSON into a mapping."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):

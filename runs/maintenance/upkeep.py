@@ -13,7 +13,7 @@ import orjson
 
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan
-from runs.dataset.scan_cache import NAME, scan_with
+from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import DatasetError
 from runs.maintenance.problem import Problem
 from runs.maintenance.repair import describe_remaining, repair_run
@@ -103,7 +103,7 @@ def check(
 
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """What a scan of the dataset gives the run in directory `path`. Raises `DatasetError`."""
-    return scan_with(path / NAME, **_scanned(identity, config))
+    return cached_scan(path / NAME, **_scanned(identity, config))
 
 
 def _scanned(identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import yaml
 from agent.models.model import ModelSettings, Price
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
-from runs.config.models import Setups, asked, set_up_models, unpriced
+from runs.config.models import Setups, called_models, set_up_models, unpriced
 from runs.config.run_config import RunConfig
 from runs.config.toolsets import catalog_of, with_listed_servers
 from runs.dataset.scan import Scan
-from runs.dataset.scan_cache import NAME, scan_with
+from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import ConfigError, DatasetError
 from runs.executor_choice import check_executor
 from runs.shards import parse_shard
@@ -51,7 +51,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """Check all that can be checked before anything is written or asked for.
+    """Check all that can be checked before anything is written or paid for.
 
     Raises `ConfigError` or `DatasetError`.
     """
@@ -74,7 +74,7 @@ def make_plan(config: RunConfig) -> Plan:
         setups=setups,
         sandbox=config.sandbox if needs_sandbox else None,
         script=script,
-        scan=scan_with(
+        scan=cached_scan(
             config.run_dir / NAME,
             config.dataset_file,
             max_samples=config.max_samples,
@@ -176,7 +176,9 @@ def _shares(plan: Plan) -> str:
 
 def warn(plan: Plan, say: Callable[[str], object]) -> None:
     """Say what a careful user would want to know before the first call."""
-    for base_url in dict.fromkeys(settings.base_url or "" for settings in asked(plan.setups)):
+    for base_url in dict.fromkeys(
+        settings.base_url or "" for settings in called_models(plan.setups)
+    ):
         url = urlsplit(base_url)
         if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
             say(
