@@ -367,8 +367,7 @@ def _load_distribution(
     """Cached because every task needs it; imports here keep `--help` fast."""
     from toolsets.catalog.custom import load_own
     from toolsets.catalog.distributions import load_distribution
-    from toolsets.catalog.lookup import catalog
-    from toolsets.catalog.registry import Toolset
+    from toolsets.catalog.registry import Toolset, catalog
 
     added = (*load_own(tools or ()), *(Toolset(server, "", ()) for server in servers))
     return load_distribution(name, known=catalog(added))
