@@ -39,7 +39,7 @@ def run(
     from runs.planning.preview import preview
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, writes=not dry_run)
         if dry_run:
             warn(plan, say)
             name_bad_rows(plan.scan, say)

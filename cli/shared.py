@@ -76,12 +76,12 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
 
 
-def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:
+def make_plan_of(config_file: Path | None, flags: dict[str, Any], *, writes: bool = True) -> Plan:
     from runs.config.loading import load_config
     from runs.planning.plan import make_plan
 
     given = {name: value for name, value in flags.items() if value is not None}
-    return make_plan(load_config(config_file, given))
+    return make_plan(load_config(config_file, given), writes=writes)
 
 
 def start(

@@ -23,6 +23,7 @@ from runs.config.option_types import (
     Names,
     Resource,
     Weight,
+    parse_columns,
     parse_resources,
     plain_name,
 )
@@ -45,7 +46,15 @@ def _running(default: Any, help: str, **more: Any) -> Any:
 class RunConfig(AgentOptions):
     """The config of a run: the options of its conversations and its own."""
 
-    dataset_file: Path = _running(..., "JSONL file, one prompt per line.")
+    dataset_file: Path = _running(
+        ...,
+        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
+        "files or of `save_to_disk`, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
+    )
+    columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = _running(
+        {},
+        "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
+    )
     run_name: Annotated[str, AfterValidator(plain_name)] = _running(
         ..., "Name of the run; the same name resumes it.", max_length=120
     )
