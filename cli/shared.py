@@ -26,20 +26,18 @@ def starting_options(function: Any) -> Any:
                 "--config",
                 "config_file",
                 type=click.Path(path_type=Path),
-                help="YAML file with any of these options; flags win over it.",
+                help="YAML file of options; flags win over it.",
             ),
             click.option(
                 "--fresh",
                 is_flag=True,
-                help="Start over; an existing run directory is moved aside.",
+                help="Move an existing run aside and start again.",
             ),
             click.option(
                 "--accept_config_change",
                 multiple=True,
                 metavar="KEY,...",
-                help="Resume although these keys, which affect the data, have changed. "
-                "max_samples, num_samples and dataset_file: even if finished rows leave the "
-                "training file.",
+                help="Resume although these options, which affect the data, have changed.",
             ),
         ]
     ):
@@ -50,7 +48,7 @@ def starting_options(function: Any) -> Any:
 live_option = click.option(
     "--live",
     is_flag=True,
-    help="Show the run full-screen while it works (extra `live`).",
+    help="Show the run full-screen (extra `live`).",
 )
 
 output_dir_option = click.option(
@@ -78,12 +76,12 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
 
 
-def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:
+def make_plan_of(config_file: Path | None, flags: dict[str, Any], *, writes: bool = True) -> Plan:
     from runs.config.loading import load_config
     from runs.planning.plan import make_plan
 
     given = {name: value for name, value in flags.items() if value is not None}
-    return make_plan(load_config(config_file, given))
+    return make_plan(load_config(config_file, given), writes=writes)
 
 
 def start(

@@ -2,7 +2,7 @@
 
 toolsets/ agent/ runs/ export/ report/ cli/   tests of the room of that name
 program/            the whole program: real processes, endpoints on loopback, signals
-faults/             the fault matrix of docs/reliability.md
+faults/             the fault matrix of tests/faults/README.md
 test_architecture   the structure of the code
 test_docs           the README and the pages are true
 test_seeds          every behaviour of the seed documents has a test

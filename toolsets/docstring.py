@@ -1,4 +1,4 @@
-"""What a Google-style docstring says to a model: what a tool does, and what its arguments mean."""
+"""Reads a Google-style docstring: the description of a tool and of its parameters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _SECTION = re.compile(r"^(Args|Arguments|Parameters|Params|Returns|Raises|Yields
 def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     """Return the text before the sections, and the descriptions of the parameters by name.
 
-    Each paragraph is put on one line: its wraps mean nothing to a model.
+    Each paragraph becomes one line.
     """
     if not _SECTION.search(docstring):
         return _unwrapped(docstring), {}
-    # A tenth of a second to import, which most tools do not need.
+    # Takes 0.1 s to import, and most tools do not need it.
     from griffe import Docstring, DocstringSectionParameters, DocstringSectionText
 
     texts: list[str] = []
@@ -23,7 +23,7 @@ def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
         if isinstance(section, DocstringSectionText) and not arguments:
             texts.append(section.value)
         elif isinstance(section, DocstringSectionParameters):
-            arguments |= {one.name: _unwrapped(one.description) for one in section.value}
+            arguments |= {found.name: _unwrapped(found.description) for found in section.value}
         else:
             break
     return _unwrapped("\n\n".join(texts)), arguments

@@ -13,7 +13,7 @@ from agent.setup import Home
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import unused_turns
 from runs.dataset.scan import tasks_at
-from runs.dataset.scan_cache import NAME, kept_keys
+from runs.dataset.scan_cache import NAME, cached_keys
 from runs.planning.plan import Plan
 from runs.run_dir import check_reopening
 from runs.run_lock import refuse_held
@@ -73,7 +73,7 @@ def _owed_in_words(plan: Plan, found: Accounts) -> str:
 
 def _new_tasks(plan: Plan) -> int:
     """How many tasks without a record the last start did not have; 0 where nobody can tell."""
-    if (before := kept_keys(plan.config.run_dir / NAME)) is None:
+    if (before := cached_keys(plan.config.run_dir / NAME)) is None:
         return 0
     known = {before[start : start + 16] for start in range(0, len(before), 16)}
     rows, _ = load_index(plan.config.run_dir).match(plan.scan.keys)

@@ -22,7 +22,7 @@ from agent.models.model import url_of
 from runs.amounts import Cost
 from runs.batch_api.collector import BatchCollector
 from runs.batch_api.service import BatchService
-from runs.config.models import Setups, bounds_of
+from runs.config.models import Setups, limits_of
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.errors import DatasetChanged, EnvironmentStop
@@ -86,7 +86,7 @@ class Supervisor:
         self._queue = TaskQueue(start.tasks, start.failures.deaths)
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
-        self.limits = RunLimits(bounds_of(start.config, start.setups))
+        self.limits = RunLimits(limits_of(start.config, start.setups))
         self.budget = RunBudget(start.setup.budget, spent=start.spent, budget_log=start.budget_log)
         first_number = next_worker_number(start.run_dir.inflight)
         self._pool = WorkerPool(start.executor, start.config, first_number=first_number)

@@ -375,7 +375,7 @@ def test_a_row_that_holds_no_beginning_is_no_branch() -> None:
     assert read_fork({"fork": good}, OPENING).turn == 0
     bad: Any
     for bad in (None, [], {}, {**good, "turn": 1}, {**good, "events": [{"kind": "reply"}]}):
-        with pytest.raises(ValueError, match="holds no beginning"):
+        with pytest.raises(ValueError, match="is not the beginning"):
             read_fork({"fork": bad}, OPENING)
 
 

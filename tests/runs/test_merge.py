@@ -87,7 +87,7 @@ def test_what_cannot_be_one_run_is_refused(cwd: Path) -> None:
         (["a", "other"], {}, "differs from that of trajectories/a in max_turns"),
         (["a", "b"], {}, "name one that has all rows by --dataset_file"),
         (["a", "b"], {"dataset_file": "all.jsonl", "into": "a"}, "it exists already"),
-        (["a", "b"], {"dataset_file": "all.jsonl", "into": "../x"}, "must be one plain name"),
+        (["a", "b"], {"dataset_file": "all.jsonl", "into": "../x"}, "must be letters, digits"),
         (["a", "gone"], {}, "no such run; runs there: a, b"),
         (["a", "trajectories/a"], {}, "trajectories/a: named twice; name each run once"),
     ]

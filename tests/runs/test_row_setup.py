@@ -75,8 +75,12 @@ class TestColumns:
 
     def test_they_are_part_of_what_the_conversation_is(self) -> None:
         columns = {"prompt": "x", "files": {"a": "1"}, "check": "true", "other": 1}
-        assert RowRules(with_setup=True).deciding(columns).keys() == {"prompt", "files", "check"}
-        assert RowRules().deciding(columns).keys() == {"prompt"}
+        assert RowRules(with_setup=True).rollout_columns(columns).keys() == {
+            "prompt",
+            "files",
+            "check",
+        }
+        assert RowRules().rollout_columns(columns).keys() == {"prompt"}
 
 
 def test_a_task_starts_from_its_row_and_is_judged_at_its_end(tmp_path: Path) -> None:
@@ -161,12 +165,12 @@ def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"../out": "x"}, "'../out' is no path in the workspace"),
-        ({"/etc/passwd": "x"}, "'/etc/passwd' is no path in the workspace"),
-        ({"a/../../out": "x"}, "is no path in the workspace"),
-        ({"": "x"}, "'' is no path in the workspace"),
-        ({".": "x"}, "'.' is no path in the workspace"),
-        ({"a": "x", "a/b": "y"}, "'a' is a file, and 'a/b' lies beneath it"),
+        ({"../out": "x"}, "'../out' is not a path in the workspace"),
+        ({"/etc/passwd": "x"}, "'/etc/passwd' is not a path in the workspace"),
+        ({"a/../../out": "x"}, "is not a path in the workspace"),
+        ({"": "x"}, "'' is not a path in the workspace"),
+        ({".": "x"}, "'.' is not a path in the workspace"),
+        ({"a": "x", "a/b": "y"}, "'a' is a file, so 'a/b' cannot be in it"),
     ],
 )
 def test_files_of_a_row_stay_in_the_workspace(files: dict[str, str], words: str) -> None:

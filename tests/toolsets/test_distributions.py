@@ -55,9 +55,9 @@ def test_a_draw_depends_on_the_seed_and_the_task_alone() -> None:
 @pytest.mark.parametrize(
     ("content", "error", "words"),
     [
-        ("{file: 0}", ValueError, "file: 0 is no percentage"),
-        ("{file: 101}", ValueError, "101 is no percentage"),
-        ("{file: yes}", ValueError, "True is no percentage"),
+        ("{file: 0}", ValueError, "file: 0 is not a percentage"),
+        ("{file: 101}", ValueError, "101 is not a percentage"),
+        ("{file: yes}", ValueError, "True is not a percentage"),
         ("{flight: 50}", UnknownToolset, "unknown toolset 'flight'; known: browser, file"),
         ("[file]", UnknownDistribution, "maps toolsets to percentages"),
         ("{", UnknownDistribution, "cannot read this distribution"),

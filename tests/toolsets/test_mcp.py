@@ -330,7 +330,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({}, "either `command` or `url`"),
         ({"command": "x", "url": "http://h"}, "either `command` or `url`"),
         ({"url": "ftp://h"}, "must start with http"),
-        ({"url": "http://u:p@h"}, "must hold no password"),
+        ({"url": "http://u:p@h"}, "must not have a password"),
         ({"command": "x", "headers_env": {"A": "B"}}, "goes with `url`"),
         ({"command": ["x", "{workspace}"], "per_task": False}, "needs a server per task"),
     ]:

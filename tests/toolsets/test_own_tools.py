@@ -171,9 +171,9 @@ def unusable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("broken:nope", "tools: cannot import 'broken:nope': AttributeError"),
         ("broken:untyped", "broken.py:2: tool untyped: parameter 'city' has no type hint"),
         ("broken:silent", "broken.py:6: tool silent: the function has no docstring"),
-        ("broken:grün", "broken.py:15: tool 'grün': no valid name of a tool"),
-        ("broken:NOTHING", "tools: broken: there is no tool in the list"),
-        ("broken:NUMBER", "tools: broken: 3 is no tool; give a function"),
+        ("broken:grün", "broken.py:15: tool 'grün': not a valid tool name"),
+        ("broken:NOTHING", "tools: broken: the list has no tools"),
+        ("broken:NUMBER", "tools: broken: 3 is not a tool; give a function"),
         ("broken:fine,broken:other", "broken.py:20: toolset 'broken' has two tools called 'fine'"),
         ("unknown", "tools: 'unknown' is neither MODULE:ATTRIBUTE, nor FILE.py:ATTRIBUTE, nor"),
         ("leaves:f", "tools: cannot import 'leaves:f': SystemExit: 3"),
@@ -253,7 +253,7 @@ def test_the_space_is_given_to_those_who_ask_for_it_alone() -> None:
         """Take nothing."""
         return ""
 
-    assert (only(with_space).takes_space, only(without).takes_space) == (True, False)
+    assert (only(with_space).takes_context, only(without).takes_context) == (True, False)
     assert list(only(with_space).parameters["properties"]) == ["city"]
     assert only(without).parse_arguments("{}") == {}
 
@@ -272,7 +272,7 @@ def test_tools_and_toolsets_of_ones_own_keep_what_they_say() -> None:
     (found,) = as_toolsets([("m", Toolset("mine", "Mine.", mine))])
     assert (found.name, [one.name for one in found.tools]) == ("mine", ["say", "plain"])
     assert found.tools[0] is speak
-    with pytest.raises(OwnToolError, match="is no tool"):
+    with pytest.raises(OwnToolError, match="is not a tool"):
         as_toolsets([("m", [print])])
 
 
@@ -307,8 +307,8 @@ def test_a_file_can_hold_tools_and_is_found_beside_the_config(tmp_path: Path) ->
     [toolset] = load_own(config.tools or ())
     assert (toolset.name, [tool.name for tool in toolset.tools]) == ("shop", ["price"])
     for place, words in (
-        (f"{tmp_path}/sub/shop.py:cost", "cannot import 'cost' of .*shop.py: AttributeError"),
-        (f"{tmp_path}/none.py:cost", "cannot import 'cost' of .*none.py: FileNotFoundError"),
+        (f"{tmp_path}/sub/shop.py:cost", "cannot import '.*shop.py:cost': AttributeError"),
+        (f"{tmp_path}/none.py:cost", "cannot import '.*none.py:cost': FileNotFoundError"),
     ):
         with pytest.raises(OwnToolError, match=words):
             load_own((place,))

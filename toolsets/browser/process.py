@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolsets.browser.proxy import Proxy
-from toolsets.errors import HostError, ToolError, failure_told, machine_failure
+from toolsets.errors import HostError, ToolError, machine_failure, machine_failure_in
 from toolsets.extras import install
 from toolsets.net.guard import Guard
 from toolsets.per_loop import PerLoop
@@ -156,7 +156,7 @@ async def _start(guard: Guard) -> Chromium:
                 return await _launch(Path(executable), mode, guard)
         except Exception as error:
             why = _first_line(error) or type(error).__name__
-            if (words := machine_failure(error) or failure_told(why)) is not None:
+            if (words := machine_failure(error) or machine_failure_in(why)) is not None:
                 raise HostError(f"the browser does not start: {words}") from error
             _log.warning("browser %s does not start %s: %s", executable, mode.name, why)
     raise ToolError("the browser could not be started")

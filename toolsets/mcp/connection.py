@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from toolsets.errors import HostError, ToolError, failure_told, machine_failure
+from toolsets.errors import HostError, ToolError, machine_failure, machine_failure_in
 from toolsets.mcp.mcp_settings import WORKSPACE, ListedTool, McpServer
 from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.text import output_text
@@ -225,7 +225,7 @@ class _Connection:
         if (words := machine_failure(first)) is not None:
             return HostError(f"mcp server {self._name!r}: {words}")
         said = self._said(f"did not start: {_describe(error)}")
-        if (words := failure_told(said)) is not None:
+        if (words := machine_failure_in(said)) is not None:
             return HostError(words)
         return StartError(said)
 
