@@ -114,7 +114,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 @BY_NAME
-def test_a_module_fits_in_the_head(path: Path) -> None:
+def test_a_module_is_below_its_limit_of_lines(path: Path) -> None:
     """No module is longer than 450 lines, and each says in its docstring what it is for."""
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES
@@ -122,7 +122,7 @@ def test_a_module_fits_in_the_head(path: Path) -> None:
 
 
 @BY_NAME
-def test_rooms_meet_at_their_seams(path: Path) -> None:
+def test_rooms_import_only_the_seams_of_others(path: Path) -> None:
     """A module imports from another room only what that room's `SEAM` lists."""
     room = name_of(path).split("/")[0]
     for name in imports_of(path):

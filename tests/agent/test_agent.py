@@ -66,7 +66,7 @@ def test_the_system_message_of_a_call_wins(tmp_path: Path) -> None:
     assert result["messages"][0]["content"] == "mine"
 
 
-def test_a_conversation_that_hits_its_bound_is_partial(tmp_path: Path) -> None:
+def test_a_conversation_that_reaches_its_limit_is_partial(tmp_path: Path) -> None:
     result = scripted(tmp_path, [LOOK] * 3, max_turns=2).run_conversation("x")
     assert (result["status"], result["partial"]) == ("max_turns", True)
     assert result["final_response"] == ""

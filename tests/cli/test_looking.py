@@ -74,7 +74,7 @@ def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
     assert text.count("⟨U+001B⟩[31mred⟨U+001B⟩]0;title⟨U+0007⟩ ⟨U+202E⟩back") >= 7
 
 
-def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
+def test_a_prefix_of_an_id_is_enough_if_it_is_unique(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
     with pytest.raises(RunDirError, match="no record has the id 'nobody', or one that begins so"):
@@ -185,7 +185,7 @@ def test_json_is_the_record(cwd: Path) -> None:
     assert StoredRun(cwd / "trajectories" / "r").record(HOSTILE_ID) == record
 
 
-def test_what_happened_inside_and_beside_a_conversation_is_shown(tmp_path: Path) -> None:
+def test_subagents_and_summaries_of_a_conversation_are_shown(tmp_path: Path) -> None:
     """Preparation first, a subagent under its call, notes and replies set aside where they were."""
     look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
     script = [
@@ -339,7 +339,7 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     assert {task["id"] for task in rest[-1]["slowest"]} == {"held", "quick"}
 
 
-def test_status_goes_on_where_a_record_is_unreadable(cwd: Path, tmp_path: Path) -> None:
+def test_status_skips_an_unreadable_record(cwd: Path, tmp_path: Path) -> None:
     """It is left out of the slowest tasks, and named by the commands that need it."""
     for path in (cwd / "trajectories" / "other").glob("r*.*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -437,7 +437,7 @@ def test_the_model_is_waited_for_when_all_calls_are_answered(tmp_path: Path) -> 
     assert (one["doing"], one["turns"], one["tool"], one["idle_s"]) == ("model", 1, "x", 1.0)
 
 
-def test_a_later_deal_replaces_what_it_could_not_use(tmp_path: Path) -> None:
+def test_a_later_assignment_replaces_what_it_could_not_use(tmp_path: Path) -> None:
     before: list[Event] = [
         reply(1, "x", at=100.0),
         result(1, 0, at=101.0),

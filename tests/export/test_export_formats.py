@@ -636,7 +636,7 @@ def test_all_formats_say_the_same(tmp_path: Path) -> None:
             assert words in text, name
 
 
-def test_a_conversation_is_not_changed_by_being_told() -> None:
+def test_rendering_a_conversation_does_not_change_it() -> None:
     conversation: Conversation = read_conversation(PARALLEL)
     before = messages_of(conversation, Style())
     for style in (Style(reasoning="none"), Style(parallel_calls="split"), Style(max_tool_chars=1)):

@@ -86,7 +86,7 @@ def test_rejects_say_how_to_keep_a_row(tmp_path: Path, name: str) -> None:
     assert [row["id"] for row in kept] == ["t0", "t1", "t2"]
 
 
-def test_a_call_of_a_tool_that_was_not_offered_is_told_as_it_was(tmp_path: Path) -> None:
+def test_a_call_of_a_tool_that_was_not_offered_is_reported_unchanged(tmp_path: Path) -> None:
     source = make_run(tmp_path, INVENTED)
     (row,) = rows(source, "openai", accept_rows="unknown_tool")
     roles = [message["role"] for message in row["messages"]]

@@ -546,7 +546,7 @@ class TestResults:
             assert f'"content": {written}}}' in answered(text)
 
     @given(st.permutations(range(5)))
-    def test_come_out_alike_whatever_order_they_were_stored_in(self, order: list[int]) -> None:
+    def test_do_not_depend_on_the_order_in_which_they_were_stored(self, order: list[int]) -> None:
         turn = assistant("", *(call(id=str(n)) for n in range(5)))
         stored = [result(f"r{n}", id=str(n)) for n in order]
         tool_value = values(user(), turn, *stored, assistant("Done."))[2]
@@ -597,7 +597,7 @@ class TestConversationRules:
         assert rejection(user(), turn, result("r"), result("r")).reason == "stray_result"
         assert rejection(user(), assistant("Hi."), result("r")).reason == "stray_result"
 
-    def test_equal_ids_are_rejected_within_a_turn_and_told_apart_across_turns(self) -> None:
+    def test_equal_ids_are_rejected_within_a_turn_and_distinct_across_turns(self) -> None:
         assert rejection(user(), assistant("", call(), call())).reason == "repeated_call_id"
         turn = assistant("", call())
         entries = values(user(), turn, result("a"), turn, result("b"), assistant("Done."))
@@ -882,7 +882,7 @@ class TestRow:
         }  # fmt: skip
         assert dumps_row(to_row(more)) == dumps_row(to_row(record))
 
-    def test_the_reason_of_an_ending_is_told_where_there_is_one(self) -> None:
+    def test_the_reason_of_an_ending_is_in_the_metadata(self) -> None:
         record = record_of(*EXAMPLE[:5], status="errors", status_reason="5 errors")
         assert json.loads(to_row(record)["metadata"])["status_reason"] == "5 errors"
 

@@ -133,7 +133,7 @@ def test_an_answer_by_a_call_is_part_of_its_reply() -> None:
     assert [value.startswith("<think>") for value in gpt(to_row(record))] == [False, False]
 
 
-def test_calls_that_are_told_apart_have_none_either(tmp_path: Path) -> None:
+def test_split_parallel_calls_have_no_empty_block(tmp_path: Path) -> None:
     record = record_of(user(), assistant("", call(), call(id="c2")), result("r"),
                        result("r", id="c2"), assistant("Hi.", reasoning="So."))  # fmt: skip
     record["turns"][0]["usage"] = {"reasoning_tokens": 7}

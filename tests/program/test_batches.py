@@ -158,7 +158,7 @@ def test_a_stop_while_a_batch_is_waited_for(tmp_path: Path, number: int) -> None
 
 
 @pytest.mark.long
-def test_what_is_in_batches_is_not_merged_away(tmp_path: Path) -> None:
+def test_a_run_with_calls_in_batches_cannot_be_merged(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 2)
     with FakeBatches(options=OPTIONS, delay_s=60) as api:
         with started(tmp_path, BY_BATCH, **asking(api, grace_s=1)) as process:

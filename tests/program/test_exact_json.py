@@ -74,7 +74,7 @@ def test_many_short_numbers_do_not_hide_a_long_one() -> None:
     ["{", '{"n": 1' + "0" * 5000 + "}", f'{{"n": 1e400, "m": {LONG}}}', f'["\\ud83d", {LONG}]',
      f"[NaN, {LONG}]", "[" * 5000 + str(LONG) + "]" * 5000],
 )  # fmt: skip
-def test_what_is_no_strict_json_is_refused_as_ever(text: str) -> None:
+def test_non_strict_json_is_refused(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         exact_json.loads(text)
 
@@ -233,7 +233,7 @@ def test_a_flat_session_holds_long_integers() -> None:
     assert ANTHROPIC == "anthropic_messages"
 
 
-def test_a_schema_may_hold_long_bounds() -> None:
+def test_a_schema_may_hold_integers_of_any_size() -> None:
     def f(n: int) -> str:
         """Do nothing."""
         return str(n)

@@ -184,7 +184,7 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
     assert (summary["pending"], summary["failed"]) == (3, 0)
 
 
-def test_outages_are_told_until_calls_are_answered() -> None:
+def test_outages_are_shown_until_calls_are_answered() -> None:
     told: list[str] = []
     outages = Outages((), say=told.append)
     assert (outages.describe(), outages.are_all()) == ("", False)

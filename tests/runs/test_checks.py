@@ -125,7 +125,7 @@ class TestARun:
         assert TOLD in start(tmp_path).splitlines()
 
     @pytest.mark.slow
-    def test_tells_of_them_while_it_goes_on(self, tmp_path: Path) -> None:
+    def test_reports_them_while_it_runs(self, tmp_path: Path) -> None:
         """Those of earlier starts too."""
         waiting = {"id": "waits", "check": f"until test -e {tmp_path / 'go'}; do sleep 0.01; done"}
         script = {"prompt": "x", "script": [say("done")]}

@@ -125,7 +125,7 @@ def test_own_ids_are_kept_and_repeated_ones_are_counted(tmp_path: Path) -> None:
     assert ids[4].startswith("row-")
 
 
-def test_appending_a_row_with_a_used_id_renames_nobody(tmp_path: Path) -> None:
+def test_appending_a_row_with_a_used_id_renames_no_task(tmp_path: Path) -> None:
     """Nor does raising --max_samples so that it comes into view: finished work stays finished."""
     rows = [{"id": "k", "prompt": "a"}, {"id": "l", "prompt": "b"}, {"id": "k", "prompt": "c"}]
     path = write(tmp_path / "p.jsonl", *rows)

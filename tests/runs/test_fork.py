@@ -116,7 +116,7 @@ def summary(cwd: Path, run_name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def test_branches_go_on_where_their_parents_stood_and_cost_what_they_add(tmp_path: Path) -> None:
+def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path: Path) -> None:
     with finished_parent(tmp_path) as (_, asked):
         before = [body["messages"] for body in asked]
         done = run(tmp_path, *FORK)
@@ -174,7 +174,7 @@ def test_what_a_killed_fork_left_beside_its_run_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_dataset_of_a_run_that_goes_on_is_not_replaced(tmp_path: Path) -> None:
+def test_the_dataset_of_a_run_that_resumes_is_not_replaced(tmp_path: Path) -> None:
     with finished_parent(tmp_path):
         assert run(tmp_path, *FORK).returncode == 0
         rows = (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes()
@@ -230,7 +230,7 @@ def test_branches_become_pairs_of_one_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_branches_goes_on_and_pays_nothing_twice(tmp_path: Path) -> None:
+def test_a_killed_fork_resumes_and_repeats_no_call(tmp_path: Path) -> None:
     with finished_parent(tmp_path) as (endpoint, asked):
         count = len(asked)
         endpoint.held.clear()

@@ -84,7 +84,7 @@ def theirs(tmp_path: Path) -> Path:
     return theirs
 
 
-def test_a_run_of_hermes_agent_goes_on_as_one_of_ours(theirs: Path) -> None:
+def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
     cwd = theirs.parent
     records = cwd / "trajectories" / "r" / "records.jsonl"
     for told in (
@@ -116,7 +116,7 @@ def test_a_run_of_hermes_agent_goes_on_as_one_of_ours(theirs: Path) -> None:
     assert sorted(record["status"] for record in theirs_kept) == [*["completed"] * 3, "max_turns"]
 
 
-def test_what_is_no_run_of_hermes_agent_is_refused(theirs: Path) -> None:
+def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) -> None:
     cwd = theirs.parent
     (cwd / "empty").mkdir()
     refused = run(cwd, "import_hermes", "empty", **SCRIPTED)

@@ -124,7 +124,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_index_says_what_the_records_say_and_is_mended(tmp_path: Path, name: str) -> None:
+def test_a_damaged_index_is_repaired_from_the_records(tmp_path: Path, name: str) -> None:
     write(tmp_path, seed=1, count=100)
     index = tmp_path / "records.idx"
     right, expected = index.read_bytes(), from_records(tmp_path)

@@ -179,7 +179,7 @@ class TestGate:
 
         asyncio.run(use())
 
-    def test_refusals_are_told_at_once_and_failures_counted(self) -> None:
+    def test_refusals_are_reported_at_once_and_failures_counted(self) -> None:
         told: list[tuple[float | None, float]] = []
 
         async def use() -> list[float]:
@@ -213,7 +213,7 @@ class TestGate:
 
         asyncio.run(use())
 
-    def test_who_comes_in_a_cool_down_goes_when_it_is_over(self) -> None:
+    def test_calls_during_a_cool_down_start_when_it_is_over(self) -> None:
         async def use() -> None:
             gate = open_gate()
             gate.allow(1, cool_down_s=0.05)
@@ -282,7 +282,7 @@ class TestPace:
                 taken += 1
         assert 295 <= taken <= 307
 
-    def test_without_a_bound_nothing_waits(self) -> None:
+    def test_without_a_limit_nothing_waits(self) -> None:
         pace = TokenBucket(None, now=0.0)
         pace.take(10**9)
         assert pace.wait_s(now=0.0) == 0.0
@@ -343,7 +343,7 @@ def test_calls_of_all_workers_together_never_exceed_the_limit(
     assert sum(worker.permits for worker in workers) == limit
 
 
-def test_a_bound_on_calls_in_flight_holds_among_workers(tmp_path: Path) -> None:
+def test_a_limit_on_calls_in_flight_holds_across_workers(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 16)
     with FakeEndpoint(turns=1, latency_s=0.3) as endpoint:
         done = run(

@@ -243,7 +243,7 @@ def test_an_openai_refusal_is_a_refusal_and_its_words_are_kept() -> None:
     ("url", "key"),
     [("https://api.openai.com/v1", "max_completion_tokens"), ("http://h/v1", "max_tokens")],
 )
-def test_the_bound_on_tokens_has_the_name_that_the_endpoint_knows(url: str, key: str) -> None:
+def test_max_tokens_has_the_name_that_the_endpoint_knows(url: str, key: str) -> None:
     settings = resolve("openai:m", base_url=url)
     body = openai_chat.request_body(dataclasses.replace(settings, max_tokens=5), Request([]))
     assert body[key] == 5
@@ -464,7 +464,7 @@ def test_roles_alternate_on_anthropic(messages: list[Message]) -> None:
 
 
 @given_any(conversations())
-def test_nobody_speaks_twice_in_a_row_on_openai(messages: list[Message]) -> None:
+def test_roles_alternate_on_openai(messages: list[Message]) -> None:
     before = orjson.dumps(messages)
     sent = sent_to_openai(*messages)
     for earlier, later in pairwise(sent):
@@ -504,7 +504,7 @@ def test_one_anthropic_cache_mark_on_the_system_message_else_on_the_last_tool() 
     assert b"cache_control" not in orjson.dumps(plain)
 
 
-def test_blank_reasoning_stands_where_there_is_none() -> None:
+def test_messages_without_reasoning_are_sent_with_a_blank_one() -> None:
     own = openai_reply({"content": "b", "reasoning": "why"}).message
     messages = (user("hi"), said("a"), user("go on"), own)
     assert sent_to_openai(*messages, blank_reasoning=True)[1::2] == [

@@ -213,7 +213,7 @@ def test_parts_are_merged_by_one_rule(parts: list[JSON], merged: JSON) -> None:
     assert kept == merged
 
 
-def test_a_call_that_comes_in_many_parts_has_its_signature() -> None:
+def test_a_call_streamed_in_many_parts_keeps_its_signature() -> None:
     """Some send it with the first part, some with a part of its own."""
     first = {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}
     for where in range(3):
