@@ -91,13 +91,13 @@ def estimate(
         if ended.stopped_by is not None or ended.signal is not None:
             # Those that have ended are the quick ones, and no random sample.
             end(ended)
-        bounds = limits_of(config, plan.setups)
+        limits = limits_of(config, plan.setups)
         found = forecast(
             config.run_dir,
             ended.totals,
             sample,
             conversations=config.conversations,
-            bounds=bounds,
+            limits=limits,
             seed=config.seed,
         )
         if found is not None:
@@ -133,6 +133,6 @@ def import_hermes(
             imported = import_hermes(
                 directory, plan.scan, run_dir, num_samples=plan.config.num_samples
             )
-            accounts = write_results(run_dir.path, plan.scan, plan.config)
+            totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
-    show_run(run_dir.path, accounts)
+    show_run(run_dir.path, totals)

@@ -15,7 +15,7 @@ from runs.process.console import show
 if TYPE_CHECKING:
     from api.start import RunEnd
     from runs.planning.plan import Plan
-    from runs.totals.accounts import Accounts
+    from runs.totals.run_totals import RunTotals
 
 
 def starting_options(function: Any) -> Any:
@@ -116,14 +116,14 @@ def accepted(accept_config_change: Sequence[str]) -> list[str]:
     return [key for key in ",".join(accept_config_change).split(",") if key]
 
 
-def show_run(path: Path, accounts: Accounts) -> None:
+def show_run(path: Path, totals: RunTotals) -> None:
     import orjson
 
     from runs.batch_api.totals import sum_up
-    from runs.totals.accounts import as_table
+    from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
-    lines = [as_table(accounts)]
+    lines = [as_table(totals)]
     if (batches := sum_up(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:

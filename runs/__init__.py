@@ -68,7 +68,7 @@ SEAM = (
     "store.settled",
     "supervisor.progress",
     "tasks",
-    "totals.accounts",
     "totals.forecast",
+    "totals.run_totals",
     "totals.spending",
 )
