@@ -141,6 +141,7 @@ def limit_told(run_dir: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
     tmp_path: Path,
 ) -> None:

@@ -82,6 +82,7 @@ def test_plain_functions_work_in_a_run_beside_the_built_in_tools(tmp_path: Path)
     assert "get_weather" in row["conversations"][0]["value"]
 
 
+@pytest.mark.slow
 def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     module = written(tmp_path, "my_tools", MODULE)
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
@@ -95,6 +96,7 @@ def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     assert "tools: the run has {'my_tools': '" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_distribution_can_draw_own_toolsets(tmp_path: Path) -> None:
     written(tmp_path, "my_tools", MODULE)
     (tmp_path / "d.yaml").write_text("my_tools: 100\nfile: 100\n")
