@@ -37,6 +37,7 @@ SEAM = (
     "dataset.row",
     "dataset.scan",
     "errors",
+    "executor_choice",
     "executors.local",
     "maintenance.fork",
     "maintenance.hermes.importer",

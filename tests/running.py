@@ -48,6 +48,22 @@ def command(*args: object, **options: object) -> list[str]:
     return [sys.executable, str(ROOT / "batch_runner.py"), *map(str, args), *flags]
 
 
+# With a second thread, the program starts its workers as new interpreters instead of forking.
+_WITH_A_THREAD = f"""
+import sys, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv[0] = "batch_runner.py"
+import batch_runner
+batch_runner.cli()
+"""
+
+
+def spawning(line: Sequence[str]) -> list[str]:
+    """A command line of `command` whose workers are spawned, not forked."""
+    return [line[0], "-c", _WITH_A_THREAD, *line[2:]]
+
+
 def run(
     cwd: Path, *args: object, env: dict[str, str] | None = None, **options: object
 ) -> subprocess.CompletedProcess[str]:
@@ -63,11 +79,18 @@ def run(
 
 
 @contextmanager
-def started(cwd: Path, *args: object, **options: object) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    cwd: Path, *args: object, forks: bool = True, **options: object
+) -> Iterator[subprocess.Popen[bytes]]:
     """A run in a process group of its own; whatever is left of it is killed at the end."""
+    line = command(*args, **options)
     with (cwd / "output.txt").open("ab") as output:
         process = subprocess.Popen(
-            command(*args, **options), cwd=cwd, stdout=output, stderr=output, start_new_session=True
+            line if forks else spawning(line),
+            cwd=cwd,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         yield process
@@ -91,14 +114,20 @@ def session_of(leader: int) -> list[int]:
 
 
 def workers_of(parent: int) -> list[int]:
-    """The worker processes of a run: its children that have the spawn entry point."""
+    """The worker processes of a run: children forked by it, or with the spawn entry point."""
     found = []
+    try:
+        own = Path(f"/proc/{parent}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return []
     for pid in session_of(parent):
         try:
             cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
+            stat = Path(f"/proc/{pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"spawn_main" in cmdline:
+        is_child = int(stat.rpartition(")")[2].split()[1]) == parent
+        if is_child and (cmdline == own or b"spawn_main" in cmdline):
             found.append(pid)
     return found
 
