@@ -6,6 +6,8 @@ import os
 from importlib.util import find_spec
 from itertools import islice
 
+from agent.models.prices import load_table
+from agent.models.resolve import SCRIPTED
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from runs.executors.base import Executor
@@ -36,6 +38,8 @@ def fork_ahead(config: RunConfig) -> None:
                 lines = sum(1 for _ in islice(file, most))
         except OSError:
             return  # planning says what is wrong with it
+        if config.model_weights().keys() != {SCRIPTED}:
+            load_table()  # once for all
         fork_workers(min(most, lines * config.num_samples))
 
 

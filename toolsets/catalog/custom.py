@@ -95,7 +95,7 @@ def as_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
         toolset = _toolset(name, found)
         before = toolsets.get(toolset.name)
         if before is not None:
-            toolset = dataclasses.replace(toolset, tools=before.tools + toolset.tools)
+            toolset = dataclasses.replace(toolset, tools=(*before.tools, *toolset.tools))
         _check_names(toolset)
         toolsets[toolset.name] = toolset
     return tuple(toolsets.values())

@@ -32,7 +32,7 @@ def _as_list(value: Any) -> Any:
 class McpServer(BaseModel):
     """How a server is reached, and how much patience it gets."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     command: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     """The program that speaks over its standard streams, and its arguments; or `url`."""
