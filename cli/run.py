@@ -39,7 +39,7 @@ def run(
     from runs.planning.preview import preview
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags, writes=not dry_run)
+        plan = make_plan_of(config_file, flags, will_start=not dry_run)
         if dry_run:
             warn(plan, say)
             name_bad_rows(plan.scan, say)
@@ -128,7 +128,7 @@ def import_hermes(
     from runs.maintenance.hermes.importer import import_hermes
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, will_start=False)
         with opened(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
             imported = import_hermes(
                 directory, plan.scan, run_dir, num_samples=plan.config.num_samples

@@ -39,6 +39,7 @@ SEAM = (
     "dataset.row_setup",
     "dataset.scan",
     "errors",
+    "executor_choice",
     "executors.local",
     "maintenance.fork",
     "maintenance.hermes.importer",
