@@ -58,7 +58,7 @@ def start(
     cwd: Path, args: list[str], env: Mapping[str, str], output: IO[bytes], errors: IO[bytes]
 ) -> Process:
     """Start a `command`, by a fork where that is equal to a new interpreter."""
-    if can_fork(env):
+    if can_fork(env) and args[1] != "-c":
         return Forked(args[1:], cwd=cwd, env=env, stdout=output, stderr=errors)
     return subprocess.Popen(
         args,
@@ -69,6 +69,22 @@ def start(
         stderr=errors,
         start_new_session=True,
     )
+
+
+# With a second thread, the program starts its workers as new interpreters instead of forking.
+_WITH_A_THREAD = f"""
+import sys, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv[0] = "batch_runner.py"
+import batch_runner
+batch_runner.cli()
+"""
+
+
+def spawning(line: Sequence[str]) -> list[str]:
+    """A command line of `command` whose workers are spawned, not forked."""
+    return [line[0], "-c", _WITH_A_THREAD, *line[2:]]
 
 
 def run(
@@ -93,10 +109,12 @@ def _text_of(file: IO[bytes]) -> str:
 
 
 @contextmanager
-def started(cwd: Path, *args: object, **options: object) -> Iterator[Process]:
+def started(cwd: Path, *args: object, forks: bool = True, **options: object) -> Iterator[Process]:
     """A run in a process group of its own; whatever is left of it is killed at the end."""
+    given = command(*args, **options)
     with (cwd / "output.txt").open("ab") as output:
-        process = start(cwd, command(*args, **options), os.environ, output, output)
+        line = given if forks else spawning(given)
+        process = start(cwd, line, os.environ, output, output)
     try:
         yield process
     finally:
@@ -119,14 +137,20 @@ def session_of(leader: int) -> list[int]:
 
 
 def workers_of(parent: int) -> list[int]:
-    """The worker processes of a run: its children that have the spawn entry point."""
+    """The worker processes of a run: children forked by it, or with the spawn entry point."""
     found = []
+    try:
+        own = Path(f"/proc/{parent}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return []
     for pid in session_of(parent):
         try:
             cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
+            stat = Path(f"/proc/{pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"spawn_main" in cmdline:
+        is_child = int(stat.rpartition(")")[2].split()[1]) == parent
+        if is_child and (cmdline == own or b"spawn_main" in cmdline):
             found.append(pid)
     return found
 

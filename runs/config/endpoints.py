@@ -60,7 +60,7 @@ Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class PriceConfig(BaseModel):
     """The price of a model in dollars per million tokens; cache prices default to `input`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     input: Dollars
     output: Dollars
@@ -90,7 +90,7 @@ def to_prices(prices: Prices) -> dict[str, Price]:
 class EndpointConfig(BaseModel):
     """One entry of `endpoints`. Options that it leaves out are those of the run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     base_url: BaseUrl
     api: Api | None = None

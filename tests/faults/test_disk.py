@@ -211,7 +211,7 @@ def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
         assert "Traceback" not in said
         refused = run(tmp_path, **given)
         assert refused.returncode == 2
-        assert "remove records.idx to go on without them" in refused.stderr
+        assert "remove records.idx to continue without them" in refused.stderr
         records.with_suffix(".idx").unlink()
         resume_and_judge(tmp_path, given, tasks=16, endpoint=endpoint, wasted=3 * 16)
 
@@ -289,7 +289,7 @@ def test_a_full_disk_is_reported_before_any_call(tmp_path: Path) -> None:
         refused = run(tmp_path, **SCRIPTED, output_dir="disk")
         assert refused.returncode == 4
         assert "disk/r: cannot write: No space left on device." in refused.stderr
-        assert "run the same command again to go on" in refused.stderr
+        assert "run the same command again to continue" in refused.stderr
         (tmp_path / "disk" / "full").unlink()
         assert run(tmp_path, **SCRIPTED, output_dir="disk").returncode == 0
 
@@ -322,7 +322,7 @@ def test_a_foreign_file_in_the_run_directory_is_named_first(tmp_path: Path) -> N
     records.symlink_to(tmp_path / "not-mounted" / "records.jsonl")
     started_again = run(tmp_path, **SCRIPTED)
     assert started_again.returncode == 2
-    assert "r/records.jsonl: a link to nothing; put the file" in started_again.stderr
+    assert "r/records.jsonl: a dangling link; put the file" in started_again.stderr
     records.unlink()
     os.mkfifo(records)
     verified = run(tmp_path, "verify", "r")

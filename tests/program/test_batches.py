@@ -272,7 +272,7 @@ def test_what_is_set_aside_for_calls_that_were_never_sent_is_free_at_the_next_st
 ) -> None:
     """They are still being gathered, for want of money of one of them, when the run is stopped.
 
-    The next start is stopped too, before anything was dealt.
+    The next start is stopped too, before anything was assigned.
     """
     write_prompts(tmp_path / "p.jsonl", 3)
     place = tmp_path / "trajectories" / "r"
@@ -317,7 +317,7 @@ def test_what_is_set_aside_for_calls_that_were_never_sent_is_so_once(tmp_path: P
 
 
 def running(cwd: Path, pid: int, limit: str = "calls in") -> int:
-    """How many conversations the run of process `pid` says to have dealt, while `limit` holds."""
+    """Conversations that the run of process `pid` says to have assigned, while `limit` holds."""
     try:
         told = json.loads((cwd / "trajectories" / "r" / "progress.json").read_text())
     except FileNotFoundError:

@@ -615,7 +615,8 @@ def test_a_run_with_closed_output_completes(tmp_path: Path, closed: str) -> None
     assert len(ids(tmp_path / "trajectories" / "r.jsonl")) == 1
 
 
-def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [True, False])
+def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path, forks: bool) -> None:
     """The helper process of multiprocessing would inherit it, and is readable by this user."""
     write_prompts(tmp_path / "p.jsonl", 1)
     canary = b"canary-in-environment"
@@ -623,11 +624,11 @@ def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path) -> None:
     try:
         with (
             FakeEndpoint(turns=1, latency_s=60.0) as endpoint,
-            started(tmp_path, **{**options(endpoint), "key_env": "MY_KEY"}) as process,
+            started(tmp_path, forks=forks, **{**options(endpoint), "key_env": "MY_KEY"}) as process,
         ):
             wait_until(lambda: endpoint.journal()["in_flight"] == 1)
             others = set(session_of(process.pid)) - {process.pid, *workers_of(process.pid)}
-            assert others, "the helper process is there"
+            assert bool(others) != forks, "forked workers need no helper process"
             for pid in others:
                 assert canary not in Path(f"/proc/{pid}/environ").read_bytes()
     finally:

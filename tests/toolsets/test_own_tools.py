@@ -244,6 +244,31 @@ def test_descriptions_come_from_the_docstring_and_from_the_hints() -> None:
     assert made.parse_arguments('{"schema": "x", "size": 2}')["shade"] is None
 
 
+def test_what_else_a_docstring_holds_hides_no_argument() -> None:
+    def look(city: str, unit: str) -> str:
+        """Look: around.
+
+        Note:
+            Only once a day.
+
+        Args:
+            city (str): A name:
+                in English.
+
+            unit: One of:
+
+                C or F.
+        Returns:
+            unit: Not this one.
+        """
+        return city + unit
+
+    made = only(look)
+    assert made.description == "Look: around.\n\nNote: Only once a day."
+    described = {name: one["description"] for name, one in made.parameters["properties"].items()}
+    assert described == {"city": "A name: in English.", "unit": "One of:\n\nC or F."}
+
+
 def test_the_workspace_is_given_only_to_functions_that_ask_for_it() -> None:
     def with_space(context: ToolContext, city: str) -> str:
         """Take both."""

@@ -285,9 +285,10 @@ def test_what_a_server_says_is_checked(lie: str, tmp_path: Path) -> None:
 
     async def ask() -> None:
         launch = Launch([sys.executable, "-c", liar], {}, str(tmp_path))
-        channel = Channel(launch, None, output_bytes=1000)
+        channel = Channel(None, output_bytes=1000)
+        channel.launch(launch)
         try:
-            await channel.begin("", {}, 10)
+            await channel.begin({}, 10, "")
             await channel.ask({"id": 1}, 10)
         finally:
             await channel.close()
