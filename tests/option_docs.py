@@ -24,8 +24,8 @@ or repeat the option.
 """
 
 OF_COMMANDS = """\
-`estimate`, `fork` and `import_hermes` also take the options of a run. RUN is the name or directory of
-a run; `--output_dir PATH` says where named runs are. `--json` prints JSON.
+`estimate`, `fork` and `import_hermes` also take the options of a run. RUN is the name or directory
+of a run; `--output_dir PATH` says where named runs are. `--json` prints JSON.
 """
 
 EXPLAINED_ONCE = {
