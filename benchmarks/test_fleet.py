@@ -64,7 +64,7 @@ def test_the_parent_limits_the_run_until_the_work_is_split() -> None:
     assert split.driver_bytes_s < one.driver_bytes_s
 
 
-def test_what_is_not_simulated_goes_on_at_the_steady_rate() -> None:
+def test_the_part_that_is_not_simulated_runs_at_the_steady_rate() -> None:
     fleet = Fleet(prompts=1_000_000, turns=10, latency_s=5.0, agents=100, spread=0.5)
     found = predict(fleet, FREE)
     assert found.working_s == pytest.approx(1_000_000 * 10 * 5.0 / 100, rel=0.05)

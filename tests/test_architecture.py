@@ -102,7 +102,7 @@ BY_NAME = pytest.mark.parametrize("path", modules(), ids=lambda path: name_of(pa
 
 
 @BY_NAME
-def test_imports_go_one_way(path: Path) -> None:
+def test_imports_run_one_way(path: Path) -> None:
     """A module imports from its own node and from nodes above it in the list."""
     mine = node_of(name_of(path))
     if path.name == "__init__.py" and mine == -1:

@@ -382,7 +382,7 @@ class TestPreparation:
 
     FOUND = say('@city := "Lima"\n@temp: 19 "or so"\nnothing else')
 
-    def test_what_was_found_is_added_to_the_prompts(self, tmp_path: Path) -> None:
+    def test_the_findings_of_the_preparation_are_added_to_the_prompts(self, tmp_path: Path) -> None:
         played = play(
             tmp_path,
             [echo("look"), self.FOUND, ANSWER],
@@ -546,7 +546,9 @@ class TestSubagents:
                 subagents=[{**self.HELPER, "name": "read_file"}],
             )
 
-    def test_side_by_side_they_overshoot_by_what_is_in_flight_at_most(self, tmp_path: Path) -> None:
+    def test_in_parallel_they_overshoot_at_most_by_the_replies_in_flight(
+        self, tmp_path: Path
+    ) -> None:
         helper = {**self.HELPER, "script": [calls(call("nope"))] * 9, "max_turns": 9}
         six = calls(*(call("helper", task=f"{n}") for n in range(6)))
         played = play(tmp_path, [six, ANSWER], subagents=[helper], max_cost_usd=1.0, cost_usd=0.15)

@@ -155,7 +155,7 @@ def test_messages_from_elsewhere_are_put_into_the_protocol() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "Thought: a\nFinal Answer: b", "**Action:** look"])
-def test_what_is_blank_or_in_the_protocol_is_shown_as_it_is(content: str) -> None:
+def test_blank_text_and_text_in_the_protocol_are_shown_unchanged(content: str) -> None:
     """Such as examples that a user wrote for the model."""
     (shown,) = to_view(Request([Message(role="assistant", content=content)]))
     assert shown["content"] == content
@@ -554,7 +554,7 @@ def test_no_word_of_a_reply_is_lost(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [text for text, *_ in CALLS.values()], ids=CALLS)
-def test_what_goes_back_reads_as_the_same_step(text: str) -> None:
+def test_a_reply_that_is_sent_back_reads_as_the_same_step(text: str) -> None:
     """Cutting a reply does not change what the rest of it says."""
     first = read(text).message
     again = read(verbatim(first)).message

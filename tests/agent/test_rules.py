@@ -136,7 +136,9 @@ class TestReasks:
         assert discarded["discarded"] == why
         assert played.requests[1].messages == played.requests[2].messages, "asked the same again"
 
-    def test_the_third_in_a_row_ends_it_and_what_was_recorded_stays(self, tmp_path: Path) -> None:
+    def test_the_third_in_a_row_ends_the_conversation_and_keeps_earlier_turns(
+        self, tmp_path: Path
+    ) -> None:
         """S2.23: the peer rolls back a good turn here."""
         played = play(tmp_path, [echo(), say(""), say(""), say("")])
         assert played.status == "errors"
@@ -363,7 +365,7 @@ class TestAwaitingInput:
         assert played.results[0]["content"].endswith("User: yes\n\ndeleted x: yes")
         assert played.trajectory.replies_used == 1
 
-    def test_the_reply_stands_in_the_result_of_the_tool_that_asked(self, tmp_path: Path) -> None:
+    def test_the_reply_is_in_the_result_of_the_tool_that_asked(self, tmp_path: Path) -> None:
         both = calls(call("delete", name="x"), call("echo", text="hello"))
         played = play(tmp_path, [both, ANSWER], awaiting_input=True, user_replies=["yes"])
         asked, said = played.results

@@ -91,7 +91,7 @@ class TestFilters:
         assert left_out(source, max_tokens=15) == {"t1": "max_tokens", "t2": "max_tokens"}
         assert left_out(source, max_tokens=14).keys() == {"t0", "t1", "t2"}
 
-    def test_what_a_branch_has_from_its_parent_is_not_counted(self, tmp_path: Path) -> None:
+    def test_inherited_turns_of_a_branch_are_not_counted(self, tmp_path: Path) -> None:
         failed = (assistant("", call(id="a", name="tmep")), result("no", id="a", is_error=True))
         branch = record_of(user(), *failed, assistant("", call(), reasoning="Hm."), result("r"),
                            assistant("Hi.", reasoning="So."))  # fmt: skip
@@ -287,7 +287,7 @@ class TestFilters:
 
 
 class TestDuplicates:
-    def test_what_says_the_same_is_kept_once(self, tmp_path: Path) -> None:
+    def test_equal_conversations_are_kept_once(self, tmp_path: Path) -> None:
         """Ids of calls and times are no words; what tools said is."""
         again = record_of(user(), assistant("", call(id="x9")), result("r", id="x9"),
                           assistant("Hi."))  # fmt: skip
@@ -301,7 +301,7 @@ class TestDuplicates:
         "words",
         [" ".join(f"w{n}" for n in range(200)), "".join(chr(0x4E00 + n) for n in range(200))],
     )
-    def test_what_says_nearly_the_same_is_kept_once(self, tmp_path: Path, words: str) -> None:
+    def test_nearly_equal_conversations_are_kept_once(self, tmp_path: Path, words: str) -> None:
         pytest.importorskip("rensa")
         source = make_run(
             tmp_path, said(words), said(words + " end"), said(words[: len(words) // 2])

@@ -604,7 +604,7 @@ class TestConversationRules:
         assert (content_of(entries[2]), content_of(entries[4])) == ("a", "b")
 
     @pytest.mark.parametrize("messages", [[user(" \n"), assistant("Hi.")], [user(), assistant()]])
-    def test_a_message_that_says_nothing_is_rejected(self, messages: Any) -> None:
+    def test_an_empty_message_is_rejected(self, messages: Any) -> None:
         assert rejection(*messages).reason == "empty_value"
 
     def test_content_that_is_no_text_is_rejected(self) -> None:
@@ -638,7 +638,7 @@ class TestFinalAnswer:
         assert metadata["reasoning"] == {"assistant_turns": 2, "with_reasoning": 1}
         assert [stats["tool"] for stats in metadata["tool_stats"]] == ["temp"]
 
-    def test_without_text_or_reasoning_the_answer_stands_behind_an_empty_block(self) -> None:
+    def test_without_text_or_reasoning_the_answer_follows_an_empty_block(self) -> None:
         """C8."""
         row = to_row(ended_by(assistant("", final("14.5"))))
         assert said(row)[-1] == ("gpt", "<think>\n</think>\n14.5")
@@ -769,7 +769,7 @@ class TestFinalAnswer:
         line = json.loads(dumps_row(to_row(ended_by(turn))))
         assert said(line)[-1] == ("gpt", "<think>\n</think>\na\ufffd")
 
-    def test_the_answer_is_told_as_the_runtime_took_it(self) -> None:
+    def test_the_answer_has_its_references_replaced(self) -> None:
         """References in it stand for what they name."""
         taken = result("ok", id="f") | {"details": {"text": "All 14.5 of it."}}
         turn = assistant("", final("[[c1]] of it."))
@@ -943,7 +943,7 @@ class TestRow:
         late["turns"] = [{**turn, "started_at": 99.0, "duration_s": 9.0} for turn in late["turns"]]
         assert dumps_row(to_row(early)) == dumps_row(to_row(late))
 
-    def test_what_judged_the_workspace_is_no_column(self) -> None:
+    def test_setup_and_check_are_not_exported_as_columns(self) -> None:
         """What a check looks for is not to be learnt; without one they are columns like others."""
         row = {"prompt": "x", "setup": "make", "check": "grep 42 a.txt", "source": "mine"}
         judged = record_of(user(), assistant("Hi."), row=row, check={"passed": True})

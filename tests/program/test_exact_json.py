@@ -53,7 +53,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_what_is_written_is_read_again(value: Any) -> None:
+def test_written_json_reads_back_equal(value: Any) -> None:
     assert exact_json.loads(exact_json.dumps(value)) == value
     assert exact_json.loads(json.dumps(value)) == value
 
@@ -83,7 +83,7 @@ def test_integers_longer_than_a_double_are_read() -> None:
     assert exact_json.loads("1" + "0" * 400) == 10**400
 
 
-def test_what_cannot_be_written_is_a_type_error() -> None:
+def test_values_that_json_cannot_hold_raise_a_type_error() -> None:
     for value in (10**5000, {"n": LONG, "x": object()}, {"n": LONG, "x": "\ud83d"}):
         with pytest.raises(TypeError):
             exact_json.dumps(value)

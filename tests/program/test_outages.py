@@ -95,7 +95,7 @@ async def attempts_of(model: RetryingModel, adapter: Unreachable) -> int:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_what_hardly_passes_is_given_up_sooner_until_the_endpoint_has_answered() -> None:
+def test_lasting_failures_are_retried_less_until_the_endpoint_has_answered() -> None:
     lasting = ModelError("connection", "no such name", is_lasting=True)
     passing = ModelError("connection", "refused")
 

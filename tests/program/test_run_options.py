@@ -279,7 +279,7 @@ def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> Non
         ({"base_url": "http://u:secret@host/v1"}, "--base_url: must not have a password"),
     ],
 )
-def test_what_no_run_could_keep_is_refused(
+def test_options_that_no_run_can_satisfy_are_refused(
     tmp_path: Path, given: dict[str, str], words: str
 ) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})

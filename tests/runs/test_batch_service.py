@@ -426,7 +426,7 @@ def test_calls_in_batches_are_claimed_at_their_price() -> None:
     assert by_batch.tokens == live.tokens
 
 
-def test_what_is_set_aside_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
+def test_a_reserve_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
     id = item_id(task_key("t", ""), b"asked", 0)
     job = BatchJob("w", "m", [id], most=[[0.5, 7]])
     ledger = BatchLog(tmp_path, tmp_path / "quarantine")

@@ -93,7 +93,7 @@ class TestClaim:
 class TestWorkerBudget:
     """One worker's side."""
 
-    def test_what_a_call_did_not_use_pays_for_the_next(self) -> None:
+    def test_the_unused_reserve_of_a_call_is_available_to_the_next(self) -> None:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
@@ -126,7 +126,7 @@ class TestWorkerBudget:
             (None, 1.0),
         ],
     )
-    def test_what_nobody_knows_counts_as_the_most(self, outcome: Any, spent: float) -> None:
+    def test_an_unknown_cost_counts_as_the_worst_case(self, outcome: Any, spent: float) -> None:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
@@ -140,7 +140,7 @@ class TestWorkerBudget:
         asyncio.run(use())
         assert told[-1]["returned"] == [2.0 - spent, 0]
 
-    def test_what_an_earlier_start_set_aside_is_for_its_call_alone(self) -> None:
+    def test_a_reserve_of_an_earlier_start_serves_only_its_call(self) -> None:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:

@@ -61,7 +61,7 @@ def test_values_that_are_not_json_cannot_be_sent(tmp_path: Path, value: str, rea
 
 
 @pytest.mark.parametrize("key", ["messages", "stream", "tools", "n"])
-def test_what_the_program_decides_is_not_overwritten(tmp_path: Path, key: str) -> None:
+def test_extra_body_cannot_overwrite_fields_of_the_program(tmp_path: Path, key: str) -> None:
     told = refused(tmp_path, f"extra_body: {{top_k: 5, {key}: true}}\n")
     assert f"extra_body: {key}: not allowed in extra_body" in told
 

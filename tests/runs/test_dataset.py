@@ -219,7 +219,7 @@ def test_text_parts_and_developers_are_the_same_prompt_in_other_words(
     assert other.columns[column][:2] == IN_PARTS, "the row stays as it is"
 
 
-def test_what_follows_the_prompt_in_a_chat_identifies_it_as_it_is(tmp_path: Path) -> None:
+def test_turns_after_the_prompt_are_part_of_its_identity(tmp_path: Path) -> None:
     """Runs that there are must find their rows again."""
     answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
     (task,) = all_tasks(write(tmp_path / "a.jsonl", {"id": "x", "messages": [*PLAIN, answer]}))

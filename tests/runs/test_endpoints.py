@@ -120,7 +120,7 @@ class TestDraw:
 
 
 class TestBounds:
-    def test_what_an_endpoint_says_of_itself_counts_there_alone(self) -> None:
+    def test_limits_of_an_endpoint_apply_only_to_it(self) -> None:
         given = config(
             models={"a:m": 1, "b:m": 1}, max_in_flight=50, rpm=600, num_workers=2, batch_size=40,
             endpoints={

@@ -165,7 +165,7 @@ def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path:
 
 
 @pytest.mark.slow
-def test_what_a_killed_fork_left_beside_its_run_goes(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_fork_are_removed(tmp_path: Path) -> None:
     half = tmp_path / "trajectories" / ".b.fork.jsonl.1.tmp"
     with finished_parent(tmp_path):
         half.write_bytes(b"{")
@@ -268,7 +268,7 @@ tools = [pay]
 
 
 @pytest.mark.slow
-def test_what_cannot_be_repeated_is_skipped_and_what_differs_is_noted(tmp_path: Path) -> None:
+def test_calls_that_cannot_be_repeated_are_skipped_and_differences_noted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TOOLS_FILE)
 
     def calls(name: str, **arguments: Any) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def test_a_branch_draws_what_its_parent_drew(tmp_path: Path) -> None:
     assert branches != [drawn(plain, f"fork.p{n}@1") for n in range(20)]
 
 
-def test_a_row_that_holds_no_beginning_is_no_branch() -> None:
+def test_a_row_without_a_valid_beginning_is_not_a_branch() -> None:
     good = {"run": "r", "record": "p", "turn": 0, "drawn_as": "p", "inherited": {}, "events": []}
     assert read_fork({"fork": good}, OPENING).turn == 0
     bad: Any
@@ -411,7 +411,7 @@ def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) 
     assert "its events cannot be told from its record" not in reasons
 
 
-def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> None:
+def test_the_parent_s_cost_is_not_counted_in_a_branch(tmp_path: Path) -> None:
     scene = Scene([calls(call("echo", text=f"{n}")) for n in range(3)] + [say("done")], {})
     played = play(tmp_path, scene.script, cost_usd=0.25, reply_tokens=7)
     events = events_until(orjson.loads(record_of(played, scene)), 2, opening=OPENING)
@@ -423,7 +423,7 @@ def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_was_unusual_about_a_parent_is_not_so_of_its_branch(tmp_path: Path) -> None:
+def test_flags_of_a_parent_are_not_those_of_its_branch(tmp_path: Path) -> None:
     look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
     write = {"tool_calls": [{"name": "write_file", "arguments": {"path": "f", "content": ""}}]}
     script = [{"content": " "}, look, look, write, {"content": "done"}]

@@ -140,7 +140,7 @@ def test_a_row_that_is_not_of_the_format_says_why(turns: list[tuple[str, str]], 
         read_conversation(conversation("p", *turns), model=None, at=0.0)
 
 
-def test_what_a_user_says_on_the_way_is_kept() -> None:
+def test_later_user_messages_are_kept() -> None:
     found = read_conversation(
         conversation("p", ANSWER, ("human", "And now?"), ANSWER), model=None, at=0.0
     )
@@ -162,7 +162,7 @@ def test_entries_that_are_not_of_the_format_say_why(entries: Any, words: str) ->
         read_conversation(entries, model=None, at=0.0)
 
 
-def test_what_results_read_like_is_how_calls_went() -> None:
+def test_failed_calls_are_recognised_by_their_results() -> None:
     found = read_conversation(conversation("p", *WORK, ANSWER), model="m", at=5.0)
     told = found.trajectory.to_record()
     assert [call["is_error"] for call in told["tool_calls"]] == [False, True]

@@ -140,9 +140,7 @@ OTHER_RULES = [
         *({"rules": rules} for rules in OTHER_RULES),
     ],
 )
-def test_what_was_kept_for_other_questions_answers_none(
-    dataset: Path, asked: dict[str, Any]
-) -> None:
+def test_a_scan_saved_with_other_options_is_not_used(dataset: Path, asked: dict[str, Any]) -> None:
     assert not served(dataset, **asked)
     save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
     assert served(dataset, **asked)

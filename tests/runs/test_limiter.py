@@ -68,7 +68,7 @@ class TestLimiter:
             limiter.on_refusal(None, sent_at=n + 0.5, now=n + 1.0)
         assert limiter.limit == 1
 
-    def test_failures_hold_its_growth_up_until_enough_replies_came(self) -> None:
+    def test_after_failures_the_limit_grows_only_after_enough_replies(self) -> None:
         limiter = Limiter(start=4, ceiling=100)
         limiter.on_failures(1)
         limiter.on_replies(10, is_needed=True)
@@ -94,9 +94,7 @@ class TestLimiter:
         assert limiter.limit > 40
 
     @pytest.mark.parametrize(("asked", "pause"), [(2.0, 2.0), (86_400.0, MAX_COOL_DOWN_S)])
-    def test_what_the_endpoint_asks_for_cools_all_calls_down(
-        self, asked: float, pause: float
-    ) -> None:
+    def test_a_retry_after_pauses_all_calls(self, asked: float, pause: float) -> None:
         limiter = Limiter(start=4, ceiling=4)
         limiter.on_refusal(asked, sent_at=0.0, now=100.0)
         limiter.on_refusal(0.5, sent_at=0.0, now=100.0)

@@ -146,7 +146,7 @@ def test_a_chat_stream_gives_the_same() -> None:
     assert chat(*CHUNKS) == whole()
 
 
-def test_what_belongs_to_a_message_goes_back_and_what_describes_it_does_not() -> None:
+def test_fields_of_a_message_are_sent_back_and_metadata_is_not() -> None:
     assert to_api(whole().message) == {
         "role": "assistant",
         "content": "See.",
