@@ -50,8 +50,8 @@ def bounds_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
     number of conversations is the bound.
     """
     bounds = {}
-    for endpoint in {settings.endpoint: None for settings in asked(setups)}:
-        said = [one for one in config.endpoints.values() if one.key == endpoint]
+    for endpoint, settings in {settings.endpoint: settings for settings in asked(setups)}.items():
+        said = [one for one in config.endpoints.values() if one.is_of(settings)]
         most = _least((one.max_in_flight for one in said), config.max_in_flight)
         ceiling = config.conversations if most is None else min(config.conversations, int(most))
         bounds[endpoint] = EndpointLimits(

@@ -20,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from agent.models.resolve import ENDPOINTS, SCRIPTED, Api
+from agent.models.providers import FIRST, Api
+from agent.models.resolve import SCRIPTED
 from agent.options import (
     AgentOptions,
     PositiveFloat,
@@ -76,7 +77,8 @@ class RunConfig(AgentOptions):
     )
     endpoints: Annotated[dict[str, EndpointConfig], BeforeValidator(parse_json)] = _running(
         {},
-        "Your own endpoints, {NAME: {base_url, api, key_env, ...}}; their models are NAME:MODEL.",
+        "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
+        "models are NAME:MODEL.",
     )
     # No part of the meaning: what a reply cost does not change what it says.
     prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = _running(
@@ -308,7 +310,7 @@ class RunConfig(AgentOptions):
         if bad := [name for name in self.endpoints if not name.isidentifier()]:
             msg = f"endpoints: {bad[0]!r}: a name is letters, digits and '_'"
             raise ValueError(msg)
-        if taken := [name for name in self.endpoints if name in (*ENDPOINTS, SCRIPTED)]:
+        if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
             msg = f"endpoints: {taken[0]!r} is the name of a known one; choose another"
             raise ValueError(msg)
         if self.distribution is not None and self.enabled_toolsets is not None:
