@@ -54,6 +54,10 @@ class Preparer(Protocol):
         """Whether a request that was rejected (401) would now be prepared otherwise."""
         ...
 
+    async def close(self) -> None:
+        """Release what it holds."""
+        ...
+
 
 def fixed_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
     """The headers of every request of a model that is asked with this key."""
@@ -113,6 +117,9 @@ class KeyPreparer:
             return True  # another call was quicker
         return await self._key.renew(self._now)
 
+    async def close(self) -> None:
+        """See `Preparer`."""
+
 
 class _Template(NamedTuple):
     """What a client makes of the requests to one path and model."""
@@ -143,7 +150,7 @@ class ClientPreparer:
         make = sdk.DefaultAsyncHttpxClient if self._is_async else sdk.DefaultHttpxClient
         self._client = client.with_options(
             http_client=make(transport=self._capture),
-            max_retries=0,
+            max_retries=1,  # after a 401 some clients ask for another token
             default_headers={**connection.headers, **read_headers(connection)},
             default_query=dict(connection.query),
         )
@@ -190,6 +197,13 @@ class ClientPreparer:
                     renewed = self._templates[place] = self._template(request, outline)
                     return renewed.headers != rejected.headers
         return True  # another call was quicker
+
+    async def close(self) -> None:
+        """See `Preparer`."""
+        if self._is_async:
+            await self._client.close()
+        else:
+            self._client.close()
 
     async def _send(self, path: str, body: Mapping[str, Any], *, is_rejected: bool = False) -> Any:
         """What the client would send. Raises `ModelError` where it has no credentials.
@@ -289,7 +303,7 @@ class _Capture:
         response = import_module(type(request).__module__.partition(".")[0]).Response
         status, self.rejects = (401 if self.rejects else 200), False
         self.request = request
-        return response(status, request=request)
+        return response(status, headers={"retry-after-ms": "1"}, request=request)
 
     def close(self) -> None:
         """Part of what transports have."""

@@ -202,6 +202,8 @@ class Transport:
     async def close(self) -> None:
         """Release all connections."""
         await self._session.close()
+        if self._preparer is not None:
+            await self._preparer.close()
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> ModelError:
         body = b"".join([part async for part in _parts(response, is_error=True)])
