@@ -210,7 +210,8 @@ def test_results_of_batches_are_read_without_the_key() -> None:
             """Nobody reads it."""
 
     async def read(root: str) -> list[Any]:
-        transport = Transport(root, {}, secret=KEY)
+        settings = ModelSettings(name="m", api="openai_chat", base_url=root, key_env=None)
+        transport = Transport(settings, KEY)
         try:
             return [orjson.loads(line) async for line in get_lines(transport, "/x", 5.0)]
         finally:
