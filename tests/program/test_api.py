@@ -149,7 +149,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 class TestAsLibrary:
-    @pytest.mark.slow
     def test_a_script_needs_no_guard(self, tmp_path: Path) -> None:
         """Workers do not import it, so it runs once."""
         scripted(tmp_path)
