@@ -55,10 +55,10 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
         if asks_for_dataset(flags):
             sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
         refuse_narrowing(path, scan, config, stored.identity, accepted=())
-        accounts = write_results(path, scan, config)
-    if accounts.pending:
-        click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)
-    show_run(path, accounts)
+        totals = write_results(path, scan, config)
+    if totals.pending:
+        click.echo(f"{totals.pending} tasks are pending and not in the files", err=True)
+    show_run(path, totals)
 
 
 @click.command()
@@ -132,6 +132,6 @@ def merge(
             first = {**first, "dataset": {**first["dataset"], "path": kept.path}}
         scan = scan_of(config.run_dir, first, config)
         merged = merge_runs(found, config, scan, drop=drop_unfinished)
-        accounts = write_results(merged.path, scan, config)
+        totals = write_results(merged.path, scan, config)
     show(merged.describe())
-    show_run(merged.path, accounts)
+    show_run(merged.path, totals)

@@ -39,6 +39,7 @@ SEAM = (
     "dataset.row_setup",
     "dataset.scan",
     "errors",
+    "executor_choice",
     "executors.local",
     "maintenance.fork",
     "maintenance.hermes.importer",
@@ -68,7 +69,7 @@ SEAM = (
     "store.settled",
     "supervisor.progress",
     "tasks",
-    "totals.accounts",
     "totals.forecast",
+    "totals.run_totals",
     "totals.spending",
 )

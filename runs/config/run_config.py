@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agent.models.resolve import ENDPOINTS, SCRIPTED, Api
-from agent.options import AgentOptions, PositiveFloat, PositiveInt, Seed, meaning, parse_json
+from agent.models.providers import FIRST, Api
+from agent.models.resolve import SCRIPTED
+from agent.options import (
+    AgentOptions,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    meaning,
+    parse_json,
+)
 from runs.config.endpoints import BaseUrl, Effort, EndpointConfig, ExtraBody, PriceConfig
 from runs.config.option_types import (
     AcceptedRows,
@@ -72,7 +80,8 @@ class RunConfig(AgentOptions):
     )
     endpoints: Annotated[dict[str, EndpointConfig], BeforeValidator(parse_json)] = _running(
         {},
-        "Your own endpoints, {NAME: {base_url, api, key_env, ...}}; their models are NAME:MODEL.",
+        "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
+        "models are NAME:MODEL.",
     )
     # Not part of the fingerprint: the price of a reply does not change the reply.
     prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = _running(
@@ -274,8 +283,8 @@ class RunConfig(AgentOptions):
         if bad := [name for name in self.endpoints if not name.isidentifier()]:
             msg = f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'"
             raise ValueError(msg)
-        if taken := [name for name in self.endpoints if name in (*ENDPOINTS, SCRIPTED)]:
-            msg = f"endpoints: {taken[0]!r} is the name of a built-in endpoint; choose another"
+        if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
+            msg = f"endpoints: {taken[0]!r} is the name of a known provider; choose another"
             raise ValueError(msg)
         if self.distribution is not None and self.enabled_toolsets is not None:
             msg = "distribution and enabled_toolsets both select toolsets; give one of them"

@@ -26,8 +26,9 @@ from runs.shards import check_shards
 from runs.sources.kept_dataset import link_kept
 from runs.store.failures import read_failure
 from runs.store.files import AppendFile, sync_directory, training_file_of
-from runs.store.journal import turns_under_way
-from runs.store.records import RecordFile, index_fields, lines_from, load_index, parse_record
+from runs.store.index import index_fields
+from runs.store.journal import read_journaled_replies
+from runs.store.records import RecordFile, lines_from, load_index, parse_record
 from runs.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
@@ -168,20 +169,16 @@ def _make(
 
 def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     settled = load_index(path)
-    turns = turns_under_way(path / "inflight", settled=settled)
+    unfinished = read_journaled_replies(path / "inflight", settled=settled).tasks.values()
     calls = calls_kept(path, settled)
-    if calls and not turns and not drop:
-        msg = (
-            f"{path}: {calls} calls are in batches, which are paid for: run it to its end first, "
-            "or leave them behind by --drop_unfinished"
-        )
-        raise RunDirError(msg)
-    if turns and not drop:
-        msg = (
-            f"{path}: {len(turns)} conversations with {sum(turns.values())} turns are under way: "
-            "run it to its end first, or leave them behind by --drop_unfinished"
-        )
-        raise RunDirError(msg)
+    if drop or not (unfinished or calls):
+        return
+    turns = sum(replies.turns for replies in unfinished)
+    what = f"{len(unfinished)} conversations with {turns} turns are under way"
+    if not unfinished:
+        what = f"{calls} calls are in batches, which are paid for"
+    msg = f"{path}: {what}: finish this run first, or give them up by --drop_unfinished"
+    raise RunDirError(msg)
 
 
 def _copy(

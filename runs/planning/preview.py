@@ -19,7 +19,7 @@ from runs.run_dir import check_reopening
 from runs.run_lock import refuse_held
 from runs.store.records import load_index
 from runs.tasks import Task
-from runs.totals.accounts import Accounts, account
+from runs.totals.run_totals import RunTotals, compute_totals
 from toolsets.context import ToolContext
 from toolsets.text import clip
 from toolsets.workspace.workspace import Workspace
@@ -44,7 +44,7 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
 
 
 def _standing(plan: Plan) -> list[str]:
-    found = account(plan.config.run_dir, plan.scan, plan.config)
+    found = compute_totals(plan.config.run_dir, plan.scan, plan.config)
     failed = found.failed - found.to_retry
     for_good = f", {failed:,} failed for good" if failed else ""
     lines = [
@@ -60,7 +60,7 @@ def _standing(plan: Plan) -> list[str]:
     return lines
 
 
-def _owed_in_words(plan: Plan, found: Accounts) -> str:
+def _owed_in_words(plan: Plan, found: RunTotals) -> str:
     parts = []
     if found.under_way:
         parts.append(f"{found.under_way:,} under way with {found.turns_under_way:,} turns kept")

@@ -33,9 +33,9 @@ from runs.record import dump_record, make_record
 from runs.run_dir import RunDir
 from runs.store.failures import Failure, FailureFile
 from runs.store.files import StorageError
-from runs.store.index import PASSED
+from runs.store.index import PASSED, index_fields
 from runs.store.journal import Inflight, next_worker_number
-from runs.store.records import RecordFile, index_fields
+from runs.store.records import RecordFile
 from runs.store.settled import WORKER_DIED
 from runs.supervisor.budget import BudgetLog, RunBudget
 from runs.supervisor.damaged import listed_in_words
@@ -366,17 +366,17 @@ class Supervisor:
     def _assignment_of(self, worker: WorkerHandle, task: Task) -> Assignment:
         """Note who has a task, and give what it is to be told. Raises `StorageError`."""
         attempt = self._start.failures.attempts[task.key] + 1
-        deal = Assignment(
+        assignment = Assignment(
             task=task._asdict(),
             attempt=attempt,
-            deal=self._start.inflight.next_deal(task.key),
+            number=self._start.inflight.next_assignment(task.key),
             events=self._start.inflight.events(task.key),
             place=self._start.inflight.workspace_place(task.key),
             # Once: a worker that dies with it may have had the answer, and booked it.
             held=self._start.held.pop(task.key, {}),
         )
         worker.held[task.key] = (task, attempt)
-        return deal
+        return assignment
 
     # Stopping.
 
