@@ -335,9 +335,10 @@ def test_a_killed_run_of_each_source_resumes_to_the_same_training_file(tmp_path:
 @pytest.mark.slow
 def test_a_run_of_a_csv_file_is_started_over_merged_and_forked(tmp_path: Path) -> None:
     write_csv(tmp_path / "p.csv")
-    (tmp_path / "s.json").write_text('[{"content": "done"}]')
-    options = {**SCRIPTED, "enabled_toolsets": "none", "script_file": "s.json"}
-    options["dataset_file"] = "p.csv"
+    call = {"name": "list_files", "arguments": {}}
+    script = [{"tool_calls": [call]}, {"content": "done"}]
+    (tmp_path / "s.json").write_text(json.dumps(script))
+    options = {**SCRIPTED, "script_file": "s.json", "dataset_file": "p.csv"}
     for fresh in ((), ("--fresh",)):
         ended = run(tmp_path, *fresh, **options)
         assert ended.returncode == 0, ended.stderr
