@@ -70,5 +70,5 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
     if not owed:
         return ""
     named = ", ".join(owed[:_SHOWN]) + (" …" if len(owed) > _SHOWN else "")
-    kept = f"; {len(turns)} of them go on after {sum(turns.values())} kept turns" if turns else ""
-    return f"the same command as before runs {len(owed)} tasks: {named}{kept}"
+    kept = f"; {len(turns)} of them resume after {sum(turns.values())} saved turns" if turns else ""
+    return f"run the same command again to run {len(owed)} tasks: {named}{kept}"

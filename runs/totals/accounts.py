@@ -190,26 +190,26 @@ def as_table(accounts: Accounts) -> str:
         *_checked(accounts),
     ]
     if accounts.to_retry:
-        lines.append(f"the same command tries {accounts.to_retry:,} failed tasks again")
+        lines.append(f"run the same command again to retry {accounts.to_retry:,} failed tasks")
     elif accounts.failed > accounts.failures.get(WORKER_DIED, 0):
-        lines.append("failed for good; a larger --max_attempts tries them again")
+        lines.append("all attempts are used up; raise --max_attempts to retry the failed tasks")
     if accounts.gone:
-        lines.append(f"{accounts.gone:,} records belong to rows that the dataset no longer holds")
+        lines.append(f"{accounts.gone:,} records belong to rows that are no longer in the dataset")
     return "\n".join(lines)
 
 
 def _under_way(accounts: Accounts) -> str:
     if not accounts.under_way:
         return ""
-    return f"  {accounts.under_way:,} under way, {accounts.turns_under_way:,} turns kept"
+    return f"  {accounts.under_way:,} in flight, {accounts.turns_under_way:,} turns saved"
 
 
 def _checked(accounts: Accounts) -> list[str]:
     told = describe(accounts.checks)
     if told and accounts.samples > 1:
         told += (
-            f"; of {accounts.prompts_checked:,} prompts {accounts.prompts_passed:,} passed in "
-            "some sample"
+            f"; {accounts.prompts_passed:,} of {accounts.prompts_checked:,} prompts passed at "
+            "least once"
         )
     return [told] if told else []
 
@@ -217,7 +217,7 @@ def _checked(accounts: Accounts) -> list[str]:
 def _cost(accounts: Accounts) -> str:
     rows = _dollars(accounts.cost_usd, accounts.cost_unknown, "tasks")
     spent = _dollars(accounts.spent_usd, accounts.spent_unknown, "records and replies")
-    return f"cost {rows} for these, {spent} spent by the run in all"
+    return f"cost {rows} for these tasks, {spent} spent by the run in total"
 
 
 def _dollars(known: float, unknown: int, what: str) -> str:

@@ -186,12 +186,12 @@ DAMAGES: dict[str, Damage] = {
     ),
     "zeros": Damage(
         on("records.jsonl", lambda c: c.__setitem__(1, b"\0" * (len(c[1]) - 1) + b"\n")),
-        "records.jsonl:2: not a whole record",
+        "records.jsonl:2: not a complete record",
         again=1,
     ),
     "a record without messages": Damage(
         on("records.jsonl", change_record(2, messages=None)),
-        "records.jsonl:3: not a whole record",
+        "records.jsonl:3: not a complete record",
         again=1,
     ),
     "a record twice": Damage(
@@ -204,7 +204,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a record of another schema": Damage(
         on("records.jsonl", change_record(0, schema_version=99)),
-        "of schema 99, ours is",
+        "has schema 99, not",
         repaired=False,
     ),
     "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: it ends before"),
@@ -217,17 +217,17 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a flipped bit of a text": Damage(
         on("records.jsonl", in_record_of_p1(b'"content":"y1"', b'"content":"x1"')),
-        ": not a whole record (id 'p1'; it was changed since it was written",
+        ": not a complete record (id 'p1'; it was changed since it was written",
         again=1,
     ),
     "a flipped bit of an id": Damage(
         on("records.jsonl", in_record_of_p1(b'"id":"p1"', b'"id":"q1"')),
-        ": not a whole record (id 'q1'",
+        ": not a complete record (id 'q1'",
         again=1,
     ),
     "a flipped bit of a checksum": Damage(
         on("records.jsonl", in_record_of_p1(b'"crc32"', b'"crc22"')),
-        ": not a whole record (id 'p1'",
+        ": not a complete record (id 'p1'",
         again=1,
     ),
     "a record without its newline": Damage(
@@ -391,7 +391,7 @@ def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
 def test_a_finished_run_is_whole(path: Path) -> None:
     found = checked(path)
     assert (found.found, found.records, found.owed) == ([], 5, "")
-    assert "5 records, whole" in found.describe()
+    assert "5 records, no problems found" in found.describe()
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -487,8 +487,8 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     edit_json(path / "run.json", dataset={"path": str(path / "gone.jsonl")})
     edit(path / "records.jsonl", put(1, b"x\n"))
     words = checked(path).describe()
-    assert "its tasks cannot be told" in words
-    assert "records.jsonl:2: not a whole record" in words
+    assert "its tasks are unknown" in words
+    assert "records.jsonl:2: not a complete record" in words
 
 
 def test_the_command_tells_by_its_exit_code(path: Path) -> None:
