@@ -145,9 +145,9 @@ def _floor(records: Path, rows: Path) -> float:
             for line in chunk:
                 orjson.loads(line)
             cpu += time.process_time() - before
-            output = [orjson.loads(row) for row in islice(made, _FLOOR_ROWS)]
+            kept = [orjson.loads(row) for row in islice(made, _FLOOR_ROWS)]
             before = time.process_time()
-            for row in output:
+            for row in kept:
                 orjson.dumps(row)
             cpu += time.process_time() - before
     return cpu

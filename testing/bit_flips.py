@@ -2,9 +2,9 @@
 
     python -m testing.bit_flips [--flips 2000] [--file records.jsonl] [--seed 1]
 
-Makes a small run once. Then flips one bit of one of its files, `--flips` times, and runs the commands
-that check, show and export the run. Prints how many flips each command noticed, how many ended in a
-bug of the program (exit 70), and how many reached a training row unnoticed.
+Makes a small run once. Then flips one bit of one of its files, `--flips` times, and runs the
+commands that check, show and export the run. Prints how many flips each command noticed, how many
+ended in a bug of the program (exit 70), and how many reached a training row unnoticed.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def main(count: int, name: str, seed: int, look: bool) -> None:
         ("export", Counter(one.export for one in seen)),
         ("others", Counter(code for one in seen for code in one.others)),
     ):
-        output = ", ".join(f"{code}: {times:,}" for code, times in sorted(codes.items()))
-        click.echo(f"  {label} ended with         {output}")
-    click.echo(f"  a defect (exit {DEFECT})         {sum(one.has_defect() for one in seen):7,}")
+        codes_seen = ", ".join(f"{code}: {times:,}" for code, times in sorted(codes.items()))
+        click.echo(f"  {label} ended with         {codes_seen}")
+    click.echo(f"  a bug (exit {DEFECT})         {sum(one.has_defect() for one in seen):7,}")
     silent = [bit for bit, one in found if one.is_silent()]
     click.echo(f"  silently in a training row {len(silent):7,}")
     for bit, one in found:
