@@ -66,7 +66,7 @@ def meaning(default: Any, help: str, **more: Any) -> Any:
 class ChatMessage(BaseModel):
     """One message of `prefill_messages`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     role: Literal["user", "assistant"]
     content: str = Field(min_length=1)
 
@@ -74,7 +74,7 @@ class ChatMessage(BaseModel):
 class Subagent(BaseModel):
     """An agent that another one can call as a tool; it works in the same workspace."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
     """The name of the tool."""
@@ -94,7 +94,7 @@ class Subagent(BaseModel):
 class AgentOptions(BaseModel):
     """The options of a conversation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     max_turns: PositiveInt = meaning(20, "Maximum model replies.")
     max_errors: NonNegativeInt = meaning(

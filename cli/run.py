@@ -39,7 +39,7 @@ def run(
     from runs.planning.preview import preview
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, will_start=not dry_run)
         if dry_run:
             warn(plan, say)
             name_bad_rows(plan.scan, say)
@@ -75,7 +75,7 @@ def estimate(
     """
     import orjson
 
-    from runs.config.models import bounds_of
+    from runs.config.models import limits_of
     from runs.store.files import replace_file
     from runs.totals.forecast import as_table, forecast, sample_tasks
 
@@ -91,13 +91,13 @@ def estimate(
         if ended.stopped_by is not None or ended.signal is not None:
             # Those that have ended are the quick ones, and no random sample.
             end(ended)
-        bounds = bounds_of(config, plan.setups)
+        limits = limits_of(config, plan.setups)
         found = forecast(
             config.run_dir,
             ended.totals,
             sample,
             conversations=config.conversations,
-            bounds=bounds,
+            limits=limits,
             seed=config.seed,
         )
         if found is not None:
@@ -128,11 +128,11 @@ def import_hermes(
     from runs.maintenance.hermes.importer import import_hermes
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, will_start=False)
         with opened(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
             imported = import_hermes(
                 directory, plan.scan, run_dir, num_samples=plan.config.num_samples
             )
-            accounts = write_results(run_dir.path, plan.scan, plan.config)
+            totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
-    show_run(run_dir.path, accounts)
+    show_run(run_dir.path, totals)

@@ -15,7 +15,7 @@ from runs.process.console import show
 if TYPE_CHECKING:
     from api.start import RunEnd
     from runs.planning.plan import Plan
-    from runs.totals.accounts import Accounts
+    from runs.totals.run_totals import RunTotals
 
 
 def starting_options(function: Any) -> Any:
@@ -76,12 +76,22 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
 
 
-def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:
+def make_plan_of(
+    config_file: Path | None, flags: dict[str, Any], *, will_start: bool = True
+) -> Plan:
+    """The plan of a config file and flags; `will_start` says that `start` comes next."""
     from runs.config.loading import load_config
     from runs.planning.plan import make_plan
 
-    given = {name: value for name, value in flags.items() if value is not None}
-    return make_plan(load_config(config_file, given))
+    config = load_config(
+        config_file, {name: value for name, value in flags.items() if value is not None}
+    )
+    if will_start:
+        import api.start  # noqa: F401 - what is imported by now, workers need not import
+        from runs.executor_choice import fork_ahead
+
+        fork_ahead(config)
+    return make_plan(config, writes=will_start)
 
 
 def start(
@@ -116,14 +126,14 @@ def accepted(accept_config_change: Sequence[str]) -> list[str]:
     return [key for key in ",".join(accept_config_change).split(",") if key]
 
 
-def show_run(path: Path, accounts: Accounts) -> None:
+def show_run(path: Path, totals: RunTotals) -> None:
     import orjson
 
     from runs.batch_api.totals import sum_up
-    from runs.totals.accounts import as_table
+    from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
-    lines = [as_table(accounts)]
+    lines = [as_table(totals)]
     if (batches := sum_up(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:

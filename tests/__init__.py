@@ -9,6 +9,7 @@ test_seeds          every behaviour of the seed documents has a test
 test_fake_endpoint  the endpoint that other tests rely on
 
 running answering websites playing exporting   shared helpers
+prefork             starts batch_runner.py without the time of its imports
 option_docs         writes docs/options.md
 raw_mcp_server      an MCP server without the SDK
 """

@@ -173,7 +173,7 @@ def test_the_readme_names_every_exit_code_of_the_errors() -> None:
         assert re.search(rf"\b{code}\s", README.split("Exit codes:")[1])
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_demo_is_what_the_readme_says(tmp_path: Path, workers: int) -> None:
     """26 tasks, all ended; one early, one rejected; whatever the number of workers."""
     done = run(

@@ -1,8 +1,8 @@
 """The config of a run: every option once, with its type, default and help.
 
-The command line and YAML files are both read into `RunConfig`; a flag wins over the file. Fields
-declared with `meaning` affect the data and are part of its fingerprint
-(`runs/config/fingerprint.py`); all other fields may change from start to start.
+Flags and YAML files are read into a `RunConfig`; flags win. Fields declared with `meaning` affect
+the data and are part of the fingerprint (`runs/config/fingerprint.py`); all others may change
+from start to start.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agent.models.resolve import ENDPOINTS, SCRIPTED, Api
+from agent.models.providers import FIRST, Api
+from agent.models.resolve import SCRIPTED
 from agent.options import (
     AgentOptions,
     PositiveFloat,
@@ -35,10 +31,11 @@ from runs.config.option_types import (
     Names,
     Resource,
     Weight,
+    parse_columns,
     parse_resources,
     plain_name,
 )
-from runs.dataset.row import ColumnUse, RowRules, script_use
+from runs.dataset.row import ColumnUse, RowRules
 from runs.shards import plain_shard
 from toolsets.mcp.mcp_settings import McpServer, ServerName
 from toolsets.net.web_settings import WebSettings
@@ -50,14 +47,22 @@ _DEFAULT_MODEL = "anthropic/claude-sonnet-4"
 
 
 def _running(default: Any, help: str, **more: Any) -> Any:
-    """A field that decides how the work is done; it may change from start to start."""
+    """A field that does not affect the data; it may change from start to start."""
     return Field(default, description=help, **more)
 
 
 class RunConfig(AgentOptions):
     """The config of a run: the options of its conversations and its own."""
 
-    dataset_file: Path = _running(..., "JSONL file, one prompt per line.")
+    dataset_file: Path = _running(
+        ...,
+        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
+        "files or of `save_to_disk`, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
+    )
+    columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = _running(
+        {},
+        "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
+    )
     run_name: Annotated[str, AfterValidator(plain_name)] = _running(
         ..., "Name of the run; the same name resumes it.", max_length=120
     )
@@ -75,9 +80,10 @@ class RunConfig(AgentOptions):
     )
     endpoints: Annotated[dict[str, EndpointConfig], BeforeValidator(parse_json)] = _running(
         {},
-        "Your own endpoints, {NAME: {base_url, api, key_env, ...}}; their models are NAME:MODEL.",
+        "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
+        "models are NAME:MODEL.",
     )
-    # No part of the meaning: what a reply cost does not change what it says.
+    # Not part of the fingerprint: the price of a reply does not change the reply.
     prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = _running(
         {},
         "Your prices in dollars per million tokens, {MODEL: {input, output, cache_read, "
@@ -266,49 +272,49 @@ class RunConfig(AgentOptions):
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
         if self.models is not None and self.model != _DEFAULT_MODEL:
-            msg = "model and models both say what to ask; give one"
+            msg = "model and models both name the model; give one of them"
             raise ValueError(msg)
         if self.models is not None and not any(self.models.values()):
-            msg = "models: some weight must be above 0"
+            msg = "models: at least one weight must be above 0"
             raise ValueError(msg)
         if self.models is not None and SCRIPTED in self.models and len(self.models) > 1:
-            msg = "models: scripted cannot be one of several"
+            msg = "models: scripted cannot be combined with other models"
             raise ValueError(msg)
         if bad := [name for name in self.endpoints if not name.isidentifier()]:
-            msg = f"endpoints: {bad[0]!r}: a name is letters, digits and '_'"
+            msg = f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'"
             raise ValueError(msg)
-        if taken := [name for name in self.endpoints if name in (*ENDPOINTS, SCRIPTED)]:
-            msg = f"endpoints: {taken[0]!r} is the name of a known one; choose another"
+        if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
+            msg = f"endpoints: {taken[0]!r} is the name of a known provider; choose another"
             raise ValueError(msg)
         if self.distribution is not None and self.enabled_toolsets is not None:
-            msg = "distribution and enabled_toolsets both say which toolsets to offer; give one"
+            msg = "distribution and enabled_toolsets both select toolsets; give one of them"
             raise ValueError(msg)
         return self
 
     @property
     def agent_options(self) -> AgentOptions:
-        """The options of conversations alone."""
+        """Only the options of conversations."""
         return AgentOptions.model_construct(
             **{name: getattr(self, name) for name in AgentOptions.model_fields}
         )
 
     def model_weights(self) -> dict[str, float]:
-        """The models that conversations ask, with their weights."""
+        """The models that conversations call, with their weights."""
         return self.models or {self.model: 1.0}
 
     def toolset_percentages(self) -> Distribution | None:
-        """The distribution of toolsets; None where all conversations are offered the same."""
+        """The distribution of toolsets; None if all conversations are offered the same."""
         if self.distribution is None:
             return None
         return _load_distribution(self.distribution, self.tools, tuple(self.mcp or ()))
 
     def selected_toolsets(self) -> tuple[str, ...] | None:
-        """The toolsets that any conversation can be offered; None means all."""
+        """The toolsets that a conversation can be offered; None for all."""
         drawn = self.toolset_percentages()
         return self.enabled_toolsets if drawn is None else tuple(sorted(drawn))
 
     def web_settings(self) -> WebSettings:
-        """What the web tools work with. Raises `ValueError`."""
+        """The settings of the web tools. Raises `ValueError`."""
         return WebSettings(
             cache_dir=self.run_dir / "web_cache",
             provider=self.web_search_provider,
@@ -319,11 +325,11 @@ class RunConfig(AgentOptions):
     def row_rules(
         self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None
     ) -> RowRules:
-        """How the rows of the dataset are read, for a model of this API."""
+        """How to read the rows of the dataset, for a model of this API."""
         return RowRules(
             self.system_prompt,
             self.agent_options,
-            script_use(api, has_script_file=self.script_file is not None),
+            self._script_use(api),
             is_priced,
             None if toolsets is None else frozenset(toolsets),
             None if self.models is None else frozenset(self.models),
@@ -339,8 +345,13 @@ class RunConfig(AgentOptions):
 
     def model_prefixes(self) -> set[str]:
         """The prefixes of all model names, before the colon."""
-        asked = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
-        return {name.partition(":")[0] for name in asked}
+        names = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
+        return {name.partition(":")[0] for name in names}
+
+    def _script_use(self, api: str) -> ColumnUse:
+        if api != SCRIPTED:
+            return "ignored"
+        return "needed" if self.script_file is None else "allowed"
 
     def _image_use(self) -> ColumnUse:
         if self.sandbox != "docker":
@@ -371,11 +382,10 @@ class RunConfig(AgentOptions):
 def _load_distribution(
     name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
 ) -> Distribution:
-    """Cached, because every task needs it; imported here, to keep `--help` fast."""
+    """Cached because every task needs it; imports here keep `--help` fast."""
     from toolsets.catalog.custom import load_own
     from toolsets.catalog.distributions import load_distribution
-    from toolsets.catalog.lookup import catalog
-    from toolsets.catalog.registry import Toolset
+    from toolsets.catalog.registry import Toolset, catalog
 
     added = (*load_own(tools or ()), *(Toolset(server, "", ()) for server in servers))
     return load_distribution(name, known=catalog(added))
