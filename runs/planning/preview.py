@@ -47,9 +47,10 @@ def _standing(plan: Plan) -> list[str]:
     found = compute_totals(plan.config.run_dir, plan.scan, plan.config)
     failed = found.failed - found.to_retry
     for_good = f", {failed:,} failed with no attempts left" if failed else ""
-    lines = [
-        f"on disk    {found.done:,} tasks done{for_good}; ${found.spent_usd:,.4f} spent so far"
-    ]
+    spent = f"${found.spent_usd:,.4f}"
+    if found.spent_unknown:
+        spent = f"{spent} + unknown" if found.spent_usd else "unknown cost"
+    lines = [f"on disk    {found.done:,} tasks done{for_good}; {spent} spent so far"]
     owed = found.pending + found.to_retry
     lines.append(f"to do      {owed:,} tasks{_owed_in_words(plan, found)}")
     if found.gone:

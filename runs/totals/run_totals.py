@@ -202,7 +202,7 @@ def _checked(totals: RunTotals) -> list[str]:
 def _cost(totals: RunTotals) -> str:
     rows = _dollars(totals.cost_usd, totals.cost_unknown, "tasks")
     spent = _dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
-    return f"cost {rows} for these tasks, {spent} spent by the run in total"
+    return f"cost of these tasks {rows}, spent in total {spent}"
 
 
 def _dollars(known: float, unknown: int, what: str) -> str:

@@ -79,11 +79,13 @@ def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
     with pytest.raises(RunDirError, match="no record with id or id prefix 'nobody'"):
         StoredRun(run_dir).record("nobody")
-    with pytest.raises(RunDirError, match=r"several ids: .*plain"):
+    with pytest.raises(RunDirError, match=r"several ids begin with .*plain"):
         StoredRun(run_dir).record("")
     missing = run(cwd, "show", "r", "nobody")
     assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.startswith("error: trajectories/r: no record has the id 'nobody'")
+    assert missing.stderr.startswith(
+        "error: trajectories/r: no record with id or id prefix 'nobody'"
+    )
 
 
 def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
     (copy / "run.json").write_text(json.dumps(written))
     head = run(tmp_path, "status", "r").stdout.splitlines()[0]
     assert head == (
-        "trajectories/r: not running; the command of the run goes on with what is pending"
+        "trajectories/r: not running; run the same command again to finish the pending tasks"
     )
 
 

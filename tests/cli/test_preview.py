@@ -105,7 +105,7 @@ class TestDryRun:
         seen = run(tmp_path, "--dry_run", **SCRIPTED)
         assert seen.returncode == 0, seen.stderr
         assert "on disk    5 tasks done; $0.0000 spent so far" in seen.stdout
-        tried = "2 tasks: 1 failed and are tried again, 1 new since the last start"
+        tried = "2 tasks: 1 failed, to be retried, 1 new since the last start"
         assert f"to do      {tried}" in seen.stdout
         assert "removed    3 finished tasks are no longer part of the run" in seen.stdout
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
@@ -133,7 +133,7 @@ class TestDryRun:
         assert "  user: first\n  tools offered: " in seen.stdout
         assert "read_file" in seen.stdout.partition("tools offered: ")[2]
         assert "1 rows have turns after their first user message, which are" in seen.stdout
-        assert "not sent: 2 of them the user's (a: 2)" in seen.stdout
+        assert "not sent: 2 user turns (a: 2)" in seen.stdout
         assert not (tmp_path / "trajectories").exists()
         react = run(tmp_path, "--dry_run", **SCRIPTED, text_protocol="react")
         assert "Action:" in react.stdout

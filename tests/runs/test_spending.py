@@ -133,15 +133,13 @@ def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Pat
         assert (summary["done"], summary["gone"]) == (7, 1)
         assert summary["spent_usd"] == endpoint.charged
         assert summary["cost_usd"] == endpoint.charged - 300
-    in_all = f"${endpoint.charged:,.4f} spent by the run in total"
-    assert f"cost ${endpoint.charged - 300:,.4f} for these tasks, {in_all}" in done.stdout
+    in_all = f"spent in total ${endpoint.charged:,.4f}"
+    assert f"cost of these tasks ${endpoint.charged - 300:,.4f}, {in_all}" in done.stdout
 
     # Wherever the cost is shown.
     stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
     assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
-    assert (
-        f"spent by the run in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
-    )
+    assert f"spent in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
     compared = run(tmp_path, "compare", "r", "r")
     assert re.search(r"total spent +\$1,?500", compared.stdout), compared.stdout
     run(tmp_path, "report", "r")
