@@ -277,7 +277,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
             ],
             "a call needs an id",
         ),
-        ([{"role": "assistant", "content": "x"}], "begins with the assistant"),
+        ([{"role": "assistant", "content": "x"}], "begins with an assistant message"),
     ],
 )
 def test_a_history_with_a_hole_is_refused(history: list[Message], words: str) -> None:
