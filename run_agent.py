@@ -28,7 +28,8 @@ from pydantic import TypeAdapter, ValidationError
 from agent.loop.tools import Approve
 from agent.messages import Event, Message
 from agent.models.model import ModelSettings
-from agent.models.resolve import Api, read_key, resolve_model
+from agent.models.providers import Api
+from agent.models.resolve import read_key, resolve_model
 from agent.models.scripted import parse_script
 from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here

@@ -31,7 +31,8 @@ agent/deadline agent/messages agent/reasoning agent/stream_events agent/models
 agent/models/dialects agent/models/client agent/models/batches agent/state agent/options
 agent/loop agent/views agent/setup agent/runner agent/session agent/flat
 
-runs/errors runs/tasks runs/amounts runs/process runs/shards runs/store runs/dataset runs/config
+runs/errors runs/tasks runs/amounts runs/process runs/shards runs/store runs/dataset runs/sources
+runs/config
 runs/record runs/run_lock runs/narrowing runs/run_dir runs/totals runs/protocol runs/worker
 runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_choice runs/planning
 runs/run runs/maintenance runs/maintenance/hermes

@@ -89,7 +89,7 @@ def test_names_are_known_and_hold_what_there_is() -> None:
         assert distribution.keys() <= TOOLSETS.keys()
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_offers_and_records_what_was_drawn(tmp_path: Path, workers: int) -> None:
     rows = [{"id": f"p{n}", "prompt": "x", "script": [say("done")]} for n in range(40)]
     write_rows(tmp_path / "p.jsonl", *rows)

@@ -82,6 +82,7 @@ def test_plain_functions_work_in_a_run_beside_the_built_in_tools(tmp_path: Path)
     assert "get_weather" in row["conversations"][0]["value"]
 
 
+@pytest.mark.slow
 def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     module = written(tmp_path, "my_tools", MODULE)
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
@@ -95,6 +96,7 @@ def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     assert "tools: the run has {'my_tools': '" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_distribution_can_draw_own_toolsets(tmp_path: Path) -> None:
     written(tmp_path, "my_tools", MODULE)
     (tmp_path / "d.yaml").write_text("my_tools: 100\nfile: 100\n")
@@ -240,6 +242,31 @@ def test_descriptions_come_from_the_docstring_and_from_the_hints() -> None:
     assert "description" not in properties["shade"]
     assert made.parameters["required"] == ["schema", "size"]
     assert made.parse_arguments('{"schema": "x", "size": 2}')["shade"] is None
+
+
+def test_what_else_a_docstring_holds_hides_no_argument() -> None:
+    def look(city: str, unit: str) -> str:
+        """Look: around.
+
+        Note:
+            Only once a day.
+
+        Args:
+            city (str): A name:
+                in English.
+
+            unit: One of:
+
+                C or F.
+        Returns:
+            unit: Not this one.
+        """
+        return city + unit
+
+    made = only(look)
+    assert made.description == "Look: around.\n\nNote: Only once a day."
+    described = {name: one["description"] for name, one in made.parameters["properties"].items()}
+    assert described == {"city": "A name: in English.", "unit": "One of:\n\nC or F."}
 
 
 def test_the_space_is_given_to_those_who_ask_for_it_alone() -> None:

@@ -89,7 +89,7 @@ def as_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
     for name, found in named:
         toolset = _toolset(name, found)
         if (same_name := toolsets.get(toolset.name)) is not None:
-            toolset = dataclasses.replace(toolset, tools=same_name.tools + toolset.tools)
+            toolset = dataclasses.replace(toolset, tools=(*same_name.tools, *toolset.tools))
         _check_names(toolset)
         toolsets[toolset.name] = toolset
     return tuple(toolsets.values())

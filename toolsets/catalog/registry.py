@@ -6,15 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
+from typing import overload
 
-from toolsets.browser.browser_tools import BROWSER_TOOLS
-from toolsets.browser.process import browser_problem
-from toolsets.builtin.file import list_files, patch_file, read_file, search_files, write_file
-from toolsets.builtin.python import python
-from toolsets.builtin.terminal import terminal
 from toolsets.tool import Tool
-from toolsets.web.web_tools import web_fetch, web_problem, web_search
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +33,7 @@ class Toolset:
 
     name: str
     description: str
-    tools: tuple[Tool, ...]
+    tools: Sequence[Tool]
     needs_sandbox: bool = False
     """Its tools run commands."""
     includes: tuple[str, ...] = ()
@@ -48,41 +44,102 @@ class Toolset:
     """Why it cannot work here, and what to install; None if it can."""
 
 
-_BUILT_IN = (
+class _BuiltIn(Sequence[Tool]):
+    """Tools that are imported when they are first looked at: most runs offer few of them."""
+
+    def __init__(self, load: Callable[[], Sequence[Tool]]) -> None:
+        self._load = cache(load)
+
+    @overload
+    def __getitem__(self, index: int) -> Tool: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tool]: ...
+    def __getitem__(self, index: int | slice) -> Tool | Sequence[Tool]:
+        return self._load()[index]
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+
+def _browser_tools() -> Sequence[Tool]:
+    from toolsets.browser.browser_tools import BROWSER_TOOLS
+
+    return BROWSER_TOOLS
+
+
+def _browser_problem() -> str | None:
+    from toolsets.browser.process import browser_problem
+
+    return browser_problem()
+
+
+def _file_tools() -> Sequence[Tool]:
+    from toolsets.builtin.file import list_files, patch_file, read_file, search_files, write_file
+
+    return list_files, patch_file, read_file, search_files, write_file
+
+
+def _python_tools() -> Sequence[Tool]:
+    from toolsets.builtin.python import python
+
+    return (python,)
+
+
+def _terminal_tools() -> Sequence[Tool]:
+    from toolsets.builtin.terminal import terminal
+
+    return (terminal,)
+
+
+def _web_tools() -> Sequence[Tool]:
+    from toolsets.web.web_tools import web_fetch, web_search
+
+    return web_fetch, web_search
+
+
+def _web_problem() -> str | None:
+    from toolsets.web.web_tools import web_problem
+
+    return web_problem()
+
+
+def _by_name(*toolsets: Toolset) -> Mapping[str, Toolset]:
+    return MappingProxyType({toolset.name: toolset for toolset in toolsets})
+
+
+TOOLSETS: Mapping[str, Toolset] = _by_name(
     Toolset(
         name="browser",
         description="Open web pages in a browser, read them and act on them.",
-        tools=BROWSER_TOOLS,
+        tools=_BuiltIn(_browser_tools),
         in_all=False,
-        problem=browser_problem,
+        problem=_browser_problem,
     ),
     Toolset(
         name="file",
         description="Read, write, patch, list and search files of the workspace.",
-        tools=(list_files, patch_file, read_file, search_files, write_file),
+        tools=_BuiltIn(_file_tools),
     ),
     Toolset(
         name="python",
         description="Run Python code in the workspace.",
-        tools=(python,),
+        tools=_BuiltIn(_python_tools),
         needs_sandbox=True,
     ),
     Toolset(
         name="terminal",
         description="Run shell commands in the workspace.",
-        tools=(terminal,),
+        tools=_BuiltIn(_terminal_tools),
         needs_sandbox=True,
     ),
     Toolset(
         name="web",
         description="Search the web and read its pages.",
-        tools=(web_fetch, web_search),
+        tools=_BuiltIn(_web_tools),
         in_all=False,  # The user decides what leaves this machine.
-        problem=web_problem,
+        problem=_web_problem,
     ),
 )
-
-TOOLSETS: Mapping[str, Toolset] = MappingProxyType({toolset.name: toolset for toolset in _BUILT_IN})
 
 
 def catalog(added: Iterable[Toolset]) -> Mapping[str, Toolset]:

@@ -32,7 +32,7 @@ def _as_list(value: Any) -> Any:
 class McpServer(BaseModel):
     """How to reach or start a server, and how often to restart it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     command: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     """A server over standard streams: its program and arguments. Either this or `url`."""

@@ -815,7 +815,16 @@ def test_the_habits_of_a_known_provider_come_with_its_url() -> None:
 
 @pytest.mark.parametrize("name", ["foo:bar", ":x"])
 def test_an_unknown_prefix_names_the_known_ones(name: str) -> None:
-    with pytest.raises(UnknownModel, match="anthropic, openai, openrouter"):
+    with pytest.raises(UnknownModel, match=r"anthropic, azure, bedrock, .*, openai, openrouter"):
+        resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("gemeni:x", "gemini"), ("deep-seek:x", "deepseek"), ("mistrall:x", "mistral")],
+)
+def test_an_unknown_prefix_names_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownModel, match=f"did you mean '{nearest}'"):
         resolve(name)
 
 
