@@ -74,8 +74,7 @@ def check_history(messages: Sequence[Mapping[str, Any]]) -> None:
     """
     for n, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            kind = type(message).__name__
-            raise ValueError(f"message {n} of the history is not a message: {kind}")
+            raise ValueError(f"message {n} of the history is a {type(message).__name__}")
     waiting: set[str] = set()
     roles = [message.get("role") for message in messages if message.get("role") != "system"]
     if roles[:1] == ["assistant"]:
