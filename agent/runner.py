@@ -13,7 +13,7 @@ from agent.loop.resume import take_up
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
-from agent.loop.tools import AgentTools, Approve
+from agent.loop.tools import AgentTools
 from agent.messages import Event, Message, OpeningEvent, SubEvent
 from agent.models.model import Model
 from agent.options import AgentOptions, Subagent
@@ -40,7 +40,6 @@ class ConversationRunner:
     """All subagents."""
     callable_names: Collection[str] | None = None
     """The subagents that this conversation may call; None: all."""
-    approve: Approve | None = None
     on_event: StreamHandler | None = None
     approved: set[bytes] = field(default_factory=set)
     """Calls that need no further approval."""
@@ -92,7 +91,7 @@ class ConversationRunner:
                 for subagent in self.subagents
                 if self.callable_names is None or subagent.name in self.callable_names
             },
-            approve=self.approve,
+            approve=self.host.setup.approve,
             approved=self.approved,
         )
 

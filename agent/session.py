@@ -261,7 +261,6 @@ class AgentSession:
                 journal=journal,
                 host=home,
                 subagents=setup.options.subagents,
-                approve=setup.common.approve,
                 on_event=setup.on_event,
             )
             return await self._cancellable(conversation, journal)

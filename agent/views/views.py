@@ -49,7 +49,7 @@ def with_views(model: Model, options: AgentOptions) -> Model:
 
 
 def compact(messages: Sequence[Message], after: int) -> list[Message]:
-    """Shorten the reasoning and call arguments of replies before the last `after` with text.
+    """Shorten reasoning and call arguments of each reply that `after` replies with text follow.
 
     Signed blocks are removed, never shortened: a provider refuses a changed block.
     """
