@@ -526,7 +526,7 @@ class TestSubagents:
         ("subagents", "words"),
         [
             ([{**HELPER, "subagents": ["helper"]}], "reach itself without a limit"),
-            ([{**HELPER, "subagents": ["other"]}], "calls unknown ones: other"),
+            ([{**HELPER, "subagents": ["other"]}], "calls unknown subagents: other"),
             ([HELPER, HELPER], "two subagents are called 'helper'"),
             ([{**HELPER, "name": "final_answer"}], "the name is reserved"),
             ([{**HELPER, "name": "summary"}], "the name is reserved"),

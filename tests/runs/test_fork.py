@@ -340,7 +340,7 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
     assert [record["id"] for record in records(tmp_path, "b")] == ["fork.cut@2"]
     for line, words in (
         (["--at_turn=1", "--run_name=b"], "it holds other branches; take another --run_name"),
-        (["--at_turn=4", "--run_name=n"], "1 left out: it does not go on after turn 4"),
+        (["--at_turn=4", "--run_name=n"], "1 left out: it does not continue after turn 4"),
     ):
         refused = run(tmp_path, "fork", "r", *line, "--n=1", "--status=max_turns")
         assert refused.returncode == 2
@@ -408,7 +408,7 @@ def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) 
         if not {"max_cost_usd", "max_total_tokens"} & scene.options.keys():
             spec = terms_of(scene.options)
             assert next_step(branch, spec) == next_step(parent, spec)
-    assert "its events cannot be told from its record" not in reasons
+    assert "its record does not determine its events" not in reasons
 
 
 def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> None:
