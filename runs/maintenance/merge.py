@@ -84,7 +84,7 @@ def common_config(
     if dataset_file is None:
         are_shards = first["config"].get("shard") is not None
         if not are_shards and len({identity["dataset"]["path"] for _, identity in runs}) > 1:
-            msg = "the runs have different datasets: name one that has all rows by --dataset_file"
+            msg = "the runs have different datasets: give a dataset with all rows by --dataset_file"
             raise ConfigError(msg)
         dataset_file = Path(first["dataset"]["path"])
     changed = {"run_name": run_name, "output_dir": output_dir, "dataset_file": dataset_file}

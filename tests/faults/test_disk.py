@@ -267,7 +267,7 @@ def test_journals_that_are_moved_under_a_run_are_to_be_put_back(tmp_path: Path) 
             wait_until(lambda: endpoint.journal()["replies"] >= 8)
             inflight.rename(tmp_path / "away")
             assert process.wait(timeout=60) == 4
-        assert "inflight: it was moved while" in (tmp_path / "output.txt").read_text()
+        assert "inflight: it was moved during" in (tmp_path / "output.txt").read_text()
         (tmp_path / "away").rename(inflight)
         resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=0)
 

@@ -60,7 +60,7 @@ def test_a_scheduler_asks_once_and_would_then_kill(tmp_path: Path, asked: str) -
             assert_gone(process.pid)
     said = (tmp_path / "output.txt").read_text()
     assert "stopping: running turns get 0.5 s to finish" in said
-    assert "interrupted by SIGTERM; nothing is lost: run the same command again to go on" in said
+    assert "interrupted by SIGTERM; nothing is lost: run the same command again to continue" in said
     assert "Traceback" not in said
     with FakeEndpoint(turns=2, latency_s=0.0, port=endpoint.port, **WRITE_A_NOTE) as endpoint:
         resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint)

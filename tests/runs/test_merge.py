@@ -85,7 +85,7 @@ def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -
 def test_what_cannot_be_one_run_is_refused(cwd: Path) -> None:
     refusals: list[tuple[list[str], dict[str, Any], str]] = [
         (["a", "other"], {}, "differs from that of trajectories/a in max_turns"),
-        (["a", "b"], {}, "name one that has all rows by --dataset_file"),
+        (["a", "b"], {}, "give a dataset with all rows by --dataset_file"),
         (["a", "b"], {"dataset_file": "all.jsonl", "into": "a"}, "it exists already"),
         (["a", "b"], {"dataset_file": "all.jsonl", "into": "../x"}, "must be letters, digits"),
         (["a", "gone"], {}, "no such run; runs there: a, b"),
