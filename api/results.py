@@ -10,7 +10,7 @@ import orjson
 
 from export.conversation.style import style_of_run
 from export.training_files import export_run
-from runs.batch_api.totals import sum_up
+from runs.batch_api.totals import compute_batch_totals
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.run_dir import read_run_json
@@ -41,7 +41,7 @@ def write_results(
         with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
             last_start = orjson.loads(summary.read_bytes()).get("last_start")
     content = {**totals.to_json(), "toolsets": _toolsets(path), "last_start": last_start}
-    if (batches := sum_up(path)) is not None:
+    if (batches := compute_batch_totals(path)) is not None:
         content["batches"] = batches.to_json()
     replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
     return totals

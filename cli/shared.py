@@ -121,12 +121,12 @@ def accepted(accept_config_change: Sequence[str]) -> list[str]:
 def show_run(path: Path, totals: RunTotals) -> None:
     import orjson
 
-    from runs.batch_api.totals import sum_up
+    from runs.batch_api.totals import compute_batch_totals
     from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
     lines = [as_table(totals)]
-    if (batches := sum_up(path)) is not None:
+    if (batches := compute_batch_totals(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:

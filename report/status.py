@@ -13,7 +13,7 @@ import orjson
 from api.stored_run import StoredRun
 from report.facts import seconds_at_work
 from report.formatting import count, one_line, plain, plural, seconds
-from runs.batch_api.totals import BatchTotals, sum_up
+from runs.batch_api.totals import BatchTotals, compute_batch_totals
 from runs.process.console import show
 from runs.store.failures import failures_by_class
 from runs.store.index import own_turns
@@ -81,7 +81,7 @@ def look(stored: StoredRun) -> Status:
         stored.totals(),
         None if holder is None else _progress(stored.path, pid=holder.get("pid")),
         run_status(stored),
-        sum_up(stored.path),
+        compute_batch_totals(stored.path),
     )
 
 

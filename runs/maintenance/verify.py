@@ -41,7 +41,7 @@ from runs.store.index import (
 from runs.store.journal import key_and_order, segments
 from runs.store.records import id_in, lines_from, parse_record
 from runs.store.settled import NO_LIMIT, Settled
-from runs.supervisor.budget import is_loan
+from runs.supervisor.budget import is_budget_line
 from runs.tasks import SCHEMA_VERSION
 from runs.totals.run_totals import RunTotals, compute_totals
 from toolsets import exact_json
@@ -211,7 +211,7 @@ def _check_logs(path: Path) -> Iterator[Problem]:
     """The files of lines that are not checked elsewhere."""
     for name, is_readable, message in (
         ("failures.jsonl", is_failure, "not a failure; it counts as no attempt"),
-        ("budget.jsonl", is_loan, "not a line of the budget; what it told does not count"),
+        ("budget.jsonl", is_budget_line, "not a line of the budget; what it told does not count"),
         ("verdicts.jsonl", is_whole, "not a verdict; its question is asked again"),
     ):
         yield from _check_lines(path / name, is_readable, message)
