@@ -2,12 +2,11 @@
 
 command_line    click classes: options from RunConfig, help, completion
 option_groups   the options of --help, the groups of --help_all
-exit_codes      every way out has its message and its code
-shared          options and lookups that commands share
+exit_codes      error messages and exit codes
+shared          options and functions that commands share
 run             run, estimate, import_hermes
 inspect_runs    status, export, verify, merge
-look            report, show, compare
-stats           stats
+look            report, show, compare, stats
 fork            fork
 lists           tools, distributions, errors
 tool_list       the list that `tools` prints
@@ -25,5 +24,4 @@ SEAM = (
     "lists",
     "look",
     "run",
-    "stats",
 )

@@ -77,7 +77,7 @@ def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
 def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
-    with pytest.raises(RunDirError, match="no record has the id 'nobody', or one that begins so"):
+    with pytest.raises(RunDirError, match="no record with id or id prefix 'nobody'"):
         StoredRun(run_dir).record("nobody")
     with pytest.raises(RunDirError, match=r"several ids: .*plain"):
         StoredRun(run_dir).record("")
@@ -113,7 +113,7 @@ def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
     assert run(tmp_path, **SCRIPTED).returncode == 1
     text = run(tmp_path, "status", "r").stdout
     assert "in flight" not in text
-    assert "\nbegun and not finished 1, the next start goes on with them\n  short " in text
+    assert "\nunfinished 1, the next start continues them\n  short " in text
 
 
 @pytest.mark.parametrize("name", ["status", "report", "export", "show"])
@@ -122,7 +122,7 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name
     assert (done.returncode, done.stderr) == (
         2,
         "error: trajectories/nope: no such run; runs there: other, r; "
-        "--output_dir says where runs are\n",
+        "give their directory by --output_dir\n",
     )
 
 
@@ -137,7 +137,7 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
     (copy / "run.json").write_text(json.dumps(written))
     head = run(tmp_path, "status", "r").stdout.splitlines()[0]
     assert head == (
-        "trajectories/r: not running; the command of the run goes on with what is pending"
+        "trajectories/r: not running; the command of the run continues the pending tasks"
     )
 
 
@@ -279,7 +279,7 @@ def test_compare_shows_what_ended_differently(cwd: Path) -> None:
     assert "completed -> max_turns: 1: x/<b>#?%</b> ⟨U+001B⟩[1m" in text
     assert "option max_turns: 3 -> 2" in text
     run_dir = cwd / "trajectories" / "r"
-    assert "every one of them has the same status" in as_text(
+    assert "all of them have the same status" in as_text(
         compare(StoredRun(run_dir), StoredRun(run_dir))
     )
 

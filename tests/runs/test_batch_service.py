@@ -337,7 +337,7 @@ def test_a_batch_that_the_endpoint_does_not_know_stops_the_run_and_says_the_way_
                 api.batches.clear()
                 while not desks.problems:
                     await asyncio.sleep(0.02)
-                assert "is it the key" in desks.problems[0].lower()
+                assert "use the key" in desks.problems[0].lower()
                 assert "remove batches.jsonl" in desks.problems[0]
                 asking.cancel()
 
