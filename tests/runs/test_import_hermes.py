@@ -127,7 +127,7 @@ def test_what_is_no_run_of_hermes_agent_is_refused(theirs: Path) -> None:
 @pytest.mark.parametrize(
     ("turns", "words"),
     [
-        ([], "the model says nothing"),
+        ([], "it has no message of the model"),
         ([("gpt", "<tool_call>\n{broken\n</tool_call>")], "Expecting"),
         ([("gpt", '<tool_call>\n{"name": "x"}')], "not closed"),
         ([("gpt", '<tool_call>\n{"name": "x"}\n</tool_call> and more')], "something else"),

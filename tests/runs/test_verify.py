@@ -310,7 +310,9 @@ DAMAGES: dict[str, Damage] = {
         repaired=False,
     ),
     "results that are gone": Damage(
-        lambda p: note_batch(p, *ALL_STEPS), "w.results: not the results of batch b1", repaired=False
+        lambda p: note_batch(p, *ALL_STEPS),
+        "w.results: not the results of batch b1",
+        repaired=False,
     ),
     "results that are short": Damage(
         all_of(lambda p: note_batch(p, *ALL_STEPS), lambda p: keep_results(p, b"")),
