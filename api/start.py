@@ -65,7 +65,8 @@ def run(
     `EnvironmentStop`.
     """
     with machine_failures_as_stops():
-        plan = make_plan(config)
+        tell = (say if progress else _discard) if isinstance(progress, bool) else progress
+        plan = make_plan(config, say=tell)
         keys = None if only is None else _keys_of(plan.scan, only)
         return start(
             plan,

@@ -7,6 +7,7 @@ shared          options and functions that commands share
 run             run, estimate, import_hermes
 inspect_runs    status, export, verify, merge
 look            report, show, compare, stats
+look_at_source  look
 fork            fork
 lists           tools, distributions, errors
 tool_list       the list that `tools` prints
@@ -23,5 +24,6 @@ SEAM = (
     "inspect_runs",
     "lists",
     "look",
+    "look_at_source",
     "run",
 )

@@ -16,7 +16,7 @@ from runs.process.console import say, show
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
 @live_option
-@click.option("--dry_run", is_flag=True, help="Check everything, show what would run, and stop.")
+@click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
 @click.option("--resume", is_flag=True, help="No effect: the same command always resumes.")
 def run(
     config_file: Path | None,
@@ -32,7 +32,7 @@ def run(
     from runs.planning.preview import preview
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, will_start=not dry_run)
         if dry_run:
             warn(plan, say)
             name_bad_rows(plan.scan, say)
@@ -61,10 +61,9 @@ def estimate(
     pilot: int,
     **flags: Any,
 ) -> None:
-    """Run a random sample of the tasks, then forecast the cost and time of the whole run.
+    """Run a random sample of the tasks, then forecast cost and time of the whole run.
 
-    Takes the options of `run`. The sample is part of the run: the same command without `estimate`
-    runs the rest.
+    The sample is part of the run: the same command without `estimate` runs the rest.
     """
     import orjson
 
@@ -114,15 +113,14 @@ def import_hermes(
 ) -> None:
     """Import a batch run of hermes-agent from DIRECTORY.
 
-    Takes the options of `run`. The same command without `import_hermes DIRECTORY` then runs the
-    rest.
+    The same command without `import_hermes DIRECTORY` then runs the rest.
     """
     from api.results import write_results
     from api.start import open_planned
     from runs.maintenance.hermes.importer import import_hermes
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, will_start=False)
         with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
             imported = import_hermes(
                 directory, plan.scan, run_dir, num_samples=plan.config.num_samples

@@ -13,6 +13,7 @@ run              one start of a run
 process/         settings of a process: environment, log, console
 store/           journals, records, failures and their index
 dataset/         rows, prompts and the scan
+sources/         datasets of other kinds, written as JSONL
 config/          options from YAML and flags to checked values
 totals/          totals of a run, spending, forecasts
 protocol/        messages between parent and workers
@@ -35,8 +36,10 @@ SEAM = (
     "config.run_config",
     "config.toolsets",
     "dataset.row",
+    "dataset.row_setup",
     "dataset.scan",
     "errors",
+    "executor_choice",
     "executors.local",
     "maintenance.fork",
     "maintenance.hermes.importer",
@@ -52,6 +55,9 @@ SEAM = (
     "run",
     "run_dir",
     "run_lock",
+    "sources.columns",
+    "sources.kept_dataset",
+    "sources.source",
     "store.checks",
     "store.checksum",
     "store.failures",

@@ -4,6 +4,7 @@ option_types      types of options
 run_config        RunConfig: each option with type, default and help
 loading           a RunConfig from YAML and flags
 endpoints         entries of the option `endpoints`
+plain_secrets     secrets that a config states in the clear
 models            models, endpoints, limits and budget of a config
 sampling          draws the model and toolsets of a task
 toolsets          the toolsets of a config

@@ -13,6 +13,7 @@ from agent.options import split_commas
 from runs.config.endpoints import HOLDS_SECRET
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
+from runs.sources.source import HUB_PREFIX
 from toolsets import exact_json
 from toolsets.text import clip, valid_utf8
 from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
@@ -99,7 +100,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         key.replace("-", "_"): value for key, value in read_mapping(path, "config file").items()
     }
     for key in _INPUT_PATHS:
-        if isinstance(loaded.get(key), str):
+        if isinstance(loaded.get(key), str) and not loaded[key].startswith(HUB_PREFIX):
             loaded[key] = str(path.parent / loaded[key])
     if "tools" in loaded:
         loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]

@@ -50,8 +50,8 @@ def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
     exceed the number of conversations.
     """
     limits = {}
-    for endpoint in {settings.endpoint: None for settings in called_models(setups)}:
-        named = [entry for entry in config.endpoints.values() if entry.key == endpoint]
+    for endpoint, settings in {one.endpoint: one for one in called_models(setups)}.items():
+        named = [entry for entry in config.endpoints.values() if entry.is_of(settings)]
         ceiling = config.conversations
         in_flight = _tightest((entry.max_in_flight for entry in named), config.max_in_flight)
         if in_flight is not None:

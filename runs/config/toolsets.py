@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from runs.config.run_config import RunConfig
 from toolsets.catalog.custom import load_own
-from toolsets.catalog.lookup import catalog
-from toolsets.catalog.registry import ALL, Toolset
+from toolsets.catalog.registry import ALL, Toolset, catalog
 from toolsets.mcp.mcp_settings import McpServer
 from toolsets.mcp.servers import McpError, McpServers, list_servers
 

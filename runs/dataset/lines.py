@@ -10,7 +10,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from agent.json_depth import MAX_NESTING, is_nested_deeper
 from runs.dataset.row import RowRules, kind_of
 from runs.errors import DatasetError
 from runs.tasks import BadRow
@@ -131,8 +130,8 @@ def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | Bad
         return BadRow(line, _why_not_json(text, error))
     if not isinstance(columns, dict):
         return BadRow(line, f"the line is {kind_of(columns)}; it must be a JSON object")
-    if is_nested_deeper(text, MAX_NESTING):
-        return BadRow(line, f"nested deeper than {MAX_NESTING} levels")
+    if exact_json.is_nested_too_deep(text):
+        return BadRow(line, f"nested deeper than {exact_json.MAX_NESTING} levels")
     try:
         rules.read(columns)
     except ValueError as error:

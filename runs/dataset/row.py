@@ -24,9 +24,16 @@ ColumnUse = Literal["ignored", "allowed", "needed"]
 
 MODEL_COLUMN = "model"
 
-_IMAGE_COLUMNS = ("docker_image", "image")
+IMAGE_COLUMNS = ("docker_image", "image")
 
-_CHAT_COLUMNS = ("messages", "conversations")
+CHAT_COLUMNS = ("messages", "conversations")
+
+USUAL_PROMPTS = (
+    *("question", "instruction", "problem_statement", "problem", "text", "query", "task"),
+    *("input", "goal", "user_prompt"),
+)
+"""What datasets call the column with the prompt, the likeliest first."""
+
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
 """No name of an image may look like an option of the container engine."""
 
@@ -121,7 +128,7 @@ class RowRules:
         if self.with_setup:
             names += SETUP_COLUMNS
         if self.image != "ignored":
-            names += _IMAGE_COLUMNS
+            names += IMAGE_COLUMNS
         if self.with_forks:
             names.append(FORK_COLUMN)
         columns = with_plain_prompt(columns)
@@ -138,16 +145,23 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
     """
     if "prompt" in columns:
         messages = _prompt_messages(columns["prompt"])
-    elif any(isinstance(columns.get(name), list) for name in _CHAT_COLUMNS):
+    elif any(isinstance(columns.get(name), list) for name in CHAT_COLUMNS):
         messages = _first_messages(_chat_column(columns), columns)
     else:
         names = ", ".join(sorted(columns)[:8]) or "none"
         msg = f"no `prompt` field (fields: {names})"
+        if usual := usual_prompt(columns):
+            msg += f"; to take `{usual}` give --columns prompt={usual}"
         raise ValueError(msg)
     _check_chat(messages)
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, Message(role="system", content=system_prompt))
     return messages
+
+
+def usual_prompt(columns: Mapping[str, Any]) -> str | None:
+    """The column that is likely to hold the prompt, by its name; None where there is none."""
+    return next((name for name in USUAL_PROMPTS if isinstance(columns.get(name), str)), None)
 
 
 def unused_turns(columns: Mapping[str, Any]) -> int | None:
@@ -208,7 +222,7 @@ def kind_of(value: Any) -> str:
 
 
 def _chat_column(columns: Mapping[str, Any]) -> str:
-    return next((name for name in _CHAT_COLUMNS if isinstance(columns.get(name), list)), "prompt")
+    return next((name for name in CHAT_COLUMNS if isinstance(columns.get(name), list)), "prompt")
 
 
 def _prompt_messages(prompt: Any) -> list[Message]:
@@ -271,7 +285,7 @@ def _check_chat(messages: list[Message]) -> None:
 
 
 def _image(columns: Mapping[str, Any]) -> str | None:
-    for name in _IMAGE_COLUMNS:
+    for name in IMAGE_COLUMNS:
         image = columns.get(name)
         if image is not None and (not isinstance(image, str) or not _IMAGE.fullmatch(image)):
             msg = f"`{name}`: {clip(repr(image), max_chars=200)} is not a valid image name"

@@ -23,6 +23,7 @@ from runs.maintenance.verify_batches import open_calls
 from runs.run_dir import dataset_of, write_run_json
 from runs.run_lock import locked
 from runs.shards import check_shards
+from runs.sources.kept_dataset import link_kept
 from runs.store.failures import read_failure
 from runs.store.files import AppendFile, sync_directory, training_file_of
 from runs.store.index import index_fields
@@ -83,12 +84,21 @@ def common_config(
     check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
     if dataset_file is None:
         are_shards = first["config"].get("shard") is not None
-        if not are_shards and len({identity["dataset"]["path"] for _, identity in runs}) > 1:
+        if not are_shards and len({_rows_of(identity["dataset"]) for _, identity in runs}) > 1:
             msg = "the runs have different datasets: give a dataset with all rows by --dataset_file"
             raise ConfigError(msg)
-        dataset_file = Path(first["dataset"]["path"])
+        if first["dataset"].get("source") is None:
+            dataset_file = Path(first["dataset"]["path"])
+        else:
+            dataset_file = Path(first["config"]["dataset_file"])
     changed = {"run_name": run_name, "output_dir": output_dir, "dataset_file": dataset_file}
     return load_config(None, {**first["config"], **changed, "shard": None})
+
+
+def _rows_of(dataset: Mapping[str, Any]) -> str:
+    """What two runs have in common if they have the same rows: a file, or what it was made of."""
+    source = dataset.get("source")
+    return str(dataset["path"]) if source is None else str(source["blake2b"])
 
 
 def merge(
@@ -129,6 +139,10 @@ def _make(
 ) -> tuple[dict[Path, int], int]:
     for directory in (making, making / "inflight", making / "workspaces"):
         directory.mkdir(mode=0o700)
+    dataset = dataset_of(scan)
+    if dataset["source"] is not None:
+        link_kept(scan.path, making)
+        dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
     records = RecordFile(making, making / "quarantine")
     failures = AppendFile(making / "failures.jsonl")
     taken, equal = _copy(runs, records)
@@ -146,7 +160,7 @@ def _make(
         "run_name": config.run_name,
         "created": time.time(),
         "config": {**first["config"], **{key: config.to_json()[key] for key in _OWN_KEYS}},
-        "dataset": dataset_of(scan),
+        "dataset": dataset,
         "history": [*first["history"], {"at": time.time(), "merged": sources}],
     }
     write_run_json(making, identity)

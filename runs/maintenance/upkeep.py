@@ -18,8 +18,10 @@ from runs.errors import DatasetError
 from runs.maintenance.problem import Problem
 from runs.maintenance.repair import describe_remaining, repair_run
 from runs.maintenance.verify import Report, verify
+from runs.process.console import say
 from runs.run_lock import locked, refuse_held
 from runs.shards import parse_shard
+from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.records import UnreadableRecord
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
@@ -105,6 +107,22 @@ def check(
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
     return cached_scan(path / NAME, **_scan_arguments(identity, config))
+
+
+def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
+    """The dataset that `config` names, as JSONL in a temporary directory if it is something else.
+
+    Raises what `keep_dataset` raises.
+    """
+    return keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rules=_scan_arguments(identity, config)["rules"],
+        max_samples=config.max_samples,
+        writes=False,
+        say=say,
+    )
 
 
 def _scan_arguments(identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:

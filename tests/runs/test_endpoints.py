@@ -69,7 +69,7 @@ class TestNames:
             ({"endpoints": {"a": {**LOCAL, "key_env": ""}}}, "a.key_env"),
             ({"endpoints": {"openai": LOCAL}}, "is the name of a built-in endpoint"),
             ({"endpoints": {"a": {**LOCAL, "rpn": 1}}}, "a.rpn"),
-            ({"endpoints": {"a": {}}}, "a.base_url"),
+            ({"endpoints": {"a": {}}}, "in a: base_url: missing"),
             ({"model": "b:m", "endpoints": {"a": LOCAL}}, "unknown prefix 'b'. Known: a, "),
             ({"model": "m", "models": {"a": 1}}, "give one"),
             ({"models": {"a": 0, "b": 0}}, "above 0"),

@@ -232,10 +232,9 @@ def test_a_run_takes_a_row_that_was_edited_in_place_as_new_work(tmp_path: Path) 
     assert "QUESTION 2" in str(exported[2])
     assert len(exported) == 4
     assert (run_dir / "dataset.idx").stat().st_ino != inode
-    for damage in (b"", b"torn"):
-        (run_dir / "dataset.idx").write_bytes(damage)
-        assert run(tmp_path, **SCRIPTED).returncode == 0
-        assert len(ids(run_dir / "records.jsonl")) == 5
+    (run_dir / "dataset.idx").write_bytes(b"torn")
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    assert len(ids(run_dir / "records.jsonl")) == 5
     assert "5 records, whole" in run(tmp_path, "verify", "r").stdout
     assert "1 records belong to rows" in run(tmp_path, "status", "r").stdout
 
@@ -263,6 +262,7 @@ def test_a_dataset_that_changes_under_the_run_stops_it_and_the_next_start_goes_o
         assert not endpoint.journal()["repeated"]
 
 
+@pytest.mark.slow
 def test_a_kept_scan_that_is_wrong_costs_one_start(tmp_path: Path) -> None:
     """As if a program of the same version had told rows apart in another way."""
     script = [{"content": "a"}]
