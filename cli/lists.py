@@ -37,7 +37,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 
     with errors_as_exit_codes():
         given = {name: value for name, value in flags.items() if value is not None}
-        # A config is checked as a whole, and these two have no default.
+        # Required by a config, but not used here.
         unused = {"dataset_file": "-", "run_name": "tools"}
         try:
             found = tool_list(load_config(config_file, {**unused, **given}))

@@ -115,7 +115,7 @@ def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
     assert run(tmp_path, **SCRIPTED).returncode == 1
     text = run(tmp_path, "status", "r").stdout
     assert "in flight" not in text
-    assert "\nunfinished: 1, resumed by the next start\n  short " in text
+    assert "\nunfinished 1, the next start continues them\n  short " in text
 
 
 @pytest.mark.parametrize("name", ["status", "report", "export", "show"])
@@ -124,7 +124,7 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name
     assert (done.returncode, done.stderr) == (
         2,
         "error: trajectories/nope: no such run; runs there: other, r; "
-        "--output_dir sets where runs are\n",
+        "give their directory by --output_dir\n",
     )
 
 
@@ -139,7 +139,7 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
     (copy / "run.json").write_text(json.dumps(written))
     head = run(tmp_path, "status", "r").stdout.splitlines()[0]
     assert head == (
-        "trajectories/r: not running; run the same command again to finish the pending tasks"
+        "trajectories/r: not running; the command of the run continues the pending tasks"
     )
 
 

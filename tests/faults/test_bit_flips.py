@@ -142,7 +142,7 @@ def test_a_run_that_ends_with_pending_tasks_is_not_complete(tmp_path: Path) -> N
     totals = totals_of(tmp_path, said("Hi."), pending=3)
     code, reason = exit_of(Outcome(), totals)
     assert code == 4
-    assert "3 tasks have no record although the run has come to its end" in str(reason)
+    assert "3 tasks have no record although the run has ended" in str(reason)
     assert exit_of(Outcome(), totals, is_all=False) == (0, None)
 
 

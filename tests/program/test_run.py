@@ -667,7 +667,7 @@ def test_a_changed_meaning_is_refused_and_named(tmp_path: Path) -> None:
     assert run(tmp_path, **given, concurrency=3).returncode == 0, "not part of the meaning"
     refused = run(tmp_path, **given, temperature=0.5)
     assert refused.returncode == 2
-    assert "temperature: None in the run, 0.5 now" in refused.stderr
+    assert "temperature: the run has None, now 0.5" in refused.stderr
     accepted = run(tmp_path, **given, temperature=0.5, accept_config_change="temperature")
     assert accepted.returncode == 0
     assert run(tmp_path, "--fresh", **given).returncode == 0
