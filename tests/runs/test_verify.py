@@ -494,7 +494,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     assert "records.jsonl:2: not a complete record" in words
 
 
-def test_the_command_tells_by_its_exit_code(path: Path) -> None:
+def test_the_exit_code_says_whether_the_run_is_whole(path: Path) -> None:
     """0 whole, 6 not, 5 worked on, 2 no run; and what --json holds."""
     cwd = path.parent.parent
     assert run(cwd, "verify", "r").returncode == 0
