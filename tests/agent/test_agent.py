@@ -126,10 +126,10 @@ def test_wrong_settings_are_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"temprature": 1.0}, "'temprature' is no option of a model; there are "),
+        ({"temprature": 1.0}, "'temprature' is not one of the options: "),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
-        ({"base_url": "http://127.0.0.1:1"}, "'base_url' is no option of a model"),
-        ({"endpoint": "x"}, "'endpoint' is no option of a model"),
+        ({"base_url": "http://127.0.0.1:1"}, "'base_url' is not one of the options"),
+        ({"endpoint": "x"}, "'endpoint' is not one of the options"),
     ],
 )
 def test_wrong_model_options_are_named(options: dict[str, Any], words: str) -> None:

@@ -257,7 +257,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
         ([{"role": "robot", "content": "x"}], "message 0 of the history: its role is 'robot'"),
         ([{"role": "user", "content": " "}], "message 0 .*: its content must be text"),
         ([{"role": "user", "content": "x"}, {"role": "system", "content": "y"}], "message 1 .*"),
-        ([{"role": "tool", "content": "x", "tool_call_id": "a"}], "answers no open call"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "a"}], "without an open call"),
         (
             [
                 {"role": "user", "content": "x"},
@@ -277,7 +277,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
             ],
             "a call needs an id",
         ),
-        ([{"role": "assistant", "content": "x"}], "begins with the assistant"),
+        ([{"role": "assistant", "content": "x"}], "begins with an assistant message"),
     ],
 )
 def test_a_history_with_a_hole_is_refused(history: list[Message], words: str) -> None:

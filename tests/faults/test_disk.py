@@ -140,7 +140,7 @@ def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
         segment.write_bytes(b"".join(lines))
         done = resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=3 + 8)
     assert "1 damaged lines were set aside in" in done.stderr
-    assert f"quarantine: {segment.name}:{number + 1}; what they told does not" in done.stderr
+    assert f"quarantine: {segment.name}:{number + 1}; they do not" in done.stderr
     aside = run_dir / "quarantine" / f"{segment.name}.line{number + 1}"
     assert aside.read_bytes() == lines[number]
 
@@ -187,7 +187,7 @@ def test_a_run_directory_that_vanishes_stops_the_run_and_nothing_is_written_else
             assert process.wait(timeout=60) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in said
-        assert "the run directory has vanished" in said
+        assert "the run directory was moved or removed" in said
         assert_gone(process.pid)
         assert not list((tmp_path / "trajectories").iterdir()), "nothing is made where it was"
         (tmp_path / "away").rename(tmp_path / "trajectories" / "r")
@@ -265,7 +265,7 @@ def test_journals_that_are_moved_under_a_run_are_to_be_put_back(tmp_path: Path) 
             wait_until(lambda: endpoint.journal()["replies"] >= 8)
             inflight.rename(tmp_path / "away")
             assert process.wait(timeout=60) == 4
-        assert "inflight: it was moved while" in (tmp_path / "output.txt").read_text()
+        assert "inflight: it was moved during" in (tmp_path / "output.txt").read_text()
         (tmp_path / "away").rename(inflight)
         resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=0)
 

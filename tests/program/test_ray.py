@@ -306,7 +306,7 @@ def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
         )
         assert endpoint.journal()["requests"] == 0
     assert done.returncode == 4, done.stderr
-    assert "runs other code of this program" in done.stderr
+    assert "has another version of this program" in done.stderr
 
 
 def test_a_node_is_lost(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_a_run_that_is_moved_aside_keeps_its_dataset(tmp_path: Path) -> None:
             assert begun.returncode == 0, begun.stderr
             assert len(records(tmp_path, "b")) == PROMPTS
         refused = run(tmp_path, *FORK)
-        assert "b.fork.2.jsonl: it holds other branches" in refused.stderr
+        assert "b.fork.2.jsonl: it has other branches" in refused.stderr
         (aside,) = runs.glob("b.2*/")
         back = run(tmp_path, *FORK, "--fresh")
         assert back.returncode == 0, back.stderr
@@ -338,7 +338,7 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert [record["id"] for record in records(tmp_path, "b")] == ["fork.cut@2"]
     for line, words in (
-        (["--at_turn=1", "--run_name=b"], "it holds other branches; take another --run_name"),
+        (["--at_turn=1", "--run_name=b"], "it has other branches; use another --run_name"),
         (["--at_turn=4", "--run_name=n"], "1 left out: it does not go on after turn 4"),
     ):
         refused = run(tmp_path, "fork", "r", *line, "--n=1", "--status=max_turns")
@@ -346,7 +346,7 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
         assert words in refused.stderr
     identity = read_run_json(parent)
     for flags, words in (
-        ({"shard": "0/2", "run_name": "n"}, "--shard: a fork decides this itself"),
+        ({"shard": "0/2", "run_name": "n"}, "--shard: `fork` sets this itself"),
         ({}, "--run_name: the name of the new run is missing"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -407,7 +407,7 @@ def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) 
         if not {"max_cost_usd", "max_total_tokens"} & scene.options.keys():
             spec = terms_of(scene.options)
             assert next_step(branch, spec) == next_step(parent, spec)
-    assert "its events cannot be told from its record" not in reasons
+    assert "its record does not determine its events" not in reasons
 
 
 def test_the_parent_s_cost_is_not_counted_in_a_branch(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ def test_a_shard_counts_only_its_own_tasks(cwd: Path) -> None:
 
 def test_a_run_keeps_to_its_shard(cwd: Path) -> None:
     for name, shard, words in (
-        ("s1", 2, "this run is shard 1/3, now asked: shard 2/3"),
-        ("whole", 0, "this run is of the whole dataset, now asked: shard 0/3"),
+        ("s1", 2, "this run is for shard 1/3, now shard 2/3 is"),
+        ("whole", 0, "this run is for the whole dataset, now shard 0/3 is"),
     ):
         refused = run(cwd, **given(name, shard))
         assert refused.returncode == 2
@@ -165,7 +165,7 @@ def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
         (["s0", "other", "s2"], "other: its config differs"),
         (["s0", "edited", "s2"], "edited: its dataset has other rows"),
         (["s0", "halves", "s2"], "halves is shard 1/2, {place}/s0 one of 3"),
-        (["s0", "whole"], "whole is no shard but the others are"),
+        (["s0", "whole"], "whole is not a shard but others are"),
     ):
         place = cwd / "trajectories"
         found = [(place / name, run_json(cwd, name)) for name in names]
