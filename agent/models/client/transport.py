@@ -13,6 +13,7 @@ import logging
 import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -64,6 +65,7 @@ class Transport:
             "Content-Type": "application/json",
             **headers,
         }
+        self._url_of = lru_cache(maxsize=8)(lambda path: URL(self._base_url + path))
         self._session = aiohttp.ClientSession(
             # How many calls are in flight is decided at the gate.
             connector=aiohttp.TCPConnector(
@@ -90,7 +92,7 @@ class Transport:
         timeout_s = settings.attempt_timeout_s
         # A redirect would take the key along to wherever it points.
         sending = self._session.post(
-            URL(self._base_url + path),
+            self._url_of(path),
             data=exact_json.dumps(request),
             headers=self._headers,
             allow_redirects=False,
@@ -101,7 +103,7 @@ class Transport:
                     raise await self._refusal(response)
                 # Some servers know no streams, or not for this model, and answer in one piece.
                 if assembly is None or response.content_type == "application/json":
-                    return self.clean(b"".join([part async for part in _parts(response)]))
+                    return self.clean(await _whole(response))
                 await self._read_stream(response, assembly, settings.idle_timeout_s)
                 return self.clean(assembly.finish())
         except (aiohttp.ClientError, OSError) as error:
@@ -240,6 +242,22 @@ class Transport:
                 await response.content.readany()
 
 
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body of a reply. Raises `ModelError("malformed")` where it is too large."""
+    parts = []
+    left = MAX_REPLY_BYTES
+    while part := await response.content.readany():
+        parts.append(part)
+        left -= len(part)
+        if left < 0:
+            raise _too_large()
+    return b"".join(parts)
+
+
+def _too_large() -> ModelError:
+    return ModelError("malformed", f"the reply is larger than {MAX_REPLY_BYTES // 2**20} MiB")
+
+
 async def _parts(
     response: aiohttp.ClientResponse, *, is_error: bool = False
 ) -> AsyncIterator[bytes]:
@@ -253,8 +271,7 @@ async def _parts(
         if left < 0:
             if is_error:
                 return
-            words = f"the reply is larger than {MAX_REPLY_BYTES // 2**20} MiB"
-            raise ModelError("malformed", words)
+            raise _too_large()
         yield part
 
 
