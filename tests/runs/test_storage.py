@@ -543,8 +543,8 @@ def test_tools_that_many_records_offer_are_one_object() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        {"tools": [], "options": {"tools": TOOLS, "options": {}}},
-        {"row": {"x": 1, "tools": TOOLS, "options": 2}, "tools": None},
+        {"tools": [], "options": {"x": 1, "tools": TOOLS, "options": {}}},
+        {"id": "p", "row": {"x": 1, "tools": TOOLS, "options": 2}},
         {"id": "p", "inner": [{"x": 1, "tools": TOOLS, "options": {}}], "tools": [{"b": 1}]},
         {"id": "p", "text": ',"tools":' + orjson.dumps(TOOLS).decode() + ',"options":'},
         {"id": "p", "tools": [{"n": 2**70}], "options": {}},
