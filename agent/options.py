@@ -21,7 +21,7 @@ from pydantic import (
 
 from agent.state.final_answer import RESERVED
 from toolsets import exact_json
-from toolsets.validation import mistakes_in
+from toolsets.validation import did_you_mean, mistakes_in
 
 MAX_COUNT = 10**9
 
@@ -280,7 +280,11 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
     allowed = sorted(set(AgentOptions.model_fields) - _NOT_PER_ROW)
     for key in own:
         if key not in allowed:
-            msg = f"`{ROW_COLUMN}.{key}` is no option of a row; allowed: {', '.join(allowed)}"
+            if key in _NOT_PER_ROW:
+                msg = f"`{ROW_COLUMN}.{key}`: cannot be set per row"
+            else:
+                hint = did_you_mean(key, allowed) or "docs/conversations.md lists the options"
+                msg = f"`{ROW_COLUMN}.{key}`: unknown option; {hint}"
             raise ValueError(msg)
     fields = {name: getattr(options, name) for name in AgentOptions.model_fields}
     try:

@@ -45,7 +45,7 @@ def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> Stored
         runs = runs_in(output_dir)
         known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""
         more = ", ..." if len(runs) > _RUNS_SHOWN else ""
-        msg = f"{output_dir / run}: no such run{known}{more}; --output_dir says where runs are"
+        msg = f"{output_dir / run}: no such run{known}{more}; --output_dir sets where runs are"
         raise RunDirError(msg)
     return StoredRun(path)
 
@@ -184,13 +184,9 @@ class StoredRun:
     def _not_found(self, wanted: str, longer: list[str]) -> str:
         if not longer:
             return (
-                f"{self.path}: no record has the id {wanted!r}, or one that begins so. Ids stand "
-                "in the training file and in the report; a conversation has a record once it has "
-                "ended."
+                f"{self.path}: no record with id or id prefix {wanted!r}; ids are listed in the "
+                "training file and in the report. Conversations in flight have no record yet."
             )
         shown = ", ".join(longer[:_IDS_SHOWN])
         more = f" and {len(longer) - _IDS_SHOWN:,} more" if len(longer) > _IDS_SHOWN else ""
-        return (
-            f"{self.path}: {wanted!r} is the beginning of several ids: {shown}{more}; give one "
-            "whole"
-        )
+        return f"{self.path}: several ids begin with {wanted!r}: {shown}{more}; give the whole id"

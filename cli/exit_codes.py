@@ -49,7 +49,7 @@ def errors_as_exit_codes() -> Iterator[None]:
         fail(interrupted(first), SIGNALLED + first)
     except Exception:
         trace = traceback.format_exc()
-        fail(f"{trace}a defect of the program; nothing that was finished is lost", DEFECT)
+        fail(f"{trace}this is a bug in the program; finished work is safe", DEFECT)
 
 
 def fail(message: str, exit_code: int) -> NoReturn:

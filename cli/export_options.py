@@ -102,10 +102,10 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
         if given or filters or flags["recipe"]:
-            msg = "--check takes the recipe of the dataset; give no other"
+            msg = "--check uses the recipe stored with the dataset; leave out other options"
             raise ConfigError(msg)
         if flags["render"] or flags["push_to_hub"]:
-            msg = "--check reads a dataset and does nothing else; leave out --render and the push"
+            msg = "--check only compares; leave out --render and --push_to_hub"
             raise ConfigError(msg)
         return _check(source, directory)
     if flags["push_for_real"] and not flags["push_to_hub"]:
@@ -138,7 +138,7 @@ def _check(source: Any, directory: Path) -> int:
         say(finding)
         is_right = False
     if is_right:
-        show(f"{directory}: every file is what its manifest says and what the records give")
+        show(f"{directory}: all files match the manifest and the records")
     return 0 if is_right else 1
 
 
@@ -182,10 +182,10 @@ def _show_rows(
             show(
                 f"carry loss: {count:,} of {len(text):,} characters, at {spans}"
                 if trained
-                else "carry loss: the template does not say (it has no generation block)"
+                else "carry loss: unknown (the template has no generation block)"
             )
             show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
-    show(f"=== of {total:,} rows the template drops:")
+    show(f"=== dropped by the template in {total:,} rows:")
     show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")
 
 

@@ -142,8 +142,8 @@ def show_run(path: Path, totals: RunTotals) -> None:
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
     if manifest["exported"] and _has_empty_thoughts_only(path):
         lines.append(
-            "No reply holds reasoning, so every gpt turn opens with an empty <think> block; "
-            "--empty_think=omit leaves these blocks out."
+            "No reply has reasoning, so every gpt turn starts with an empty <think> block; "
+            "--empty_think=omit leaves it out."
         )
     show("\n".join(lines))
 

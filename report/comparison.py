@@ -106,7 +106,7 @@ def as_text(found: dict[str, Any]) -> str:
     """A comparison for a person."""
     first, second = found["runs"]
     rows: list[tuple[str, ...]] = [
-        ("", first["run_dir"], second["run_dir"], "difference per common task")
+        ("", first["run_dir"], second["run_dir"], "mean difference per shared task")
     ]
     paired = found["paired"]
     for status in sorted(first["statuses"] | second["statuses"]):
@@ -119,7 +119,7 @@ def as_text(found: dict[str, Any]) -> str:
     rows.append(
         ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
     )
-    rows.append(("spent in all", *map(_spent_in_words, found["runs"]), ""))
+    rows.append(("total spent", *map(_spent_in_words, found["runs"]), ""))
     rows += _checks(found)
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [
@@ -138,9 +138,9 @@ def as_text(found: dict[str, Any]) -> str:
 
 def _changes(changed: list[dict[str, str]]) -> list[str]:
     if not changed:
-        return ["every one of them has the same status in both"]
+        return ["all of them have the same status in both"]
     kinds = Counter((change["from"], change["to"]) for change in changed)
-    lines = [f"{count(len(changed))} of them have another status:"]
+    lines = [f"{count(len(changed))} of them ended differently:"]
     for (before, after), number in kinds.most_common():
         ids = [
             change["id"] for change in changed if (change["from"], change["to"]) == (before, after)

@@ -126,7 +126,7 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
     if holder is not None:
         running = f"running (pid {holder.get('pid')} on {holder.get('host')})"
     if holder is None and found.totals.pending:
-        running += "; the command of the run goes on with what is pending"
+        running += "; run the same command again to finish the pending tasks"
     head = [f"{found.run_dir}: {running}"]
     if state is not None:
         head.append(f"this start: {plain(describe(state))}")
@@ -145,9 +145,9 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
 def _in_flight(tasks: list[dict[str, Any]], shown: int, *, runs: bool) -> list[str]:
     if not tasks:
         return []
-    lines = [f"in flight {count(len(tasks))}, the longest silent first"]
+    lines = [f"in flight: {count(len(tasks))}, longest without an event first"]
     if not runs:
-        lines = [f"begun and not finished {count(len(tasks))}, the next start goes on with them"]
+        lines = [f"unfinished: {count(len(tasks))}, resumed by the next start"]
     for task in tasks[:shown]:
         last = f"  {_doing(task)}, {seconds(task['idle_s'])} since its last event" if runs else ""
         lines.append(f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}{last}")
@@ -159,7 +159,7 @@ def _slowest(details: dict[str, Any]) -> list[str]:
     if not details["slowest"]:
         return []
     return [
-        f"slowest of the last {count(details['slowest_of'])} that ended",
+        f"slowest of the last {count(details['slowest_of'])} finished",
         *(
             f"  {_id(task['id'])}  {seconds(task['duration_s'])}, {plural(task['turns'], 'turn')}, "
             f"{task['status']}"

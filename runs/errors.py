@@ -59,7 +59,7 @@ def missing(what: str, extra: str) -> ConfigError:
 def interrupted(number: int) -> str:
     """What a user reads after a signal."""
     name = signal.Signals(number).name
-    return f"interrupted by {name}; nothing is lost: run the same command again to go on"
+    return f"interrupted by {name}; finished work is safe: run the same command again to resume"
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def machine_failures_as_stops() -> Iterator[None]:
         if failure is None and not isinstance(error, OSError):
             raise
         msg = (
-            f"{failure or error}; nothing that was finished is lost; fix that and run the same "
-            "command again"
+            f"{failure or error}; finished work is safe: fix the problem and run the same command "
+            "again"
         )
         raise EnvironmentStop(msg) from error

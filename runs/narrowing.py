@@ -43,14 +43,14 @@ def refuse_narrowing(
     if narrowed:
         then = before["config"].get(narrowed)
         what = f"--{narrowed}={getattr(config, narrowed)} leaves out {finished} of this run"
-        keep = f"give {narrowed} as before ({'not at all' if then is None else then})"
+        keep = f"set {narrowed} as before ({'not at all' if then is None else then})"
     else:
-        what = f"{scan.path}: it no longer holds {finished} of this run (was it cut off?)"
-        keep = "put their rows back"
+        what = f"{scan.path}: {finished} of this run are no longer in it (was it cut off?)"
+        keep = "restore their rows"
     msg = (
         f"{path}: {what}, and {'its row' if leaving == 1 else 'their rows'} would leave the "
-        f"training file. To keep them {keep}; for a trial take another --run_name; to leave them "
-        f"out give --accept_config_change={why} (their records stay)."
+        f"training file. To keep them, {keep}; to try something, choose another --run_name; to "
+        f"leave them out, use --accept_config_change={why} (their records stay)."
     )
     raise ConfigError(msg)
 

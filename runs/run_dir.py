@@ -107,10 +107,9 @@ class RunDir:
         """
         if not is_same_file(self.lock_fd, self.path / "lock"):
             msg = (
-                f"{self.path}: the run directory has vanished: it was moved or removed while the "
-                "run worked in it. What was finished before is in it: if it was moved, put it back "
-                "in its place (remove what stands there now) and run the same command again to go "
-                "on; if it was removed, the same command begins anew."
+                f"{self.path}: the run directory was moved or removed while the run was using it. "
+                "If it was moved, put it back (remove what is there now) and run the same command "
+                "again to resume; if it was removed, the same command starts over."
             )
             raise EnvironmentStop(msg)
 
@@ -120,14 +119,14 @@ class RunDir:
             if is_same_file(fd, path):
                 continue
             if os.fstat(fd).st_nlink:
-                how, then = "moved", "Put it back in its place (remove what stands there now)"
+                how, then = "moved", "Put it back (remove what is there now)"
             elif path == self.inflight:
-                how, then = "removed", "What the workers had open of it is written anew"
+                how, then = "removed", "Journals that were open are written again"
             else:
-                how, then = "removed", "Conversations under way lose the files that they had there"
+                how, then = "removed", "Conversations in flight lose their files"
             return (
-                f"{path}: it was {how} while the run worked in it. {then}; run the same command "
-                "again to go on."
+                f"{path}: it was {how} while the run was using it. {then}; run the same command "
+                "again to resume."
             )
         return None
 
@@ -262,20 +261,19 @@ def read_run_json(path: Path) -> dict[str, Any]:
     if isinstance(run, dict) and run.get("schema_version") == SCHEMA_VERSION:
         if _CHECKSUM in run and run.pop(_CHECKSUM) != _checksum_of(run):
             msg = (
-                f"{path}/run.json: changed since it was written: its checksum does not fit. Put "
-                "a copy of it back. If it was edited, or there is none, look it through, remove "
-                f'"{_CHECKSUM}" from it, and run the same command again: that compares it with the '
-                "config"
+                f"{path}/run.json: changed since it was written (checksum mismatch). Restore a "
+                f'copy; without one, review the file, remove "{_CHECKSUM}" from it, and run the '
+                "same command again, which compares it with the config"
             )
             raise RunDirError(msg)
         if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
-            msg = f"{path}/run.json: damaged ({', '.join(missing)}); --fresh begins anew"
+            msg = f"{path}/run.json: damaged ({', '.join(missing)}); --fresh starts over"
             raise RunDirError(msg)
     else:
         msg = (
             f"{path}/run.json: written by another version of this program (schema "
             f"{run.get('schema_version') if isinstance(run, dict) else None}, ours is "
-            f"{SCHEMA_VERSION}); use that version, or --fresh to begin anew"
+            f"{SCHEMA_VERSION}); use that version, or --fresh to start over"
         )
         raise RunDirError(msg)
     return run
@@ -312,8 +310,8 @@ def _run_json(
     known = (*meaning, *NARROWING)
     if unknown := [key for key in accept_changes if key not in known]:
         msg = (
-            f"--accept_config_change: {', '.join(unknown)}: no such key; those that it can name "
-            f"are {', '.join(known)}"
+            f"--accept_config_change: {', '.join(unknown)}: unknown option; it accepts "
+            f"{', '.join(known)}"
         )
         raise ConfigError(msg)
     history: list[dict[str, Any]] = []
@@ -321,17 +319,17 @@ def _run_json(
     if before is None:
         if _holds_work(path):
             msg = (
-                f"{path}: it holds records but no run.json, so nobody can tell what config they "
-                "belong to; put run.json back, or use --fresh to begin anew"
+                f"{path}: it has records but no run.json, so their config is unknown; restore "
+                "run.json, or use --fresh to start over"
             )
             raise RunDirError(msg)
     else:
         created, history = before["created"], before["history"]
         if (shard := before["config"].get("shard")) != config.shard and _holds_work(path):
             msg = (
-                f"{path}: this run is {f'shard {shard}' if shard else 'of the whole dataset'}, now "
-                f"asked: {f'shard {config.shard}' if config.shard else 'the whole dataset'}; each "
-                "shard needs its own --run_name (and `merge` makes one run of all shards)"
+                f"{path}: this run is {f'shard {shard}' if shard else 'the whole dataset'}, not "
+                f"{f'shard {config.shard}' if config.shard else 'the whole dataset'}; each shard "
+                "needs its own --run_name (`merge` joins them)"
             )
             raise ConfigError(msg)
         # An option that the program did not have then was as if it had its default.
@@ -381,14 +379,14 @@ def _holds_work(path: Path) -> bool:
 
 
 def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{path}: this run began with another config; mixing them would spoil the data:"]
+    lines = [f"{path}: this run has another config; mixing the two would spoil the data:"]
     lines += [
-        f"  {key}: the run has {change['from']!r}, now asked: {change['to']!r}"
+        f"  {key}: {change['from']!r} in the run, {change['to']!r} now"
         for key, change in changes.items()
     ]
     lines.append(
-        "Take another --run_name, or --fresh to begin anew (the old directory is kept aside), "
-        f"or --accept_config_change={','.join(changes)} to go on with the new values."
+        "Choose another --run_name, or --fresh to start over (the old run is moved aside), or "
+        f"--accept_config_change={','.join(changes)} to resume with the new values."
     )
     return "\n".join(lines)
 

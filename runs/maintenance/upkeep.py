@@ -61,12 +61,12 @@ class Checked:
         """For a person: a line per problem, then the verdict, then what is owed."""
         lines = [problem.describe() for problem in self.found]
         if self.repaired:
-            lines.append(f"{self.path}: repaired; what was set aside is in quarantine/")
-            lines += [f"left: {problem.describe()}" for problem in self.left]
+            lines.append(f"{self.path}: repaired; unreadable data is in quarantine/")
+            lines += [f"remaining: {problem.describe()}" for problem in self.left]
         if not self.left:
-            lines.append(f"{self.path}: {self.records:,} records, whole; all files agree with them")
+            lines.append(f"{self.path}: {self.records:,} records, no problems found")
         elif not self.repaired:
-            lines.append(f"{self.path}: {len(self.left):,} problems; --repair mends what it can")
+            lines.append(f"{self.path}: {len(self.left):,} problems; --repair fixes what it can")
         return "\n".join([*lines, self.owed] if self.owed else lines)
 
 

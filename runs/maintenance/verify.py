@@ -78,7 +78,7 @@ def verify(
     ledger = path / "batches.jsonl"
     report.problems += _check_tail(ledger, sum(1 for _ in lines_from(ledger, 0)))
     if isinstance(scan, str):
-        message = f"its tasks cannot be told, nor sums and exports checked: {scan}"
+        message = f"its tasks are unknown, so totals and exports were not checked: {scan}"
         report.problems.append(Problem("contradiction", path / "run.json", None, message))
         return report
     report.problems += _check_kept_scan(path / NAME, scan)
@@ -90,7 +90,7 @@ def verify(
 
 def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
     if identity["digest"] != digest_of(identity["meaning"]):
-        message = "the digest is not that of `meaning`: one of the two was edited"
+        message = "`digest` does not match `meaning`: one of the two was edited"
         yield Problem("contradiction", path / "run.json", None, message)
 
 
@@ -114,7 +114,7 @@ def _check_records(path: Path, report: Report) -> Index:
         report.records += 1
         if record.get("schema_version") != SCHEMA_VERSION:
             message = (
-                f"{record['id']}: of schema {record.get('schema_version')}, ours is "
+                f"{record['id']}: has schema {record.get('schema_version')}, not "
                 f"{SCHEMA_VERSION}; use the version of the program that wrote it"
             )
             report.problems.append(Problem("contradiction", records, number, message))
@@ -146,7 +146,7 @@ def _what_is_lost(line: bytes) -> str:
     except DamagedLine as error:
         words.append(str(error))
     why = f" ({'; '.join(words)})" if words else ""
-    return f"not a whole record{why}: what it held is lost and its task will run again"
+    return f"not a complete record{why}: its content is lost and its task will run again"
 
 
 def _id_of(records: Path, entry: IndexEntry) -> str:
@@ -158,9 +158,9 @@ def _id_of(records: Path, entry: IndexEntry) -> str:
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
     """What stands after the last newline was cut off while it was written."""
     if tail := tail_of(file):
-        message = "a line that was cut off while it was written; nothing was done with it"
+        message = "an incomplete last line; it was never used"
         if is_whole(tail):
-            message = "a whole line without its newline; the next start adds it, and it counts"
+            message = "a complete line without its newline; it counts, the next start adds it"
         yield Problem("unreadable", file, lines + 1, message)
 
 
@@ -184,9 +184,9 @@ class _Index:
         self.problems: list[Problem] = []
         """At most one: what is wrong in one row is wrong in all that follow."""
         if self._rows and not is_index(self._rows):
-            self._wrong(None, "not an index of this version; it will be made anew")
+            self._wrong(None, "not an index of this version; it will be rebuilt")
         elif self._rows and not checked_bytes(self._rows):
-            self._wrong(None, "its checksum does not fit; it will be made anew")
+            self._wrong(None, "checksum mismatch; it will be rebuilt")
 
     def compare(self, number: int, right: bytes | None) -> None:
         """Look at record `number`; `right` is what it gives, None if it is unreadable."""
@@ -196,12 +196,12 @@ class _Index:
         if start >= len(self._rows):
             self._wrong(number, f"it ends before record {number}; the next start completes it")
         elif self._rows[start : self._compared] != right:
-            self._wrong(number, f"not what line {number} of records.jsonl says; to be made anew")
+            self._wrong(number, f"not what line {number} of records.jsonl says; it will be rebuilt")
 
     def end(self, records: int) -> None:
         """Look at what stands after the row of the last of `records` records."""
         if not self.problems and len(self._rows) > self._compared:
-            self._wrong(records + 1, "it goes on after the last record; the next start cuts it")
+            self._wrong(records + 1, "it continues after the last record; the next start cuts it")
 
     def _wrong(self, number: int | None, message: str) -> None:
         self.problems.append(Problem("derived", self._path, number, message))
@@ -211,7 +211,7 @@ def _check_logs(path: Path) -> Iterator[Problem]:
     """The files of lines that are not checked elsewhere."""
     for name, is_readable, message in (
         ("failures.jsonl", is_failure, "not a failure; it counts as no attempt"),
-        ("budget.jsonl", is_loan, "not a line of the budget; what it told does not count"),
+        ("budget.jsonl", is_loan, "not a line of the budget; it does not count"),
         ("verdicts.jsonl", is_whole, "not a verdict; its question is asked again"),
     ):
         yield from _check_lines(path / name, is_readable, message)
@@ -224,7 +224,7 @@ def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
         for number, (_, line) in enumerate(lines_from(segment, 0), start=1):
             key, _, _ = key_and_order(line)
             if key is None:
-                message = "not an event; the conversation that it belongs to goes on before it"
+                message = "not an event; its conversation resumes before it"
                 yield Problem("unreadable", segment, number, message)
             elif key not in settled:
                 open_tasks.add(key)
@@ -236,7 +236,7 @@ def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
 
 def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
     for file in stale_files_of(path):
-        message = "a file that a crash left half written; the next start removes it"
+        message = "an incomplete file left by a crash; the next start removes it"
         yield Problem("leftover", file, None, message)
     workspaces = path / "workspaces"
     for workspace in listed(workspaces):

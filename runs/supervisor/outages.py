@@ -39,7 +39,7 @@ class Outages:
         self._outages[url] = _Outage(words[:_MOST_CHARS], now, ends_at)
         if not self._told and url not in self._answered:
             self._told = True
-            self._say(f"waiting for {url}, for no call has succeeded yet (see --base_url): {words}")
+            self._say(f"waiting for {url}: no call has succeeded yet (check --base_url): {words}")
 
     def on_replies(self, url: str) -> None:
         """Calls were answered."""

@@ -389,8 +389,8 @@ class Supervisor:
             self._stop("", grace_s=0.0)
         elif self._signals == 1:
             self._progress.say(
-                f"stopping: running turns get {self._start.config.grace_s:g} s to finish; "
-                "interrupt again to stop at once (nothing that was finished is lost)"
+                f"stopping: running turns have {self._start.config.grace_s:g} s to finish; "
+                "interrupt again to stop at once (finished work is safe)"
             )
             self._stop("")
         else:

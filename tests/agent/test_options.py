@@ -608,13 +608,13 @@ class TestRowOptions:
     @pytest.mark.parametrize(
         ("own", "words"),
         [
-            ({"max_turn": 3}, "`agent_options.max_turn` is no option of a row; allowed: await"),
+            ({"max_turn": 3}, "`agent_options.max_turn`: unknown option; did you mean"),
             ({"max_turns": 0}, "`agent_options.max_turns`: Input should be greater than 0"),
             ({"max_turns": "9" * 20}, "`agent_options.max_turns`: Input should be less than"),
             ({"max_cost_usd": float("inf")}, "`agent_options.max_cost_usd`: Input should be a fin"),
             ({"repeat_limit": 1}, "^`agent_options`: repeat_limit: 1 would end"),
-            ({"approve": "os:system"}, "`agent_options.approve` is no option of a row"),
-            ({"subagents": []}, "`agent_options.subagents` is no option of a row"),
+            ({"approve": "os:system"}, "`agent_options.approve`: cannot be set per row"),
+            ({"subagents": []}, "`agent_options.subagents`: cannot be set per row"),
             ([], "`agent_options` must be an object"),
         ],
     )

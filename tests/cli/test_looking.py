@@ -77,18 +77,20 @@ def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
 def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
-    with pytest.raises(RunDirError, match="no record has the id 'nobody', or one that begins so"):
+    with pytest.raises(RunDirError, match="no record with id or id prefix 'nobody'"):
         StoredRun(run_dir).record("nobody")
-    with pytest.raises(RunDirError, match=r"several ids: .*plain"):
+    with pytest.raises(RunDirError, match=r"several ids begin with .*plain"):
         StoredRun(run_dir).record("")
     missing = run(cwd, "show", "r", "nobody")
     assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.startswith("error: trajectories/r: no record has the id 'nobody'")
+    assert missing.stderr.startswith(
+        "error: trajectories/r: no record with id or id prefix 'nobody'"
+    )
 
 
 def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> None:
     head, *listed = shown(cwd, "r").splitlines()
-    assert head == f"trajectories/r: {len(ROWS)} conversations with a record, the last first"
+    assert head == f"trajectories/r: {len(ROWS)} finished conversations, latest first"
     assert sorted(line.split()[0] for line in listed if "⟨" not in line) == sorted(
         row["id"] for row in ROWS if row["id"] != HOSTILE_ID
     )
@@ -113,7 +115,7 @@ def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
     assert run(tmp_path, **SCRIPTED).returncode == 1
     text = run(tmp_path, "status", "r").stdout
     assert "in flight" not in text
-    assert "\nbegun and not finished 1, the next start goes on with them\n  short " in text
+    assert "\nunfinished: 1, resumed by the next start\n  short " in text
 
 
 @pytest.mark.parametrize("name", ["status", "report", "export", "show"])
@@ -122,7 +124,7 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name
     assert (done.returncode, done.stderr) == (
         2,
         "error: trajectories/nope: no such run; runs there: other, r; "
-        "--output_dir says where runs are\n",
+        "--output_dir sets where runs are\n",
     )
 
 
@@ -137,7 +139,7 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
     (copy / "run.json").write_text(json.dumps(written))
     head = run(tmp_path, "status", "r").stdout.splitlines()[0]
     assert head == (
-        "trajectories/r: not running; the command of the run goes on with what is pending"
+        "trajectories/r: not running; run the same command again to finish the pending tasks"
     )
 
 
@@ -279,7 +281,7 @@ def test_compare_shows_what_ended_differently(cwd: Path) -> None:
     assert "completed -> max_turns: 1: x/<b>#?%</b> ⟨U+001B⟩[1m" in text
     assert "option max_turns: 3 -> 2" in text
     run_dir = cwd / "trajectories" / "r"
-    assert "every one of them has the same status" in as_text(
+    assert "all of them have the same status" in as_text(
         compare(StoredRun(run_dir), StoredRun(run_dir))
     )
 
@@ -321,7 +323,7 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
         text = run(tmp_path, "status", "r").stdout
         assert "\nthis start: left " in text
         assert "done 1, failed 0, running 1, " in text
-        assert "in flight 1, the longest silent first\n  held " in text
+        assert "in flight: 1, longest without an event first\n  held " in text
         assert "2 turns  runs hold, " in text
         watching = subprocess.Popen(
             command("status", "r", "--json", "--watch", "0.1"), cwd=tmp_path, stdout=subprocess.PIPE

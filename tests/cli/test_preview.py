@@ -33,7 +33,7 @@ class TestNarrowing:
         refused = run(finished, *dry, **SCRIPTED, max_samples=2)
         assert refused.returncode == 2
         assert "--max_samples=2 leaves out 6 of the 8 finished tasks" in refused.stderr
-        assert "give max_samples as before (not at all)" in refused.stderr
+        assert "set max_samples as before (not at all)" in refused.stderr
         assert "--accept_config_change=max_samples" in refused.stderr
         assert training(finished) == 8
         assert run(finished, **SCRIPTED).returncode == 0
@@ -76,7 +76,7 @@ class TestNarrowing:
         write_rows(finished / "p.jsonl", *ROWS[2:4])
         for refused in (run(finished, **SCRIPTED), run(finished, "export", "r")):
             assert refused.returncode == 2
-            assert "it no longer holds 4 of the 6 finished tasks" in refused.stderr
+            assert "4 of the 6 finished tasks of this run are no longer in it" in refused.stderr
             assert "was it cut off?" in refused.stderr
         assert training(finished) == 6
         given = {**SCRIPTED, "accept_config_change": "dataset_file"}
@@ -105,9 +105,9 @@ class TestDryRun:
         seen = run(tmp_path, "--dry_run", **SCRIPTED)
         assert seen.returncode == 0, seen.stderr
         assert "on disk    5 tasks done; $0.0000 spent so far" in seen.stdout
-        tried = "2 tasks: 1 failed and are tried again, 1 new since the last start"
+        tried = "2 tasks: 1 failed, to be retried, 1 new since the last start"
         assert f"to do      {tried}" in seen.stdout
-        assert "gone       3 finished tasks are no longer asked for" in seen.stdout
+        assert "removed    3 finished tasks are no longer part of the run" in seen.stdout
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
     @pytest.mark.slow
@@ -115,7 +115,7 @@ class TestDryRun:
         for option in ("--dry_run", "--on_bad_row=skip"):
             refused = run(finished, option, **SCRIPTED, temperature=0.5)
             assert refused.returncode == 2
-            assert "temperature: the run has None, now asked: 0.5" in refused.stderr
+            assert "temperature: None in the run, 0.5 now" in refused.stderr
 
     def test_it_shows_the_first_prompt_as_the_model_gets_it(self, tmp_path: Path) -> None:
         turns = ("user", "first"), ("assistant", "no"), ("user", "second"), ("user", "third")
@@ -128,12 +128,12 @@ class TestDryRun:
         flags = ("--dry_run", "--state_max_turns")
         seen = run(tmp_path, *flags, **SCRIPTED, system_prompt="Be\x1b brief.")
         assert seen.returncode == 0, seen.stderr
-        assert "first      a, as the model gets it:\n  system: Be  brief." in seen.stdout
+        assert "first      a, as sent to the model:\n  system: Be  brief." in seen.stdout
         assert "20" in seen.stdout.partition("system: ")[2].partition("  user: ")[0]
         assert "  user: first\n  tools offered: " in seen.stdout
         assert "read_file" in seen.stdout.partition("tools offered: ")[2]
-        assert "1 rows hold turns behind their first user message, which are" in seen.stdout
-        assert "not sent: 2 of them the user's (a: 2)" in seen.stdout
+        assert "1 rows have turns after their first user message, which are" in seen.stdout
+        assert "not sent: 2 user turns (a: 2)" in seen.stdout
         assert not (tmp_path / "trajectories").exists()
         react = run(tmp_path, "--dry_run", **SCRIPTED, text_protocol="react")
         assert "Action:" in react.stdout

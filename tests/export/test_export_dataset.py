@@ -895,7 +895,7 @@ class TestCommand:
         (dataset / "README.md").unlink()
         sent = run(tmp_path, "export", source.run_dir, "--check", push_to_hub="a/b")
         assert sent.returncode == 2
-        assert "--check reads a dataset and does nothing else" in sent.stderr
+        assert "--check only compares" in sent.stderr
         checked = run(tmp_path, "export", source.run_dir, "--check")
         assert (checked.returncode, checked.stdout) == (1, "")
         assert "README.md" in checked.stderr

@@ -60,8 +60,11 @@ def test_a_scheduler_asks_once_and_would_then_kill(tmp_path: Path, asked: str) -
             assert process.wait(timeout=60) == 128 + signal.SIGTERM
             assert_gone(process.pid)
     said = (tmp_path / "output.txt").read_text()
-    assert "stopping: running turns get 0.5 s to finish" in said
-    assert "interrupted by SIGTERM; nothing is lost: run the same command again to go on" in said
+    assert "stopping: running turns have 0.5 s to finish" in said
+    assert (
+        "interrupted by SIGTERM; finished work is safe: run the same command again to resume"
+        in said
+    )
     assert "Traceback" not in said
     with FakeEndpoint(turns=2, latency_s=0.0, port=endpoint.port, **WRITE_A_NOTE) as endpoint:
         resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint)

@@ -309,7 +309,9 @@ def test_one_signal_stops_in_good_order(tmp_path: Path, number: signal.Signals) 
             assert process.wait(timeout=30) == 128 + number
         output = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in output
-        assert f"interrupted by {number.name}; nothing is lost: run the same command" in output
+        assert (
+            f"interrupted by {number.name}; finished work is safe: run the same command" in output
+        )
         assert_sums_agree(tmp_path)
         assert summary(tmp_path)["pending"] > 0
         resume_and_judge(tmp_path, options(endpoint, batch_size=8), tasks=40, endpoint=endpoint)
@@ -533,7 +535,7 @@ def test_a_closed_terminal_stops_in_good_order(tmp_path: Path) -> None:
             wait_until(lambda: endpoint.journal()["in_flight"] >= 8)
             os.killpg(process.pid, signal.SIGHUP)
             assert process.wait(timeout=30) == 128 + signal.SIGHUP
-        assert "8 under way" in (tmp_path / "output.txt").read_text()
+        assert "8 in flight" in (tmp_path / "output.txt").read_text()
         assert run(tmp_path, **options(endpoint)).returncode == 0
         assert endpoint.journal()["requests"] == 24
 
@@ -665,7 +667,7 @@ def test_a_changed_meaning_is_refused_and_named(tmp_path: Path) -> None:
     assert run(tmp_path, **given, concurrency=3).returncode == 0, "not part of the meaning"
     refused = run(tmp_path, **given, temperature=0.5)
     assert refused.returncode == 2
-    assert "temperature: the run has None, now asked: 0.5" in refused.stderr
+    assert "temperature: None in the run, 0.5 now" in refused.stderr
     accepted = run(tmp_path, **given, temperature=0.5, accept_config_change="temperature")
     assert accepted.returncode == 0
     assert run(tmp_path, "--fresh", **given).returncode == 0
@@ -755,7 +757,7 @@ def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> No
         tmp_path, dataset_file="mine.jsonl", model="scripted", run_name="mine", output_dir="."
     )
     assert done.returncode == 2
-    assert "mine.jsonl: the training file of this run goes there" in done.stderr
+    assert "mine.jsonl: the training file of this run would overwrite" in done.stderr
     assert (tmp_path / "mine.jsonl").read_bytes() == before
 
 

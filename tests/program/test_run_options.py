@@ -53,7 +53,7 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"agent_options": {"max_turn": 1}}, "`agent_options.max_turn` is no option of a row"),
+        ({"agent_options": {"max_turn": 1}}, "`agent_options.max_turn`: unknown option"),
         ({"agent_options": {"plan": "maybe"}}, "`agent_options.plan`: Input should be a valid"),
         ({"expected": None, "agent_options": {"check_expected": True}}, "`expected` must be text"),
         (

@@ -214,7 +214,7 @@ class TestWhatIsRequired:
 @pytest.mark.slow
 def test_columns_without_the_option_are_named(tmp_path: Path) -> None:
     write_dataset(tmp_path)
-    named = "p.jsonl: these columns do nothing without --row_setup: check (3 rows); with it, "
+    named = "p.jsonl: columns ignored without --row_setup: check (3 rows); see "
     for args in (("--dry_run",), (), ("--dry_run",)):  # the last one reads what the start kept
         done = run(tmp_path, *args, **SCRIPTED)
         assert done.returncode == 0, done.stderr

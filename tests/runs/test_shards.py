@@ -123,8 +123,8 @@ def test_a_shard_accounts_for_its_own_tasks_alone(cwd: Path) -> None:
 
 def test_a_run_keeps_to_its_shard(cwd: Path) -> None:
     for name, shard, words in (
-        ("s1", 2, "this run is shard 1/3, now asked: shard 2/3"),
-        ("whole", 0, "this run is of the whole dataset, now asked: shard 0/3"),
+        ("s1", 2, "this run is shard 1/3, not shard 2/3"),
+        ("whole", 0, "this run is the whole dataset, not shard 0/3"),
     ):
         refused = run(cwd, **given(name, shard))
         assert refused.returncode == 2
