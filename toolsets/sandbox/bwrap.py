@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import Template
 from toolsets.sandbox.interpreter import python_bin, python_prefix

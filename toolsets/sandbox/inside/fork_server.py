@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from typing import Any, NoReturn
 
 from toolsets.sandbox.inside.boot import LENGTH, framed
