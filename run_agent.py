@@ -28,7 +28,8 @@ from pydantic import TypeAdapter, ValidationError
 from agent.loop.tools import Approve
 from agent.messages import Event, Message
 from agent.models.model import ModelSettings
-from agent.models.resolve import Api, read_key, resolve_model
+from agent.models.providers import Api
+from agent.models.resolve import read_key, resolve_model
 from agent.models.scripted import parse_script
 from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here
@@ -43,8 +44,7 @@ from runs.process.first_process import leave_first_place
 from runs.store.files import AppendFile, StorageError
 from toolsets.browser.process import Browsers
 from toolsets.catalog.custom import as_toolsets, load_own
-from toolsets.catalog.lookup import catalog
-from toolsets.catalog.registry import Toolset
+from toolsets.catalog.registry import Toolset, catalog
 from toolsets.mcp.mcp_settings import McpServer, ServerName
 from toolsets.mcp.servers import McpError, McpServers, list_servers
 from toolsets.net.web_settings import WebSettings

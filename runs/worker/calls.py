@@ -78,9 +78,7 @@ class Calls:
         """Why an endpoint stops the run, with what to look at."""
         words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
-            words += (
-                f". The key is that of the environment variable {error.key_env} (see --key_env)."
-            )
+            words += f". {error.key_source}"
         return words
 
     def on_limits(

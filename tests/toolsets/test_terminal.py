@@ -543,6 +543,7 @@ def of_our_own() -> tuple[set[int], set[str], set[str]]:
 @pytest.mark.parametrize(
     "tasks", [20, pytest.param(200, marks=pytest.mark.long)], ids=["20", "200"]
 )
+@pytest.mark.slow
 def test_many_tasks_at_once_leave_nothing_behind(kind: str, tmp_path: Path, tasks: int) -> None:
     async def one(number: int) -> list[str]:
         workspace = Workspace(tmp_path / f"ws{number}")

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolsets import exact_json
-from toolsets.errors import HostError, failure_told, machine_failure
+from toolsets.errors import HostError, machine_failure, machine_failure_in
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
 from toolsets.sandbox.first_process import FirstProcess, ForkedProcess, LaunchedProcess, until_ready
@@ -68,7 +68,7 @@ class Reply(BaseModel):
 
 
 class Channel:
-    """A process of ours at the other end of a socket, which `launch` starts or `fork` has forked."""
+    """A process of ours at the other end of a socket, started by `launch` or `fork`."""
 
     def __init__(self, group: Group | None, *, output_bytes: int) -> None:
         # The head and the tail of two streams, in base64, and a value that JSON may make longer.
@@ -145,7 +145,7 @@ class Channel:
                 said = os.read(self._errors, 1 << 16)
             lines = said.decode(errors="replace").strip().splitlines()
             why = lines[-1][:_MAX_SAID] if lines else str(error) or "it did not answer in time"
-            if (words := failure_told(why)) is not None:
+            if (words := machine_failure_in(why)) is not None:
                 raise HostError(f"a sandbox did not start: {words}") from error
             raise SandboxError(f"the sandbox did not start: {why}") from error
         finally:

@@ -2,8 +2,8 @@
 
 It is a fork of the server, so that no Python has to be started. It reads what to run from a
 descriptor that is given by number: four bytes of length, then the code. After each cell it writes
-there a line of JSON: `exit_code` (1 for an exception), `value` (the `repr` of a last expression that
-is not None) and `plots` (files of open figures).
+there a line of JSON: `exit_code` (1 for an exception), `value` (the `repr` of a last expression, if
+not None) and `plots` (files of open figures).
 """
 
 from __future__ import annotations
