@@ -40,6 +40,7 @@ from runs.store.records import RecordFile, load_index
 from runs.store.settled import Settled, is_settled
 from runs.supervisor.budget import BudgetLog, spent_before
 from runs.supervisor.damaged import listed_in_words, set_aside_damaged
+from runs.supervisor.key_service import KeyService
 from runs.supervisor.progress import Progress
 from runs.supervisor.supervisor import Start, Supervisor
 from toolsets.workspace.removal import remove_tree
@@ -156,6 +157,7 @@ def _work(
             progress.say("calls in batches of earlier starts are waited for; all others go live")
         with (
             closing(open_executor(config, run_dir)) as executor,
+            closing(KeyService(plan.setups, is_local=config.executor == "local")) as keys,
             closing(BatchService(config, plan.setups, run_dir, state.settled)) as batches,
         ):
             start = Start(
@@ -173,6 +175,7 @@ def _work(
                 inflight=inflight,
                 progress=progress,
                 batches=batches,
+                keys=keys,
             )
             supervisor = Supervisor(start)
             del state  # the index of all records is in it, and nobody asks it any more

@@ -8,5 +8,6 @@ limiter      the rule that finds how many calls an endpoint takes
 limits       shares of that for the workers
 progress     the progress line and progress.json
 damaged      damaged journal lines: set aside, named, counted
+key_service  runs key commands, sends keys to workers
 outages      endpoints that do not answer, for the user to see
 """

@@ -46,8 +46,8 @@ _CONNECT_S = 60.0
 _TAIL_S = 0.1
 """For what follows the last event of a stream; without its end a connection is not used again."""
 
-_MOST_RENEWALS = 2
-"""Of the credentials of one attempt: others may be replaced while it is under way."""
+_MOST_RENEWALS = 4
+"""Of the credentials of one attempt: new ones may be replaced before it arrives with them."""
 
 _OF_GATEWAYS = frozenset({502, 503, 504})
 """What a proxy says of an endpoint that it does not reach."""

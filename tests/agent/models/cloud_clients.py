@@ -168,7 +168,7 @@ def foundry_sync(root: str) -> Any:
 
 def google_cloud(root: str) -> Any:
     made: Any = anthropic.AsyncAnthropicGoogleCloud
-    return made(base_url=root, project="p", token_provider=TOKENS.give_async)
+    return made(base_url=root, project="p", workspace_id="w", token_provider=TOKENS.give_async)
 
 
 class GoogleCredentials:
@@ -193,7 +193,7 @@ def anthropic_workload(root: str) -> Any:
     """Claude's own API with credentials that the client caches until it hears a 401."""
     from anthropic.lib.credentials import AccessToken
 
-    async def provide(**_: Any) -> Any:
+    def provide(**_: Any) -> Any:
         return AccessToken(token=TOKENS.give(), expires_at=None)
 
     made: Any = anthropic.AsyncAnthropic
