@@ -28,6 +28,7 @@ from cli.fork import fork
 from cli.inspect_runs import export, merge, status, verify
 from cli.lists import distributions, errors, tools
 from cli.look import compare, report, show_one
+from cli.look_at_source import look
 from cli.run import estimate, import_hermes
 from cli.run import run as run_command
 from cli.stats import stats
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 for command in (
-    *(run_command, estimate, status, stats, report, show_one, compare),
+    *(run_command, look, estimate, status, stats, report, show_one, compare),
     *(export, verify, merge, import_hermes, fork),
     *(distributions, tools, errors),
 ):

@@ -44,8 +44,7 @@ from runs.process.first_process import leave_first_place
 from runs.store.files import AppendFile, StorageError
 from toolsets.browser.process import Browsers
 from toolsets.catalog.custom import as_toolsets, load_own
-from toolsets.catalog.lookup import catalog
-from toolsets.catalog.registry import Toolset
+from toolsets.catalog.registry import Toolset, catalog
 from toolsets.mcp.mcp_settings import McpServer, ServerName
 from toolsets.mcp.servers import McpError, McpServers, list_servers
 from toolsets.net.web_settings import WebSettings

@@ -2,7 +2,6 @@
 
 messages       messages and events, as they are stored
 reasoning      reasoning that stands inside text
-json_depth     how deep JSON is nested
 deadline       the seconds that a conversation may take
 stream_events  what a caller hears while a reply streams
 options        the options of a conversation
@@ -19,7 +18,6 @@ Other rooms import only the modules in `SEAM`.
 """
 
 SEAM = (
-    "json_depth",
     "loop.loop",
     "loop.opening",
     "loop.references",

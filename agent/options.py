@@ -66,7 +66,7 @@ def meaning(default: Any, help: str, **more: Any) -> Any:
 class ChatMessage(BaseModel):
     """One message of `prefill_messages`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     role: Literal["user", "assistant"]
     content: str = Field(min_length=1)
 
@@ -74,7 +74,7 @@ class ChatMessage(BaseModel):
 class Subagent(BaseModel):
     """An agent that another one can call as a tool; it works in the same workspace."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
     """The name of the tool."""
@@ -94,86 +94,71 @@ class Subagent(BaseModel):
 class AgentOptions(BaseModel):
     """The options of a conversation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
-    max_turns: PositiveInt = meaning(20, "Maximum model replies per conversation.")
+    max_turns: PositiveInt = meaning(20, "Maximum model replies.")
     max_errors: NonNegativeInt = meaning(
         5,
-        "End a conversation as `errors` after this many failing tool calls (unknown tool, bad "
-        "arguments, exception, timeout); 0: no limit.",
+        "Failed tool calls that end a conversation; 0: no limit.",
     )
     repeat_limit: NonNegativeInt = meaning(
         3,
-        "End a conversation as `repeat` after this many equal calls in a row with equal results; "
-        "the model gets a note one call before. 0: no limit.",
+        "Equal calls with equal results in a row that end a conversation; 0: no limit.",
     )
-    max_reasks: NonNegativeInt = meaning(
-        2, "How often in a row to ask again after an unusable reply (blank, unclosed reasoning)."
-    )
+    max_reasks: NonNegativeInt = meaning(2, "Unusable replies in a row that are requested again.")
     max_cost_usd: PositiveFloat | None = meaning(
         None,
-        "Dollar budget per conversation; the reply that exceeds it ends it as `budget` before its "
-        "tools run.",
+        "Dollar budget of a conversation.",
     )
     max_total_tokens: PositiveInt | None = meaning(
-        None, "The same in tokens, input and output of all calls."
+        None, "Token budget of a conversation, input and output."
     )
     max_conversation_s: PositiveFloat | None = meaning(
         None,
-        "Time limit per conversation in model and tool calls, over all starts; the running call "
-        "is cut off and it ends as `time_limit`. Waiting for rate limits or batches does not "
-        "count.",
+        "Time limit of a conversation's model and tool calls.",
     )
     parallel_tools: bool = meaning(
-        True, "Run the calls of one reply concurrently where their tools allow it."
+        True, "Run the calls of a reply concurrently where their tools allow it."
     )
     bad_arguments: Literal["feedback", "resample"] = meaning(
         "feedback",
-        "If arguments are not a JSON object, report it to the model, or discard the reply and ask "
-        "again.",
+        "Report arguments that are no JSON object to the model, or request the reply again.",
     )
     repair_tool_names: bool = meaning(
-        False, "Correct a misspelt tool name if exactly one tool is close; recorded as a repair."
+        False, "Correct a misspelt tool name if exactly one tool is close."
     )
     continue_cut: NonNegativeInt = meaning(
-        0, "How often to ask for the rest of a text reply that the token limit cut."
+        0, "How often to continue a text that the token limit cut."
     )
     final_summary: bool = meaning(
         False,
-        "At the turn limit, ask once more for an answer without tools; the status stays "
-        "`max_turns`.",
+        "At the turn limit, ask once more for an answer without tools.",
     )
     completion_tools: bool = meaning(
-        False, "Offer final_answer and cannot_complete, with which the model can end its task."
+        False, "Offer final_answer and cannot_complete, which end the conversation."
     )
     check_expected: bool = meaning(
         False,
-        "Compare answers with column `expected`; the model learns that an answer is wrong, never "
-        "the right one.",
+        "Compare answers with the row's `expected`.",
     )
-    expected_attempts: PositiveInt = meaning(
-        3, "Maximum answers per conversation to compare with `expected`."
-    )
+    expected_attempts: PositiveInt = meaning(3, "Answers compared per conversation.")
     awaiting_input: bool = meaning(
         False,
-        "Answer tool results that ask for confirmation or input from the row's list "
-        "`user_replies`; with none left, the conversation ends as `awaiting_input`.",
+        "Answer tools that ask the user from the row's `user_replies`.",
     )
-    result_references: bool = meaning(
-        False, "Number tool results, so that the model can use them in arguments as $$NAME."
-    )
+    result_references: bool = meaning(False, "Name tool results for use in arguments, as $$NAME.")
     observation_chars: PositiveInt | None = meaning(
-        None, "Cut tool results to this many characters; the record keeps them whole."
+        None, "Characters of a tool result that the model sees."
     )
     state_max_turns: bool = meaning(False, "State the turn limit in the system prompt.")
     text_protocol: Literal["react"] | None = meaning(
-        None, "For models without tool calling: react reads calls from Thought / Action lines."
+        None, "For models without tool calling: read calls from Thought/Action lines."
     )
-    plan: bool = meaning(False, "Have the model write a plan first and work through its steps.")
+    plan: bool = meaning(False, "Have the model write a plan first, then work through its steps.")
     plan_step_turns: PositiveInt = meaning(5, "Maximum replies per step of a plan.")
     preparation: str | None = meaning(
         None,
-        "Task of a conversation that gathers context first; its findings are added to the prompts.",
+        "Task of a conversation that first gathers context.",
     )
     preparation_toolsets: Annotated[tuple[str, ...] | None, BeforeValidator(split_commas)] = (
         meaning(None, "Toolsets of the preparation; default: all on offer.")
@@ -183,25 +168,24 @@ class AgentOptions(BaseModel):
         None, "System prompt that the model sees and no file contains."
     )
     prefill_messages: Annotated[tuple[ChatMessage, ...], BeforeValidator(parse_json)] = meaning(
-        (), "Messages shown after the system prompt and not recorded."
+        (), "Messages shown after the system prompt, not recorded."
     )
     compact_after: NonNegativeInt = meaning(
         0,
-        "Show reasoning and call arguments shortened once this many later replies had text; the "
-        "record keeps them. 0: never.",
+        "Replies with text after which older reasoning and arguments are shown shortened; 0: "
+        "never.",
     )
     summarize_over_tokens: PositiveInt | None = meaning(
-        None, "Show older messages as a summary beyond about this many tokens (characters / 4)."
+        None, "Tokens (characters / 4) beyond which older messages are shown as a summary."
     )
     summarize_over_messages: PositiveInt | None = meaning(
         None,
-        "The same beyond this many messages. A summary replaces at least `summarize_keep` "
-        "messages.",
+        "Messages beyond which older ones are shown as a summary.",
     )
-    summarize_keep: PositiveInt = meaning(8, "Most recent messages that are never summarized.")
+    summarize_keep: PositiveInt = meaning(8, "Latest messages that are never summarized.")
     approve: str | None = meaning(
         None,
-        "MODULE:FUNCTION that approves or denies each tool call; see docs/conversations.md.",
+        "MODULE:FUNCTION that approves or denies each tool call.",
         pattern=r"^[\w.]+:[\w.]+$",
     )
     subagents: Annotated[tuple[Subagent, ...], BeforeValidator(parse_json)] = meaning(

@@ -22,7 +22,7 @@ def conversations_in_flight(
 
     See `StoredRun.in_flight`.
     """
-    journals = Inflight(inflight, reads_only=True)
+    journals = Inflight(inflight, read_only=True)
     journals.read(settled=settled)
     found = []
     for key in journals.tasks():

@@ -15,12 +15,12 @@ from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.run_dir import read_run_json
 from runs.store.files import replace_file
-from runs.totals.accounts import Accounts, account
+from runs.totals.run_totals import RunTotals, compute_totals
 
 
 def write_results(
     path: Path, scan: Scan, config: RunConfig, *, last_start: dict[str, Any] | None = None
-) -> Accounts:
+) -> RunTotals:
     """Write the training files, then the summary, both from what is on disk.
 
     `last_start` is how the start went that has just ended. Without it the summary keeps what it
@@ -34,7 +34,7 @@ def write_results(
         require_reasoning=config.require_reasoning,
         require_passed=config.require_passed,
     )
-    totals = account(path, scan, config)
+    totals = compute_totals(path, scan, config)
     summary = path / "summary.json"
     if last_start is None:
         # A summary that is missing or damaged has nothing to keep.

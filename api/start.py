@@ -16,7 +16,7 @@ from runs.process.console import say
 from runs.run import Outcome, run_batch
 from runs.run_dir import RunDir, open_run_dir
 from runs.store.files import training_file_of
-from runs.totals.accounts import Accounts
+from runs.totals.run_totals import RunTotals
 
 LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
 """Shows the run in a directory inside a `with` block, and gives what takes the messages."""
@@ -31,7 +31,7 @@ class RunEnd:
     path: Path
     """The run directory."""
     training_file: Path
-    totals: Accounts
+    totals: RunTotals
     """The totals of the whole run, all its starts."""
     exit_code: int
     """What the command returns: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by the
@@ -65,7 +65,8 @@ def run(
     `EnvironmentStop`.
     """
     with machine_failures_as_stops():
-        plan = make_plan(config)
+        tell = (say if progress else _nothing) if isinstance(progress, bool) else progress
+        plan = make_plan(config, say=tell)
         keys = None if only is None else _keys_of(plan.scan, only)
         return start(
             plan,
@@ -119,7 +120,7 @@ def opened(plan: Plan, *, fresh: bool, accept_config_change: Collection[str]) ->
     )
 
 
-def exit_of(outcome: Outcome, totals: Accounts, *, is_all: bool = True) -> tuple[int, str | None]:
+def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tuple[int, str | None]:
     """The exit code of a start, and why it is neither 0 nor 1.
 
     `is_all` is whether it was to do all tasks.

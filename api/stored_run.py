@@ -23,10 +23,10 @@ from runs.run_lock import holder_of
 from runs.store.failures import stored_failures
 from runs.store.files import refuse_strange_files
 from runs.store.index import IndexEntry
-from runs.store.reader import looking_at, read_id, read_record, stored_records
+from runs.store.reader import open_index, read_id, read_record, stored_records
 from runs.store.records import UnreadableRecord, load_index, refuse_lost_records
 from runs.tasks import Task
-from runs.totals.accounts import Accounts, account
+from runs.totals.run_totals import RunTotals, compute_totals
 
 _RUNS_SHOWN = 10
 _IDS_SHOWN = 10
@@ -100,7 +100,7 @@ class StoredRun:
         """
         exact: tuple[bytes, IndexEntry] | None = None
         longer: dict[str, tuple[bytes, IndexEntry]] = {}
-        with looking_at(self.path) as (index, records):
+        with open_index(self.path) as (index, records):
             for key, entry in index.counting():
                 found = read_id(records, entry.offset, entry.length, key)
                 if found == record_id:
@@ -120,7 +120,7 @@ class StoredRun:
         One that has become unreadable is left out: the next start of the run deals with it.
         """
         room = _LAST_BYTES
-        with looking_at(self.path, lenient=True) as (index, records):
+        with open_index(self.path, lenient=True) as (index, records):
             for key, entry in index.latest():
                 room -= entry.length
                 if room < 0:
@@ -135,7 +135,7 @@ class StoredRun:
 
         Raises `UnreadableRecord` where no such record is in its place.
         """
-        with looking_at(self.path) as (index, records):
+        with open_index(self.path) as (index, records):
             for key, entry in index.counting():
                 yield read_id(records, entry.offset, entry.length, key), entry
 
@@ -145,7 +145,7 @@ class StoredRun:
         Then how many there are. Of a record that has become unreadable the id is "".
         """
         found: list[tuple[str, IndexEntry]] = []
-        with looking_at(self.path) as (index, records):
+        with open_index(self.path) as (index, records):
             for key, entry in islice(index.latest(), most):
                 try:
                     found.append((read_id(records, entry.offset, entry.length, key), entry))
@@ -167,9 +167,9 @@ class StoredRun:
         settled = load_index(self.path).keys()
         return conversations_in_flight(self.path / "inflight", settled=settled, now=time.time())
 
-    def totals(self) -> Accounts:
+    def totals(self) -> RunTotals:
         """Tasks done, failed, discarded and pending, and their turns, tokens and cost."""
-        return account(self.path, self.scan, self.config)
+        return compute_totals(self.path, self.scan, self.config)
 
     def statistics(self) -> dict[str, Any]:
         """Turns, tokens, costs, tools and reasoning over all records; see `stats --json`."""

@@ -82,7 +82,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
 
         def keep(event: Event, task: Task = task, trajectory: Trajectory = trajectory) -> None:
             position = len(trajectory.messages)
-            journal.append(task.id, task.input_digest, event, deal=1, position=position)
+            journal.append(task.id, task.input_digest, event, assignment=1, position=position)
 
         conversation = ConversationRunner(
             trajectory=trajectory,

@@ -23,7 +23,8 @@ from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, save_scan
 from runs.record import dump_record
 from runs.store.checksum import read_object
-from runs.store.records import RecordFile, index_fields
+from runs.store.index import index_fields
+from runs.store.records import RecordFile
 from testing.fake_endpoint import FakeEndpoint
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,6 +7,7 @@ shared          options and lookups that commands share
 run             run, estimate, import_hermes
 inspect_runs    status, export, verify, merge
 look            report, show, compare
+look_at_source  look
 stats           stats
 fork            fork
 lists           tools, distributions, errors
@@ -24,6 +25,7 @@ SEAM = (
     "inspect_runs",
     "lists",
     "look",
+    "look_at_source",
     "run",
     "stats",
 )

@@ -191,12 +191,13 @@ def _default_of(field: Any) -> str:
 def _is_list(field: Any) -> bool:
     """Whether the text of a flag is a list separated by commas."""
     from agent.options import split_commas
-    from runs.config.option_types import parse_resources
+    from runs.config.option_types import parse_columns, parse_resources
 
     rules = [*field.metadata]
     for inner in get_args(field.annotation):
         rules += getattr(inner, "__metadata__", ())
-    return any(getattr(rule, "func", None) in (split_commas, parse_resources) for rule in rules)
+    lists = (split_commas, parse_columns, parse_resources)
+    return any(getattr(rule, "func", None) in lists for rule in rules)
 
 
 def _completed(
@@ -226,6 +227,8 @@ def _metavar(name: str, field: Any, choices: list[str], *, is_list: bool) -> str
     if field.annotation is bool:
         return None
     kinds = str(field.annotation)
+    if name == "columns":
+        return "COLUMN=SOURCE_COLUMN,..."
     if is_list:
         return "NAME=NUMBER,..." if "float" in kinds else "NAME,..."
     if choices:

@@ -33,19 +33,19 @@ _OPTIONS = (
     (
         "reasoning",
         "inline|field|last|none",
-        "Inline, in its own field, last turn only, or none.",
+        "Where reasoning goes.",
     ),
-    ("parallel_calls", "keep|split", "Keep parallel calls in one turn, or split them into turns."),
-    ("system", "saved|omit", "Keep or omit the system prompt that the model saw."),
-    ("empty_think", "keep|omit", "hermes: empty <think> block in turns without reasoning."),
+    ("parallel_calls", "keep|split", "Parallel calls in one turn, or one per turn."),
+    ("system", "saved|omit", "The system prompt that the model saw."),
+    ("empty_think", "keep|omit", "The empty <think> block of turns without reasoning."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
-    ("accept_rows", "REASON,...", "Keep rows with these flaws in formats that can hold them."),
-    ("splits", "NAME=SHARE,...", "Splits by prompt, such as train=0.9,test=0.1."),
+    ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
+    ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
     ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
     (
         "render",
         "FILE",
-        "Show rows through a chat template (Jinja or tokenizer_config.json).",
+        "Print rows through a chat template (Jinja or tokenizer_config.json).",
     ),
     ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
 )
@@ -54,7 +54,7 @@ _OPTIONS = (
 def dataset_options(function: Any) -> Any:
     """Options of a dataset for a command."""
     flags = (
-        click.option("--check", is_flag=True, help="Check a dataset against the records."),
+        click.option("--check", is_flag=True, help="Compare the dataset with the records."),
         click.option(
             "--render_rows",
             metavar="N",
@@ -64,7 +64,7 @@ def dataset_options(function: Any) -> Any:
         click.option(
             "--require_passed",
             is_flag=True,
-            help="Leave out conversations that did not pass their check; unchecked ones stay.",
+            help="Leave out conversations that failed their check.",
         ),
         click.option("--push_for_real", is_flag=True, help="Send it (extra `hf`)."),
     )

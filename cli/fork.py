@@ -31,7 +31,7 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
 @click.option(
     "--n", "branches", metavar="N", type=click.IntRange(min=1), required=True, help="Branches each."
 )
-@click.option("--status", metavar="NAME,...", help="Branch from these statuses.  [default: any]")
+@click.option("--status", metavar="NAME,...", help="Endings to branch from.  [default: any]")
 @click.option("--min_reward", metavar="NUMBER", type=float, help="Minimum reward.")
 @click.option("--max_reward", metavar="NUMBER", type=float, help="Maximum reward.")
 @click.option("--passed/--not_passed", default=None, help="Result of the check.")
@@ -59,7 +59,7 @@ def fork(
 ) -> None:
     """Continue conversations of RUN from a turn, several times each, as a new run.
 
-    Options given here override those of RUN; the same command resumes. See docs/forks.md.
+    Options given here override those of RUN; the same command resumes.
     """
     from api.stored_run import open_run
     from runs.maintenance.fork import forked_config, write_forks

@@ -14,7 +14,7 @@ RARE_OPTIONS = ("fresh", "accept_config_change", "live", "resume", "help_all")
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
-        *("dataset_file", "run_name", "output_dir", "num_samples", "max_samples"),
+        *("dataset_file", "columns", "run_name", "output_dir", "num_samples", "max_samples"),
         *("on_bad_row", "require_reasoning", "require_passed", "accept_rows", "empty_think"),
         *("seed", "shard", "forks"),
     ),
@@ -52,7 +52,7 @@ OF_CONVERSATIONS = "Conversations (a row can set most of these in its column age
 OF_STARTS = "This start"
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
-    "Commands to run": ("run", "estimate", "fork", "import_hermes", "merge"),
+    "Commands to run": ("run", "look", "estimate", "fork", "import_hermes", "merge"),
     "Commands to inspect": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
     "Commands to list what is available": ("tools", "distributions", "errors"),

@@ -23,7 +23,7 @@ from runs.process.console import say, show
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
 @live_option
-@click.option("--dry_run", is_flag=True, help="Check everything, show what would run, and stop.")
+@click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
 @click.option("--resume", is_flag=True, help="No effect: the same command always resumes.")
 def run(
     config_file: Path | None,
@@ -39,7 +39,7 @@ def run(
     from runs.planning.preview import preview
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, will_start=not dry_run)
         if dry_run:
             warn(plan, say)
             name_bad_rows(plan.scan, say)
@@ -69,14 +69,13 @@ def estimate(
     pilot: int,
     **flags: Any,
 ) -> None:
-    """Run a random sample of the tasks, then forecast the cost and time of the whole run.
+    """Run a random sample of the tasks, then forecast cost and time of the whole run.
 
-    Takes the options of `run`. The sample is part of the run: the same command without `estimate`
-    runs the rest.
+    The sample is part of the run: the same command without `estimate` runs the rest.
     """
     import orjson
 
-    from runs.config.models import bounds_of
+    from runs.config.models import limits_of
     from runs.store.files import replace_file
     from runs.totals.forecast import as_table, forecast, sample_tasks
 
@@ -92,13 +91,13 @@ def estimate(
         if ended.stopped_by is not None or ended.signal is not None:
             # Those that have ended are the quick ones, and no random sample.
             end(ended)
-        bounds = bounds_of(config, plan.setups)
+        limits = limits_of(config, plan.setups)
         found = forecast(
             config.run_dir,
             ended.totals,
             sample,
             conversations=config.conversations,
-            bounds=bounds,
+            limits=limits,
             seed=config.seed,
         )
         if found is not None:
@@ -122,19 +121,18 @@ def import_hermes(
 ) -> None:
     """Import a batch run of hermes-agent from DIRECTORY.
 
-    Takes the options of `run`. The same command without `import_hermes DIRECTORY` then runs the
-    rest.
+    The same command without `import_hermes DIRECTORY` then runs the rest.
     """
     from api.results import write_results
     from api.start import opened
     from runs.maintenance.hermes.importer import import_hermes
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, will_start=False)
         with opened(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
             imported = import_hermes(
                 directory, plan.scan, run_dir, num_samples=plan.config.num_samples
             )
-            accounts = write_results(run_dir.path, plan.scan, plan.config)
+            totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
-    show_run(run_dir.path, accounts)
+    show_run(run_dir.path, totals)

@@ -15,7 +15,7 @@ from runs.process.console import show
 if TYPE_CHECKING:
     from api.start import RunEnd
     from runs.planning.plan import Plan
-    from runs.totals.accounts import Accounts
+    from runs.totals.run_totals import RunTotals
 
 
 def starting_options(function: Any) -> Any:
@@ -26,20 +26,18 @@ def starting_options(function: Any) -> Any:
                 "--config",
                 "config_file",
                 type=click.Path(path_type=Path),
-                help="YAML file with any of these options; flags win over it.",
+                help="YAML file of options; flags win over it.",
             ),
             click.option(
                 "--fresh",
                 is_flag=True,
-                help="Start over; an existing run directory is moved aside.",
+                help="Move an existing run aside and start again.",
             ),
             click.option(
                 "--accept_config_change",
                 multiple=True,
                 metavar="KEY,...",
-                help="Resume although these keys, which affect the data, have changed. "
-                "max_samples, num_samples and dataset_file: even if finished rows leave the "
-                "training file.",
+                help="Resume although these options, which affect the data, have changed.",
             ),
         ]
     ):
@@ -50,7 +48,7 @@ def starting_options(function: Any) -> Any:
 live_option = click.option(
     "--live",
     is_flag=True,
-    help="Show the run full-screen while it works (extra `live`).",
+    help="Show the run full-screen (extra `live`).",
 )
 
 output_dir_option = click.option(
@@ -78,12 +76,22 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
 
 
-def make_plan_of(config_file: Path | None, flags: dict[str, Any]) -> Plan:
+def make_plan_of(
+    config_file: Path | None, flags: dict[str, Any], *, will_start: bool = True
+) -> Plan:
+    """The plan of a config file and flags; `will_start` says that `start` comes next."""
     from runs.config.loading import load_config
     from runs.planning.plan import make_plan
 
-    given = {name: value for name, value in flags.items() if value is not None}
-    return make_plan(load_config(config_file, given))
+    config = load_config(
+        config_file, {name: value for name, value in flags.items() if value is not None}
+    )
+    if will_start:
+        import api.start  # noqa: F401 - what is imported by now, workers need not import
+        from runs.executor_choice import fork_ahead
+
+        fork_ahead(config)
+    return make_plan(config, writes=will_start)
 
 
 def start(
@@ -118,14 +126,14 @@ def accepted(accept_config_change: Sequence[str]) -> list[str]:
     return [key for key in ",".join(accept_config_change).split(",") if key]
 
 
-def show_run(path: Path, accounts: Accounts) -> None:
+def show_run(path: Path, totals: RunTotals) -> None:
     import orjson
 
     from runs.batch_api.totals import sum_up
-    from runs.totals.accounts import as_table
+    from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
-    lines = [as_table(accounts)]
+    lines = [as_table(totals)]
     if (batches := sum_up(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:

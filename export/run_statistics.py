@@ -20,7 +20,7 @@ from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
 from runs.store.index import own_work
 from runs.store.reader import stored_records
-from runs.store.settled import NO_BOUND
+from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by
 
 _SHARES = (0.5, 0.9, 0.99)
@@ -120,7 +120,7 @@ def statistics_of(
     style: Style,
     require_reasoning: bool,
     require_passed: bool = False,
-    max_attempts: int = NO_BOUND,
+    max_attempts: int = NO_LIMIT,
 ) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
 

@@ -10,8 +10,8 @@ from typing import Any
 from api.stored_run import StoredRun
 from report.formatting import count, dollars, one_line
 from runs.store.checks import CheckSums
-from runs.store.records import IndexEntry
-from runs.store.settled import NO_BOUND
+from runs.store.index import IndexEntry
+from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by
 
 _SHOWN = 10
@@ -88,7 +88,7 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
 
 def _spent(stored: StoredRun) -> dict[str, Any]:
     """What a run has spent in all, beside what its records that count cost."""
-    spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_BOUND))
+    spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
     return {"spent_usd": spent.usd, "spent_unknown": spent.unknown}
 
 

@@ -72,10 +72,10 @@ def _drawn(found: Status, *, height: int) -> Group:
     shown = min(max(_IN_FLIGHT_AT_LEAST, height - _OTHER_LINES), _IN_FLIGHT_AT_MOST)
     head, *parts = sections(found, in_flight_shown=shown)
     drawn: list[Rule | Text | Padding] = [Text(head[0], style="bold", no_wrap=True)]
-    accounts = found.accounts
-    if accounts.total:
-        ended = accounts.done + accounts.failed + accounts.discarded
-        bar = ProgressBar(total=accounts.total, completed=ended)
+    totals = found.totals
+    if totals.total:
+        ended = totals.done + totals.failed + totals.discarded
+        bar = ProgressBar(total=totals.total, completed=ended)
         drawn.append(Padding(bar, 0))  # a bar alone does not end its line
     drawn += [Text(line, no_wrap=False) for line in head[1:]]
     for title, *lines in parts:

@@ -1,4 +1,4 @@
-"""What a run is about: its accounts, how fast it goes, what is in flight, slow or failing."""
+"""What a run is about: its totals, how fast it goes, what is in flight, slow or failing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runs.process.console import show
 from runs.store.failures import failures_by_class
 from runs.store.index import own_turns
 from runs.supervisor.progress import PROGRESS_FILE, describe
-from runs.totals.accounts import Accounts, as_table
+from runs.totals.run_totals import RunTotals, as_table
 
 _SLOWEST = 5
 _SHOWN = 10
@@ -27,7 +27,7 @@ _LINE_CHARS = 100
 
 
 def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> None:
-    """Print the accounts and the status of a run, with `every_s` again while the run goes on.
+    """Print the totals and the status of a run, with `every_s` again while the run goes on.
 
     JSON is one object, or one line each time.
     """
@@ -52,7 +52,7 @@ class Status(NamedTuple):
     run_dir: Path
     holder: dict[str, Any] | None
     """The process that works on it."""
-    accounts: Accounts
+    totals: RunTotals
     progress: dict[str, Any] | None
     """What that process said last, see `runs/supervisor/progress.py`."""
     details: dict[str, Any]
@@ -66,7 +66,7 @@ class Status(NamedTuple):
             "run_dir": str(self.run_dir),
             "holder": self.holder,
             "progress": self.progress,
-            **self.accounts.to_json(),
+            **self.totals.to_json(),
             **self.details,
             **({} if self.batches is None else {"batches": self.batches.to_json()}),
         }
@@ -125,7 +125,7 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
     running = "not running"
     if holder is not None:
         running = f"running (pid {holder.get('pid')} on {holder.get('host')})"
-    if holder is None and found.accounts.pending:
+    if holder is None and found.totals.pending:
         running += "; the command of the run goes on with what is pending"
     head = [f"{found.run_dir}: {running}"]
     if state is not None:
@@ -133,7 +133,7 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
         head += [f"  {one_line(message, _LINE_CHARS)}" for message in state["messages"]]
     parts = [
         head,
-        as_table(found.accounts).splitlines(),
+        as_table(found.totals).splitlines(),
         [] if found.batches is None else [found.batches.describe()],
         _in_flight(found.details["in_flight"], in_flight_shown, runs=holder is not None),
         _slowest(found.details),

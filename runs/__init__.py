@@ -13,6 +13,7 @@ run              one start of a run
 process/         what a process does to itself before it works
 store/           journals, records, failures and their index
 dataset/         rows, prompts and the scan
+sources/         datasets of other kinds, written as JSONL
 config/          options from YAML and flags to checked values
 totals/          the sums of a run, what it spent, forecasts
 protocol/        what parent and workers say to each other
@@ -35,8 +36,10 @@ SEAM = (
     "config.run_config",
     "config.toolsets",
     "dataset.row",
+    "dataset.row_setup",
     "dataset.scan",
     "errors",
+    "executor_choice",
     "executors.local",
     "maintenance.fork",
     "maintenance.hermes.importer",
@@ -52,6 +55,9 @@ SEAM = (
     "run",
     "run_dir",
     "run_lock",
+    "sources.columns",
+    "sources.kept_dataset",
+    "sources.source",
     "store.checks",
     "store.checksum",
     "store.failures",
@@ -63,7 +69,7 @@ SEAM = (
     "store.settled",
     "supervisor.progress",
     "tasks",
-    "totals.accounts",
     "totals.forecast",
+    "totals.run_totals",
     "totals.spending",
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from itertools import islice
 
+from agent.models.prices import load_table
+from agent.models.resolve import SCRIPTED
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from runs.executors.base import Executor
-from runs.executors.local import LocalExecutor
+from runs.executors.local import LocalExecutor, fork_workers
 from runs.run_dir import RunDir
 from toolsets.extras import install
 
@@ -20,6 +24,23 @@ def check_executor(config: RunConfig) -> None:
             "--executor=ray out"
         )
         raise ConfigError(msg)
+
+
+def fork_ahead(config: RunConfig) -> None:
+    """Fork the workers of a start before it is planned; see `fork_workers`.
+
+    No more than can be of use: one for each core, and for each task.
+    """
+    if config.executor == "local":
+        most = min(config.num_workers, os.cpu_count() or 1)
+        try:
+            with config.dataset_file.open("rb") as file:
+                lines = sum(1 for _ in islice(file, most))
+        except OSError:
+            return  # planning says what is wrong with it
+        if config.model_weights().keys() != {SCRIPTED}:
+            load_table()  # once for all
+        fork_workers(min(most, lines * config.num_samples))
 
 
 def open_executor(config: RunConfig, run_dir: RunDir) -> Executor:

@@ -18,7 +18,7 @@ from agent.models.model import url_of
 from runs.amounts import Cost
 from runs.batch_api.batch_log import free_unsent, held_in, set_aside_damaged_steps
 from runs.batch_api.service import BatchService, with_open_batches
-from runs.config.models import bounds_of, budget_of
+from runs.config.models import budget_of, limits_of
 from runs.dataset.scan import tasks_at
 from runs.dataset.scan_cache import NAME
 from runs.errors import DatasetChanged, RunLocked
@@ -278,7 +278,7 @@ def _state_of(
 
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
-    bounds = bounds_of(plan.config, plan.setups)
+    bounds = limits_of(plan.config, plan.setups)
     is_proven = has_answers and run_dir.same_endpoints and len(bounds) == 1
     return WorkerSetup(
         number=0,

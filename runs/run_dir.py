@@ -3,6 +3,7 @@
     run.json         config, its semantic digest, dataset, versions; no secrets
     records.jsonl    one finished trajectory per line: the checkpoint
     records.idx      derived from it
+    dataset-KEY.*    the dataset as JSONL, if it is not a JSONL file of the user's
     dataset.idx      derived from the dataset
     failures.jsonl   one line per failed attempt and per bad row
     inflight/        turn journals of conversations that are not finished
@@ -39,6 +40,7 @@ from runs.dataset.scan_cache import NAME, save_scan
 from runs.errors import ConfigError, EnvironmentStop, RunDirError
 from runs.narrowing import NARROWING, refuse_narrowing
 from runs.run_lock import is_same_file, lock
+from runs.sources.kept_dataset import link_kept, remove_other_kept, source_of_kept
 from runs.store.files import (
     listed,
     refuse_strange_files,
@@ -164,10 +166,12 @@ def open_run_dir(
         lock_fd = lock(path)
         if fresh and any(entry.name != "lock" for entry in path.iterdir()):
             # Still locked while it moves, so no other process can begin to work in it.
-            _move_aside(path)
+            aside = _move_aside(path)
             path.mkdir(mode=0o700)
             moved_fd, lock_fd = lock_fd, lock(path)
             os.close(moved_fd)
+            if scan.path.parent == path:
+                link_kept(aside / scan.path.name, path)
         for name in ("inflight", "workspaces", "exports"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
         for litter in stale_files_of(path):
@@ -176,6 +180,7 @@ def open_run_dir(
         run["api"] = api
         write_run_json(path, run)
         save_scan(path / NAME, scan)
+        remove_other_kept(path, scan.path)
     except BaseException as error:
         if lock_fd is not None:
             os.close(lock_fd)
@@ -281,7 +286,8 @@ def runs_in(output_dir: Path) -> list[str]:
     return sorted(path.parent.name for path in output_dir.glob("*/run.json"))
 
 
-def _move_aside(path: Path) -> None:
+def _move_aside(path: Path) -> Path:
+    """Rename the directory of a run, and move its training file into it; return the new path."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     aside = path.with_name(f"{path.name}.{stamp}")
     number = 1
@@ -292,6 +298,7 @@ def _move_aside(path: Path) -> None:
     with suppress(FileNotFoundError):
         training = training_file_of(path)
         training.rename(aside / training.name)
+    return aside
 
 
 def _run_json(
@@ -356,6 +363,7 @@ def dataset_of(scan: Scan) -> dict[str, Any]:
     """What run.json says of the dataset."""
     return {
         "path": str(scan.path.resolve()),
+        "source": source_of_kept(scan.path),
         "rows": scan.rows,
         "bad_rows": len(scan.bad_rows),
         "sha256": scan.sha256,

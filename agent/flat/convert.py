@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import Any
 
 from agent.flat.format import FlatMessage, check_messages, is_assistants, is_foreign, with_time
-from agent.json_depth import MAX_NESTING, is_nested_deeper
 from agent.messages import Message, ProviderBlocks, ToolCall
 from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.model import Completion
@@ -271,7 +270,7 @@ def _call_item(call: ToolCall) -> FlatMessage:
 
 def _read_arguments(arguments: str) -> Any:
     """The JSON that a model wrote, or its text where that is none or could not be written again."""
-    if is_nested_deeper(arguments.encode(errors="replace"), MAX_NESTING):
+    if exact_json.is_nested_too_deep(arguments.encode(errors="replace")):
         return arguments
     try:
         return exact_json.loads(arguments or "{}")

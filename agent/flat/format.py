@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from agent.json_depth import MAX_NESTING, is_nested_deeper
 from agent.models.dialects.anthropic_messages import API
 from toolsets import exact_json
 
@@ -130,7 +129,7 @@ def _is_json(value: Any) -> bool:
         written = exact_json.dumps(value)
     except TypeError:
         return False
-    return not is_nested_deeper(written, MAX_NESTING) and bool(exact_json.loads(written) == value)
+    return not exact_json.is_nested_too_deep(written) and bool(exact_json.loads(written) == value)
 
 
 def check_messages(flat: Sequence[FlatMessage]) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from agent.messages import Usage as Counts
@@ -167,9 +170,26 @@ def is_known(settings: ModelSettings) -> bool:
     return _find(settings.name, settings.provider) is not None
 
 
+def load_table() -> None:
+    """Import the price table, but not the HTTP client with which it could update itself.
+
+    That client takes longer to import than the table; whatever uses it imports it then.
+    """
+    if "genai_prices" in sys.modules or "httpx2" in sys.modules:
+        return
+    later = ModuleType("httpx2")
+    later.__dict__["__getattr__"] = lambda name: getattr(import_module("httpx2"), name)
+    sys.modules["httpx2"] = later
+    try:
+        import_module("genai_prices.data")
+    finally:
+        del sys.modules["httpx2"]
+
+
 @lru_cache(maxsize=64)
 def _find(name: str, provider: str | None) -> PriceCalculation | None:
     """The table's entry for a model. Searching the table costs more than a whole model call."""
+    load_table()
     from genai_prices import Usage, calc_price
 
     for known_as in (name, _DATE.sub("", name)):

@@ -30,7 +30,7 @@ API = "scripted"
 class ScriptedCall(BaseModel):
     """One tool call of a scripted turn."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     name: str
     arguments: dict[str, Any] | str = Field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class ScriptedCall(BaseModel):
 class ScriptedTurn(BaseModel):
     """One reply that the scripted model gives."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     reasoning: str = ""
     content: str = ""
     tool_calls: list[ScriptedCall] = Field(default_factory=list)
@@ -46,7 +46,7 @@ class ScriptedTurn(BaseModel):
 
 
 _SCRIPT: TypeAdapter[list[ScriptedTurn]] = TypeAdapter(
-    Annotated[list[ScriptedTurn], Field(min_length=1)]
+    Annotated[list[ScriptedTurn], Field(min_length=1)], config=ConfigDict(defer_build=True)
 )
 
 

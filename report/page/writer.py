@@ -17,7 +17,7 @@ from report.page.training_form import training_form
 from runs.errors import RunDirError
 from runs.store.failures import failures_by_class
 from runs.store.files import StorageError, replace_file
-from runs.store.settled import NO_BOUND
+from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by
 from toolsets import exact_json
 
@@ -108,7 +108,7 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "history": run["history"],
         "versions": run["versions"],
         "errors": failures_by_class(stored.path),
-        "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_BOUND))._asdict(),
+        "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
     }
 
 

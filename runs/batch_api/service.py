@@ -18,7 +18,7 @@ from agent.models.resolve import read_key
 from runs.batch_api.batch_log import BatchJob, BatchLog
 from runs.batch_api.collector import BatchCollector, CollectorLimits
 from runs.batch_api.delivery import BatchDelivery
-from runs.config.models import Setups, asked
+from runs.config.models import Setups, called_models
 from runs.config.run_config import RunConfig
 from runs.protocol.batch_calls import name_of
 from runs.run_dir import RunDir
@@ -101,7 +101,7 @@ class BatchService:
                         patience_s=config.call_timeout_s,
                         say=self.news.put,
                     )
-                    for one in asked(self._setups)
+                    for one in called_models(self._setups)
                 },
                 CollectorLimits(config.batch_wait_s, config.batch_max_requests),
                 on_problem=self._on_problem,

@@ -1,4 +1,4 @@
-"""An endpoint that the config of a run gives a name: where it is, and what holds for it alone."""
+"""The user's own endpoints: a name, a URL, and options for their models."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from agent.options import PositiveFloat, PositiveInt
 from runs.config.plain_secrets import is_secret, names_secret
 from toolsets.validation import did_you_mean
 
-_OURS = frozenset({"messages", "input", "model", "tools", "stream", "n"})
-"""Without what these say of a request, its reply could not be read, or would be that to another."""
+_RESERVED = frozenset({"messages", "input", "model", "tools", "stream", "n"})
+"""Fields of a request body that only this program may set."""
 
 HOLDS_SECRET: Final = "holds_secret"
-"""Type of the error for a value that may hold a secret, and so is not to be shown."""
+"""Type of the error for a value that must not be shown: it may contain a secret."""
 
 
 def check_url(value: str) -> str:
-    """A base URL in one form; raises `ValueError` for one that may not be written into files."""
+    """Normalize a base URL. Raises `ValueError` if it is invalid or may contain a secret."""
     if not value.startswith(("http://", "https://")):
         msg = "must start with http:// or https://"
         raise ValueError(msg)
     url = urlsplit(value)
     if not url.hostname or any(c.isspace() for c in value):
-        msg = "must name a host, and hold no blanks"
+        msg = "must name a host and contain no blanks"
         raise ValueError(msg)
     if url.username is not None or url.query or is_secret(url.path):
         msg = (
-            "must hold no password, key or query, which would be written into files: name the "
+            "must not have a password, key or query, which would be written to files: name the "
             "variable of a key as key_env, and give other parameters as the `query` of an endpoint"
         )
         raise PydanticCustomError(HOLDS_SECRET, msg)
-    _ = url.port  # raises where that is no port
+    _ = url.port  # raises ValueError if it is not a port number
     return value.rstrip("/")
 
 
@@ -136,34 +136,34 @@ ClientOptions = Annotated[
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 _OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
-"""What its models are asked with, in place of what the run says: part of what the data is."""
+"""Options of an endpoint that override those of the run and affect the data."""
 
 
-def _keeps_the_request(value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
-    if taken := _OURS.intersection(value or {}):
-        msg = f"{', '.join(sorted(taken))}: not in extra_body, for the program itself decides that"
+def _check_extra_body(value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+    if taken := _RESERVED.intersection(value or {}):
+        msg = f"{', '.join(sorted(taken))}: not allowed in extra_body; this program sets it"
         raise ValueError(msg)
     return value
 
 
-ExtraBody = Annotated[dict[str, JsonValue] | None, AfterValidator(_keeps_the_request)]
-"""What is merged into every request body."""
+ExtraBody = Annotated[dict[str, JsonValue] | None, AfterValidator(_check_extra_body)]
+"""An object that is merged into every request body."""
 
 
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class PriceConfig(BaseModel):
-    """What a model costs, in dollars per million tokens; what is left out costs as `input` does."""
+    """The price of a model in dollars per million tokens; cache prices default to `input`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     input: Dollars
     output: Dollars
     cache_read: Dollars | None = None
-    """Input that came from the provider's cache."""
+    """Input read from the provider's cache."""
     cache_write: Dollars | None = None
-    """Input that was written into it."""
+    """Input written to it."""
 
     def to_price(self) -> Price:
         """For `ModelSettings`."""
@@ -180,21 +180,21 @@ Prices = Mapping[str, PriceConfig]
 
 def to_prices(prices: Prices) -> dict[str, Price]:
     """For `ModelSettings`, by the names that the user gave."""
-    return {name: one.to_price() for name, one in prices.items()}
+    return {name: price.to_price() for name, price in prices.items()}
 
 
 class EndpointConfig(BaseModel):
-    """One entry of `endpoints`. What it does not say is as the run says."""
+    """One entry of `endpoints`. Options that it leaves out are those of the run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     base_url: BaseUrl | None = None
     """None only with `client`, which knows it."""
     api: Api | None = None
-    """None: that of the provider whose URL it is, of those that are known, else openai_chat."""
+    """None: that of the known provider with this URL, else openai_chat."""
     key_env: str | None = Field(None, min_length=1)
     """Environment variable that holds the API key. None: a known provider's own at its URL, and
-    elsewhere "none", for no key leaves unasked."""
+    elsewhere "none": no key is sent unless it is named."""
     headers: Headers = {}
     """Sent with every request, such as {anthropic-beta: ...}; no secrets."""
     headers_env: HeadersEnv = {}
@@ -213,9 +213,9 @@ class EndpointConfig(BaseModel):
     client_options: ClientOptions = {}
     """Arguments for that client; no secrets."""
     provider: str | None = None
-    """Id of the provider in the price table, where neither URL nor the model's name tells."""
+    """Id of the provider in the price table, if neither URL nor model name determines it."""
     prices: dict[str, PriceConfig] = {}
-    """What its models cost, by the names that it knows them by."""
+    """Prices of its models, by the endpoint's names for them."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: PositiveInt | None = None
@@ -280,7 +280,7 @@ class EndpointConfig(BaseModel):
         return endpoint_id(own.base_url, own.key_env, own.connection) == settings.endpoint
 
     def meaning(self) -> dict[str, Any]:
-        """What of it decides what the data is, JSON-ready."""
+        """The options that affect the data, JSON-ready."""
         return {"api": self._api, **{name: getattr(self, name) for name in _OF_MODELS}}
 
     @property

@@ -23,10 +23,12 @@ from runs.maintenance.verify_batches import calls_kept
 from runs.run_dir import dataset_of, write_run_json
 from runs.run_lock import locked
 from runs.shards import check_shards
+from runs.sources.kept_dataset import link_kept
 from runs.store.failures import read_failure
 from runs.store.files import AppendFile, sync_directory, training_file_of
-from runs.store.journal import turns_under_way
-from runs.store.records import RecordFile, index_fields, lines_from, load_index, parse_record
+from runs.store.index import index_fields
+from runs.store.journal import read_journaled_replies
+from runs.store.records import RecordFile, lines_from, load_index, parse_record
 from runs.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
@@ -82,12 +84,21 @@ def common_config(
     check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
     if dataset_file is None:
         are_shards = first["config"].get("shard") is not None
-        if not are_shards and len({identity["dataset"]["path"] for _, identity in runs}) > 1:
+        if not are_shards and len({_rows_of(identity["dataset"]) for _, identity in runs}) > 1:
             msg = "the runs have different datasets: name one that has all rows by --dataset_file"
             raise ConfigError(msg)
-        dataset_file = Path(first["dataset"]["path"])
+        if first["dataset"].get("source") is None:
+            dataset_file = Path(first["dataset"]["path"])
+        else:
+            dataset_file = Path(first["config"]["dataset_file"])
     changed = {"run_name": run_name, "output_dir": output_dir, "dataset_file": dataset_file}
     return load_config(None, {**first["config"], **changed, "shard": None})
+
+
+def _rows_of(dataset: Mapping[str, Any]) -> str:
+    """What two runs have in common if they have the same rows: a file, or what it was made of."""
+    source = dataset.get("source")
+    return str(dataset["path"]) if source is None else str(source["blake2b"])
 
 
 def merge(
@@ -128,6 +139,10 @@ def _make(
 ) -> tuple[dict[Path, int], int]:
     for directory in (making, making / "inflight", making / "workspaces"):
         directory.mkdir(mode=0o700)
+    dataset = dataset_of(scan)
+    if dataset["source"] is not None:
+        link_kept(scan.path, making)
+        dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
     records = RecordFile(making, making / "quarantine")
     failures = AppendFile(making / "failures.jsonl")
     taken, equal = _copy(runs, records)
@@ -145,7 +160,7 @@ def _make(
         "run_name": config.run_name,
         "created": time.time(),
         "config": {**first["config"], **{key: config.to_json()[key] for key in _OF_THE_NEW}},
-        "dataset": dataset_of(scan),
+        "dataset": dataset,
         "history": [*first["history"], {"at": time.time(), "merged": sources}],
     }
     write_run_json(making, identity)
@@ -154,20 +169,16 @@ def _make(
 
 def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     settled = load_index(path)
-    turns = turns_under_way(path / "inflight", settled=settled)
+    unfinished = read_journaled_replies(path / "inflight", settled=settled).tasks.values()
     calls = calls_kept(path, settled)
-    if calls and not turns and not drop:
-        msg = (
-            f"{path}: {calls} calls are in batches, which are paid for: run it to its end first, "
-            "or leave them behind by --drop_unfinished"
-        )
-        raise RunDirError(msg)
-    if turns and not drop:
-        msg = (
-            f"{path}: {len(turns)} conversations with {sum(turns.values())} turns are under way: "
-            "run it to its end first, or leave them behind by --drop_unfinished"
-        )
-        raise RunDirError(msg)
+    if drop or not (unfinished or calls):
+        return
+    turns = sum(replies.turns for replies in unfinished)
+    what = f"{len(unfinished)} conversations with {turns} turns are under way"
+    if not unfinished:
+        what = f"{calls} calls are in batches, which are paid for"
+    msg = f"{path}: {what}: finish this run first, or give them up by --drop_unfinished"
+    raise RunDirError(msg)
 
 
 def _copy(

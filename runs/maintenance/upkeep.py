@@ -13,13 +13,15 @@ import orjson
 
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan
-from runs.dataset.scan_cache import NAME, scan_with
+from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import DatasetError
 from runs.maintenance.problem import Problem
 from runs.maintenance.repair import describe_remaining, repair_run
 from runs.maintenance.verify import Report, verify
+from runs.process.console import say
 from runs.run_lock import locked, refuse_held
 from runs.shards import parse_shard
+from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.records import UnreadableRecord
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
@@ -103,7 +105,24 @@ def check(
 
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """What a scan of the dataset gives the run in directory `path`. Raises `DatasetError`."""
-    return scan_with(path / NAME, **_scanned(identity, config))
+    return cached_scan(path / NAME, **_scanned(identity, config))
+
+
+def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
+    """The dataset that `config` names, as JSONL in a temporary directory if it is something else.
+
+    Raises what `keep_dataset` raises.
+    """
+    scanned = _scanned(identity, config)
+    return keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rules=scanned["rules"],
+        max_samples=config.max_samples,
+        writes=False,
+        say=say,
+    )
 
 
 def _scanned(identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from runs.maintenance.problem import Problem
 from runs.maintenance.verify_batches import check_batches
 from runs.maintenance.verify_exports import check_exports
 from runs.run_dir import stale_files_of
-from runs.store.checksum import DamagedLine, is_whole
+from runs.store.checksum import DamagedLine, is_whole, read_object
 from runs.store.failures import is_failure
 from runs.store.files import listed, tail_of
 from runs.store.index import (
@@ -39,11 +39,11 @@ from runs.store.index import (
     is_index,
 )
 from runs.store.journal import key_and_order, segments
-from runs.store.records import id_in, lines_from, parse_record, read_line
-from runs.store.settled import NO_BOUND, Settled
+from runs.store.records import id_in, lines_from, parse_record
+from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.budget import is_loan
 from runs.tasks import SCHEMA_VERSION
-from runs.totals.accounts import Accounts, account
+from runs.totals.run_totals import RunTotals, compute_totals
 from toolsets import exact_json
 
 
@@ -74,7 +74,7 @@ def verify(
     settled = Settled(entries, config.max_attempts)
     report.problems += _check_journals(path, settled)
     report.problems += _check_leftovers(path, settled)
-    report.problems += check_batches(path, settled=settled, ended=Settled(entries, NO_BOUND))
+    report.problems += check_batches(path, settled=settled, ended=Settled(entries, NO_LIMIT))
     ledger = path / "batches.jsonl"
     report.problems += _check_tail(ledger, sum(1 for _ in lines_from(ledger, 0)))
     if isinstance(scan, str):
@@ -82,9 +82,9 @@ def verify(
         report.problems.append(Problem("contradiction", path / "run.json", None, message))
         return report
     report.problems += _check_kept_scan(path / NAME, scan)
-    accounts = account(path, scan, config, index=entries)
-    report.problems += _check_sums(path, accounts)
-    report.problems += check_exports(path, accounts, made)
+    totals = compute_totals(path, scan, config, index=entries)
+    report.problems += _check_sums(path, totals)
+    report.problems += check_exports(path, totals, made)
     return report
 
 
@@ -142,7 +142,7 @@ def _what_is_lost(line: bytes) -> str:
     """What to say of a line that holds no record."""
     words = [f"id {named!r}"] if (named := id_in(line)) else []
     try:
-        read_line(line)
+        read_object(line)
     except DamagedLine as error:
         words.append(str(error))
     why = f" ({'; '.join(words)})" if words else ""
@@ -263,17 +263,17 @@ def _check_kept_scan(kept: Path, scan: Scan) -> Iterator[Problem]:
         yield Problem("derived", kept, None, "not what the dataset gives; it will be made anew")
 
 
-def _check_sums(path: Path, accounts: Accounts) -> Iterator[Problem]:
+def _check_sums(path: Path, totals: RunTotals) -> Iterator[Problem]:
     summary = path / "summary.json"
     try:
         said = orjson.loads(summary.read_bytes())
         wrong = [
             f"{key} {said.get(key)!r}, the records give {value!r}"
-            for key, value in orjson.loads(orjson.dumps(accounts.to_json())).items()
+            for key, value in orjson.loads(orjson.dumps(totals.to_json())).items()
             if said.get(key, value) != value  # an older version wrote fewer
         ]
     except FileNotFoundError:
-        if accounts.done or accounts.failed:
+        if totals.done or totals.failed:
             yield Problem("derived", summary, None, "missing; it will be made from the records")
         return
     except (orjson.JSONDecodeError, AttributeError):

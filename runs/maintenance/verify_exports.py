@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from runs.maintenance.problem import Problem
-from runs.totals.accounts import Accounts
+from runs.totals.run_totals import RunTotals
 
 
 class _Said(NamedTuple):
@@ -25,8 +25,8 @@ class _Said(NamedTuple):
     sha256: str
 
 
-def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator[Problem]:
-    """Check the manifest against the accounts, and each file against the manifest.
+def check_exports(path: Path, totals: RunTotals, made: Path | None) -> Iterator[Problem]:
+    """Check the manifest against the totals, and each file against the manifest.
 
     `made` is a run directory whose exports were just made from the same records; each file must
     be equal to its twin there. None leaves the contents alone.
@@ -39,13 +39,13 @@ def check_exports(path: Path, accounts: Accounts, made: Path | None) -> Iterator
             for said in manifest["files"]
         }
     except FileNotFoundError:
-        if accounts.done or accounts.failed:
+        if totals.done or totals.failed:
             yield _wrong(manifest_path, None, "missing")
         return
     except (orjson.JSONDecodeError, KeyError, TypeError):
         yield _wrong(manifest_path, None, "unreadable")
         return
-    yield from _check_counts(manifest_path, manifest, accounts)
+    yield from _check_counts(manifest_path, manifest, totals)
     for file, said in files.items():
         yield from _check_file(file, said, contents=made is not None)
     if made is not None:
@@ -66,14 +66,14 @@ def _place(path: Path, relative: str) -> Path:
     return inside if inside.exists() else named
 
 
-def _check_counts(path: Path, manifest: dict[str, Any], accounts: Accounts) -> Iterator[Problem]:
-    with_record = sum(accounts.statuses.values())
+def _check_counts(path: Path, manifest: dict[str, Any], totals: RunTotals) -> Iterator[Problem]:
+    with_record = sum(totals.statuses.values())
     expected = {
-        "tasks": accounts.total,
-        "discarded": accounts.discarded,
-        "failed": accounts.done + accounts.failed - with_record,
-        "pending": accounts.pending,
-        "gone": accounts.gone,
+        "tasks": totals.total,
+        "discarded": totals.discarded,
+        "failed": totals.done + totals.failed - with_record,
+        "pending": totals.pending,
+        "gone": totals.gone,
     }
     for key, value in expected.items():
         if manifest.get(key) != value:

@@ -13,14 +13,16 @@ import yaml
 from agent.models.model import ModelSettings, Price
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
-from runs.config.models import Setups, asked, set_up_models, unpriced
+from runs.config.models import Setups, called_models, set_up_models, unpriced
 from runs.config.run_config import RunConfig
 from runs.config.toolsets import catalog_of, with_listed_servers
 from runs.dataset.scan import Scan
-from runs.dataset.scan_cache import NAME, scan_with
+from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import ConfigError, DatasetError
 from runs.executor_choice import check_executor
+from runs.process.console import say
 from runs.shards import parse_shard
+from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
 from toolsets.sandbox.cgroup import can_bound_memory
 from toolsets.sandbox.factory import sandbox_problem
@@ -37,6 +39,7 @@ class Plan:
     sandbox: str | None
     """None where no tool runs commands."""
     script: list[ScriptedTurn] | None
+    dataset: KeptDataset
     scan: Scan
 
     @property
@@ -50,10 +53,13 @@ class Plan:
         return next(iter(self.setups.values())).names()
 
 
-def make_plan(config: RunConfig) -> Plan:
-    """Check all that can be checked before anything is written or asked for.
+def make_plan(
+    config: RunConfig, *, writes: bool = True, say: Callable[[str], object] = say
+) -> Plan:
+    """Check all that can be checked before any model is called.
 
-    Raises `ConfigError` or `DatasetError`.
+    Writes nothing but a dataset that is not JSONL, as JSONL; without `writes` not even that (see
+    `keep_dataset`). Raises `ConfigError`, `DatasetError`, or what `keep_dataset` raises.
     """
     _keep_dataset(config)
     try:
@@ -69,18 +75,29 @@ def make_plan(config: RunConfig) -> Plan:
     if needs_sandbox and (problem := sandbox_problem(config.sandbox, image=config.docker_image)):
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     script = _read_script(config.script_file)
+    rules = config.row_rules(
+        first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
+    )
+    dataset = keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rules=rules,
+        max_samples=config.max_samples,
+        writes=writes,
+        say=say,
+    )
     return Plan(
         config=config,
         setups=setups,
         sandbox=config.sandbox if needs_sandbox else None,
         script=script,
-        scan=scan_with(
+        dataset=dataset,
+        scan=cached_scan(
             config.run_dir / NAME,
-            config.dataset_file,
+            dataset.path,
             max_samples=config.max_samples,
-            rules=config.row_rules(
-                first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
-            ),
+            rules=rules,
             num_samples=config.num_samples,
             shard=None if config.shard is None else parse_shard(config.shard),
         ),
@@ -135,7 +152,7 @@ def describe(plan: Plan) -> str:
     return "\n".join(
         [
             f"run        {config.run_dir}",
-            f"dataset    {scan.path}: {scan.all_rows} usable rows, {scan.all_bad} bad",
+            f"dataset    {config.dataset_file}: {scan.all_rows} usable rows, {scan.all_bad} bad",
             *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
             f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
             f"{scan.rows * config.num_samples}",
@@ -176,7 +193,9 @@ def _shares(plan: Plan) -> str:
 
 def warn(plan: Plan, say: Callable[[str], object]) -> None:
     """Say what a careful user would want to know before the first call."""
-    for base_url in dict.fromkeys(settings.base_url or "" for settings in asked(plan.setups)):
+    for base_url in dict.fromkeys(
+        settings.base_url or "" for settings in called_models(plan.setups)
+    ):
         url = urlsplit(base_url)
         if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
             say(

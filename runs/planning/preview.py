@@ -13,13 +13,13 @@ from agent.setup import Home
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import unused_turns
 from runs.dataset.scan import tasks_at
-from runs.dataset.scan_cache import NAME, kept_keys
+from runs.dataset.scan_cache import NAME, cached_keys
 from runs.planning.plan import Plan
 from runs.run_dir import check_reopening
 from runs.run_lock import refuse_held
 from runs.store.records import load_index
 from runs.tasks import Task
-from runs.totals.accounts import Accounts, account
+from runs.totals.run_totals import RunTotals, compute_totals
 from toolsets.context import ToolContext
 from toolsets.text import clip
 from toolsets.workspace.workspace import Workspace
@@ -44,7 +44,7 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
 
 
 def _standing(plan: Plan) -> list[str]:
-    found = account(plan.config.run_dir, plan.scan, plan.config)
+    found = compute_totals(plan.config.run_dir, plan.scan, plan.config)
     failed = found.failed - found.to_retry
     for_good = f", {failed:,} failed for good" if failed else ""
     lines = [
@@ -60,7 +60,7 @@ def _standing(plan: Plan) -> list[str]:
     return lines
 
 
-def _owed_in_words(plan: Plan, found: Accounts) -> str:
+def _owed_in_words(plan: Plan, found: RunTotals) -> str:
     parts = []
     if found.under_way:
         parts.append(f"{found.under_way:,} under way with {found.turns_under_way:,} turns kept")
@@ -73,7 +73,7 @@ def _owed_in_words(plan: Plan, found: Accounts) -> str:
 
 def _new_tasks(plan: Plan) -> int:
     """How many tasks without a record the last start did not have; 0 where nobody can tell."""
-    if (before := kept_keys(plan.config.run_dir / NAME)) is None:
+    if (before := cached_keys(plan.config.run_dir / NAME)) is None:
         return 0
     known = {before[start : start + 16] for start in range(0, len(before), 16)}
     rows, _ = load_index(plan.config.run_dir).match(plan.scan.keys)

@@ -14,7 +14,6 @@ PACKAGES = (
     "aiohttp",
     "click",
     "genai_prices",
-    "griffe",
     "httpx2",
     "orjson",
     "pydantic",

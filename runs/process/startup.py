@@ -17,6 +17,9 @@ _LOG_FORMAT = "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"
 
 _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4  # linux/prctl.h
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that stop a run."""
+
 _QUIET_LOGGERS = ("aiohttp", "httpx2", "httpcore2", "asyncio")
 """Loggers of libraries that may quote requests."""
 

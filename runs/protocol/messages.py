@@ -33,8 +33,8 @@ class Assignment(TypedDict):
     task: dict[str, Any]
     """The fields of a `Task`."""
     attempt: int
-    deal: int
-    """How often the task has been dealt, this time included."""
+    number: int
+    """How often the task was assigned, including this time."""
     events: list[Event]
     place: str
     """Where the workspace is that the events were made in; see `WorkerSetup.place`."""

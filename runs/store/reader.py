@@ -1,4 +1,4 @@
-"""The records of a run, read one by one from where the index says they lie; writes nothing."""
+"""Read the records of a run one by one, at their places in the index; writes nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from runs.store.checksum import DamagedLine
+from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import refuse_strange_files
 from runs.store.index import Index
-from runs.store.records import AFTER_ID, HEAD, load_index, read_line, unreadable_record
+from runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
 from runs.tasks import task_key
 
 _DIGEST = b',"input_digest":"'
@@ -21,7 +21,7 @@ _HEAD_BYTES = 512
 
 
 class Stored(NamedTuple):
-    """A record, and the line that it was read from."""
+    """A record and its line."""
 
     record: dict[str, Any]
     line: bytes
@@ -29,22 +29,19 @@ class Stored(NamedTuple):
 
 @contextmanager
 def open_records(run_dir: Path) -> Iterator[BinaryIO]:
-    """The file of records; where there is none yet, one that holds nothing."""
+    """Open records.jsonl; an empty file if it does not exist yet."""
     path = run_dir / "records.jsonl"
     with (path if path.exists() else Path(os.devnull)).open("rb") as records:
         yield records
 
 
 def read_record(records: BinaryIO, offset: int, length: int, key: bytes) -> Stored:
-    """The record of the task with this key, which lies at this place.
-
-    Raises `UnreadableRecord`.
-    """
+    """Read the record of the task with this key at this place. Raises `UnreadableRecord`."""
     line = os.pread(records.fileno(), length, offset)
     try:
-        record = read_line(line)
+        record = read_object(line)
         if task_key(record["id"], record["input_digest"]) != key:
-            msg = "the index says that another record lies here"
+            msg = "the index names another record for this place"
             raise DamagedLine(msg)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise unreadable_record(records, offset, line, error) from error
@@ -52,7 +49,7 @@ def read_record(records: BinaryIO, offset: int, length: int, key: bytes) -> Stor
 
 
 def read_id(records: BinaryIO, offset: int, length: int, key: bytes) -> str:
-    """The id of the record of a task, from its first bytes where these prove it.
+    """Read only the id of a record, from its first bytes if they match the key.
 
     Raises `UnreadableRecord`.
     """
@@ -64,15 +61,15 @@ def read_id(records: BinaryIO, offset: int, length: int, key: bytes) -> str:
         if digest > 0 and task_key(found, head[first : head.index(b'"', first)].decode()) == key:
             return found
     except ValueError:
-        pass  # the id itself holds what looks like its end, or the head is too short
+        pass  # the id contains what looks like its end, or is longer than the head
     return str(read_record(records, offset, length, key).record["id"])
 
 
 @contextmanager
-def looking_at(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index, BinaryIO]]:
-    """The index of a run, which may go on meanwhile, and the file of the records that it names.
+def open_index(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index, BinaryIO]]:
+    """Open the index and the records of a run, even during the run.
 
-    Raises `RunDirError` where a file of the run is no plain one, and what `load_index` raises.
+    Raises `RunDirError` if a file of the run is not a plain file, and what `load_index` raises.
     """
     refuse_strange_files(run_dir)
     index = load_index(run_dir, lenient=lenient)
@@ -81,10 +78,10 @@ def looking_at(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index,
 
 
 def stored_records(run_dir: Path) -> Iterator[Stored]:
-    """The records that count, in the order in which they were written, one in memory at a time.
+    """The records that count, in the order written, one in memory at a time.
 
-    Raises `UnreadableRecord`, and `RunDirError` as `looking_at` does.
+    Raises `UnreadableRecord`, and `RunDirError` as `open_index` does.
     """
-    with looking_at(run_dir) as (index, records):
+    with open_index(run_dir) as (index, records):
         for key, entry in index.counting():
             yield read_record(records, entry.offset, entry.length, key)

@@ -16,8 +16,8 @@ from runs.executors.base import WorkerHandle
 from runs.protocol.messages import pack
 from runs.store.checksum import DamagedLine, read_object, with_checksum
 from runs.store.files import AppendFile, repair_tail
+from runs.store.index import IndexEntry
 from runs.store.journal import Inflight
-from runs.store.records import IndexEntry
 
 log = logging.getLogger(__name__)
 

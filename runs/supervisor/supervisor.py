@@ -22,7 +22,7 @@ from agent.models.model import url_of
 from runs.amounts import Cost
 from runs.batch_api.collector import BatchCollector
 from runs.batch_api.service import BatchService
-from runs.config.models import Setups, bounds_of
+from runs.config.models import Setups, limits_of
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.errors import DatasetChanged, EnvironmentStop
@@ -33,9 +33,9 @@ from runs.record import dump_record, make_record
 from runs.run_dir import RunDir
 from runs.store.failures import Failure, FailureFile
 from runs.store.files import StorageError
-from runs.store.index import PASSED
+from runs.store.index import PASSED, index_fields
 from runs.store.journal import Inflight, next_worker_number
-from runs.store.records import RecordFile, index_fields
+from runs.store.records import RecordFile
 from runs.store.settled import WORKER_DIED
 from runs.supervisor.budget import BudgetLog, RunBudget
 from runs.supervisor.damaged import listed_in_words
@@ -88,7 +88,7 @@ class Supervisor:
         self._queue = TaskQueue(start.tasks, start.failures.deaths)
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start: their journals stay for the next one."""
-        self.limits = RunLimits(bounds_of(start.config, start.setups))
+        self.limits = RunLimits(limits_of(start.config, start.setups))
         self.budget = RunBudget(start.setup.budget, spent=start.spent, budget_log=start.budget_log)
         first_number = next_worker_number(start.run_dir.inflight)
         self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
@@ -371,17 +371,17 @@ class Supervisor:
     def _assignment_of(self, worker: WorkerHandle, task: Task) -> Assignment:
         """Note who has a task, and give what it is to be told. Raises `StorageError`."""
         attempt = self._start.failures.attempts[task.key] + 1
-        deal = Assignment(
+        assignment = Assignment(
             task=task._asdict(),
             attempt=attempt,
-            deal=self._start.inflight.next_deal(task.key),
+            number=self._start.inflight.next_assignment(task.key),
             events=self._start.inflight.events(task.key),
             place=self._start.inflight.workspace_place(task.key),
             # Once: a worker that dies with it may have had the answer, and booked it.
             held=self._start.held.pop(task.key, {}),
         )
         worker.held[task.key] = (task, attempt)
-        return deal
+        return assignment
 
     # Stopping.
 

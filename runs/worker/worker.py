@@ -25,6 +25,7 @@ from runs.config.models import set_up_models
 from runs.config.toolsets import catalog_of
 from runs.process.child_watcher import use_pidfd_watcher
 from runs.process.startup import (
+    STOPPING,
     allow_many_files,
     collect_garbage_rarely,
     die_with_parent,
@@ -67,7 +68,7 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
     """
     # The parent decides what a Ctrl-C, a scheduler's SIGTERM or a closed terminal means. Not
     # SIG_IGN: commands would inherit that, and `kill` would do nothing in them.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOPPING:
         signal.signal(number, _leave_to_the_parent)
     allow_many_files()
     collect_garbage_rarely()

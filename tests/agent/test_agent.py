@@ -37,7 +37,7 @@ def test_chat_gives_the_final_text(tmp_path: Path) -> None:
     [
         ({"api_key": "sk-of-a-file\n"}, "api_key: it holds characters"),
         ({"base_url": "127.0.0.1:8000/v1"}, "base_url: must start with http"),
-        ({"base_url": "http://127.0.0.1/v1?version=1"}, "base_url: must hold no password"),
+        ({"base_url": "http://127.0.0.1/v1?version=1"}, "base_url: must not have a password"),
     ],
 )
 def test_what_could_not_be_sent_is_refused_at_once(given: dict[str, str], words: str) -> None:

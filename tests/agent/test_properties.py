@@ -44,7 +44,7 @@ from toolsets.tool import Tool
 CALM = settings(deadline=None, derandomize=True, database=None)
 FEW = CALM.max_examples
 MANY = 3 * FEW
-"""Ten times as many with `--hypothesis-profile=long`."""
+"""More with `--hypothesis-profile=full` or `long`."""
 
 # Calls of `count` at the same time would give other numbers each time.
 IN_ORDER = tuple(replace(tool, sequential=tool.name == "count") for tool in TOOLS)
@@ -688,7 +688,7 @@ def without_times(value: Any) -> Any:
     return [without_times(item) for item in value] if isinstance(value, list) else value
 
 
-@settings(CALM, max_examples=400)
+@settings(CALM, max_examples=4 * FEW)
 @given(scene=scenes())
 def test_watching_changes_nothing(stage: Stage, scene: Scene) -> None:
     watched, unwatched = (stage.play(scene, kind=kind) for kind in (Enduring, Unwatched))
@@ -705,7 +705,7 @@ def test_watching_changes_nothing(stage: Stage, scene: Scene) -> None:
 PROMPTS = st.lists(st.tuples(st.booleans(), st.sampled_from(["go", "yes", "more"])), max_size=5)
 
 
-@settings(CALM, max_examples=150)
+@settings(CALM, max_examples=3 * FEW // 2)
 @given(scene=scenes(), first=st.sampled_from(["go", "list all"]), prompts=PROMPTS)
 @example(scene=Scene([say("", finish_reason="length")], {}), first="go", prompts=[])
 def test_a_session_and_its_fork_never_change_each_other(
@@ -726,7 +726,7 @@ def test_a_session_and_its_fork_never_change_each_other(
             assert exact_json.dumps([session.messages, session.trajectory.to_record()]) == before
 
 
-@settings(CALM, max_examples=150)
+@settings(CALM, max_examples=3 * FEW // 2)
 @given(scene=scenes(), prompts=st.lists(st.sampled_from(["go", "yes", "more"]), max_size=4))
 @example(scene=Scene([say("", finish_reason="length")], {}), prompts=["go"])
 @example(scene=Scene([HELPED], ONE_FAILING), prompts=["go"])
@@ -777,7 +777,7 @@ PROVENANCE = Provenance(
 IN_TURN = re.compile(r"system human(?: gpt(?: tool gpt)* human)*(?: gpt(?: tool gpt)*(?: tool)?)?")
 
 
-@settings(CALM, max_examples=800)
+@settings(CALM, max_examples=8 * FEW)
 @given(scene=scenes())
 @example(
     scene=Scene(

@@ -534,7 +534,7 @@ REPLIES = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=5 * settings().max_examples, deadline=None)
 @given(text=REPLIES)
 def test_no_word_of_a_reply_is_lost(text: str) -> None:
     """Whatever was written is in the verbatim text and the cut; only calls have a cut."""

@@ -101,6 +101,7 @@ def test_the_screen_shows_the_status_and_goes(tmp_path: Path) -> None:
     assert len(ids(tmp_path / "trajectories" / "r.jsonl")) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     """As by Ctrl-C: the signal goes to all processes of the terminal."""
     with live(tmp_path, grace_s=0) as terminal:
@@ -120,6 +121,7 @@ def test_a_killed_run_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
         terminal.assert_is_as_it_was()
 
 
+@pytest.mark.slow
 def test_a_view_that_dies_holds_up_nothing(tmp_path: Path) -> None:
     with live(tmp_path) as terminal:
         terminal.read_until("runs hold, ")

@@ -396,15 +396,15 @@ def result(turn: int, call: int, *, at: float) -> ResultEvent:
     )
 
 
-def journaled(run_dir: Path, *deals: list[tuple[int, Event]], task: str = "a") -> None:
-    """Write the events of one task with their positions, each deal by a worker of its own."""
+def journaled(run_dir: Path, *assignments: list[tuple[int, Event]], task: str = "a") -> None:
+    """Write the events of one task with their positions, each assignment by a worker of its own."""
     inflight = run_dir / "inflight"
     inflight.mkdir(exist_ok=True)
-    for deal, events in enumerate(deals):
+    for assignment, events in enumerate(assignments):
         number = len(list(inflight.iterdir()))
         writer = JournalWriter(inflight, number, on_storage_error=lambda error: None)
         for position, event in events:
-            writer.append(task, "digest", event, deal=deal, position=position)
+            writer.append(task, "digest", event, assignment=assignment, position=position)
         writer.close()
 
 
@@ -437,7 +437,7 @@ def test_the_model_is_waited_for_when_all_calls_are_answered(tmp_path: Path) -> 
     assert (one["doing"], one["turns"], one["tool"], one["idle_s"]) == ("model", 1, "x", 1.0)
 
 
-def test_a_later_deal_replaces_what_it_could_not_use(tmp_path: Path) -> None:
+def test_a_later_assignment_replaces_what_it_could_not_use(tmp_path: Path) -> None:
     before: list[Event] = [
         reply(1, "x", at=100.0),
         result(1, 0, at=101.0),

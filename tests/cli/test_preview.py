@@ -26,7 +26,7 @@ def training(directory: Path) -> int:
 
 
 class TestNarrowing:
-    @pytest.mark.parametrize("dry", [(), ("--dry_run",)])
+    @pytest.mark.parametrize("dry", [("--dry_run",), pytest.param((), marks=pytest.mark.slow)])
     def test_a_bound_for_a_trial_takes_no_row_away(
         self, finished: Path, dry: tuple[str, ...]
     ) -> None:

@@ -833,7 +833,7 @@ class TestRecipe:
             ("{formats: [hermes], reasoning: field}", "hermes has no field for it"),
             ("{formats: [atif], reasoning: inline}", "atif has a field for it"),
             ("filters: {first_n: 1, best_n: 1}", "give one"),
-            ("- openai", "a recipe holds `key: value` lines"),
+            ("- openai", "a recipe must have `key: value` lines"),
             ("a: b: c", "not YAML"),
         ],
     )

@@ -457,7 +457,7 @@ class TestResults:
     def test_any_other_text_stays_that_string(self, text: str) -> None:
         assert content_of(answered(text)) == text
 
-    @settings(max_examples=1000)
+    @settings(max_examples=10 * settings().max_examples)
     @given(
         st.lists(
             st.tuples(

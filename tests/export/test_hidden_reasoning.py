@@ -187,6 +187,7 @@ def test_rows_without_any_think_tag(tmp_path: Path) -> None:
     assert gpt(row) == ["Hi.", "Hi."]
 
 
+@pytest.mark.slow
 def test_a_run_can_leave_the_empty_blocks_out_and_says_so(tmp_path: Path) -> None:
     """The option decides the training file alone, so it may change from start to start."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "yes"}]})

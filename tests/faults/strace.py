@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tests.running import ROOT, command
+from tests.running import command, spawning
 
 CALLS = (
     *("openat", "write", "pwrite64", "ftruncate", "fsync", "fdatasync"),
@@ -23,16 +23,6 @@ CALLS = (
 )
 
 Who = Literal["parent", "worker"]
-
-# The program, with another interpreter for its workers.
-_WITH_WORKERS = """
-import multiprocessing, sys
-sys.path.insert(0, {root!r})
-sys.argv[0] = "batch_runner.py"
-multiprocessing.set_executable({wrapper!r})
-import batch_runner
-batch_runner.cli()
-"""
 
 # The first worker is traced by a process that is no parent of it; its helpers and later workers
 # are as ever.
@@ -104,10 +94,10 @@ def run_traced(
 
     `args` stand before the options that are `given`: another command than `run`, say.
     """
-    python, script, *flags = command(*args, **given)
+    line = command(*args, **given)
     options = [*options, "-e", "signal=none", "-e", f"trace={','.join(CALLS)}"]
     if who == "parent":
-        line = ["strace", *options, python, script, *flags]
+        line = ["strace", *options, *line]
     else:
         options = [*options, "-ff"]
         wrapper = cwd / "python-of-workers"
@@ -118,8 +108,9 @@ def run_traced(
         wrapper.chmod(0o755)
         if flag.exists():
             flag.rmdir()
-        code = _WITH_WORKERS.format(root=str(ROOT), wrapper=str(wrapper))
-        line = [python, "-c", code, *flags]
+        python, option, code, *flags = spawning(line)
+        code = f"import multiprocessing; multiprocessing.set_executable({str(wrapper)!r})\n{code}"
+        line = [python, option, code, *flags]
     return subprocess.run(
         line, cwd=cwd, capture_output=True, text=True, timeout=120, start_new_session=True
     )

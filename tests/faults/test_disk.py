@@ -123,6 +123,7 @@ def test_what_a_power_loss_or_an_editor_left_costs_only_what_it_hit(
     assert any(run_dir.glob("quarantine/records.jsonl*")), "what was unreadable is kept"
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
     tmp_path: Path,
 ) -> None:
@@ -212,7 +213,7 @@ def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
         assert "Traceback" not in said
         refused = run(tmp_path, **given)
         assert refused.returncode == 2
-        assert "remove records.idx to go on without them" in refused.stderr
+        assert "remove records.idx to continue without them" in refused.stderr
         records.with_suffix(".idx").unlink()
         resume_and_judge(tmp_path, given, tasks=16, endpoint=endpoint, wasted=3 * 16)
 
@@ -290,7 +291,7 @@ def test_a_disk_that_is_full_before_the_start_is_told_before_any_call(tmp_path: 
         refused = run(tmp_path, **SCRIPTED, output_dir="disk")
         assert refused.returncode == 4
         assert "disk/r: cannot write: No space left on device." in refused.stderr
-        assert "run the same command again to go on" in refused.stderr
+        assert "run the same command again to continue" in refused.stderr
         (tmp_path / "disk" / "full").unlink()
         assert run(tmp_path, **SCRIPTED, output_dir="disk").returncode == 0
 
@@ -323,7 +324,7 @@ def test_what_is_no_file_of_a_run_is_named_before_anything_is_done(tmp_path: Pat
     records.symlink_to(tmp_path / "not-mounted" / "records.jsonl")
     started_again = run(tmp_path, **SCRIPTED)
     assert started_again.returncode == 2
-    assert "r/records.jsonl: a link to nothing; put the file" in started_again.stderr
+    assert "r/records.jsonl: a dangling link; put the file" in started_again.stderr
     records.unlink()
     os.mkfifo(records)
     verified = run(tmp_path, "verify", "r")

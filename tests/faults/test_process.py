@@ -47,6 +47,7 @@ def test_the_parent_alone_is_killed_as_by_the_oom_killer(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "asked", [pytest.param("the parent alone", marks=pytest.mark.long), "the whole group"]
 )
+@pytest.mark.slow
 def test_a_scheduler_asks_once_and_would_then_kill(tmp_path: Path, asked: str) -> None:
     """F5: Kubernetes asks the first process, Slurm all of them; calls outlast the grace."""
     write_prompts(tmp_path / "p.jsonl", 4)

@@ -117,6 +117,7 @@ def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["chat", only_long("messages")])
+@pytest.mark.slow
 def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
     """It is carried out and nobody is told its id: the next start finds it."""
     write_prompts(tmp_path / "p.jsonl", 4)
@@ -271,7 +272,7 @@ def test_what_is_set_aside_for_calls_that_were_never_sent_is_free_at_the_next_st
 ) -> None:
     """They are still being gathered, for want of money of one of them, when the run is stopped.
 
-    The next start is stopped too, before anything was dealt.
+    The next start is stopped too, before anything was assigned.
     """
     write_prompts(tmp_path / "p.jsonl", 3)
     place = tmp_path / "trajectories" / "r"
@@ -316,7 +317,7 @@ def test_what_is_set_aside_for_calls_that_were_never_sent_is_so_once(tmp_path: P
 
 
 def running(cwd: Path, pid: int, limit: str = "calls in") -> int:
-    """How many conversations the run of process `pid` says to have dealt, while `limit` holds."""
+    """Conversations that the run of process `pid` says to have assigned, while `limit` holds."""
     try:
         told = json.loads((cwd / "trajectories" / "r" / "progress.json").read_text())
     except FileNotFoundError:

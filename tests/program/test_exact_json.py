@@ -119,7 +119,14 @@ def replies(path: str, turn: int) -> JSON:
     return {"id": "r", "model": "m", "content": content, "stop_reason": end}
 
 
-@pytest.mark.parametrize("api", ["openai_chat", "openai_responses", "anthropic_messages"])
+@pytest.mark.parametrize(
+    "api",
+    [
+        "openai_chat",
+        pytest.param("openai_responses", marks=pytest.mark.slow),
+        pytest.param("anthropic_messages", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_keeps_every_digit(module: Path, api: str) -> None:
     """The tool gets the integer, and record, request and row hold the digits of the model."""
     columns = {"id": "a", "prompt": "x", "expected": LONG}

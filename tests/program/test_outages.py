@@ -141,6 +141,7 @@ def limit_told(run_dir: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
     tmp_path: Path,
 ) -> None:
@@ -163,7 +164,7 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
         return int(found[1]) if found else 0
 
     with listening(Handler) as root:
-        given = {
+        given: dict[str, Any] = {
             **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
             **{"model": "openai:m", "base_url": f"{root}/v1", "key_env": "none", "grace_s": 300},
         }

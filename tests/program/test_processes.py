@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.playing import call, calls, say
-from tests.running import ROOT, SCRIPTED, lines, write_rows
+from tests.running import ROOT, SCRIPTED, lines, run, session_of, started, write_rows
 from tests.running import command as command_of
 from tests.toolsets.test_sandbox import BOTH
 
@@ -197,3 +197,29 @@ print(sum(fields[0] == "Z" for fields in seen))
     told = [m["content"] for record in records for m in record["messages"] if m["role"] == "tool"]
     assert len(told) == 6
     assert all('"stdout":"0\\n"' in content for content in told), told
+
+
+def test_each_worker_loads_the_users_tools_itself(tmp_path: Path) -> None:
+    """Workers are forked before that: what a module makes at import, such as a generator of random
+    numbers, would be the same in all of them."""
+    (tmp_path / "own.py").write_text(
+        "import os\n\nLOADED_BY = os.getpid()\n\n\n"
+        "def is_loaded_here() -> bool:\n"
+        '    """Say whether this process has loaded the tool."""\n'
+        "    return LOADED_BY == os.getpid()\n"
+    )
+    script = [{"tool_calls": [{"name": "is_loaded_here", "arguments": {}}]}, {"content": "yes"}]
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
+    given = {**SCRIPTED, "enabled_toolsets": "own", "tools": "own.py:is_loaded_here"}
+    done = run(tmp_path, **given)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    assert record["messages"][-2]["content"] == "true"
+
+
+def test_a_plan_that_fails_leaves_no_worker(tmp_path: Path) -> None:
+    """Workers are forked before the plan is made; a tool that cannot be loaded refuses it."""
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "yes"}]}, {})
+    with started(tmp_path, tools="own.py:missing", **{**SCRIPTED, "num_workers": 2}) as process:
+        assert process.wait(timeout=60) == 2
+        assert session_of(process.pid) == []

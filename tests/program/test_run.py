@@ -23,6 +23,7 @@ from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.running import (
     ROOT,
     WRITE_A_NOTE,
+    Process,
     command,
     ids,
     lines,
@@ -71,7 +72,7 @@ def assert_sums_agree(cwd: Path) -> None:
     assert sum(manifest[kind] for kind in kinds) == manifest["tasks"] == sums["tasks"]
 
 
-@pytest.mark.parametrize("dialect", ["openai", "anthropic"])
+@pytest.mark.parametrize("dialect", ["openai", pytest.param("anthropic", marks=pytest.mark.slow)])
 def test_a_run_makes_one_record_and_one_training_row_per_prompt(
     tmp_path: Path, dialect: str
 ) -> None:
@@ -174,7 +175,7 @@ def crash_loop(cwd: Path, *, prompts: int, kills: int, seed: int) -> dict[str, i
     return {"records": len(done), "repeated": repeated, "in_flight_at_kills": in_flight}
 
 
-def kill_after(process: subprocess.Popen[bytes], endpoint: FakeEndpoint, *, calls: int) -> None:
+def kill_after(process: Process, endpoint: FakeEndpoint, *, calls: int) -> None:
     """Kill the process group once `calls` more calls have been made."""
     enough = endpoint.journal()["requests"] + calls
     wait_until(lambda: process.poll() is not None or endpoint.journal()["requests"] >= enough)
@@ -261,7 +262,7 @@ def test_a_task_that_kills_its_workers_fails_alone(tmp_path: Path) -> None:
     assert_sums_agree(tmp_path)
 
 
-@pytest.mark.parametrize("sandbox", ["bwrap", "local"])
+@pytest.mark.parametrize("sandbox", ["bwrap", pytest.param("local", marks=pytest.mark.slow)])
 def test_commands_obey_signals(tmp_path: Path, sandbox: str) -> None:
     """What the workers leave to their parent must not be ignored in the agents' shells."""
     if problem := sandbox_problem(sandbox):
@@ -295,7 +296,9 @@ def stack_of(pid: int) -> str:
     return "fifo" if b"wait_for_partner" in Path(f"/proc/{pid}/wchan").read_bytes() else ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_one_signal_stops_in_good_order(tmp_path: Path, number: signal.Signals) -> None:
     """Running turns are finished and journaled: the next start repeats no call at all."""
     write_prompts(tmp_path / "p.jsonl", 40)
@@ -314,6 +317,7 @@ def test_one_signal_stops_in_good_order(tmp_path: Path, number: signal.Signals) 
     assert_sums_agree(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_signals_stop_at_once(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 8)
     with (
@@ -520,6 +524,7 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
         assert [turn["turn"] for turn in record["turns"]] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_stops_in_good_order(tmp_path: Path) -> None:
     """SIGHUP goes to the whole group; running turns are finished and journaled all the same."""
     write_prompts(tmp_path / "p.jsonl", 8)
@@ -608,7 +613,8 @@ def test_a_run_without_anybody_who_listens_is_not_lost(tmp_path: Path, closed: s
     assert len(ids(tmp_path / "trajectories" / "r.jsonl")) == 1
 
 
-def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [True, False])
+def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path, forks: bool) -> None:
     """The helper process of multiprocessing would inherit it, and is readable by this user."""
     write_prompts(tmp_path / "p.jsonl", 1)
     canary = b"canary-in-environment"
@@ -616,11 +622,11 @@ def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path) -> None:
     try:
         with (
             FakeEndpoint(turns=1, latency_s=60.0) as endpoint,
-            started(tmp_path, **{**options(endpoint), "key_env": "MY_KEY"}) as process,
+            started(tmp_path, forks=forks, **{**options(endpoint), "key_env": "MY_KEY"}) as process,
         ):
             wait_until(lambda: endpoint.journal()["in_flight"] == 1)
             others = set(session_of(process.pid)) - {process.pid, *workers_of(process.pid)}
-            assert others, "the helper process is there"
+            assert bool(others) != forks, "forked workers need no helper process"
             for pid in others:
                 assert canary not in Path(f"/proc/{pid}/environ").read_bytes()
     finally:
@@ -694,9 +700,9 @@ BAD_INPUT: list[tuple[dict[str, object], str]] = [
     ({"model": "foo:bar"}, "unknown prefix 'foo'. Known: anthropic, openai, openrouter"),
     ({"model": "anthropic:m"}, "set the environment variable ANTHROPIC_API_KEY"),
     ({"output_dir": "p.jsonl"}, "cannot use this run directory"),
-    ({"run_name": "a/b"}, "must be one plain name"),
-    ({"run_name": "../up"}, "must be one plain name"),
-    ({"run_name": ""}, "must be one plain name"),
+    ({"run_name": "a/b"}, "must be letters, digits"),
+    ({"run_name": "../up"}, "must be letters, digits"),
+    ({"run_name": ""}, "must be letters, digits"),
     ({"max_turns": 0}, "--max_turns"),
     ({"num_samples": 1_000_000_000}, "--num_samples"),
     ({"num_workers": "many"}, "--num_workers"),

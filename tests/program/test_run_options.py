@@ -106,7 +106,7 @@ def test_rows_in_chat_form_are_read_as_their_first_user_text(tmp_path: Path) -> 
         {"id": "bad", "script": script, "messages": [{"role": "assistant", "content": "x"}]},
     )
     done = run(tmp_path, **SCRIPTED)
-    assert "messages[0] is no text of the system or the user" in done.stderr
+    assert "messages[0] must be text of the system or the user" in done.stderr
     found = records(tmp_path)
     assert [m["content"] for m in found["openai"]["messages"]] == ["Be brief.", "Hi", "mine"]
     assert [m["content"] for m in found["sharegpt"]["messages"]] == ["Hi", "mine"]
@@ -276,7 +276,7 @@ def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> Non
         ({"seed": "9" * 20}, "--seed: Input should be less than"),
         ({"max_cost_usd": "inf"}, "--max_cost_usd: Input should be a finite number"),
         ({"approve": "leaves:hook"}, "approve: cannot import 'leaves:hook': SystemExit: 3"),
-        ({"base_url": "http://u:secret@host/v1"}, "--base_url: must hold no password"),
+        ({"base_url": "http://u:secret@host/v1"}, "--base_url: must not have a password"),
     ],
 )
 def test_what_no_run_could_keep_is_refused(

@@ -144,6 +144,7 @@ class TestARun:
             (tmp_path / "go").touch()
             assert process.wait() == 0
 
+    @pytest.mark.slow
     def test_with_samples_says_how_many_prompts_passed(self, tmp_path: Path) -> None:
         """Like pass@k: one sample that passes is enough."""
         write_dataset(tmp_path)
@@ -154,6 +155,7 @@ class TestARun:
         summary = read(tmp_path / "trajectories" / "r" / "summary.json")
         assert (summary["prompts_checked"], summary["prompts_passed"]) == (3, 1)
 
+    @pytest.mark.slow
     def test_without_checks_says_nothing_of_them(self, tmp_path: Path) -> None:
         write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
         assert "checked" not in start(tmp_path)

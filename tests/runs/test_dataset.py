@@ -1,4 +1,4 @@
-"""Reading prompts: every bad line is named, every good one has an identity that lasts."""
+"""ContentDigest prompts: every bad line is named, every good one has an identity that lasts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runs.dataset.lines import Reading, Row, read_rows
+from runs.dataset.lines import ContentDigest, Row, read_rows
 from runs.dataset.row import RowRules, opening_messages
 from runs.dataset.scan import scan, tasks, tasks_at
 from runs.errors import DatasetChanged, DatasetError
@@ -64,7 +64,7 @@ def test_a_bad_line_has_a_reason_and_stops_nothing(
     tmp_path: Path, line: bytes, reason: str
 ) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "before"}, line, {"prompt": "after"})
-    rows = list(read_rows(path, RowRules(script="allowed"), Reading()))
+    rows = list(read_rows(path, RowRules(script="allowed"), ContentDigest()))
     assert isinstance(rows[0], Row)
     assert isinstance(rows[1], BadRow)
     assert isinstance(rows[2], Row)

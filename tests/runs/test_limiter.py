@@ -354,6 +354,7 @@ def test_a_bound_on_calls_in_flight_holds_among_workers(tmp_path: Path) -> None:
         assert endpoint.journal()["max_in_flight"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_finds_the_limit_of_its_endpoint(tmp_path: Path) -> None:
     """Every conversation completes; no refusal uses up an attempt; the summary says what held."""
     write_prompts(tmp_path / "p.jsonl", 60)

@@ -87,7 +87,7 @@ def test_what_cannot_be_one_run_is_refused(cwd: Path) -> None:
         (["a", "other"], {}, "differs from that of trajectories/a in max_turns"),
         (["a", "b"], {}, "name one that has all rows by --dataset_file"),
         (["a", "b"], {"dataset_file": "all.jsonl", "into": "a"}, "it exists already"),
-        (["a", "b"], {"dataset_file": "all.jsonl", "into": "../x"}, "must be one plain name"),
+        (["a", "b"], {"dataset_file": "all.jsonl", "into": "../x"}, "must be letters, digits"),
         (["a", "gone"], {}, "no such run; runs there: a, b"),
         (["a", "trajectories/a"], {}, "trajectories/a: named twice; name each run once"),
     ]
@@ -125,6 +125,7 @@ def test_records_that_lie_elsewhere_than_the_index_says_are_not_left_out(cwd: Pa
     assert "4 records of trajectories/c" in run(cwd, *line).stdout
 
 
+@pytest.mark.slow
 def test_conversations_under_way_are_left_behind_only_where_that_is_wanted(cwd: Path) -> None:
     reply = {"kind": "reply", "turn": 1, "message": {"role": "assistant", "content": ""}}
     event = {"task": "p9", "input_digest": "d", "deal": 1, "position": 0, "event": reply}

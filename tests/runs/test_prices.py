@@ -16,7 +16,7 @@ from agent.models.resolve import resolve_sibling
 from runs.config.endpoints import PriceConfig
 from runs.config.fingerprint import meaning_of
 from runs.config.loading import load_config
-from runs.config.models import asked, set_up_models
+from runs.config.models import called_models, set_up_models
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from testing.fake_endpoint import FakeEndpoint
@@ -32,7 +32,7 @@ def config(**fields: Any) -> RunConfig:
 
 
 def settings(**fields: Any) -> ModelSettings:
-    return asked(set_up_models(config(**fields)))[0]
+    return called_models(set_up_models(config(**fields)))[0]
 
 
 def reply(cost_usd: float | None = None, **counts: int) -> Completion:
@@ -110,7 +110,7 @@ class TestWhoseTheyAre:
             endpoints={"gpu1": {**LOCAL, "prices": {"m": dear}}, "gpu2": LOCAL},
             prices={"m": OWN},
         )
-        one, other = asked(set_up_models(found))
+        one, other = called_models(set_up_models(found))
         assert one.own_price == Price(5, 6, 5, 5)
         assert other.own_price == Price(0.5, 1.5, 0.5, 0.5)
         # A sibling at the same endpoint is another model, and what is said of it counts.

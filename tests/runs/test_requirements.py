@@ -14,7 +14,7 @@ from runs.process.requirements import OLDEST, PACKAGES, requirements_problem
 from tests.running import ROOT
 
 PROGRAMS = ("batch_runner.py", "run_agent.py")
-IMPORTED_AS = {"griffelib": "griffe", "PyYAML": "yaml"}
+IMPORTED_AS = {"PyYAML": "yaml"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -192,6 +192,7 @@ def test_a_gap_that_is_wanted_is_work_for_the_merged_run(cwd: Path) -> None:
     assert training == (cwd / "trajectories" / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_shard_without_rows_is_complete(tmp_path: Path) -> None:
     rows = [{"id": "p", "prompt": "x", "script": [{"content": "y"}]}]
     write_rows(tmp_path / "p.jsonl", *rows)

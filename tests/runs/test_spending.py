@@ -17,7 +17,7 @@ from agent.messages import UNREADABLE
 from agent.models.dialects.registry import DIALECTS, read_reply
 from agent.models.errors import ModelError
 from runs.store.files import set_aside
-from runs.store.settled import NO_BOUND
+from runs.store.settled import NO_LIMIT
 from runs.totals.spending import Spent, spent_by
 from tests.answering import JSON, answering
 from tests.running import lines, run, session_of, started, wait_until, write_rows
@@ -184,12 +184,12 @@ def test_damaged_lines_count_as_far_as_their_price_can_be_read(tmp_path: Path) -
     inflight.mkdir()
     segment = inflight / "worker-0-0.jsonl"
     segment.write_bytes(priced + unpriced + whole + b'"cost_usd":4.0}}\n' + priced[:-1])
-    assert spent_by(tmp_path, NO_BOUND) == Spent(4.25, 1)
+    assert spent_by(tmp_path, NO_LIMIT) == Spent(4.25, 1)
     set_aside(quarantine, segment.name, segment.read_bytes())
     segment.unlink()
-    assert spent_by(tmp_path, NO_BOUND) == Spent(0.25, 1)
+    assert spent_by(tmp_path, NO_LIMIT) == Spent(0.25, 1)
     record = b'{"turns":[{"cost_usd":7.0}],"inner":[{"cost_usd":1.0,"model_returned":"m"}],'
     set_aside(quarantine, "records.jsonl.line3", record + b'"cost_usd":8.0,"model_returned":"m"}}')
     set_aside(quarantine, "records.jsonl.line3", b"\0" * 20)
     set_aside(quarantine, "records.jsonl.900.torn", record + b'"cost_usd":8.0,"model_returned"')
-    assert spent_by(tmp_path, NO_BOUND) == Spent(8.25, 2)
+    assert spent_by(tmp_path, NO_LIMIT) == Spent(8.25, 2)

@@ -381,6 +381,7 @@ def append(file: Path, content: bytes) -> None:
         opened.write(content)
 
 
+@pytest.mark.slow
 def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
     keep_results(path, RESULT)
     note_batch(path, *ALL_STEPS)

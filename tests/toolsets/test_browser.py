@@ -217,7 +217,7 @@ def test_what_disturbs_is_told_and_passed_by(web: Site, tmp_path: Path) -> None:
             assert "http://127.0.0.1:9999/: refused" in lost.content
             shown = await call("back")
             assert "file to download" in (await call("navigate", url=web.url("/zip"))).content
-            assert "is no ref" in (await call("click", ref="button")).content
+            assert "is not a ref" in (await call("click", ref="button")).content
             gone = await call("click", ref="e999")
             assert "has the ref e999 now" in gone.content
             missing = await call("navigate", url=web.url("/missing"))

@@ -260,7 +260,7 @@ def test_what_keeps_a_server_from_being_used_is_said_at_the_start(
     )
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     missing = refusal(raw=server(env_from=["NO_SUCH_KEY"]))
-    assert "wants the environment variable NO_SUCH_KEY; set it" in missing
+    assert "needs the environment variable NO_SUCH_KEY; set it" in missing
     closed = refusal(raw=McpServer(url="http://127.0.0.1:9/mcp"))
     assert closed.startswith("mcp: the server 'raw' did not start: ")
 
@@ -271,7 +271,7 @@ def test_what_keeps_a_server_from_being_used_is_said_at_the_start(
         (["--twice"], "mcp: server 'raw' has two tools called 'raw__echo'"),
         (["--tool=a.b", "--tool=a_b"], "mcp: server 'raw' has two tools called 'raw__a_b'"),
         ([f"--tool={'x' * 70}"], "is too long for endpoints"),
-        (["--broken"], "mcp: the schema of raw__echo is no JSON Schema"),
+        (["--broken"], "mcp: the schema of raw__echo is not a JSON Schema"),
     ],
 )
 def test_tools_that_cannot_be_offered_are_refused(arguments: list[str], words: str) -> None:
@@ -330,8 +330,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({}, "either `command` or `url`"),
         ({"command": "x", "url": "http://h"}, "either `command` or `url`"),
         ({"url": "ftp://h"}, "must start with http"),
-        ({"url": "http://u:p@h"}, "must hold no password"),
-        ({"command": "x", "headers_env": {"A": "B"}}, "goes with `url`"),
+        ({"url": "http://u:p@h"}, "must not contain a password"),
+        ({"command": "x", "headers_env": {"A": "B"}}, "needs `url`"),
         ({"command": ["x", "{workspace}"], "per_task": False}, "needs a server per task"),
     ]:
         with pytest.raises(ValueError, match=words):

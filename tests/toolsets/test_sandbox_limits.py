@@ -197,7 +197,13 @@ asyncio.run(main())
 
 
 @BOTH
-@pytest.mark.parametrize("grouped", [True, False], ids=["own group", "no group"])
+@pytest.mark.parametrize(
+    "grouped",
+    [
+        pytest.param(True, id="own group"),
+        pytest.param(False, id="no group", marks=pytest.mark.slow),
+    ],
+)
 def test_a_machine_without_processes_is_no_result(
     name: str, grouped: bool, crowded: Path, tmp_path: Path
 ) -> None:

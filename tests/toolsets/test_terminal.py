@@ -285,9 +285,10 @@ def test_what_a_server_says_is_checked(lie: str, tmp_path: Path) -> None:
 
     async def ask() -> None:
         launch = Launch([sys.executable, "-c", liar], {}, str(tmp_path))
-        channel = Channel(launch, None, output_bytes=1000)
+        channel = Channel(None, output_bytes=1000)
+        channel.launch(launch)
         try:
-            await channel.begin("", {}, 10)
+            await channel.begin({}, 10, "")
             await channel.ask({"id": 1}, 10)
         finally:
             await channel.close()
@@ -542,6 +543,7 @@ def of_our_own() -> tuple[set[int], set[str], set[str]]:
 @pytest.mark.parametrize(
     "tasks", [20, pytest.param(200, marks=pytest.mark.long)], ids=["20", "200"]
 )
+@pytest.mark.slow
 def test_many_tasks_at_once_leave_nothing_behind(kind: str, tmp_path: Path, tasks: int) -> None:
     async def one(number: int) -> list[str]:
         workspace = Workspace(tmp_path / f"ws{number}")

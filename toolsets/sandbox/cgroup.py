@@ -37,6 +37,10 @@ class Group:
         """Return a command that runs `argv` in the group."""
         return ["/bin/sh", "-c", _JOIN, "sh", *map(str, self.paths), "--", *argv]
 
+    def open(self) -> list[int]:
+        """Descriptors of files by which a process writes itself into the group."""
+        return [os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in self.paths]
+
     def refusals(self) -> int:
         """How often processes or memory were refused in it, by whosever limit."""
         return sum(map(_count, self._counters))

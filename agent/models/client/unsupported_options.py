@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from agent.models.errors import ModelError
@@ -46,14 +47,15 @@ _WORDS = (
 )
 
 
+@cache
 def _named(field: str) -> re.Pattern[str]:
     """A text in which `field` and the refusal stand close by: some servers quote the request."""
     name = rf"(?<![\w.]){re.escape(field)}(?![\w.]*\w)"
     return re.compile(rf"{name}[^.;]{{0,60}}?(?:{_WORDS})|(?:{_WORDS})[^.;]{{0,40}}?{name}", re.I)
 
 
-_NAMED = {field: _named(field) for field in _OPTION_OF if field != "reasoning"}
-"""One field is a word that errors about other things use too: it counts as a `param` alone."""
+_NAMED = tuple(field for field in _OPTION_OF if field != "reasoning")
+"""Fields that may be named in a text. One field is a word that errors about other things use too: it counts as a `param` alone."""
 
 
 class UnsupportedOptions:
@@ -125,7 +127,7 @@ def refused_field(error: ModelError) -> str | None:
 
 
 def _says(field: str, text: str) -> bool:
-    return field in _NAMED and _NAMED[field].search(text) is not None
+    return field in _NAMED and _named(field).search(text) is not None
 
 
 def _can_go(field: str, settings: ModelSettings) -> bool:

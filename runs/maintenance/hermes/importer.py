@@ -23,7 +23,8 @@ from runs.errors import ConfigError
 from runs.maintenance.hermes.sharegpt import ImportedConversation, read_conversation
 from runs.record import dump_record
 from runs.run_dir import RunDir
-from runs.store.records import RecordFile, index_fields
+from runs.store.index import index_fields
+from runs.store.records import RecordFile
 from runs.tasks import SCHEMA_VERSION, Task
 from toolsets import exact_json
 

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given as given_any
 from hypothesis import strategies as st
 
-from agent.json_depth import is_nested_deeper
 from agent.messages import Message
 from agent.models.batches.calls import has_batches
 from agent.models.client.endpoint import EndpointModel
@@ -29,6 +28,7 @@ from agent.models.scripted import parse_script
 from agent.reasoning import split_inline_reasoning
 from runs.config.endpoints import EndpointConfig
 from tests.answering import answering
+from toolsets.exact_json import is_nested_too_deep
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
 ANTHROPIC = dataclasses.replace(SETTINGS, api="anthropic_messages")
@@ -646,12 +646,12 @@ def test_looking_for_deep_nesting_takes_little_memory() -> None:
     """Every reply with a good deal of brackets in it is looked at, also one of many megabytes."""
     text = b'{"a": "' + b"x[\\n" * 1_000_000 + b'"}'
     tracemalloc.start()
-    assert not is_nested_deeper(text, 100)
+    assert not is_nested_too_deep(text)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3 * len(text)
-    assert is_nested_deeper(b"[" * 101 + b"]" * 101, 100)
-    assert not is_nested_deeper(b"[" * 100 + b"]" * 100, 100)
+    assert is_nested_too_deep(b"[" * 101 + b"]" * 101)
+    assert not is_nested_too_deep(b"[" * 100 + b"]" * 100)
 
 
 def test_every_kind_has_a_rule_with_words() -> None:

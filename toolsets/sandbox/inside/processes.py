@@ -126,11 +126,27 @@ def size_of(root: str) -> int:
 
 def hold_descendants() -> None:
     """Keep processes that lose their parent as children, and this one out of others' reach."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    set_dumpable(False)
+
+
+def set_dumpable(allowed: bool) -> None:
+    """Allow processes of the same user to look into this one, or forbid it."""
+    _prctl(_PR_SET_DUMPABLE, int(allowed))
+
+
+def close_descriptors(kept: set[int]) -> None:
+    """Close all descriptors of this process but those."""
+    for name in os.listdir("/dev/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing itself had one
+                os.close(int(name))
+
+
+def _prctl(option: int, value: int) -> None:
     try:
         import ctypes
 
-        prctl = ctypes.CDLL(None).prctl
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     except (ImportError, OSError, AttributeError):
-        return
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        return  # only Linux has it

@@ -13,14 +13,13 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
-from toolsets.sandbox.inside.boot import BOOT, LENGTH, framed
+from toolsets.sandbox.inside.boot import LENGTH, framed
 from toolsets.sandbox.inside.job import Job
 from toolsets.sandbox.inside.processes import (
     HAS_PROC,
@@ -31,7 +30,7 @@ from toolsets.sandbox.inside.processes import (
     size_of,
     ticks,
 )
-from toolsets.sandbox.inside.shells import BASH, CONTROL, SH, in_background
+from toolsets.sandbox.inside.shells import BASH, CONTROL, SH, has_bash, in_background
 
 _CHUNK_BYTES = 1 << 16
 _INTERRUPT_GRACE_S = 2.0
@@ -67,7 +66,6 @@ class Server:
         self._max_bytes = begin["workspace_mb"] << 20
         self._max_memory = begin["memory_mb"] << 20
         """0 where something else bounds it."""
-        self._kernel = begin["kernel"]
         self._home = begin["home"]
         self._start_dir = begin["start_dir"]
         os.chdir(self._home)
@@ -150,12 +148,14 @@ class Server:
         code = request["code"]
         if kind == "python":
             if job is None:
-                argv = [sys.executable, "-I", "-c", BOOT, str(CONTROL), str(request["max_chars"])]
-                job = self._add(kind, Job(self, argv, control_at=CONTROL))
-                job.send(framed(self._kernel))
+                # Only here, since many tasks run no Python.
+                from toolsets.sandbox.inside.kernel import run_cells
+
+                program = partial(run_cells, CONTROL, request["max_chars"])
+                job = self._add(kind, Job(self, program, control_at=CONTROL))
             job.send(framed(code))
             return job
-        shell = BASH if shutil.which("bash") is not None else SH
+        shell = BASH if has_bash() else SH
         if job is None:
             job = self._add(kind, Job(self, shell.argv, control_at=shell.control))
             job.send(shell.encode(shell.loop))
@@ -361,7 +361,3 @@ def main() -> None:
     server = Server(requests, replies)
     os.dup2(null, 2)  # which has said by now why it cannot begin
     server.serve()
-
-
-if __name__ == "__main__":
-    main()
