@@ -10,7 +10,8 @@ look            report, show, compare
 look_at_source  look
 stats           stats
 fork            fork
-lists           tools, distributions, errors
+lists           tools, distributions, endpoints, errors
+endpoint_list   the list that `endpoints` prints
 tool_list       the list that `tools` prints
 export_options  options of `export`
 live            --live

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from agent.models.client.key_command import CommandKey, KeyCommandError, key_of_command
-from runs.config.models import Setups, asked
+from runs.config.models import Setups, called_models
 from runs.errors import EnvironmentStop
 from runs.executors.base import WorkerHandle
 from runs.protocol.messages import pack
@@ -25,7 +25,7 @@ class KeyService:
 
     def __init__(self, setups: Setups, *, is_local: bool) -> None:
         """Run each command once. Raises `EnvironmentStop` where one gives no key."""
-        connections = {one.connection.command_id: one.connection for one in asked(setups)}
+        connections = {one.connection.command_id: one.connection for one in called_models(setups)}
         self._lock = threading.Lock()
         self._workers: list[WorkerHandle] = []
         self._commands = {

@@ -20,7 +20,7 @@ from agent.models.providers import NO_KEY
 from agent.models.resolve import MissingKey, read_key
 from runs.config.endpoints import EndpointConfig
 from runs.config.loading import load_config
-from runs.config.models import asked, bounds_of, set_up_models
+from runs.config.models import called_models, limits_of, set_up_models
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from tests.answering import listening
@@ -356,7 +356,7 @@ def test_accounts_at_one_url_have_limits_of_their_own(monkeypatch: pytest.Monkey
             },
         },
     )
-    bounds = bounds_of(given, set_up_models(given))
+    bounds = limits_of(given, set_up_models(given))
     assert [one.rpm for one in bounds.values()] == [60, 30]
 
 
@@ -368,6 +368,6 @@ def test_a_key_command_s_endpoint_wants_no_variable(monkeypatch: pytest.MonkeyPa
     )
     assert given.to_endpoint().key_env == NO_KEY
     run_config = config(**given.model_dump(exclude_unset=True))
-    assert read_key(asked(set_up_models(run_config))[0]) == "no-key"
+    assert read_key(called_models(set_up_models(run_config))[0]) == "no-key"
     with pytest.raises((MissingKey, ConfigError), match="OPENAI_API_KEY"):
         set_up_models(config(base_url="https://api.openai.com/v1"))

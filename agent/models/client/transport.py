@@ -69,7 +69,7 @@ class Transport:
         known = api_key if isinstance(api_key, str) else ""
         self._key = Key(known, *read_headers(connection).values())
         # Not the session's own: aiohttp sends those to a proxy too, in the clear, with the key.
-        self._headers = {} if self._preparer else fixed_headers(settings, known)
+        self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
             connector=aiohttp.TCPConnector(
