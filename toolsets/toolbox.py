@@ -82,7 +82,7 @@ class Toolbox:
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
             return self._failure(text, "invalid_arguments")
-        context = self._space.during(conversation, user_reply)
+        context = self._context.during(conversation, user_reply)
         try:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
                 result = await self._run(tool, context, parsed)

@@ -39,6 +39,7 @@ from runs.store.files import StorageError
 from runs.store.journal_writer import JournalWriter
 from runs.tasks import Task
 from runs.worker.calls import Calls
+from runs.worker.parent_keys import ParentKeys
 from runs.worker.remote_journal import RemoteJournal
 from runs.worker.task_runner import TaskRunner
 from runs.worker.workspaces import Workspaces
@@ -131,6 +132,7 @@ class Worker:
             workers=self._config.num_workers,
             proven=self._setup.proven,
             by_batch=self._config.batch_api,
+            keys=ParentKeys(self.send) if self._config.executor == "local" else None,
             clock_offset_s=self._setup.clock_offset_s,
             send=self.send,
             on_retry=self._on_retry,
@@ -203,6 +205,9 @@ class Worker:
                     self._release(bytes.fromhex(key))
             case "answer":
                 self._calls.on_answer(header["id"], header["how"], payload)
+            case "key":
+                fields = {name: header[name] for name in ("command", "number", "problem")}
+                self._calls.on_key(**fields, key=payload)
             case "limits":
                 self._calls.on_limits(**header["limits"])
             case "loan":

@@ -47,8 +47,8 @@ _CONNECT_S = 60.0
 _TAIL_S = 0.1
 """For what follows the last event of a stream; without its end a connection is not used again."""
 
-_MOST_RENEWALS = 2
-"""Of the credentials of one attempt: others may be replaced while it is under way."""
+_MOST_RENEWALS = 4
+"""Of the credentials of one attempt: new ones may be replaced before it arrives with them."""
 
 _OF_GATEWAYS = frozenset({502, 503, 504})
 """What a proxy says of an endpoint that it does not reach."""
@@ -70,8 +70,8 @@ class Transport:
         known = api_key if isinstance(api_key, str) else ""
         self._key = Key(known, *read_headers(connection).values())
         # Not the session's own: aiohttp sends those to a proxy too, in the clear, with the key.
-        self._headers = {} if self._preparer else fixed_headers(settings, known)
         self._url_of = lru_cache(maxsize=8)(self._make_url)
+        self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
             connector=aiohttp.TCPConnector(
