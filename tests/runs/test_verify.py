@@ -255,7 +255,8 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: a line that was"
     ),
     "a journal of nobody": Damage(
-        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: it has no unfinished"
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(),
+        "worker-3-0.jsonl: it has no unfinished"
     ),
     "a journal with garbage": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(b"gone\n" + event_of("z")),
@@ -310,7 +311,8 @@ DAMAGES: dict[str, Damage] = {
         repaired=False,
     ),
     "results that are gone": Damage(
-        lambda p: note_batch(p, *ALL_STEPS), "w.results: not the results of batch b1", repaired=False
+        lambda p: note_batch(p, *ALL_STEPS),
+        "w.results: not the results of batch b1", repaired=False
     ),
     "results that are short": Damage(
         all_of(lambda p: note_batch(p, *ALL_STEPS), lambda p: keep_results(p, b"")),
@@ -324,7 +326,8 @@ DAMAGES: dict[str, Damage] = {
         ),
         "w.results: left over from a batch",
     ),
-    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: half written"),
+    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(),
+    ".run.json.7.tmp: half written"),
     "half a training file": Damage(
         lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: half written"
     ),
