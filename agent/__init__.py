@@ -48,9 +48,7 @@ SEAM = (
     "state.final_answer",
     "state.forking",
     "state.history",
-    "state.tally",
     "state.trajectory",
     "stream_events",
-    "views.summary",
     "views.views",
 )

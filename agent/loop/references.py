@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agent.messages import ToolCall
-from agent.state.tally import OWN_CHARS, OWN_FROM
+from agent.messages import OWN_CHARS, OWN_FROM, ToolCall
 from agent.state.trajectory import Trajectory
 from toolsets import exact_json
 

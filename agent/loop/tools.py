@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import orjson
 
 from agent.loop.references import STORED_AS, UnusableReference, name_for, resolve, tag
-from agent.messages import ToolCall
+from agent.messages import OWN_CHARS, ToolCall
 from agent.options import AgentOptions
 from agent.state.final_answer import RESERVED, SCHEMAS, finish_in
-from agent.state.tally import OWN_CHARS
 from agent.state.trajectory import Trajectory
 from toolsets import exact_json
 from toolsets.errors import machine_failure
