@@ -100,7 +100,7 @@ UNREADABLE = "unreadable"
 OUT_OF_PLACE = "out_of_place"
 """A reply whose earlier events a power loss or damage removed from the journal: asked for again."""
 
-PAID_ALONE = frozenset({UNREADABLE, OUT_OF_PLACE})
+COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE})
 """Reasons of discarded replies of which only the cost matters: the rules ignore them."""
 
 
@@ -254,6 +254,6 @@ def failure_of(result: Message) -> str | None:
     return failure if result["is_error"] and isinstance(failure, str) else None
 
 
-def is_paid_alone(event: Event) -> bool:
-    """Whether an event is a reply of which only the cost matters; see `PAID_ALONE`."""
-    return event["kind"] == "reply" and event.get("discarded") in PAID_ALONE
+def is_cost_only(event: Event) -> bool:
+    """Whether an event is a reply of which only the cost matters; see `COST_ONLY`."""
+    return event["kind"] == "reply" and event.get("discarded") in COST_ONLY

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from agent.loop.loop import run_agent
-from agent.loop.resume import take_up
+from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
@@ -56,7 +56,7 @@ class ConversationRunner:
         tools = self.tools()
         spec = replace(self.spec, tool_names=tuple(tools.names))
         if taken_up:
-            take_up(
+            prepare_resume(
                 self.trajectory,
                 tools=tools,
                 spec=spec,
