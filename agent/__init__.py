@@ -28,6 +28,7 @@ SEAM = (
     "models.admission",
     "models.batches.base",
     "models.batches.calls",
+    "models.client.key_command",
     "models.client.open_model",
     "models.client.pool",
     "models.client.retrying",

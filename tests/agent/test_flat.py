@@ -351,7 +351,7 @@ def test_a_turn_becomes_one_message_of_ours() -> None:
     ]
 
 
-def test_a_failed_result_stays_one() -> None:
+def test_a_failed_result_stays_failed() -> None:
     """The error flag goes with the result, both ways; one that is false is as good as none."""
     flat = [USER, call(), result("Error: no", is_error=True), call("c2"), result(id="c2")]
     messages = to_messages([*flat[:4], {**flat[4], "is_error": False}])
@@ -468,7 +468,7 @@ def test_system_messages_are_no_api_messages() -> None:
     assert to_openai_messages(flat)[0] == {"role": "system", "content": "Be kind."}
 
 
-def test_what_the_assistant_says_in_a_row_is_one_api_message() -> None:
+def test_consecutive_assistant_messages_are_one_api_message() -> None:
     """S1.8: thoughts, texts and calls are blocks of one message, in the order of the session."""
     said = [text("a"), call(), thinking("b", signature="s"), call("c2"), text("c"), text("d")]
     (_, message, _) = to_api_messages([USER, *said, result(), result(id="c2")])

@@ -53,7 +53,7 @@ class TestIntervals:
             hits += figure.low <= sum(everything) <= figure.high
         assert 170 <= hits <= 199
 
-    def test_what_is_known_has_no_spread(self) -> None:
+    def test_a_known_total_has_no_spread(self) -> None:
         figure = _total([1.0, 3.0], 0, Random(0), so_far=4.0)
         assert (figure.low, figure.expected, figure.high) == (4.0, 4.0, 4.0)
 
@@ -94,7 +94,7 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_is_unknown_is_not_forecast(tmp_path: Path) -> None:
+def test_unknown_costs_are_not_forecast(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 9)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         pilot = run(

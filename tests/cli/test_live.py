@@ -122,7 +122,7 @@ def test_a_killed_run_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_view_that_dies_holds_up_nothing(tmp_path: Path) -> None:
+def test_a_view_that_dies_does_not_stop_the_run(tmp_path: Path) -> None:
     with live(tmp_path) as terminal:
         terminal.read_until("runs hold, ")
         view = next(

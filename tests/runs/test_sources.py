@@ -310,7 +310,7 @@ class TestTheHub:
 @pytest.mark.slow
 def test_a_killed_run_of_each_source_resumes_to_the_same_training_file(tmp_path: Path) -> None:
     with FakeEndpoint(turns=3, latency_s=0.2, **WRITE_A_NOTE) as endpoint:
-        options = {
+        options: dict[str, Any] = {
             "model": "m", "base_url": endpoint.openai_url, "key_env": "none", "run_name": "r",
             "enabled_toolsets": "file", "num_workers": 1,
         }  # fmt: skip

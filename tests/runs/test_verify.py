@@ -207,10 +207,10 @@ DAMAGES: dict[str, Damage] = {
         "has schema 99, not",
         repaired=False,
     ),
-    "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: it ends before"),
+    "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: ends before"),
     "a wrong index": Damage(
         lambda p: edit_last_row(p / "records.idx", turns=7),
-        "records.idx:5: not what line 5 of records.jsonl says",
+        "records.idx:5: does not match line 5 of records.jsonl",
     ),
     "a flipped bit of the index": Damage(
         lambda p: flip_a_bit(p / "records.idx", 3 * ROW_BYTES), "records.idx: checksum mismatch"
@@ -243,10 +243,10 @@ DAMAGES: dict[str, Damage] = {
         "verdicts.jsonl:1: not a verdict",
     ),
     "an index that goes on": Damage(
-        lambda p: append_a_row(p / "records.idx"), "records.idx:6: it continues"
+        lambda p: append_a_row(p / "records.idx"), "records.idx:6: continues"
     ),
     "a kept scan of another dataset": Damage(
-        lambda p: mix_up_kept_scan(p / "dataset.idx"), "dataset.idx: not what the dataset gives"
+        lambda p: mix_up_kept_scan(p / "dataset.idx"), "dataset.idx: does not match the dataset"
     ),
     "a failure that is none": Damage(
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
@@ -284,7 +284,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a batch of unknown calls": Damage(
         lambda p: note_batch(p, *ALL_STEPS[1:3]),
-        "batches.jsonl:2: wave w is created, and no line before tells which calls it has",
+        "batches.jsonl:2: job w is created, but no earlier line has its calls",
         repaired=False,
     ),
     "a batch of two waves": Damage(
@@ -292,12 +292,12 @@ DAMAGES: dict[str, Damage] = {
             lambda p: note_batch(p, *ALL_STEPS[:3], job="v"),
             lambda p: note_batch(p, *ALL_STEPS[:3]),
         ),
-        "batches.jsonl:6: batch b1 of wave w is that of wave v too",
+        "batches.jsonl:6: batch b1 of job w is also that of job v",
         repaired=False,
     ),
     "steps of a batch out of order": Damage(
         lambda p: note_batch(p, "gathered", "created"),
-        "batches.jsonl:2: wave w is created after it was gathered",
+        "batches.jsonl:2: job w is created after it was gathered",
         repaired=False,
     ),
     "a batch that brought too much": Damage(
@@ -306,15 +306,17 @@ DAMAGES: dict[str, Damage] = {
             on("batches.jsonl", lambda c: put(3, without(c[3], failed=2))(c)),
             lambda p: keep_results(p, RESULT),
         ),
-        "batches.jsonl:4: wave w has 1 calls, and 1 replies and 2 failures",
+        "batches.jsonl:4: job w has 1 calls, but 1 replies and 2 failures",
         repaired=False,
     ),
     "results that are gone": Damage(
-        lambda p: note_batch(p, *ALL_STEPS), "w.results: not what batch b1 brought", repaired=False
+        lambda p: note_batch(p, *ALL_STEPS),
+        "w.results: not the results of batch b1",
+        repaired=False,
     ),
     "results that are short": Damage(
         all_of(lambda p: note_batch(p, *ALL_STEPS), lambda p: keep_results(p, b"")),
-        "w.results: not what batch b1 brought (0 replies instead of 1)",
+        "w.results: not the results of batch b1 (0 replies instead of 1)",
         repaired=False,
     ),
     "results that nobody needs": Damage(
@@ -322,7 +324,7 @@ DAMAGES: dict[str, Damage] = {
             lambda p: note_batch(p, *ALL_STEPS, task=workspace_of_first(p).name),
             lambda p: keep_results(p, RESULT),
         ),
-        "w.results: what is left of a batch",
+        "w.results: left over from a batch",
     ),
     "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: an incomplete file"),
     "half a training file": Damage(
@@ -336,7 +338,7 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "exports" / "manifest.json").write_bytes(b""), "manifest.json: unreadable"
     ),
     "a wrong summary": Damage(
-        lambda p: edit_json(p / "summary.json", done=9), "summary.json: it says done 9, the records"
+        lambda p: edit_json(p / "summary.json", done=9), "summary.json: it has done 9, the records"
     ),
     "no manifest": Damage(
         lambda p: (p / "exports" / "manifest.json").unlink(), "manifest.json: missing"
@@ -492,7 +494,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     assert "records.jsonl:2: not a complete record" in words
 
 
-def test_the_command_tells_by_its_exit_code(path: Path) -> None:
+def test_the_exit_code_says_whether_the_run_is_whole(path: Path) -> None:
     """0 whole, 6 not, 5 worked on, 2 no run; and what --json holds."""
     cwd = path.parent.parent
     assert run(cwd, "verify", "r").returncode == 0
