@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from agent.loop.references import UnusableReference, resolve
-from agent.messages import Event, Message, ResultEvent, ToolCall
+from agent.messages import OWN_CHARS, Event, Message, ResultEvent, ToolCall, failure_of
 from agent.setup import Setup
-from agent.state.tally import OWN_CHARS, failure_of
 from agent.state.trajectory import Trajectory
 from toolsets.text import clip
 from toolsets.toolbox import Toolbox

@@ -13,7 +13,7 @@ from typing import Any
 from agent.loop.loop import close_calls
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
-from agent.messages import Event, is_paid_alone
+from agent.messages import Event, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -275,4 +275,4 @@ class TaskRunner:
 
 def _has_begun(deal: Assignment) -> bool:
     """Whether the task goes on from something, and not only paid for what is lost."""
-    return not all(map(is_paid_alone, deal["events"]))
+    return not all(map(is_cost_only, deal["events"]))
