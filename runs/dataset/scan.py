@@ -149,37 +149,23 @@ def scan(
     )
 
 
-def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
-    """Stream the tasks of a scanned file in file order; samples of a prompt are adjacent.
+def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:
+    """Stream the tasks with these numbers (see `Scan.key`), or all.
 
     Raises `DatasetChanged` at a row that has changed since the scan.
     """
     with _open(scan.path) as file:
-        for row in range(scan.rows):
-            yield from _tasks_of(scan, file, row, range(num_samples))
-
-
-def tasks_at(scan: Scan, numbers: Iterable[int]) -> Iterator[Task]:
-    """Stream the tasks with these numbers; see `Scan.key`.
-
-    Raises `DatasetChanged` at a row that has changed since the scan.
-    """
-    with _open(scan.path) as file:
-        for number in numbers:
+        for number in range(scan.tasks) if numbers is None else numbers:
             row, sample = divmod(number, scan.num_samples)
-            yield from _tasks_of(scan, file, row, (sample,))
-
-
-def _tasks_of(scan: Scan, file: BinaryIO, row: int, samples: Iterable[int]) -> Iterator[Task]:
-    columns = read_row_at(file, scan.offsets[row])
-    if columns is None:
-        raise _changed(scan.path, scan.offsets[row])
-    digest = input_digest(columns, scan.rules)
-    prompt_id = _numbered(_base_id(columns), scan.occurrences[row])
-    if task_key(prompt_id, digest) != scan.key(row * scan.num_samples):
-        raise _changed(scan.path, scan.offsets[row])
-    for sample in samples:
-        yield Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
+            columns = read_row_at(file, scan.offsets[row])
+            if columns is None:
+                raise _changed(scan.path, scan.offsets[row])
+            digest = input_digest(columns, scan.rules)
+            prompt_id = _numbered(_base_id(columns), scan.occurrences[row])
+            task = Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
+            if task.key != scan.key(number):
+                raise _changed(scan.path, scan.offsets[row])
+            yield task
 
 
 def _open(path: Path) -> BinaryIO:

@@ -12,7 +12,7 @@ from agent.runner import ConversationRunner
 from agent.setup import Home
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import unused_turns
-from runs.dataset.scan import tasks_at
+from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, cached_keys
 from runs.planning.plan import Plan
 from runs.run_dir import check_reopening
@@ -83,7 +83,7 @@ def _new_tasks(plan: Plan) -> int:
 def _first_prompt(plan: Plan) -> list[str]:
     if not plan.scan.rows:  # none of them belongs to the shard
         return []
-    task = next(tasks_at(plan.scan, [0]))
+    task = next(tasks(plan.scan, [0]))
     request = asyncio.run(_request_of(plan, task))
     names = [tool["function"]["name"] for tool in request.tools]
     lines = [f"first      {_plain(task.id)}, as the model gets it:"]
@@ -140,7 +140,7 @@ def _unused_turns(plan: Plan) -> list[str]:
     numbers = range(0, plan.scan.tasks, plan.scan.num_samples)
     found: dict[str, int] = {}
     read = 0
-    for task in islice(tasks_at(plan.scan, numbers), _ROWS_READ):
+    for task in islice(tasks(plan.scan, numbers), _ROWS_READ):
         read += 1
         if (turns := unused_turns(task.columns)) is not None:
             found[task.prompt_id] = turns
