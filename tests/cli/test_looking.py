@@ -79,7 +79,7 @@ def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
     with pytest.raises(RunDirError, match="no record with id or id prefix 'nobody'"):
         StoredRun(run_dir).record("nobody")
-    with pytest.raises(RunDirError, match=r"several ids: .*plain"):
+    with pytest.raises(RunDirError, match=r"several ids begin with .*plain"):
         StoredRun(run_dir).record("")
     missing = run(cwd, "show", "r", "nobody")
     assert (missing.returncode, missing.stdout) == (2, "")

@@ -204,7 +204,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a record of another schema": Damage(
         on("records.jsonl", change_record(0, schema_version=99)),
-        "of schema 99, ours is",
+        "of schema 99, this program has",
         repaired=False,
     ),
     "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: ends before"),
@@ -255,7 +255,7 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: a line that was"
     ),
     "a journal of nobody": Damage(
-        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: no unfinished"
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: it has no unfinished"
     ),
     "a journal with garbage": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(b"gone\n" + event_of("z")),
@@ -326,9 +326,9 @@ DAMAGES: dict[str, Damage] = {
         ),
         "w.results: left over from a batch",
     ),
-    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: a file"),
+    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: half written"),
     "half a training file": Damage(
-        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: a file that"
+        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: half written"
     ),
     "no summary": Damage(lambda p: (p / "summary.json").unlink(), "summary.json: missing"),
     "an empty summary": Damage(
@@ -363,7 +363,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "an edited meaning": Damage(
         lambda p: edit_json(p / "run.json", digest="0" * 16),
-        "run.json: the digest is not that",
+        "run.json: `digest` does not match",
         repaired=False,
     ),
 }  # fmt: skip
@@ -490,7 +490,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     edit_json(path / "run.json", dataset={"path": str(path / "gone.jsonl")})
     edit(path / "records.jsonl", put(1, b"x\n"))
     words = checked(path).describe()
-    assert "its tasks cannot be told" in words
+    assert "its tasks are unknown" in words
     assert "records.jsonl:2: not a whole record" in words
 
 
