@@ -26,7 +26,7 @@ from cli.command_line import EXAMPLES, Commands
 from cli.exit_codes import fail
 from cli.fork import fork
 from cli.inspect_runs import export, merge, status, verify
-from cli.lists import distributions, errors, tools
+from cli.lists import distributions, endpoints, errors, tools
 from cli.look import compare, report, show_one, stats
 from cli.look_at_source import look
 from cli.run import estimate, import_hermes
@@ -81,7 +81,7 @@ def main() -> None:
 for command in (
     *(run_command, look, estimate, status, stats, report, show_one, compare),
     *(export, verify, merge, import_hermes, fork),
-    *(distributions, tools, errors),
+    *(distributions, tools, endpoints, errors),
 ):
     main.add_command(command)
 

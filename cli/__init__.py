@@ -9,7 +9,8 @@ inspect_runs    status, export, verify, merge
 look            report, show, compare, stats
 look_at_source  look
 fork            fork
-lists           tools, distributions, errors
+lists           tools, distributions, endpoints, errors
+endpoint_list   the list that `endpoints` prints
 tool_list       the list that `tools` prints
 export_options  options of `export`
 live            --live

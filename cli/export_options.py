@@ -182,10 +182,10 @@ def _show_rows(
             show(
                 f"carry loss: {count:,} of {len(text):,} characters, at {spans}"
                 if trained
-                else "carry loss: the template does not say (it has no generation block)"
+                else "carry loss: unknown (the template has no generation block)"
             )
             show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
-    show(f"=== of {total:,} rows the template drops:")
+    show(f"=== dropped by the template in {total:,} rows:")
     show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")
 
 

@@ -36,7 +36,7 @@ def live_view(run_dir: Path) -> Iterator[Callable[[str], object] | None]:
     from runs.executors.local import start_tracker_without_secrets, start_without_main
 
     if not sys.stderr.isatty():
-        say("--live needs a terminal; plain lines instead")
+        say("--live needs a terminal; showing plain lines instead")
         yield None
         return
     start_tracker_without_secrets()

@@ -126,8 +126,8 @@ def _list(stored: StoredRun, *, as_json: bool) -> None:
         f"{id:<{width}}  {entry.status}, {plural(entry.turns, 'turn')}"
         for id, (_, entry) in zip(ids, entries, strict=True)
     ]
-    head = f"{stored.path}: {plural(total, 'conversation')} with a record"
-    lines.insert(0, f"{head}, the last first" if total > 1 else head)
+    head = f"{stored.path}: {plural(total, 'finished conversation')}"
+    lines.insert(0, f"{head}, latest first" if total > 1 else head)
     if total > len(entries):
         lines.append(f"and {count(total - len(entries))} more; --json lists all")
     show("\n".join(lines))

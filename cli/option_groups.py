@@ -55,5 +55,5 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Commands to run": ("run", "look", "estimate", "fork", "import_hermes", "merge"),
     "Commands to inspect": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
-    "Commands to list what is available": ("tools", "distributions", "errors"),
+    "Commands to list what is available": ("tools", "distributions", "endpoints", "errors"),
 }

@@ -94,7 +94,7 @@ def estimate(
             content = orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
             replace_file(config.run_dir / "estimate.json", content)
     if found is None:
-        fail("no task of the sample has ended, so nothing can be forecast", 1)
+        fail("no task of the sample finished, so there is nothing to forecast", 1)
     show(as_table(found))
     end(ended)
 

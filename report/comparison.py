@@ -106,7 +106,7 @@ def as_text(found: dict[str, Any]) -> str:
     """A comparison for a person."""
     first, second = found["runs"]
     rows: list[tuple[str, ...]] = [
-        ("", first["run_dir"], second["run_dir"], "difference per common task")
+        ("", first["run_dir"], second["run_dir"], "mean difference per shared task")
     ]
     paired = found["paired"]
     for status in sorted(first["statuses"] | second["statuses"]):
@@ -140,7 +140,7 @@ def _changes(changed: list[dict[str, str]]) -> list[str]:
     if not changed:
         return ["all of them have the same status in both"]
     kinds = Counter((change["from"], change["to"]) for change in changed)
-    lines = [f"{count(len(changed))} of them have another status:"]
+    lines = [f"{count(len(changed))} of them ended differently:"]
     for (before, after), number in kinds.most_common():
         ids = [
             change["id"] for change in changed if (change["from"], change["to"]) == (before, after)

@@ -144,7 +144,7 @@ def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]
 def _in_flight(tasks: list[dict[str, Any]], shown: int, *, runs: bool) -> list[str]:
     if not tasks:
         return []
-    lines = [f"in flight {count(len(tasks))}, the longest silent first"]
+    lines = [f"in flight: {count(len(tasks))}, longest without an event first"]
     if not runs:
         lines = [f"unfinished {count(len(tasks))}, the next start continues them"]
     for task in tasks[:shown]:
@@ -158,7 +158,7 @@ def _slowest(details: dict[str, Any]) -> list[str]:
     if not details["slowest"]:
         return []
     return [
-        f"slowest of the last {count(details['slowest_of'])} that ended",
+        f"slowest of the last {count(details['slowest_of'])} finished",
         *(
             f"  {_id(task['id'])}  {seconds(task['duration_s'])}, {plural(task['turns'], 'turn')}, "
             f"{task['status']}"

@@ -45,8 +45,8 @@ def refuse_narrowing(
         what = f"--{narrowed}={getattr(config, narrowed)} leaves out {finished} of this run"
         keep = f"leave {narrowed} {'out' if then is None else f'at {then}'}"
     else:
-        what = f"{scan.path}: it no longer holds {finished} of this run (was it cut off?)"
-        keep = "put their rows back"
+        what = f"{scan.path}: {finished} of this run are no longer in it (was it cut off?)"
+        keep = "restore their rows"
     msg = (
         f"{path}: {what}, and {'its row' if leaving == 1 else 'their rows'} would leave the "
         f"training file. To keep them, {keep}; for a trial use another --run_name; to leave them "

@@ -40,6 +40,7 @@ from runs.store.records import RecordFile, load_index
 from runs.store.settled import Settled, is_settled
 from runs.supervisor.budget import BudgetLog, spent_before
 from runs.supervisor.damaged import set_aside_damaged, shortened
+from runs.supervisor.key_service import KeyService
 from runs.supervisor.progress import Progress
 from runs.supervisor.supervisor import Start, Supervisor
 from toolsets.workspace.removal import remove_tree
@@ -155,6 +156,7 @@ def _work(
             progress.say("waiting for the batches of earlier starts; all other calls are made live")
         with (
             closing(open_executor(config, run_dir)) as executor,
+            closing(KeyService(plan.setups, is_local=config.executor == "local")) as keys,
             closing(BatchService(config, plan.setups, run_dir, state.settled)) as batches,
         ):
             start = Start(
@@ -172,6 +174,7 @@ def _work(
                 inflight=inflight,
                 progress=progress,
                 batches=batches,
+                keys=keys,
             )
             supervisor = Supervisor(start)
             del state  # frees the memory of the index

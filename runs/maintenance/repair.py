@@ -66,9 +66,9 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
         return ""
     named = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
     named += " …" if len(remaining) > _SHOWN else ""
-    line = f"the same command as before runs {len(remaining)} tasks: {named}"
+    line = f"run the same command again to run {len(remaining)} tasks: {named}"
     unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks.values()
     if unfinished:
         turns = sum(replies.turns for replies in unfinished)
-        line += f"; {len(unfinished)} of them continue after {turns} turns"
+        line += f"; {len(unfinished)} of them resume after {turns} saved turns"
     return line

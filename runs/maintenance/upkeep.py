@@ -64,7 +64,7 @@ class Checked:
             lines.append(f"{self.path}: repaired; unreadable data is in quarantine/")
             lines += [f"left: {problem.describe()}" for problem in self.left]
         if not self.left:
-            lines.append(f"{self.path}: {self.records:,} records, whole; all files agree with them")
+            lines.append(f"{self.path}: {self.records:,} records, no problems found")
         elif not self.repaired:
             lines.append(f"{self.path}: {len(self.left):,} problems; --repair fixes what it can")
         return "\n".join([*lines, self.owed] if self.owed else lines)

@@ -274,7 +274,7 @@ def describe(state: Mapping[str, Any]) -> str:
 def _cost(state: Mapping[str, Any]) -> str:
     words = f"${state['cost_usd']:.2f}"
     if state["cost_unknown"]:
-        return f"{words} and unknown"
+        return f"{words} + unknown" if state["cost_usd"] else "cost unknown"
     return words if state["forecast_usd"] is None else f"{words} of ~${state['forecast_usd']:.2f}"
 
 

@@ -39,6 +39,7 @@ from runs.store.records import RecordFile
 from runs.store.settled import WORKER_DIED
 from runs.supervisor.budget import BudgetLog, RunBudget
 from runs.supervisor.damaged import shortened
+from runs.supervisor.key_service import KeyService
 from runs.supervisor.limits import RunLimits
 from runs.supervisor.outages import Outages
 from runs.supervisor.progress import Progress
@@ -74,6 +75,7 @@ class Start:
     """Amounts of that reserved for calls in batches, by task and call."""
     budget_log: BudgetLog
     batches: BatchService
+    keys: KeyService
 
 
 class Supervisor:
@@ -182,6 +184,7 @@ class Supervisor:
         match header["type"]:
             case "ready":
                 worker.ready = True
+                self._start.keys.attach(worker)
                 self._failed_starts = 0
             case "alive":
                 self._progress.add(header["counters"])
@@ -219,6 +222,8 @@ class Supervisor:
                 self.limits.on_refusal(
                     header["endpoint"], header["retry_after_s"], header["sent_at"]
                 )
+            case "key_rejected":
+                self._start.keys.on_rejected(header["command"], header["number"])
             case "purse":
                 self.budget.on_worker_budget(worker, header["told"])
             case "outage":

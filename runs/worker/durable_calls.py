@@ -3,20 +3,19 @@ no call is made once the worker is stopping."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agent.models.model import Completion, Model, Request
-from agent.options import Subagent
 from agent.setup import Home
 from runs.errors import Stopped
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, ToolResult
 from toolsets.toolbox import Toolbox
 
-Kept = Callable[[], Awaitable[None]]
-"""Waits until the replies so far are safe."""
+Kept = Callable[[], Awaitable[None]] | None
+"""Waits until the replies so far are safe; None where they are at once."""
 
 
 class Stops(Protocol):
@@ -39,7 +38,8 @@ class StoppableModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
-        await self._kept()
+        if self._kept is not None:
+            await self._kept()
         if self._stops.is_stopping:
             raise Stopped
         return await self._model.complete(request)
@@ -55,21 +55,19 @@ class DurableHome(Home):
 
     kept: Kept
 
-    def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
-        """See `Host`."""
-        return self._box(self.setup.tools if toolsets is None else self.setup.only(toolsets).tools)
-
-    def subagent_toolbox(self, agent: Subagent) -> Toolbox:
-        """See `Host`."""
-        return self._box(self.setup.subagents[agent.name].tools)
-
     def _box(self, tools: Sequence[Tool]) -> Toolbox:
+        if self.kept is None:
+            return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
         return _Toolbox(tools, self.context, self.call_timeout_s, self.kept)
 
 
 class _Toolbox(Toolbox):
     def __init__(
-        self, tools: Sequence[Tool], context: ToolContext, call_timeout_s: float, kept: Kept
+        self,
+        tools: Sequence[Tool],
+        context: ToolContext,
+        call_timeout_s: float,
+        kept: Callable[[], Awaitable[None]],
     ) -> None:
         super().__init__(tools, context, call_timeout_s=call_timeout_s)
         self._kept = kept

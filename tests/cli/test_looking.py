@@ -74,7 +74,7 @@ def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
     assert text.count("⟨U+001B⟩[31mred⟨U+001B⟩]0;title⟨U+0007⟩ ⟨U+202E⟩back") >= 7
 
 
-def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
+def test_a_prefix_of_an_id_is_enough_if_it_is_unique(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
     with pytest.raises(RunDirError, match="no record with id or id prefix 'nobody'"):
@@ -83,12 +83,14 @@ def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
         StoredRun(run_dir).record("")
     missing = run(cwd, "show", "r", "nobody")
     assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.startswith("error: trajectories/r: no record has the id 'nobody'")
+    assert missing.stderr.startswith(
+        "error: trajectories/r: no record with id or id prefix 'nobody'"
+    )
 
 
 def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> None:
     head, *listed = shown(cwd, "r").splitlines()
-    assert head == f"trajectories/r: {len(ROWS)} conversations with a record, the last first"
+    assert head == f"trajectories/r: {len(ROWS)} finished conversations, latest first"
     assert sorted(line.split()[0] for line in listed if "⟨" not in line) == sorted(
         row["id"] for row in ROWS if row["id"] != HOSTILE_ID
     )
@@ -185,7 +187,7 @@ def test_json_is_the_record(cwd: Path) -> None:
     assert StoredRun(cwd / "trajectories" / "r").record(HOSTILE_ID) == record
 
 
-def test_what_happened_inside_and_beside_a_conversation_is_shown(tmp_path: Path) -> None:
+def test_subagents_and_summaries_of_a_conversation_are_shown(tmp_path: Path) -> None:
     """Preparation first, a subagent under its call, notes and replies set aside where they were."""
     look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
     script = [
@@ -321,7 +323,7 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
         text = run(tmp_path, "status", "r").stdout
         assert "\nthis start: left " in text
         assert "done 1, failed 0, running 1, " in text
-        assert "in flight 1, the longest silent first\n  held " in text
+        assert "in flight: 1, longest without an event first\n  held " in text
         assert "2 turns  runs hold, " in text
         watching = subprocess.Popen(
             command("status", "r", "--json", "--watch", "0.1"), cwd=tmp_path, stdout=subprocess.PIPE
@@ -339,7 +341,7 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     assert {task["id"] for task in rest[-1]["slowest"]} == {"held", "quick"}
 
 
-def test_status_goes_on_where_a_record_is_unreadable(cwd: Path, tmp_path: Path) -> None:
+def test_status_skips_an_unreadable_record(cwd: Path, tmp_path: Path) -> None:
     """It is left out of the slowest tasks, and named by the commands that need it."""
     for path in (cwd / "trajectories" / "other").glob("r*.*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

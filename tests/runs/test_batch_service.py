@@ -325,7 +325,7 @@ def test_an_endpoint_that_takes_no_batches_stops_the_run(tmp_path: Path, status:
     asyncio.run(ask())
 
 
-def test_a_batch_that_the_endpoint_does_not_know_stops_the_run_and_says_the_way_out(
+def test_an_unknown_batch_stops_the_run_with_a_message_that_says_what_to_do(
     tmp_path: Path,
 ) -> None:
     async def ask() -> None:
@@ -359,7 +359,7 @@ def test_near_the_end_calls_go_live_but_for_those_in_batches(tmp_path: Path) -> 
     asyncio.run(ask())
 
 
-def test_results_are_there_for_whoever_asks_again(tmp_path: Path) -> None:
+def test_results_of_a_batch_can_be_asked_for_again(tmp_path: Path) -> None:
     """A worker died with a reply that it had not journaled; nobody pays for it again."""
 
     async def ask() -> None:
@@ -400,7 +400,7 @@ def test_lost_results_are_fetched_again(tmp_path: Path, left: bytes) -> None:
     asyncio.run(ask())
 
 
-def test_who_left_before_a_wave_was_sent_is_not_in_it(tmp_path: Path) -> None:
+def test_a_call_cancelled_before_its_batch_is_not_sent(tmp_path: Path) -> None:
     async def ask() -> None:
         with FakeBatches() as api:
             async with office(tmp_path, api) as desks:
@@ -426,7 +426,7 @@ def test_calls_in_batches_are_claimed_at_their_price() -> None:
     assert by_batch.tokens == live.tokens
 
 
-def test_what_is_set_aside_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
+def test_a_reserve_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
     id = item_id(task_key("t", ""), b"asked", 0)
     job = BatchJob("w", "m", [id], most=[[0.5, 7]])
     ledger = BatchLog(tmp_path, tmp_path / "quarantine")

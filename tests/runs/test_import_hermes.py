@@ -84,7 +84,7 @@ def theirs(tmp_path: Path) -> Path:
     return theirs
 
 
-def test_a_run_of_hermes_agent_goes_on_as_one_of_ours(theirs: Path) -> None:
+def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
     cwd = theirs.parent
     records = cwd / "trajectories" / "r" / "records.jsonl"
     for told in (
@@ -116,7 +116,7 @@ def test_a_run_of_hermes_agent_goes_on_as_one_of_ours(theirs: Path) -> None:
     assert sorted(record["status"] for record in theirs_kept) == [*["completed"] * 3, "max_turns"]
 
 
-def test_what_is_no_run_of_hermes_agent_is_refused(theirs: Path) -> None:
+def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) -> None:
     cwd = theirs.parent
     (cwd / "empty").mkdir()
     refused = run(cwd, "import_hermes", "empty", **SCRIPTED)
@@ -140,7 +140,7 @@ def test_a_row_that_is_not_of_the_format_says_why(turns: list[tuple[str, str]], 
         read_conversation(conversation("p", *turns), model=None, at=0.0)
 
 
-def test_what_a_user_says_on_the_way_is_kept() -> None:
+def test_later_user_messages_are_kept() -> None:
     found = read_conversation(
         conversation("p", ANSWER, ("human", "And now?"), ANSWER), model=None, at=0.0
     )
@@ -165,7 +165,7 @@ def test_entries_that_are_not_of_the_format_say_why(entries: Any, words: str) ->
         read_conversation(entries, model=None, at=0.0)
 
 
-def test_what_results_read_like_is_how_calls_went() -> None:
+def test_failed_calls_are_recognised_by_their_results() -> None:
     found = read_conversation(conversation("p", *WORK, ANSWER), model="m", at=5.0)
     told = found.trajectory.to_record()
     assert [call["is_error"] for call in told["tool_calls"]] == [False, True]

@@ -42,7 +42,7 @@ def cwd(parts: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_of_different_rows_become_one_that_goes_on(cwd: Path) -> None:
+def test_runs_of_different_rows_are_merged_into_one_that_can_be_resumed(cwd: Path) -> None:
     merged = run(cwd, "merge", "a", "trajectories/b", into="m", dataset_file="all.jsonl")
     assert merged.returncode == 0, merged.stderr
     assert "2 records of trajectories/a" in merged.stdout
@@ -82,7 +82,7 @@ def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -
 
 
 @pytest.mark.slow
-def test_what_cannot_be_one_run_is_refused(cwd: Path) -> None:
+def test_runs_that_cannot_be_merged_are_refused(cwd: Path) -> None:
     refusals: list[tuple[list[str], dict[str, Any], str]] = [
         (["a", "other"], {}, "differs from that of trajectories/a in max_turns"),
         (["a", "b"], {}, "give a dataset with all rows by --dataset_file"),
@@ -109,7 +109,7 @@ def test_a_damaged_run_is_to_be_repaired_first(cwd: Path) -> None:
 
 
 @pytest.mark.slow
-def test_records_that_lie_elsewhere_than_the_index_says_are_not_left_out(cwd: Path) -> None:
+def test_records_at_other_offsets_than_the_index_says_are_found(cwd: Path) -> None:
     """The last one lies where it should, so the index is taken for that of these records."""
     given = [{"id": f"c{n}", "prompt": "x" * n, "script": SAY} for n in (1, 200, 300, 4)]
     write_rows(cwd / "c.jsonl", *given)

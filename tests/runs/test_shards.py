@@ -87,7 +87,7 @@ class TestWhichShard:
             then, now = ({t.key for t in tasks(s)} for s in (old, new))
             assert then <= now
 
-    def test_max_samples_bounds_the_dataset_and_not_each_shard(self, tmp_path: Path) -> None:
+    def test_max_samples_limits_the_dataset_and_not_each_shard(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "p.jsonl", *dataset())
         first = {task.id for task in tasks(scan(path, max_samples=6))}
         parts = self.scans(path, SHARDS, max_samples=6)
@@ -99,12 +99,12 @@ class TestWhichShard:
         assert all(430 < part.rows < 570 for part in parts)
 
     @pytest.mark.parametrize("text", ["3/3", "8", "-1/3", "1/0", "a/b", "0/1000000"])
-    def test_what_names_no_shard_is_refused(self, text: str) -> None:
+    def test_an_invalid_shard_is_refused(self, text: str) -> None:
         with pytest.raises(ValueError, match=text):
             parse_shard(text)
 
 
-def test_a_shard_accounts_for_its_own_tasks_alone(cwd: Path) -> None:
+def test_a_shard_counts_only_its_own_tasks(cwd: Path) -> None:
     counted = {"tasks": 0, "discarded": 0}
     for shard in range(SHARDS):
         run_dir = cwd / "trajectories" / f"s{shard}"

@@ -55,7 +55,8 @@ def _named(field: str) -> re.Pattern[str]:
 
 
 _NAMED = tuple(field for field in _OPTION_OF if field != "reasoning")
-"""Fields that may be named in a text. One field is a word that errors about other things use too: it counts as a `param` alone."""
+"""Fields that may be named in a text. "reasoning" is a word that errors about other things use too:
+it counts as a `param` alone."""
 
 
 class UnsupportedOptions:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -168,7 +169,7 @@ def foundry_sync(root: str) -> Any:
 
 def google_cloud(root: str) -> Any:
     made: Any = anthropic.AsyncAnthropicGoogleCloud
-    return made(base_url=root, project="p", token_provider=TOKENS.give_async)
+    return made(base_url=root, project="p", workspace_id="w", token_provider=TOKENS.give_async)
 
 
 class GoogleCredentials:
@@ -193,7 +194,7 @@ def anthropic_workload(root: str) -> Any:
     """Claude's own API with credentials that the client caches until it hears a 401."""
     from anthropic.lib.credentials import AccessToken
 
-    async def provide(**_: Any) -> Any:
+    def provide(**_: Any) -> Any:
         return AccessToken(token=TOKENS.give(), expires_at=None)
 
     made: Any = anthropic.AsyncAnthropic
@@ -251,13 +252,24 @@ def cloud(*, rotates: bool = True) -> Iterator[tuple[str, Tokens]]:
         protocol_version = "HTTP/1.1"
         wbufsize = -1
 
+        def do_GET(self) -> None:
+            """Of a machine's identity, as Azure's hosts give it."""
+            token = {"access_token": tokens.give(), "token_type": "Bearer", "resource": "r"}
+            self._reply(200, {**token, "expires_on": str(int(time.time()) + 60)})
+
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers["content-length"]))
+            if self.path == "/token":  # as Google gives them to service accounts
+                self._reply(200, {"access_token": tokens.give(), "expires_in": 60})
+                return
             headers = {name.lower(): value for name, value in self.headers.items()}
             is_taken = tokens.take(Seen("POST", self.path, headers, json.loads(content)))
             refused = {"error": {"type": "authentication_error", "message": "expired"}}
-            reply = json.dumps(REPLIES[api_of_path(self.path)] if is_taken else refused).encode()
-            self.send_response(200 if is_taken else 401)
+            self._reply(*((200, REPLIES[api_of_path(self.path)]) if is_taken else (401, refused)))
+
+        def _reply(self, status: int, said: dict[str, Any]) -> None:
+            reply = json.dumps(said).encode()
+            self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(reply)))
             self.end_headers()

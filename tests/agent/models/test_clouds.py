@@ -6,9 +6,11 @@ Which clients there are depends on the versions of the packages, and signing nee
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -164,8 +166,6 @@ def signature_of(seen: Seen, root: str) -> str:
 
 def orjson_like(body: Any) -> bytes:
     """The clients write JSON without blanks."""
-    import json
-
     return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
 
 
@@ -315,6 +315,61 @@ def test_a_prefix_of_a_cloud_needs_no_config(monkeypatch: pytest.MonkeyPatch) ->
         5,
         "azure-key-0123456789",
     )
+
+
+def service_account(path: Path, root: str) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(65537, 2048).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    account = {
+        **{"type": "service_account", "project_id": "p", "private_key_id": "k"},
+        **{"private_key": key.decode(), "client_email": "a@p", "token_uri": f"{root}/token"},
+    }
+    path.write_text(json.dumps(account))
+
+
+@pytest.mark.parametrize(
+    ("client", "needed", "options"),
+    [
+        ("azure", "azure.identity", {"api_version": "v"}),
+        ("foundry", "azure.identity", {}),
+        ("vertex", "google.auth", {"region": "us-east5", "project_id": "p"}),
+        ("bedrock", "botocore", {"aws_region": "us-east-1"}),
+    ],
+)
+def test_a_named_client_signs_in_with_the_identity_of_the_machine(
+    client: str,
+    needed: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the clouds' own packages, from what their hosts provide."""
+    pytest.importorskip(needed)
+    pytest.importorskip("cryptography")
+    with cloud(rotates=client != "bedrock") as (root, tokens):
+        service_account(tmp_path / "account.json", root)
+        environment = {
+            **{"IDENTITY_ENDPOINT": f"{root}/identity", "IDENTITY_HEADER": "h"},
+            **{"AWS_ACCESS_KEY_ID": tokens.valid(), "AWS_SECRET_ACCESS_KEY": "s"},
+            **{"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json")},
+        }
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        endpoint = EndpointConfig.model_validate(
+            {"client": client, "base_url": root, "client_options": options}
+        ).to_endpoint()
+        name = "cloud:anthropic.claude-x" if client == "bedrock" else "cloud:claude-x"
+        settings = resolve_model(
+            name, base_url=None, api=None, key_env=None, endpoints={"cloud": endpoint}
+        )
+        assert asyncio.run(ask(settings, CALLS)) == ["Yes."] * CALLS
+        assert tokens.refused == (0 if client == "bedrock" else CALLS // CALLS_PER_TOKEN - 1)
 
 
 def test_two_resources_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
