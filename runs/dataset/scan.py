@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 import orjson
 
@@ -36,6 +36,15 @@ ID_COLUMNS = ("id", "task_id", "instance_id")
 _LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}|^\d{4}-\d\d-\d\d([T ]|$)")
 """Own ids that are replaced by the content hash: they could collide with generated ones, or, being
 dates, the Hugging Face loader would convert the whole column to timestamps."""
+
+
+class ScanOptions(TypedDict):
+    """What the result of `scan` depends on, beside the dataset."""
+
+    max_samples: int | None
+    rules: RowRules
+    num_samples: int
+    shard: Shard | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,16 @@ class Scan:
     """Number of usable rows that have each of `row_setup.TELLTALE_COLUMNS`."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
+
+    @property
+    def options(self) -> ScanOptions:
+        """The options of this scan."""
+        return ScanOptions(
+            max_samples=self.max_samples,
+            rules=self.rules,
+            num_samples=self.num_samples,
+            shard=self.shard,
+        )
 
     @property
     def tasks(self) -> int:

@@ -253,15 +253,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
 
 def _check_cached_scan(cache: Path, scan: Scan) -> Iterator[Problem]:
     """If the next start would use the cached scan, it must match the dataset."""
-    found = load_scan(
-        cache,
-        scan.path,
-        max_samples=scan.max_samples,
-        rules=scan.rules,
-        num_samples=scan.num_samples,
-        shard=scan.shard,
-    )
-    if found not in (None, scan):
+    if load_scan(cache, scan.path, **scan.options) not in (None, scan):
         yield Problem("derived", cache, None, "does not match the dataset; it will be made again")
 
 
