@@ -186,7 +186,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "zeros": Damage(
         on("records.jsonl", lambda c: c.__setitem__(1, b"\0" * (len(c[1]) - 1) + b"\n")),
-        "records.jsonl:2: not a whole record",
+        "records.jsonl:2: not a complete record",
         again=1,
     ),
     "a record without messages": Damage(
@@ -204,7 +204,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a record of another schema": Damage(
         on("records.jsonl", change_record(0, schema_version=99)),
-        "of schema 99, this program has",
+        "has schema 99, not",
         repaired=False,
     ),
     "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: ends before"),
@@ -252,11 +252,10 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
     ),
     "a torn failure": Damage(
-        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: a line that was"
+        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: an incomplete"
     ),
     "a journal of nobody": Damage(
-        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(),
-        "worker-3-0.jsonl: it has no unfinished",
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: no unfinished"
     ),
     "a journal with garbage": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(b"gone\n" + event_of("z")),
@@ -328,10 +327,10 @@ DAMAGES: dict[str, Damage] = {
         "w.results: left over from a batch",
     ),
     "half a file": Damage(
-        lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: half written"
+        lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: an incomplete file"
     ),
     "half a training file": Damage(
-        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: half written"
+        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: an incomplete file"
     ),
     "no summary": Damage(lambda p: (p / "summary.json").unlink(), "summary.json: missing"),
     "an empty summary": Damage(
@@ -494,7 +493,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     edit(path / "records.jsonl", put(1, b"x\n"))
     words = checked(path).describe()
     assert "its tasks are unknown" in words
-    assert "records.jsonl:2: not a whole record" in words
+    assert "records.jsonl:2: not a complete record" in words
 
 
 def test_the_exit_code_says_whether_the_run_is_whole(path: Path) -> None:
