@@ -25,7 +25,7 @@ from runs.run import Outcome
 from runs.run_lock import locked
 from tests.answering import JSON, answering
 from tests.program.test_processes import AS_FIRST, needs_first_place
-from tests.running import ROOT, SCRIPTED, started, wait_until, workers_of, write_rows
+from tests.running import ROOT, SCRIPTED, started, wait_until, write_rows
 from tests.running import run as run_command
 
 CALL = {"name": "list_files", "arguments": {}}
@@ -280,8 +280,9 @@ class TestOpenRun:
             answering(lambda path, body: (500, {})) as (url, _),
             started(tmp_path, **{**SCRIPTED, **options, "base_url": url}) as process,
         ):
-            wait_until(lambda: workers_of(process.pid))
-            stored = open_run(tmp_path / "trajectories" / "r")
+            run_json = tmp_path / "trajectories" / "r" / "run.json"
+            wait_until(run_json.exists)
+            stored = open_run(run_json.parent)
             holder = stored.holder
             assert holder is not None
             assert holder["pid"] == process.pid
