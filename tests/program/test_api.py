@@ -149,7 +149,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 class TestAsLibrary:
-    @pytest.mark.slow
     def test_a_script_needs_no_guard(self, tmp_path: Path) -> None:
         """Workers do not import it, so it runs once."""
         scripted(tmp_path)
@@ -277,12 +276,11 @@ class TestOpenRun:
         write_rows(tmp_path / "p.jsonl", *dataset)
         options = {"model": "m", "key_env": "none", "enabled_toolsets": "file"}
         with (
-            answering(lambda path, body: (500, {})) as (url, _),
+            answering(lambda path, body: (500, {})) as (url, asked),
             started(tmp_path, **{**SCRIPTED, **options, "base_url": url}) as process,
         ):
-            run_json = tmp_path / "trajectories" / "r" / "run.json"
-            wait_until(run_json.exists)
-            stored = open_run(run_json.parent)
+            wait_until(lambda: asked)
+            stored = open_run(tmp_path / "trajectories" / "r")
             holder = stored.holder
             assert holder is not None
             assert holder["pid"] == process.pid

@@ -330,7 +330,6 @@ def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> No
     assert "the budget of the run is used up" in stopped.stderr
 
 
-@pytest.mark.slow
 def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=1, latency_s=0.0, faults={"http403": 0.5}) as endpoint:

@@ -260,7 +260,6 @@ def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
         assert not endpoint.journal()["repeated"]
 
 
-@pytest.mark.slow
 def test_a_wrong_saved_scan_costs_one_start(tmp_path: Path) -> None:
     """As if a program of the same version had told rows apart in another way."""
     script = [{"content": "a"}]
