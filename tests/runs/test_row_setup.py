@@ -216,4 +216,4 @@ def test_commands_of_rows_need_a_sandbox_that_works(tmp_path: Path) -> None:
     refused = run(tmp_path, "--row_setup", **SCRIPTED, env=nowhere)
     assert refused.returncode == 2
     assert "bwrap" in refused.stderr
-    assert "`setup` and `check` are commands too" in refused.stderr
+    assert "`setup` and `check` are commands, too" in refused.stderr
