@@ -16,7 +16,9 @@ import orjson
 JSONDecodeError = orjson.JSONDecodeError
 
 _DIGITS = 19
-_LONG = re.compile(rb"[0-9]{%d}" % _DIGITS)
+_LONG = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
+"""Digits that can be an integer: not those of a fraction (0.0001239776611328125) or of a name."""
+_RUN = re.compile(rb"[0-9]+")
 _STEP = 6
 _FEW = 16
 """As many places are looked at one by one faster than all of a text."""
@@ -87,7 +89,7 @@ def within_64_bits(value: Any) -> Any:
 
 
 def has_long_digits(text: str | bytes) -> bool:
-    """Whether there are 19 digits in a row, as in every integer beyond 64 bits."""
+    """Whether there may be an integer of 19 digits or more, as every one beyond 64 bits is."""
     if len(text) < _DIGITS:
         return False
     raw = text.encode(errors="replace") if isinstance(text, str) else text
@@ -101,7 +103,13 @@ def has_long_digits(text: str | bytes) -> bool:
             return False
         if _LONG.search(raw, max(0, at * _STEP - _DIGITS), at * _STEP + 2 * _DIGITS):
             return True
-    return b"0" * _DIGITS in raw.translate(_DIGITS_AS_ZERO)
+    digits = raw.translate(_DIGITS_AS_ZERO)
+    at = digits.find(b"0" * _DIGITS)
+    while at >= 0:
+        if _LONG.match(raw, at):
+            return True
+        at = digits.find(b"0" * _DIGITS, _RUN.match(raw, at).end())  # type: ignore[union-attr]
+    return False
 
 
 def _read_slowly(text: str | bytes) -> Any:

@@ -67,7 +67,9 @@ async def run_agent(
         match next_step(trajectory, spec):
             case CallModel(tool_choice):
                 try:
-                    record(await _ask(model, tool_choice, trajectory, tools, spec, record, on_event))
+                    record(
+                        await _ask(model, tool_choice, trajectory, tools, spec, record, on_event)
+                    )
                 except ConversationChanged:
                     continue
                 except ModelError as error:
