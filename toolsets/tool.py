@@ -71,6 +71,9 @@ class Tool:
     """The function's first argument is the task's space."""
     check: Callable[[dict[str, Any]], None] | None = None
     """Checks the arguments where there is no model; raises `ArgumentsError`."""
+    quick: bool = False
+    """A plain function that takes microseconds and waits for nothing: it runs in the event loop,
+    where others run in a thread. All conversations of the worker wait for it."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -115,7 +118,11 @@ class Tool:
 
 
 def tool(
-    *, name: str | None = None, idempotent: bool = False, sequential: bool = False
+    *,
+    name: str | None = None,
+    idempotent: bool = False,
+    sequential: bool = False,
+    quick: bool = False,
 ) -> Callable[[F], Tool]:
     """Make a `Tool` from a typed function.
 
@@ -148,6 +155,7 @@ def tool(
             idempotent=idempotent,
             sequential=sequential,
             takes_space=takes_space,
+            quick=quick,
         )
 
     return build
