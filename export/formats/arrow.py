@@ -66,8 +66,6 @@ def datasets_writer(format_name: str, *, lists_tools: bool) -> MakeWriter:
     columns = columns_of(format_name, lists_tools=lists_tools)
     schema = _datasets_schema(columns)
     as_json = [name for name, kind in columns.items() if kind == "messages"]
-    text = pa.list_(pa.string())
-    encoded = pa.schema([(f.name, text if f.name in as_json else f.type) for f in schema])
 
     class DatasetsRows(_Rows):
         def __init__(self, file: Hashing) -> None:
@@ -80,7 +78,7 @@ def datasets_writer(format_name: str, *, lists_tools: bool) -> MakeWriter:
                     value = row[name]
                     items = json.loads(value) if isinstance(value, str) else value
                     row[name] = [orjson.dumps(item).decode() for item in items]
-            return pa.Table.from_pylist(rows, schema=encoded).cast(schema)
+            return _datasets_table(rows, schema)
 
     return _make(DatasetsRows)
 
@@ -94,17 +92,16 @@ def datasets_frame(
     `datasets` caches what it makes of it, is a hash of its content.
     """
     import datasets
-    import pyarrow as pa
 
-    schema = _datasets_schema(columns_of(format_name, lists_tools=lists_tools))
+    columns = columns_of(format_name, lists_tools=lists_tools)
+    one_row = _datasets_table([{}], _datasets_schema(columns))  # some versions save no empty table
     splits: dict[str, list[Mapping[str, Any]]] = {}
     for file in files:
         splits.setdefault(file["split"], []).append(file)
-    empty = pa.RecordBatchReader.from_batches(schema, []).read_all()
     frame: dict[str, dict[str, Any]] = {"dataset_dict.json": {"splits": list(splits)}}
     for split, written in splits.items():
         digest = hashlib.sha256("".join(file["sha256"] for file in written).encode()).hexdigest()
-        rows = datasets.Dataset(empty, split=datasets.NamedSplit(split), fingerprint=digest[:16])
+        rows = datasets.Dataset(one_row, split=datasets.NamedSplit(split), fingerprint=digest[:16])
         with tempfile.TemporaryDirectory() as folder:
             rows.save_to_disk(folder)
             for path in sorted(Path(folder).glob("*.json")):
@@ -191,3 +188,13 @@ def _datasets_schema(columns: Mapping[str, str]) -> Any:
     }
     features = {name: types.get(kind) or datasets.Value(kind) for name, kind in columns.items()}
     return datasets.Features(features).arrow_schema
+
+
+def _datasets_table(rows: list[dict[str, Any]], schema: Any) -> Any:
+    """A table of rows whose messages are lists of JSON texts."""
+    import pyarrow as pa
+
+    texts = pa.list_(pa.string())  # no Arrow function reads lists of its type for JSON
+    is_json = [pa.types.is_list(f.type) and f.type.value_type == pa.json_() for f in schema]
+    plain = [(f.name, texts if j else f.type) for f, j in zip(schema, is_json, strict=True)]
+    return pa.Table.from_pylist(rows, schema=pa.schema(plain)).cast(schema)
