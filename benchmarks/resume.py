@@ -1,4 +1,4 @@
-"""How long a start takes, and how much memory, where very many tasks are finished already.
+"""Time and memory of a start with very many finished tasks.
 
     python -m benchmarks.resume --records=1000000
 

@@ -37,7 +37,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 
     with errors_as_exit_codes():
         given = {name: value for name, value in flags.items() if value is not None}
-        # A config is checked as a whole, and these two have no default.
+        # Required by a config, but not used here.
         unused = {"dataset_file": "-", "run_name": "tools"}
         try:
             found = tool_list(load_config(config_file, {**unused, **given}))
@@ -69,12 +69,12 @@ def errors() -> None:
     from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT
 
     consequences = {
-        "retry": "tried again, with growing pauses; then the attempt has failed",
-        "end": "the conversation ends there, and counts as done",
-        "fail_task": "the attempt has failed; the next start makes another",
-        "stop_run": "the run stops (exit 4); nothing is lost",
+        "retry": "retried with growing pauses; then the attempt fails",
+        "end": "the conversation ends and counts as done",
+        "fail_task": "the attempt fails; the next start makes another",
+        "stop_run": "the run stops (exit 4); finished work is safe",
     }
-    never = "; from an endpoint that has never answered it stops the run (exit 4)"
+    never = "; if the endpoint has never answered, the run stops (exit 4)"
     width = max(map(len, RULES))
     show(
         "\n".join(

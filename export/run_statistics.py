@@ -156,7 +156,7 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
             told += f", ${cost['per_kept']:.4f} per kept trajectory"
         if unknown := cost["records_of_unknown_cost"]:
             told += f"; unknown for {unknown:,} records"
-        yield f"{told}; the run has spent ${cost['spent_in_all']:.4f} in all"
+        yield f"{told}; spent in total ${cost['spent_in_all']:.4f}"
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)

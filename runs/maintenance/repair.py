@@ -69,11 +69,11 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
     if not remaining:
         return ""
     line = (
-        f"the same command as before runs {len(remaining)} tasks: {', '.join(remaining[:_SHOWN])}"
+        f"run the same command again to run {len(remaining)} tasks: {', '.join(remaining[:_SHOWN])}"
     )
     if len(remaining) > _SHOWN:
         line += " …"
     if unfinished:
         turns = sum(replies.turns for replies in unfinished)
-        line += f"; {len(unfinished)} of them continue after {turns} turns"
+        line += f"; {len(unfinished)} of them resume after {turns} saved turns"
     return line

@@ -140,18 +140,18 @@ def as_table(found: Forecast) -> str:
         ("failures %", found.failure_percent, "{:.1f}"),
     ]
     lines = [
-        f"forecast for {found.tasks:,} tasks by a random {found.pilot:,} of them "
+        f"forecast for {found.tasks:,} tasks from a random sample of {found.pilot:,} "
         f"({found.pilot_failed:,} failed), with 95 % intervals"
     ]
     for name, figure, form in rows:
         if figure is None:
-            lines.append(f"  {name:<11} unknown: no price, or no counts, for some of them")
+            lines.append(f"  {name:<11} unknown: some tasks have no price or no token counts")
             continue
         interval = f"({form.format(figure.low)} to {form.format(figure.high)})"
         lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
     lines.append(
-        f"hours hold if the endpoint answers {found.conversations:,} conversations at a time as "
-        "fast as these, and leave retries out"
+        f"hours assume that the endpoint answers {found.conversations:,} conversations at a time "
+        "as fast as the sample, without retries"
     )
     return "\n".join(lines)
 

@@ -235,7 +235,6 @@ class TaskRunner:
             journal=journal,
             host=home,
             subagents=row.spec.options.subagents,
-            approve=setup.approve,
             kept=kept,
         )
         return await conversation.run(taken_up=_has_begun(deal))

@@ -126,7 +126,7 @@ class Worker:
         sender.start()
         self._journal = self._open_journal()
         self._calls = Calls(
-            self._setup.bounds,
+            self._setup.limits,
             self._setup.budget,
             number=self._setup.number,
             workers=self._config.num_workers,
@@ -196,8 +196,8 @@ class Worker:
             os._exit(1)  # the parent is gone: whoever resumes the run owns its files now
         match header["type"]:
             case "tasks":
-                for deal in header["deals"]:
-                    self._start(deal)
+                for assignment in header["assignments"]:
+                    self._start(assignment)
             case "durable":
                 for key in header["keys"]:
                     self._release(bytes.fromhex(key))

@@ -205,7 +205,7 @@ def test_a_kill_between_verdicts_pays_no_question_twice(tmp_path: Path) -> None:
     assert len(keys) == len(set(keys)) == 40
 
 
-def test_a_model_that_plays_scripts_is_no_judge(tmp_path: Path) -> None:
+def test_the_scripted_model_cannot_judge(tmp_path: Path) -> None:
     source = answers(tmp_path, "One")
     given = {"model": "scripted", "call_attempts": 1}
     with pytest.raises(ConfigError, match="'scripted' plays scripts of rows and judges nothing"):
