@@ -275,9 +275,18 @@ SECRET = "s3cr3t-of-a-user-0123456789"
         ({**URL, "headers": {"x-note": f"sk-{SECRET}"}}, "header 'x-note' seems to hold"),
         ({**URL, "query": {"key": SECRET}}, "parameter 'key' seems to hold a secret"),
         ({**URL, "query": {"sig": SECRET}}, "parameter 'sig' seems to hold a secret"),
-        ({"base_url": f"http://127.0.0.1/v1?key={SECRET}"}, "must not have a password, key or query"),
-        ({"base_url": f"http://me:{SECRET}@127.0.0.1/v1"}, "must not have a password, key or query"),
-        ({"base_url": f"http://127.0.0.1/sk-{SECRET}/v1"}, "must not have a password, key or query"),
+        (
+            {"base_url": f"http://127.0.0.1/v1?key={SECRET}"},
+            "must not have a password, key or query",
+        ),
+        (
+            {"base_url": f"http://me:{SECRET}@127.0.0.1/v1"},
+            "must not have a password, key or query",
+        ),
+        (
+            {"base_url": f"http://127.0.0.1/sk-{SECRET}/v1"},
+            "must not have a password, key or query",
+        ),
         ({**URL, "proxy": f"http://me:{SECRET}@127.0.0.1:1"}, "give such a proxy as HTTPS_PROXY"),
         ({**URL, "key_command": ["echo", f"sk-{SECRET}"]}, "read it from a variable"),
         ({"client": "azure", "client_options": {"api_key": SECRET}}, "argument 'api_key' seems"),
