@@ -337,7 +337,7 @@ async def _events(
     async def parts() -> AsyncIterator[bytes]:
         async for part in _parts(response):
             on_part()
-            text.decode(part)  # whoever reads the events passes over what is no UTF-8
+            text.decode(part)  # the reader of events ignores invalid UTF-8
             yield part
 
     # Its reader of events wants a response of its own kind around the bytes.
