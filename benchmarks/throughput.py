@@ -219,7 +219,7 @@ def latency(repeat: int, prompts: int) -> Table:
 def cpu(repeat: int, prompts: int) -> Table:
     """CPU per call of the runner over that of each engine, without what starting takes."""
     table = Table()
-    contenders = {"aiohttp": engine("aiohttp"), "post": engine("post"), "typed": engine("typed")}
+    contenders = {name: engine(name) for name in ("journal", "aiohttp", "post", "typed")}
     for _ in range(repeat):
         for api in ("chat", "messages"):
             for turns in (5, 30):

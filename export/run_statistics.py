@@ -15,6 +15,7 @@ from typing import Any
 from export.conversation.own_work import Own, own_of
 from export.conversation.reading import read_conversation
 from export.conversation.style import Style
+from export.conversation.tools import names_of, tools_of
 from export.conversation.validity import Rejected
 from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
@@ -64,7 +65,7 @@ class RunStatistics:
         for name, number in found.items():
             if number is not None:
                 self._spreads[name].append(number)
-        offered = {tool["function"]["name"] for tool in record["tools"] or ()}
+        offered = names_of(tools_of(record))
         for call in calls:
             # Names that a model invents have no end.
             if call["name"] in offered and call.get("duration_s") is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from toolsets import exact_json
@@ -83,7 +82,7 @@ class Toolbox:
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
             return self._failure(text, "invalid_arguments")
-        context = replace(self._context, conversation=conversation, user_reply=user_reply)
+        context = self._context.during(conversation, user_reply)
         try:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
                 result = await self._run(tool, context, parsed)
@@ -161,7 +160,8 @@ def _tidy(result: ToolResult) -> ToolResult:
         content = f"Tool error: {content}"
     details = dict(result.details)
     try:
-        exact_json.dumps(details)
+        if details:
+            exact_json.dumps(details)
     except (TypeError, RecursionError):
         details = {"details": clip(valid_utf8(repr(details)), max_chars=_MAX_MESSAGE_CHARS)}
     return ToolResult(content, is_error=bool(result.is_error), details=details)

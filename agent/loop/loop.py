@@ -9,7 +9,7 @@ until then is where the next attempt goes on. What happens next is decided in `a
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from typing import Literal
 
 from agent.deadline import Deadline
 from agent.loop.acceptance import RUN_CALLS, make_ids_unique, repair_names, why_unusable
@@ -66,9 +66,10 @@ async def run_agent(
     while True:
         match next_step(trajectory, spec):
             case CallModel(tool_choice):
-                request = Request(trajectory.messages, tools.schemas, tool_choice, on_event)
                 try:
-                    record(await _ask(model, request, trajectory, tools, spec, record))
+                    record(
+                        await _ask(model, tool_choice, trajectory, tools, spec, record, on_event)
+                    )
                 except ConversationChanged:
                     continue
                 except ModelError as error:
@@ -88,15 +89,16 @@ async def run_agent(
 
 async def _ask(
     model: Model,
-    request: Request,
+    tool_choice: Literal["auto", "none"],
     trajectory: Trajectory,
     tools: AgentTools,
     spec: ConversationSpec,
     record: Journal,
+    on_event: StreamHandler | None,
 ) -> Event:
     turn = trajectory.turns + 1
-    if request.on_delta is not None and turn > 1:
-        request.on_delta({"type": "turn_start", "turn_index": turn - 1})
+    if on_event is not None and turn > 1:
+        on_event({"type": "turn_start", "turn_index": turn - 1})
     deadline = _deadline(trajectory, spec)
     clock = Clock()
 
@@ -104,14 +106,21 @@ async def _ask(
         # A clock of its own: the time until then is that of the reply that comes in its place.
         record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
 
-    request = replace(request, on_unreadable=pay)
+    request = Request(
+        trajectory.messages,
+        tools.schemas,
+        tool_choice,
+        on_delta=on_event,
+        deadline=deadline,
+        on_unreadable=pay,
+    )
     if deadline is None:
         completion = await model.complete(request)
         waited_s = 0.0
     else:
         try:
             async with deadline:
-                completion = await model.complete(replace(request, deadline=deadline))
+                completion = await model.complete(request)
         except TimeoutError:
             if not deadline.has_passed:
                 raise

@@ -124,6 +124,8 @@ def count_or_none(value: Any) -> int | None:
 
     Counts that earlier versions took over are read back through here too.
     """
+    if value is None:
+        return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_TOKENS:

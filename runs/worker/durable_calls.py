@@ -14,8 +14,8 @@ from toolsets.context import ToolContext
 from toolsets.tool import Tool, ToolResult
 from toolsets.toolbox import Toolbox
 
-Kept = Callable[[], Awaitable[None]]
-"""Waits until the replies so far are safe."""
+Kept = Callable[[], Awaitable[None]] | None
+"""Waits until the replies so far are safe; None where they are at once."""
 
 
 class Stops(Protocol):
@@ -38,7 +38,8 @@ class StoppableModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
-        await self._kept()
+        if self._kept is not None:
+            await self._kept()
         if self._stops.is_stopping:
             raise Stopped
         return await self._model.complete(request)
@@ -55,12 +56,18 @@ class DurableHome(Home):
     kept: Kept
 
     def _box(self, tools: Sequence[Tool]) -> Toolbox:
+        if self.kept is None:
+            return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
         return _Toolbox(tools, self.context, self.call_timeout_s, self.kept)
 
 
 class _Toolbox(Toolbox):
     def __init__(
-        self, tools: Sequence[Tool], context: ToolContext, call_timeout_s: float, kept: Kept
+        self,
+        tools: Sequence[Tool],
+        context: ToolContext,
+        call_timeout_s: float,
+        kept: Callable[[], Awaitable[None]],
     ) -> None:
         super().__init__(tools, context, call_timeout_s=call_timeout_s)
         self._kept = kept

@@ -7,6 +7,7 @@ import itertools
 import logging
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from agent.loop.loop import close_calls
@@ -192,9 +193,8 @@ class TaskRunner:
     ) -> Finish:
         setup = setup_of_task(self._setups, self._config, task)
 
-        async def until_kept() -> None:
-            await self._journal.kept(task.key)
-
+        kept_by = self._journal.kept
+        until_kept = None if kept_by is None else partial(kept_by, task.key)
         by_batch = self._calls.by_batch(task.key, deal)
 
         def gated(model: Model) -> StoppableModel:

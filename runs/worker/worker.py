@@ -46,7 +46,7 @@ from runs.worker.workspaces import Workspaces
 from toolsets.browser.process import Browsers
 from toolsets.errors import machine_failure
 from toolsets.mcp.servers import McpServers
-from toolsets.sandbox.factory import sandbox_problem
+from toolsets.sandbox.factory import FORK_SERVERS, sandbox_problem
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ class Worker:
         )
         self._servers.open()
         self._browsers.open()
+        FORK_SERVERS.open()
         loop.add_reader(self._connection.fileno(), self._receive)
         self.send("ready")
         while not self._exit.is_set():
@@ -166,6 +167,7 @@ class Worker:
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
         await self._calls.close()
+        await FORK_SERVERS.close()
         await self._browsers.close()
         await self._servers.close()
         self._journal.close()

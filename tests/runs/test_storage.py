@@ -28,10 +28,12 @@ from runs.store.journal import (
     usable_prefix,
 )
 from runs.store.journal_writer import JournalWriter
+from runs.store.reader import SharedTools
 from runs.store.records import RecordFile, load_index
 from runs.supervisor.budget import BudgetLog
 from runs.supervisor.damaged import set_aside_damaged
 from runs.tasks import BadRow, task_key
+from toolsets import exact_json
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
@@ -534,3 +536,32 @@ def test_a_file_that_was_removed_under_its_writer_is_noticed(tmp_path: Path) -> 
         with pytest.raises(StorageError, match="removed or replaced"):
             append(file, record("b"))
         file.close()
+
+
+TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"options": {"tools": []}}}}]
+
+
+def test_tools_that_many_records_offer_are_one_object() -> None:
+    loads = SharedTools().loads
+    lines = [orjson.dumps({"id": n, "tools": TOOLS, "options": {}, "model": n}) for n in range(3)]
+    first, *others = map(loads, lines)
+    assert [first, *others] == list(map(orjson.loads, lines))
+    assert all(other["tools"] is first["tools"] for other in others)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"tools": [], "options": {"x": 1, "tools": TOOLS, "options": {}}},
+        {"id": "p", "row": {"x": 1, "tools": TOOLS, "options": 2}},
+        {"id": "p", "inner": [{"x": 1, "tools": TOOLS, "options": {}}], "tools": [{"b": 1}]},
+        {"id": "p", "text": ',"tools":' + orjson.dumps(TOOLS).decode() + ',"options":'},
+        {"id": "p", "tools": [{"n": 2**70}], "options": {}},
+        {"id": "p", "tools": TOOLS},
+    ],
+    ids=["in the options", "in the row", "of a subagent", "in a text", "beyond 64 bits", "last"],
+)
+def test_tools_elsewhere_in_a_record_are_left_where_they_are(record: dict[str, Any]) -> None:
+    loads = SharedTools().loads
+    loads(orjson.dumps({"id": "p", "tools": TOOLS, "options": {}}))
+    assert loads(exact_json.dumps(record)) == record

@@ -326,7 +326,9 @@ DAMAGES: dict[str, Damage] = {
         ),
         "w.results: left over from a batch",
     ),
-    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: an incomplete file"),
+    "half a file": Damage(
+        lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: an incomplete file"
+    ),
     "half a training file": Damage(
         lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: an incomplete file"
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -124,8 +123,12 @@ class RetryingModel:
         if self._gate is None:
             return await self._attempt(request)
         came = time.monotonic()
-        with request.deadline.waiting() if request.deadline is not None else nullcontext():
-            permit = await self._gate.enter(lambda: estimate_cost(request, self._settings))
+        entering = self._gate.enter(lambda: estimate_cost(request, self._settings))
+        if request.deadline is None:
+            permit = await entering
+        else:
+            with request.deadline.waiting():
+                permit = await entering
         patience.waited_s += permit.sent_at - came
         outcome: Completion | ModelError | None = None
         try:

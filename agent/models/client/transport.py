@@ -13,6 +13,7 @@ import logging
 import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -69,6 +70,7 @@ class Transport:
         known = api_key if isinstance(api_key, str) else ""
         self._key = Key(known, *read_headers(connection).values())
         # Not the session's own: aiohttp sends those to a proxy too, in the clear, with the key.
+        self._url_of = lru_cache(maxsize=8)(self._make_url)
         self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
@@ -95,11 +97,13 @@ class Transport:
         """
         if self._preparer is not None:
             return await self._post_prepared(self._preparer, path, request, settings, assembly)
-        url = URL(self._base_url + path)
-        if self._query:
-            url = with_query(self._base_url + path, self._query)
-        prepared = Prepared(url, self._headers, exact_json.dumps(request), self._key)
+        content = exact_json.dumps(request)
+        prepared = Prepared(self._url_of(path), self._headers, content, self._key)
         return await self._post(prepared, settings, assembly)
+
+    def _make_url(self, path: str) -> URL:
+        url = self._base_url + path
+        return with_query(url, self._query) if self._query else URL(url)
 
     async def _post_prepared(
         self,
@@ -138,7 +142,7 @@ class Transport:
                     raise await self._refusal(response, key)
                 # Some servers know no streams, or not for this model, and answer in one piece.
                 if assembly is None or response.content_type == "application/json":
-                    return self.clean(b"".join([part async for part in _parts(response)]), key)
+                    return self.clean(await _whole(response), key)
                 await self._read_stream(response, assembly, settings.idle_timeout_s, key)
                 return self.clean(assembly.finish(), key)
         except (aiohttp.ClientError, OSError) as error:
@@ -305,6 +309,22 @@ def _is_expired(error: ModelError) -> bool:
     return error.kind == "auth" or is_of_aws
 
 
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body of a reply. Raises `ModelError("malformed")` where it is too large."""
+    parts = []
+    left = MAX_REPLY_BYTES
+    while part := await response.content.readany():
+        parts.append(part)
+        left -= len(part)
+        if left < 0:
+            raise _too_large()
+    return b"".join(parts)
+
+
+def _too_large() -> ModelError:
+    return ModelError("malformed", f"the reply is larger than {MAX_REPLY_BYTES // 2**20} MiB")
+
+
 async def _parts(
     response: aiohttp.ClientResponse, *, is_error: bool = False
 ) -> AsyncIterator[bytes]:
@@ -318,8 +338,7 @@ async def _parts(
         if left < 0:
             if is_error:
                 return
-            words = f"the reply is larger than {MAX_REPLY_BYTES // 2**20} MiB"
-            raise ModelError("malformed", words)
+            raise _too_large()
         yield part
 
 

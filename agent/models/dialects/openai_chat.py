@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,7 +107,12 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
 
 def is_openai(settings: ModelSettings) -> bool:
     """Whether it is OpenAI itself that is asked, in whatever region."""
-    host = urlsplit(settings.base_url or "").hostname or ""
+    return _is_openai(settings.base_url or "")
+
+
+@lru_cache(maxsize=64)
+def _is_openai(base_url: str) -> bool:
+    host = urlsplit(base_url).hostname or ""
     return host == "api.openai.com" or host.endswith(".api.openai.com")
 
 

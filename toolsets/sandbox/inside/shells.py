@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 CONTROL = 250
@@ -71,7 +71,7 @@ def _on_one_line(code: str) -> bytes:
 SH = Shell(["sh", "-c", _SH_START, "sh"], _SH_CONTROL, _SH_LOOP, _on_one_line)
 
 
-@cache
+@lru_cache
 def has_bash() -> bool:
     """Whether there is a bash on the PATH."""
     return any(os.access(f"{place}/bash", os.X_OK) for place in os.get_exec_path())
