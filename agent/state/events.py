@@ -27,8 +27,8 @@ class Clock:
         self._began = time.monotonic()
 
     def seconds(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self._began
+        """Seconds since the beginning, to the microsecond."""
+        return round(time.monotonic() - self._began, 6)
 
 
 def reply_event(
