@@ -67,7 +67,7 @@ class TestNames:
             ({"endpoints": {"a": {"base_url": "http://x?key=1"}}}, "must not have a password"),
             ({"endpoints": {"a": {"base_url": "http:///v1"}}}, "must name a host"),
             ({"endpoints": {"a": {**LOCAL, "key_env": ""}}}, "a.key_env"),
-            ({"endpoints": {"openai": LOCAL}}, "is the name of a known provider"),
+            ({"endpoints": {"openai": LOCAL}}, "is the name of a built-in endpoint"),
             ({"endpoints": {"a": {**LOCAL, "rpn": 1}}}, "a.rpn"),
             ({"endpoints": {"a": {}}}, "in a: base_url: missing"),
             ({"model": "b:m", "endpoints": {"a": LOCAL}}, "unknown prefix 'b'. Known: a, "),

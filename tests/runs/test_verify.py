@@ -182,16 +182,16 @@ def on(name: str, change: Callable[[list[bytes]], Any]) -> Callable[[Path], Any]
 
 DAMAGES: dict[str, Damage] = {
     "torn record": Damage(
-        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: a line that was"
+        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: an incomplete line"
     ),
     "zeros": Damage(
         on("records.jsonl", lambda c: c.__setitem__(1, b"\0" * (len(c[1]) - 1) + b"\n")),
-        "records.jsonl:2: not a whole record",
+        "records.jsonl:2: not a complete record",
         again=1,
     ),
     "a record without messages": Damage(
         on("records.jsonl", change_record(2, messages=None)),
-        "records.jsonl:3: not a whole record",
+        "records.jsonl:3: not a complete record",
         again=1,
     ),
     "a record twice": Damage(
@@ -204,7 +204,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a record of another schema": Damage(
         on("records.jsonl", change_record(0, schema_version=99)),
-        "of schema 99, this program has",
+        "schema 99",
         repaired=False,
     ),
     "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: ends before"),
@@ -213,26 +213,26 @@ DAMAGES: dict[str, Damage] = {
         "records.idx:5: does not match line 5 of records.jsonl",
     ),
     "a flipped bit of the index": Damage(
-        lambda p: flip_a_bit(p / "records.idx", 3 * ROW_BYTES), "records.idx: its checksum"
+        lambda p: flip_a_bit(p / "records.idx", 3 * ROW_BYTES), "records.idx: checksum mismatch"
     ),
     "a flipped bit of a text": Damage(
         on("records.jsonl", in_record_of_p1(b'"content":"y1"', b'"content":"x1"')),
-        ": not a whole record (id 'p1'; it was changed since it was written",
+        ": not a complete record (id 'p1'; it was changed since it was written",
         again=1,
     ),
     "a flipped bit of an id": Damage(
         on("records.jsonl", in_record_of_p1(b'"id":"p1"', b'"id":"q1"')),
-        ": not a whole record (id 'q1'",
+        ": not a complete record (id 'q1'",
         again=1,
     ),
     "a flipped bit of a checksum": Damage(
         on("records.jsonl", in_record_of_p1(b'"crc32"', b'"crc22"')),
-        ": not a whole record (id 'p1'",
+        ": not a complete record (id 'p1'",
         again=1,
     ),
     "a record without its newline": Damage(
         on("records.jsonl", lambda c: c.__setitem__(-1, c[-1][:-1])),
-        "records.jsonl:5: a whole line without its newline",
+        "records.jsonl:5: a complete line without its newline",
     ),
     "a changed loan": Damage(
         lambda p: (p / "budget.jsonl").write_bytes(LOAN.replace(b"1.5", b"1.7")),
@@ -252,11 +252,11 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
     ),
     "a torn failure": Damage(
-        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: a line that was"
+        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: an incomplete line"
     ),
     "a journal of nobody": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(),
-        "worker-3-0.jsonl: it has no unfinished"
+        "worker-3-0.jsonl: no unfinished"
     ),
     "a journal with garbage": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(b"gone\n" + event_of("z")),
@@ -264,7 +264,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a torn journal": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(event_of("z") + b'{"t'),
-        "worker-3-0.jsonl:2: a line that was",
+        "worker-3-0.jsonl:2: an incomplete line",
     ),
     "a workspace of a finished task": Damage(
         lambda p: workspace_of_first(p).mkdir(parents=True), ": the files of a finished"
@@ -277,7 +277,7 @@ DAMAGES: dict[str, Damage] = {
         all_of(
             lambda p: note_batch(p, "gathered"), lambda p: append(p / "batches.jsonl", b'{"kind"')
         ),
-        "batches.jsonl:2: a line that was",
+        "batches.jsonl:2: an incomplete line",
     ),
     "a batch that nobody takes": Damage(
         lambda p: note_batch(p, *ALL_STEPS[:3], task=workspace_of_first(p).name),
@@ -327,9 +327,9 @@ DAMAGES: dict[str, Damage] = {
         "w.results: left over from a batch",
     ),
     "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(),
-    ".run.json.7.tmp: half written"),
+    ".run.json.7.tmp: an incomplete file"),
     "half a training file": Damage(
-        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: half written"
+        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: an incomplete file"
     ),
     "no summary": Damage(lambda p: (p / "summary.json").unlink(), "summary.json: missing"),
     "an empty summary": Damage(
@@ -491,7 +491,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     edit(path / "records.jsonl", put(1, b"x\n"))
     words = checked(path).describe()
     assert "its tasks are unknown" in words
-    assert "records.jsonl:2: not a whole record" in words
+    assert "records.jsonl:2: not a complete record" in words
 
 
 def test_the_command_tells_by_its_exit_code(path: Path) -> None:
