@@ -1,8 +1,7 @@
 """The options of one conversation, each defined once with its default and help.
 
-The config of a run holds these options among its own, `AIAgent` takes them as keywords, and a row
-of the dataset can set most of them for itself in its column `agent_options`. All of them
-affect the data, so they are fixed for a run.
+They are part of the config of a run; `AIAgent` takes them as keywords; a row of the dataset can set
+most of them in its column `agent_options`. All of them affect the data: they are fixed for a run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pydantic import (
 
 from agent.state.final_answer import RESERVED
 from toolsets import exact_json
-from toolsets.validation import mistakes_in
+from toolsets.validation import did_you_mean, mistakes_in
 
 MAX_COUNT = 10**9
 
@@ -34,14 +33,14 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 ROW_COLUMN = "agent_options"
 
 _STAGES = frozenset({"preparation", "summary"})
-"""Names of inner conversations that subagents must not take."""
+"""Names of inner conversations; not allowed for subagents."""
 
 _NOT_PER_ROW = frozenset({"approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"})
 """Options that name code, other endpoints, or texts that must appear in no file."""
 
 
 def parse_json(value: Any) -> Any:
-    """Before-validator: JSON text, as flags give it, becomes the value it stands for."""
+    """Before-validator: parses JSON text, as flags give it."""
     if isinstance(value, str):
         try:
             return exact_json.loads(value)
@@ -52,14 +51,14 @@ def parse_json(value: Any) -> Any:
 
 
 def split_commas(value: Any) -> Any:
-    """Before-validator: names in one text, as flags give them, become a tuple."""
+    """Before-validator: splits names in one text, as flags give them, into a tuple."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
 def meaning(default: Any, help: str, **more: Any) -> Any:
-    """A field that decides what the data is; changing it needs a new run."""
+    """A field that affects the data; it cannot change within a run."""
     return Field(default, description=help, json_schema_extra={"meaning": True}, **more)
 
 
@@ -82,7 +81,7 @@ class Subagent(BaseModel):
     """Its description for the calling model."""
     system_prompt: str | None = None
     model: str | None = None
-    """As `--model`, at the same endpoint where it has no prefix; None takes the caller's."""
+    """As `--model`; without a prefix, at the caller's endpoint. None: the caller's model."""
     enabled_toolsets: tuple[str, ...] = ("none",)
     subagents: tuple[str, ...] = ()
     """Names of the subagents that it can call itself."""
@@ -96,84 +95,69 @@ class AgentOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
-    max_turns: PositiveInt = meaning(20, "Maximum model replies per conversation.")
+    max_turns: PositiveInt = meaning(20, "Maximum model replies.")
     max_errors: NonNegativeInt = meaning(
         5,
-        "End a conversation as `errors` after this many failing tool calls (unknown tool, bad "
-        "arguments, exception, timeout); 0: no limit.",
+        "Failed tool calls that end a conversation; 0: no limit.",
     )
     repeat_limit: NonNegativeInt = meaning(
         3,
-        "End a conversation as `repeat` after this many equal calls in a row with equal results; "
-        "the model gets a note one call before. 0: no limit.",
+        "Equal calls with equal results in a row that end a conversation; 0: no limit.",
     )
-    max_reasks: NonNegativeInt = meaning(
-        2, "How often in a row to ask again after an unusable reply (blank, unclosed reasoning)."
-    )
+    max_reasks: NonNegativeInt = meaning(2, "Unusable replies in a row that are requested again.")
     max_cost_usd: PositiveFloat | None = meaning(
         None,
-        "Dollar budget per conversation; the reply that exceeds it ends it as `budget` before its "
-        "tools run.",
+        "Dollar budget of a conversation.",
     )
     max_total_tokens: PositiveInt | None = meaning(
-        None, "The same in tokens, input and output of all calls."
+        None, "Token budget of a conversation, input and output."
     )
     max_conversation_s: PositiveFloat | None = meaning(
         None,
-        "Time limit per conversation in model and tool calls, over all starts; the running call "
-        "is cut off and it ends as `time_limit`. Waiting for rate limits or batches does not "
-        "count.",
+        "Time limit of a conversation's model and tool calls.",
     )
     parallel_tools: bool = meaning(
-        True, "Run the calls of one reply concurrently where their tools allow it."
+        True, "Run the calls of a reply concurrently where their tools allow it."
     )
     bad_arguments: Literal["feedback", "resample"] = meaning(
         "feedback",
-        "If arguments are not a JSON object, report it to the model, or discard the reply and ask "
-        "again.",
+        "Report arguments that are no JSON object to the model, or request the reply again.",
     )
     repair_tool_names: bool = meaning(
-        False, "Correct a misspelt tool name if exactly one tool is close; recorded as a repair."
+        False, "Correct a misspelt tool name if exactly one tool is close."
     )
     continue_cut: NonNegativeInt = meaning(
-        0, "How often to ask for the rest of a text reply that the token limit cut."
+        0, "How often to continue a text that the token limit cut."
     )
     final_summary: bool = meaning(
         False,
-        "At the turn limit, ask once more for an answer without tools; the status stays "
-        "`max_turns`.",
+        "At the turn limit, ask once more for an answer without tools.",
     )
     completion_tools: bool = meaning(
-        False, "Offer final_answer and cannot_complete, with which the model can end its task."
+        False, "Offer final_answer and cannot_complete, which end the conversation."
     )
     check_expected: bool = meaning(
         False,
-        "Compare answers with column `expected`; the model learns that an answer is wrong, never "
-        "the right one.",
+        "Compare answers with the row's `expected`.",
     )
-    expected_attempts: PositiveInt = meaning(
-        3, "Maximum answers per conversation to compare with `expected`."
-    )
+    expected_attempts: PositiveInt = meaning(3, "Answers compared per conversation.")
     awaiting_input: bool = meaning(
         False,
-        "Answer tool results that ask for confirmation or input from the row's list "
-        "`user_replies`; with none left, the conversation ends as `awaiting_input`.",
+        "Answer tools that ask the user from the row's `user_replies`.",
     )
-    result_references: bool = meaning(
-        False, "Number tool results, so that the model can use them in arguments as $$NAME."
-    )
+    result_references: bool = meaning(False, "Name tool results for use in arguments, as $$NAME.")
     observation_chars: PositiveInt | None = meaning(
-        None, "Cut tool results to this many characters; the record keeps them whole."
+        None, "Characters of a tool result that the model sees."
     )
     state_max_turns: bool = meaning(False, "State the turn limit in the system prompt.")
     text_protocol: Literal["react"] | None = meaning(
-        None, "For models without tool calling: react reads calls from Thought / Action lines."
+        None, "For models without tool calling: read calls from Thought/Action lines."
     )
-    plan: bool = meaning(False, "Have the model write a plan first and work through its steps.")
+    plan: bool = meaning(False, "Have the model write a plan first, then work through its steps.")
     plan_step_turns: PositiveInt = meaning(5, "Maximum replies per step of a plan.")
     preparation: str | None = meaning(
         None,
-        "Task of a conversation that gathers context first; its findings are added to the prompts.",
+        "Task of a conversation that first gathers context.",
     )
     preparation_toolsets: Annotated[tuple[str, ...] | None, BeforeValidator(split_commas)] = (
         meaning(None, "Toolsets of the preparation; default: all on offer.")
@@ -183,25 +167,24 @@ class AgentOptions(BaseModel):
         None, "System prompt that the model sees and no file contains."
     )
     prefill_messages: Annotated[tuple[ChatMessage, ...], BeforeValidator(parse_json)] = meaning(
-        (), "Messages shown after the system prompt and not recorded."
+        (), "Messages shown after the system prompt, not recorded."
     )
     compact_after: NonNegativeInt = meaning(
         0,
-        "Show reasoning and call arguments shortened once this many later replies had text; the "
-        "record keeps them. 0: never.",
+        "Replies with text after which older reasoning and arguments are shown shortened; 0: "
+        "never.",
     )
     summarize_over_tokens: PositiveInt | None = meaning(
-        None, "Show older messages as a summary beyond about this many tokens (characters / 4)."
+        None, "Tokens (characters / 4) beyond which older messages are shown as a summary."
     )
     summarize_over_messages: PositiveInt | None = meaning(
         None,
-        "The same beyond this many messages. A summary replaces at least `summarize_keep` "
-        "messages.",
+        "Messages beyond which older ones are shown as a summary.",
     )
-    summarize_keep: PositiveInt = meaning(8, "Most recent messages that are never summarized.")
+    summarize_keep: PositiveInt = meaning(8, "Latest messages that are never summarized.")
     approve: str | None = meaning(
         None,
-        "MODULE:FUNCTION that approves or denies each tool call; see docs/conversations.md.",
+        "MODULE:FUNCTION that approves or denies each tool call.",
         pattern=r"^[\w.]+:[\w.]+$",
     )
     subagents: Annotated[tuple[Subagent, ...], BeforeValidator(parse_json)] = meaning(
@@ -212,9 +195,9 @@ class AgentOptions(BaseModel):
     )
 
     def given(self) -> dict[str, Any]:
-        """The options that are not the defaults, JSON-ready, without what is for no file.
+        """The options that are not defaults, JSON-ready, without texts that no file may contain.
 
-        Of subagents the names: the config of the run has the rest.
+        Subagents are given by name: the config of the run has the rest.
         """
         given = self.model_dump(mode="json", exclude_defaults=True)
         if "ephemeral_system_prompt" in given:
@@ -226,7 +209,7 @@ class AgentOptions(BaseModel):
         return given
 
     def not_on_offer(self, toolsets: Collection[str]) -> str | None:
-        """Describes toolsets of `preparation_toolsets` that are not on offer; None if all are."""
+        """Describes toolsets of `preparation_toolsets` that are not enabled; None if all are."""
         unknown = sorted(set(self.preparation_toolsets or ()) - set(toolsets))
         if not unknown:
             return None
@@ -256,8 +239,8 @@ class AgentOptions(BaseModel):
         for subagent in self.subagents:
             if unknown := set(subagent.subagents) - set(names):
                 msg = (
-                    f"subagent {subagent.name!r} calls unknown ones: {', '.join(sorted(unknown))} "
-                    f"(known: {', '.join(sorted(names))})"
+                    f"subagent {subagent.name!r} calls unknown subagents: "
+                    f"{', '.join(sorted(unknown))} (known: {', '.join(sorted(names))})"
                 )
                 raise ValueError(msg)
         if self.max_subagent_depth is None and (circle := _circle(self.subagents)):
@@ -283,9 +266,9 @@ def _circle(subagents: Sequence[Subagent]) -> str | None:
 
 
 def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
-    """The options of one row: those of the run, with what its column `agent_options` sets.
+    """The options of one row: those of the run, changed by its column `agent_options`.
 
-    Raises `ValueError` naming the key and what is allowed.
+    Raises `ValueError` naming the key and the allowed ones.
     """
     own = columns.get(ROW_COLUMN)
     if own is None:
@@ -296,14 +279,18 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
     allowed = sorted(set(AgentOptions.model_fields) - _NOT_PER_ROW)
     for key in own:
         if key not in allowed:
-            msg = f"`{ROW_COLUMN}.{key}` is no option of a row; allowed: {', '.join(allowed)}"
+            if key in _NOT_PER_ROW:
+                msg = f"`{ROW_COLUMN}.{key}`: cannot be set per row"
+            else:
+                hint = did_you_mean(key, allowed) or "docs/conversations.md lists the options"
+                msg = f"`{ROW_COLUMN}.{key}`: unknown option; {hint}"
             raise ValueError(msg)
     fields = {name: getattr(options, name) for name in AgentOptions.model_fields}
     try:
         return AgentOptions.model_validate({**fields, **own})
     except ValidationError as error:
         first = mistakes_in(error)[0]
-        # Only what the row itself says is repeated: options of the run may be for no file.
+        # Quote only values of the row itself: some options of the run must appear in no file.
         if not first.keys or first.keys[0] not in own:
             raise ValueError(f"`{ROW_COLUMN}`: {first.reason}") from None
         raise ValueError(f"`{ROW_COLUMN}.{first.key}`: {first.with_value()}") from None

@@ -1,4 +1,4 @@
-"""What a turn takes, in counts that repeat: instructions, bytes on disk, blocks of memory.
+"""Repeatable counts per turn: instructions, bytes on disk, blocks of memory.
 
     python -m benchmarks.counts            compare with the committed counts; exit code 1 if above
     python -m benchmarks.counts --write    make these the committed counts
@@ -82,7 +82,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
 
         def keep(event: Event, task: Task = task, trajectory: Trajectory = trajectory) -> None:
             position = len(trajectory.messages)
-            journal.append(task.id, task.input_digest, event, deal=1, position=position)
+            journal.append(task.id, task.input_digest, event, assignment=1, position=position)
 
         conversation = ConversationRunner(
             trajectory=trajectory,
@@ -133,11 +133,11 @@ def instructions(url: str, conversations: int) -> int:
     # Hashes of texts decide the order of sets, and that some of what is done.
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    told = re.search(r"Collected : (\d+)", done.stderr)
-    if done.returncode or told is None:
+    counted = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode or counted is None:
         msg = f"valgrind ended with exit code {done.returncode}: {done.stderr[-2000:]}"
         raise RuntimeError(msg)
-    return int(told[1])
+    return int(counted[1])
 
 
 def count() -> dict[str, float]:

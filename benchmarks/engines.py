@@ -1,4 +1,4 @@
-"""What runs are measured against: the least that could make the same calls, and the naive way.
+"""Engines to compare runs with: the simplest programs that make the same calls, and a naive pool.
 
     python -m benchmarks.engines ENGINE --url=URL --prompts=N --agents=N --api=chat|messages
 

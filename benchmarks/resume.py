@@ -1,4 +1,4 @@
-"""How long a start takes, and how much memory, where very many tasks are finished already.
+"""Time and memory of a start with very many finished tasks.
 
     python -m benchmarks.resume --records=1000000
 
@@ -23,7 +23,8 @@ from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, save_scan
 from runs.record import dump_record
 from runs.store.checksum import read_object
-from runs.store.records import RecordFile, index_fields
+from runs.store.index import index_fields
+from runs.store.records import RecordFile
 from testing.fake_endpoint import FakeEndpoint
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""Runs beside the least that could make their calls, and beside the naive way, in one go.
+"""Whole runs, compared with latency alone and with the engines of `benchmarks.engines`.
 
     python -m benchmarks.throughput [--parts latency,cpu,...] [--repeat 5] [--json FILE]
 
@@ -153,7 +153,7 @@ def measure(
     replies = scripted_replies(work.turns, tool=work.tool, argument=work.argument)
     with (
         tempfile.TemporaryDirectory() as cwd,
-        tempfile.TemporaryFile() as told,
+        tempfile.TemporaryFile() as output,
         QuickEndpoint(replies, latency_s=work.latency_s) as endpoint,
     ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -162,13 +162,13 @@ def measure(
             command(work, endpoint.url, Path(cwd)),
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
-            stderr=told,
+            stderr=output,
         )
         peaks = _peaks(process)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         stats = endpoint.stats()
-        told.seek(0)
-        words = told.read().decode(errors="replace")[-2000:]
+        output.seek(0)
+        words = output.read().decode(errors="replace")[-2000:]
     if process.returncode or not 0 <= stats["requests"] - work.calls <= may_repeat:
         msg = f"{work}: exit code {process.returncode} after {stats['requests']} requests:\n{words}"
         raise RuntimeError(msg)

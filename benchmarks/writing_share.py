@@ -1,4 +1,4 @@
-"""What writing costs a run: journal, records and index, of its bytes and of its CPU time.
+"""The share of writing (journal, records, index) in the bytes and CPU time of a run.
 
     python -m benchmarks.writing_share --turns=5
 
@@ -59,7 +59,7 @@ def journal_again(journals: list[Path], place: Path) -> float:
     writer = JournalWriter(place, 0, on_storage_error=print)
     for line in lines:
         task, digest, event = line["task"], line["input_digest"], line["event"]
-        writer.append(task, digest, event, deal=line["deal"], position=line["position"])
+        writer.append(task, digest, event, assignment=line["deal"], position=line["position"])
     writer.close()
     return time.process_time() - began
 

@@ -11,7 +11,7 @@ import click
 from cli.exit_codes import errors_as_exit_codes
 from cli.export_options import asks_for_dataset, dataset_options, make_dataset
 from cli.shared import run_dir_argument, show_run
-from runs.process.console import show
+from runs.process.console import say, show
 
 PROBLEMS = 6
 """The exit code of `verify` if it found problems."""
@@ -55,10 +55,10 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
         if asks_for_dataset(flags):
             sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
         refuse_narrowing(path, scan, config, stored.identity, accepted=())
-        accounts = write_results(path, scan, config)
-    if accounts.pending:
-        click.echo(f"{accounts.pending} tasks are pending and not in the files", err=True)
-    show_run(path, accounts)
+        totals = write_results(path, scan, config)
+    if totals.pending:
+        say(f"warning: {totals.pending:,} tasks are pending and not in the training file")
+    show_run(path, totals)
 
 
 @click.command()
@@ -114,7 +114,7 @@ def merge(
     from api.stored_run import open_run
     from runs.maintenance.merge import common_config
     from runs.maintenance.merge import merge as merge_runs
-    from runs.maintenance.upkeep import scan_of
+    from runs.maintenance.upkeep import keep_given, scan_of
 
     with errors_as_exit_codes():
         opened = [open_run(run, output_dir) for run in runs]
@@ -126,9 +126,12 @@ def merge(
             dataset_file=dataset_file,
             allow_gaps=allow_gaps,
         )
-        dataset = {**found[0][1]["dataset"], "path": config.dataset_file}
-        scan = scan_of(config.run_dir, {**found[0][1], "dataset": dataset}, config)
+        first = found[0][1]
+        if dataset_file is not None:
+            kept = keep_given(first, config)
+            first = {**first, "dataset": {**first["dataset"], "path": kept.path}}
+        scan = scan_of(config.run_dir, first, config)
         merged = merge_runs(found, config, scan, drop=drop_unfinished)
-        accounts = write_results(merged.path, scan, config)
+        totals = write_results(merged.path, scan, config)
     show(merged.describe())
-    show_run(merged.path, accounts)
+    show_run(merged.path, totals)

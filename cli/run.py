@@ -9,21 +9,14 @@ import click
 
 from cli.command_line import EXAMPLES, RunCommand
 from cli.exit_codes import end, errors_as_exit_codes, fail
-from cli.shared import (
-    accepted,
-    live_option,
-    make_plan_of,
-    show_run,
-    start,
-    starting_options,
-)
+from cli.shared import live_option, make_plan_of, show_run, start, starting_options
 from runs.process.console import say, show
 
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
 @live_option
-@click.option("--dry_run", is_flag=True, help="Check everything, show what would run, and stop.")
+@click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
 @click.option("--resume", is_flag=True, help="No effect: the same command always resumes.")
 def run(
     config_file: Path | None,
@@ -44,8 +37,7 @@ def run(
             warn(plan, say)
             name_bad_rows(plan.scan, say)
             show(describe(plan))
-            changes = accepted(accept_config_change)
-            show(preview(plan, fresh=fresh, accept_changes=changes))
+            show(preview(plan, fresh=fresh, accept_changes=accept_config_change))
             return
         ended = start(plan, fresh=fresh, accept_config_change=accept_config_change, live=live)
     end(ended)
@@ -69,14 +61,13 @@ def estimate(
     pilot: int,
     **flags: Any,
 ) -> None:
-    """Run a random sample of the tasks, then forecast the cost and time of the whole run.
+    """Run a random sample of the tasks, then forecast cost and time of the whole run.
 
-    Takes the options of `run`. The sample is part of the run: the same command without `estimate`
-    runs the rest.
+    The sample is part of the run: the same command without `estimate` runs the rest.
     """
     import orjson
 
-    from runs.config.models import bounds_of
+    from runs.config.models import limits_of
     from runs.store.files import replace_file
     from runs.totals.forecast import as_table, forecast, sample_tasks
 
@@ -90,22 +81,22 @@ def estimate(
             plan, fresh=fresh, accept_config_change=accept_config_change, live=live, only=sample
         )
         if ended.stopped_by is not None or ended.signal is not None:
-            # Those that have ended are the quick ones, and no random sample.
+            # The tasks that have ended are the quick ones: not a random sample.
             end(ended)
-        bounds = bounds_of(config, plan.setups)
+        limits = limits_of(config, plan.setups)
         found = forecast(
             config.run_dir,
             ended.totals,
             sample,
             conversations=config.conversations,
-            bounds=bounds,
+            limits=limits,
             seed=config.seed,
         )
         if found is not None:
             content = orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
             replace_file(config.run_dir / "estimate.json", content)
     if found is None:
-        fail("no task of the sample has ended, so nothing can be forecast", 1)
+        fail("no task of the sample finished, so there is nothing to forecast", 1)
     show(as_table(found))
     end(ended)
 
@@ -122,19 +113,18 @@ def import_hermes(
 ) -> None:
     """Import a batch run of hermes-agent from DIRECTORY.
 
-    Takes the options of `run`. The same command without `import_hermes DIRECTORY` then runs the
-    rest.
+    The same command without `import_hermes DIRECTORY` then runs the rest.
     """
     from api.results import write_results
-    from api.start import opened
+    from api.start import open_planned
     from runs.maintenance.hermes.importer import import_hermes
 
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags, will_start=False)
-        with opened(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+        with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
             imported = import_hermes(
                 directory, plan.scan, run_dir, num_samples=plan.config.num_samples
             )
-            accounts = write_results(run_dir.path, plan.scan, plan.config)
+            totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
-    show_run(run_dir.path, accounts)
+    show_run(run_dir.path, totals)

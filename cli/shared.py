@@ -1,9 +1,9 @@
-"""What commands share: finding, starting, exporting and showing a run."""
+"""Options and functions that commands share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,12 @@ from runs.process.console import show
 if TYPE_CHECKING:
     from api.start import RunEnd
     from runs.planning.plan import Plan
-    from runs.totals.accounts import Accounts
+    from runs.totals.run_totals import RunTotals
+
+
+def _split(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of an option that can be repeated, or have several values with commas."""
+    return tuple(part for part in ",".join(value).split(",") if part)
 
 
 def starting_options(function: Any) -> Any:
@@ -26,20 +31,19 @@ def starting_options(function: Any) -> Any:
                 "--config",
                 "config_file",
                 type=click.Path(path_type=Path),
-                help="YAML file with any of these options; flags win over it.",
+                help="YAML file of options; flags win over it.",
             ),
             click.option(
                 "--fresh",
                 is_flag=True,
-                help="Start over; an existing run directory is moved aside.",
+                help="Move an existing run aside and start again.",
             ),
             click.option(
                 "--accept_config_change",
                 multiple=True,
+                callback=_split,
                 metavar="KEY,...",
-                help="Resume although these keys, which affect the data, have changed. "
-                "max_samples, num_samples and dataset_file: even if finished rows leave the "
-                "training file.",
+                help="Resume although these options, which affect the data, have changed.",
             ),
         ]
     ):
@@ -50,7 +54,7 @@ def starting_options(function: Any) -> Any:
 live_option = click.option(
     "--live",
     is_flag=True,
-    help="Show the run full-screen while it works (extra `live`).",
+    help="Show the run full-screen (extra `live`).",
 )
 
 output_dir_option = click.option(
@@ -62,12 +66,12 @@ output_dir_option = click.option(
 
 
 def run_dir_argument(function: Any) -> Any:
-    """The parameters by which a command names a run; see `open_run`."""
+    """The parameters that name a run; see `open_run`."""
     return run_argument("run")(output_dir_option(function))
 
 
 def run_argument(name: str) -> Callable[[Any], Any]:
-    """A parameter that names a run; a shell offers those in the default output directory."""
+    """A parameter that names a run; completion offers those in the output directory."""
     return click.argument(name, metavar="RUN", shell_complete=_runs)
 
 
@@ -93,7 +97,7 @@ def make_plan_of(
         from runs.executor_choice import fork_ahead
 
         fork_ahead(config)
-    return make_plan(config)
+    return make_plan(config, writes=will_start)
 
 
 def start(
@@ -104,9 +108,9 @@ def start(
     live: bool,
     only: Collection[bytes] | None = None,
 ) -> RunEnd:
-    """Run the tasks of a plan (`only` those with these keys); show and return how it ended.
+    """Run the tasks of a plan (`only` those with these keys); print the totals.
 
-    `live` is for the view on the whole screen.
+    `live` shows the full-screen view.
     """
     from api.start import start
 
@@ -123,20 +127,16 @@ def start(
     return ended
 
 
-def accepted(accept_config_change: Sequence[str]) -> list[str]:
-    """The keys that the option names, which can be given more than once."""
-    return [key for key in ",".join(accept_config_change).split(",") if key]
-
-
-def show_run(path: Path, accounts: Accounts) -> None:
+def show_run(path: Path, totals: RunTotals) -> None:
+    """Print the totals and the training files of a run."""
     import orjson
 
-    from runs.batch_api.totals import sum_up
-    from runs.totals.accounts import as_table
+    from runs.batch_api.totals import compute_batch_totals
+    from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
-    lines = [as_table(accounts)]
-    if (batches := sum_up(path)) is not None:
+    lines = [as_table(totals)]
+    if (batches := compute_batch_totals(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:
@@ -144,14 +144,14 @@ def show_run(path: Path, accounts: Accounts) -> None:
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
     if manifest["exported"] and _has_empty_thoughts_only(path):
         lines.append(
-            "No reply holds reasoning, so every gpt turn opens with an empty <think> block; "
+            "No reply has reasoning, so every gpt turn begins with an empty <think> block; "
             "--empty_think=omit leaves these blocks out."
         )
     show("\n".join(lines))
 
 
 def _has_empty_thoughts_only(path: Path) -> bool:
-    """Whether nothing in the training file was reasoned about, and every turn of it says so."""
+    """Whether all turns of the training file have an empty <think> block."""
     import orjson
 
     from export.conversation.style import style_of_run

@@ -15,12 +15,13 @@ from typing import Any
 from export.conversation.own_work import Own, own_of
 from export.conversation.reading import read_conversation
 from export.conversation.style import Style
+from export.conversation.tools import names_of, tools_of
 from export.conversation.validity import Rejected
 from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
 from runs.store.index import own_work
 from runs.store.reader import stored_records
-from runs.store.settled import NO_BOUND
+from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by
 
 _SHARES = (0.5, 0.9, 0.99)
@@ -64,7 +65,7 @@ class RunStatistics:
         for name, number in found.items():
             if number is not None:
                 self._spreads[name].append(number)
-        offered = {tool["function"]["name"] for tool in record["tools"] or ()}
+        offered = names_of(tools_of(record))
         for call in calls:
             # Names that a model invents have no end.
             if call["name"] in offered and call.get("duration_s") is not None:
@@ -120,7 +121,7 @@ def statistics_of(
     style: Style,
     require_reasoning: bool,
     require_passed: bool = False,
-    max_attempts: int = NO_BOUND,
+    max_attempts: int = NO_LIMIT,
 ) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
 
@@ -156,7 +157,7 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
             told += f", ${cost['per_kept']:.4f} per kept trajectory"
         if unknown := cost["records_of_unknown_cost"]:
             told += f"; unknown for {unknown:,} records"
-        yield f"{told}; the run has spent ${cost['spent_in_all']:.4f} in all"
+        yield f"{told}; spent in total ${cost['spent_in_all']:.4f}"
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)

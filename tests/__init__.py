@@ -2,13 +2,14 @@
 
 toolsets/ agent/ runs/ export/ report/ cli/   tests of the room of that name
 program/            the whole program: real processes, endpoints on loopback, signals
-faults/             the fault matrix of docs/reliability.md
+faults/             the fault matrix of tests/faults/README.md
 test_architecture   the structure of the code
 test_docs           the README and the pages are true
 test_seeds          every behaviour of the seed documents has a test
 test_fake_endpoint  the endpoint that other tests rely on
 
 running answering websites playing exporting   shared helpers
+prefork             starts batch_runner.py without the time of its imports
 option_docs         writes docs/options.md
 raw_mcp_server      an MCP server without the SDK
 """

@@ -18,13 +18,16 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples on every machine, however slow it is: a failure is of the code, not of the day.
 settings.register_profile(
-    "same",
+    "quick",
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=25,
 )
-settings.register_profile("long", settings.get_profile("same"), max_examples=1000)
-settings.load_profile("same")
+# `-m hypothesis --hypothesis-profile=full`
+settings.register_profile("full", settings.get_profile("quick"), max_examples=100)
+settings.register_profile("long", settings.get_profile("quick"), max_examples=1000)
+settings.load_profile("quick")
 
 
 def pytest_xdist_auto_num_workers() -> int:

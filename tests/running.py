@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from runs.store.checksum import without_checksum
+from tests.prefork import Forked, can_fork
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,6 +50,27 @@ def command(*args: object, **options: object) -> list[str]:
     return [sys.executable, str(ROOT / "batch_runner.py"), *map(str, args), *flags]
 
 
+Process = subprocess.Popen[bytes] | Forked
+"""A command that was started."""
+
+
+def start(
+    cwd: Path, args: list[str], env: Mapping[str, str], output: IO[bytes], errors: IO[bytes]
+) -> Process:
+    """Start a `command`, by a fork where that is equal to a new interpreter."""
+    if can_fork(env) and args[1] != "-c":
+        return Forked(args[1:], cwd=cwd, env=env, stdout=output, stderr=errors)
+    return subprocess.Popen(
+        args,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        start_new_session=True,
+    )
+
+
 # With a second thread, the program starts its workers as new interpreters instead of forking.
 _WITH_A_THREAD = f"""
 import sys, threading
@@ -68,30 +91,30 @@ def run(
     cwd: Path, *args: object, env: dict[str, str] | None = None, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Run batch_runner.py to its end."""
-    return subprocess.run(
-        command(*args, **options),
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    given = command(*args, **options)
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        process = start(cwd, given, {**os.environ, **(env or {})}, output, errors)
+        try:
+            code = process.wait(timeout=120)
+        except BaseException:
+            process.kill()
+            raise
+        texts = [_text_of(file) for file in (output, errors)]
+    return subprocess.CompletedProcess(given, code, *texts)
+
+
+def _text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
 @contextmanager
-def started(
-    cwd: Path, *args: object, forks: bool = True, **options: object
-) -> Iterator[subprocess.Popen[bytes]]:
+def started(cwd: Path, *args: object, forks: bool = True, **options: object) -> Iterator[Process]:
     """A run in a process group of its own; whatever is left of it is killed at the end."""
-    line = command(*args, **options)
+    given = command(*args, **options)
     with (cwd / "output.txt").open("ab") as output:
-        process = subprocess.Popen(
-            line if forks else spawning(line),
-            cwd=cwd,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        line = given if forks else spawning(given)
+        process = start(cwd, line, os.environ, output, output)
     try:
         yield process
     finally:

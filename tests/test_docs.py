@@ -150,7 +150,7 @@ def test_the_picture_of_the_report_is_small() -> None:
 
 
 def test_every_fault_is_proved_by_tests_that_exist() -> None:
-    text = (ROOT / "docs" / "reliability.md").read_text()
+    text = (ROOT / "tests" / "faults" / "README.md").read_text()
     named = re.findall(r"(tests/\S+\.py)::(\w+)", text)
     assert len(named) > 30
     for file, name in named:
@@ -173,7 +173,7 @@ def test_the_readme_names_every_exit_code_of_the_errors() -> None:
         assert re.search(rf"\b{code}\s", README.split("Exit codes:")[1])
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_demo_is_what_the_readme_says(tmp_path: Path, workers: int) -> None:
     """26 tasks, all ended; one early, one rejected; whatever the number of workers."""
     done = run(

@@ -15,8 +15,6 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from testing.fake_endpoint import FakeEndpoint
@@ -96,6 +94,8 @@ def converse_openai(
     endpoint: FakeEndpoint, *, stream: bool, turns: int = 3
 ) -> list[dict[str, Any]]:
     """Play a conversation with the SDK; returns all messages."""
+    import openai
+
     messages: list[Any] = [{"role": "user", "content": "Go."}]
     options: dict[str, Any] = {"model": "fake", "tools": TOOLS[OPENAI]}
     with openai.OpenAI(base_url=endpoint.openai_url, api_key="k", max_retries=0) as client:
@@ -122,6 +122,8 @@ def converse_anthropic(
     endpoint: FakeEndpoint, *, stream: bool, turns: int = 3
 ) -> list[dict[str, Any]]:
     """Play a conversation with the SDK; returns all messages."""
+    import anthropic
+
     messages: list[Any] = [{"role": "user", "content": "Go."}]
     options: dict[str, Any] = {"model": "fake", "max_tokens": 100, "tools": TOOLS[ANTHROPIC]}
     with anthropic.Anthropic(base_url=endpoint.anthropic_url, api_key="k", max_retries=0) as client:
@@ -237,7 +239,7 @@ def test_task_id_header_separates_equal_prompts(endpoint: FakeEndpoint) -> None:
     assert (journal["conversations"], journal["repeated"]) == (2, 0)
 
 
-def test_reply_that_nobody_took_is_not_delivered() -> None:
+def test_a_reply_whose_client_left_is_not_counted_as_delivered() -> None:
     with FakeEndpoint(latency_s=5.0) as slow:
         leave(slow, ask())
         leave(slow, ask())
@@ -289,6 +291,8 @@ def test_key_is_demanded_in_either_header() -> None:
             assert json.loads(body)["error"]["type"] == "authentication_error"
             for headers in ({"x-api-key": "secret"}, {"Authorization": "Bearer secret"}):
                 assert post(endpoint, path, ask(path), headers=headers)[0] == 200
+        import openai
+
         client = openai.OpenAI(base_url=endpoint.openai_url, api_key="wrong", max_retries=0)
         with client, pytest.raises(openai.AuthenticationError):
             client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Go."}])
@@ -483,7 +487,7 @@ def test_replies_of_the_responses_dialect(endpoint: FakeEndpoint) -> None:
     assert post(endpoint, RESPONSES, ask(RESPONSES, input=[*items, stray]))[0] == 400
 
 
-def test_empty_text_befalls_only_the_last_reply() -> None:
+def test_the_empty_text_fault_affects_only_the_last_reply() -> None:
     with FakeEndpoint(latency_s=0.0, faults={"empty_text": 1.0}) as endpoint:
         assert _finish(post(endpoint, OPENAI, ask())[2]) == "tool_calls"
         assert endpoint.journal()["faults"] == {}

@@ -1,24 +1,24 @@
 """Tools that an agent can call, the toolsets that group them, and the sandboxes they run in.
 
-errors      what can go wrong with a tool, by its own fault or by the machine's
+errors      ToolError and HostError: failures of a tool, failures of the machine
 extras      how to install an optional dependency
-exact_json  JSON with integers of any size
+exact_json  JSON with integers of any size; how deep it is nested
 text        cutting and decoding text
-validation  what pydantic found wrong, in words
-per_loop    what the conversations of an event loop share
+validation  describes what pydantic rejected
+per_loop    resources that the conversations of an event loop share
 context     ToolContext, the first argument of every tool function
 space       TaskSpace, the older name of ToolContext
 docstring   descriptions of parameters from a docstring
 signature   a function's signature as a schema
-tool        Tool and ToolResult; how a function becomes a tool
-toolbox     the tools of one conversation, and how a call is carried out
+tool        Tool and ToolResult; makes a tool of a function
+toolbox     the tools of one conversation; runs their calls
 workspace/  the directory that a conversation works in
 net/        what web tools and browser may reach
 sandbox/    where commands run: bwrap, docker, or plain processes
 builtin/    the tools of `file`, `terminal` and `python`
 web/        the tools of `web`
 browser/    the tools of `browser`, and the Chromium behind them
-catalog/    which toolsets there are, and which a task gets
+catalog/    all toolsets, and the choice of those a task gets
 mcp/        MCP servers as toolsets
 
 Other rooms import only the modules in `SEAM`.
@@ -29,7 +29,6 @@ SEAM = (
     "builtin.command_result",
     "catalog.custom",
     "catalog.distributions",
-    "catalog.lookup",
     "catalog.registry",
     "context",
     "errors",

@@ -1,4 +1,4 @@
-"""What one task may touch: its workspace, and the sandbox that runs commands beside it."""
+"""What the tools of one task work with: its workspace, its sandbox, what they keep open."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _log = logging.getLogger(__name__)
 
 
 class Held(Protocol):
-    """What a tool keeps from call to call."""
+    """A resource that a tool keeps open from call to call."""
 
     async def close(self) -> None:
         """Release it."""
 
 
-class SharedBrowser(Protocol):
-    """A browser that the conversations of a process share; see `toolsets.browser.process`."""
+class SharedBrowser(Held, Protocol):
+    """A browser that the conversations of a process share; see `toolsets.browser.process`.
+
+    The last user that closes it stops the browser.
+    """
 
     def open(self) -> None:
         """Count one more user."""
-
-    async def close(self) -> None:
-        """Count one user less; the last one stops the browser."""
 
     async def chromium(self) -> Any:
         """The running browser, started if there is none. Raises `ToolError`."""
@@ -37,30 +37,30 @@ class SharedBrowser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """The context every tool function gets as its first argument."""
+    """The first argument of a tool function."""
 
     workspace: Workspace
-    """The files of the task; its directory is made when a tool first needs it."""
+    """The files of the task. The directory is created when a tool first needs it."""
     sandbox: Sandbox | None = None
-    """Runs commands; None where no tool that runs commands is enabled."""
+    """Runs commands; None if no enabled tool runs commands."""
     web: WebSettings | None = None
-    """What the web tools work with; None means the defaults, without a cache."""
+    """Settings of the web tools; None: the defaults, without a cache."""
     browsers: SharedBrowser | None = None
-    """The browser that tasks share; None where the task is to have one of its own."""
+    """The browser that tasks share; None: the task starts its own."""
     conversation: Sequence[Mapping[str, Any]] = ()
-    """The live messages of the conversation, while a call runs; not to be changed."""
+    """The live messages of the conversation while a call runs; do not change them."""
     user_reply: str | None = None
-    """What the user said, where the tool had asked for input and is called again with it."""
+    """The user's reply, if the tool asked for input and is called again with it."""
     held: dict[str, Held] = field(default_factory=dict)
-    """What tools opened for this task, by a name of their own; closed with the space."""
+    """Resources that tools opened for this task, by a name that the tool chooses."""
 
     resumed: bool = False
-    """The conversation goes on after what ran its commands before had ended, as after a crash or
-    with the next prompt of a session: files are kept, shells and interpreters are new."""
+    """The sandbox is not the one of earlier calls: the conversation was resumed after a crash or
+    continues with the next prompt of a session. Files are kept, shells and interpreters are new."""
 
     @property
     def home(self) -> str:
-        """The path of the workspace as the model knows it."""
+        """The path of the workspace that the model sees."""
         if self.sandbox is not None:
             return self.sandbox.home
         return self.workspace.aliases[0] if self.workspace.aliases else str(self.workspace.root)
@@ -81,11 +81,11 @@ class ToolContext:
         )
 
     async def close(self, *, remove: bool) -> None:
-        """Stop what is held and the sandbox, and remove the workspace if asked; may be repeated.
+        """Release what tools hold, stop the sandbox, and `remove` the workspace; may be repeated.
 
-        What cannot be removed is logged and left, since the task itself is done.
+        A workspace that cannot be removed is logged and left: the task itself is done.
         """
-        import asyncio  # here, because who only asks for help has no use for it
+        import asyncio  # imported here, to keep --help fast
 
         self.workspace.close()
         try:

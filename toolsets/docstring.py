@@ -1,4 +1,4 @@
-"""What a Google-style docstring says to a model: what a tool does, and what its arguments mean."""
+"""Reads a Google-style docstring: the description of a tool and of its parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECTION = re.compile(
 def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     """Return the text before the sections, and the descriptions of the parameters by name.
 
-    Each paragraph is put on one line: its wraps mean nothing to a model.
+    Each paragraph becomes one line.
     """
     arguments: dict[str, str] = {}
     sections = list(_SECTION.finditer(docstring))

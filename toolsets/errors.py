@@ -1,6 +1,6 @@
-"""What can go wrong with a tool: by its own fault, or by that of the machine.
+"""Failures of a tool, and failures of the machine.
 
-This is the one place that knows in which ways a machine says that it has no more of something.
+Only this module knows how a machine reports that it is out of disk, files, memory or processes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import re
 
 
 class ToolError(Exception):
-    """A failure whose message the model should see as it is."""
+    """A failure whose message the model sees unchanged."""
 
 
 class HostError(Exception):
-    """The machine failed, not the tool: its disk is full or failing, or it ran out of something.
+    """The machine failed, not the tool: its disk is full or broken, or a resource is used up.
 
-    No result: what it says must not become part of a conversation.
+    It is never a tool result: its message must not become part of a conversation.
     """
 
 
-_DISK = "make room on the disk or mend it"
+_DISK = "free space on the disk or repair it"
 _FILES = "raise the limit of open files (ulimit -n), or run fewer conversations at a time"
 _MEMORY = "give it more memory, or run fewer conversations at a time (--batch_size, --num_workers)"
 _PROCESSES = (
@@ -40,26 +40,25 @@ _TO_DO = {
     errno.EAGAIN: _PROCESSES,
 }
 HOST_ERRNOS = frozenset(_TO_DO)
-"""What a machine says that has no more of something, as error numbers of the system."""
+"""The error numbers that mean that the machine failed."""
 
 _NO_THREAD = "can't start new thread"
-"""How Python says EAGAIN and ENOMEM where it wanted a thread."""
+"""Python's message for EAGAIN and ENOMEM when it starts a thread."""
 
-# As the C library puts them, and shells and bwrap after it, whose locale is ours to choose; and as
-# Node.js does.
-_SAID = {os.strerror(number): number for number in _TO_DO} | {
+# Texts of the C library, also used by shells and bwrap (we set their locale), and of Node.js.
+_TEXTS = {os.strerror(number): number for number in _TO_DO} | {
     **{errno.errorcode[number]: number for number in _TO_DO},
     _NO_THREAD: errno.EAGAIN,
     "Cannot fork": errno.EAGAIN,
     "MemoryError": errno.ENOMEM,
 }
-_SAYS_SO = re.compile("|".join(map(re.escape, _SAID)))
+_ANY_TEXT = re.compile("|".join(map(re.escape, _TEXTS)))
 
 _SPARE_BYTES = 64 << 20
 
 
 def machine_failure(error: BaseException) -> str | None:
-    """What this machine is out of and what to do; None where the error says no such thing."""
+    """Which resource the machine is out of and what to do; None for any other error."""
     if isinstance(error, HostError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -74,19 +73,19 @@ def machine_failure(error: BaseException) -> str | None:
     return None
 
 
-def failure_told(words: str) -> str | None:
-    """As `machine_failure`, of what a program said that was to start something for us."""
-    found = _SAYS_SO.search(words)
-    return None if found is None else f"{words}; {_TO_DO[_SAID[found[0]]]}"
+def machine_failure_in(output: str) -> str | None:
+    """Like `machine_failure`, for the output of a program that failed to start something."""
+    found = _ANY_TEXT.search(output)
+    return None if found is None else f"{output}; {_TO_DO[_TEXTS[found[0]]]}"
 
 
 def describe(number: int) -> str:
-    """One of `HOST_ERRNOS`, and what to do about it."""
+    """One of `HOST_ERRNOS` in words, and what to do about it."""
     return f"{os.strerror(number)}; {_TO_DO[number]}"
 
 
 def has_memory() -> bool:
-    """Whether this process can have more; if so, a `MemoryError` was about one oversized value."""
+    """Whether memory is left; if so, a `MemoryError` came from one oversized value."""
     try:
         mmap.mmap(-1, _SPARE_BYTES).close()
     except (OSError, MemoryError):

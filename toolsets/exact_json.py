@@ -1,7 +1,7 @@
-"""JSON in which an integer keeps all its digits, however many they are.
+"""JSON that keeps integers exact, whatever their size; and how deep JSON is nested.
 
-orjson reads integers beyond 64 bits as floats without a word and refuses to write them. It does all
-the work here too, except where such an integer is there.
+orjson silently reads integers beyond 64 bits as floats and refuses to write them. Only values with
+such integers are read and written by slower code here; orjson does the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from typing import Any
 
 import orjson
 
+from toolsets.text import valid_utf8
+
 JSONDecodeError = orjson.JSONDecodeError
+
+MAX_NESTING = 100
+"""Deepest JSON that is accepted from a dataset or an endpoint. orjson does not write more than
+about 250 levels, and widely used readers of training files refuse 128."""
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+"""Possessive: positions to backtrack to would take a hundred times the memory of the text."""
+_BRACES = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _DIGITS = 19
 _LONG = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
@@ -21,7 +32,7 @@ _LONG = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
 _RUN = re.compile(rb"[0-9]+")
 _STEP = 6
 _FEW = 16
-"""As many places are looked at one by one faster than all of a text."""
+"""Up to this many places, checking each is faster than scanning the whole text, however short."""
 _DIGITS_AS_ZERO = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
 
 _INT64 = range(-(2**63), 2**63)
@@ -29,7 +40,7 @@ _64_BITS = range(-(2**63), 2**64)
 
 
 def loads(text: str | bytes) -> Any:
-    """Read JSON as `orjson.loads` does, but integers as what they are.
+    """Read JSON as `orjson.loads` does, but keep integers exact.
 
     Raises `JSONDecodeError` for what orjson refuses, and for integers of more digits than Python
     converts (4,300).
@@ -40,14 +51,16 @@ def loads(text: str | bytes) -> Any:
         if not has_long_digits(text):
             raise
         try:
-            return _checked(_read_slowly(text))
+            value = loads_with_halves(text)
+            dumps(value)  # refuses what JSON cannot hold, such as half an emoji
         except (ValueError, TypeError, RecursionError):
-            raise error from None  # it was not, or not only, for the length of an integer
-    return _read_slowly(text) if has_long_digits(text) else value
+            raise error from None  # the length of an integer was not the only reason
+        return value
+    return loads_with_halves(text) if has_long_digits(text) else value
 
 
 def dumps(value: Any, *, option: int | None = None) -> bytes:
-    """Write JSON as `orjson.dumps` does, and integers of any size. Raises `TypeError` as that."""
+    """Write JSON as `orjson.dumps` does, with integers of any size. Raises `TypeError`, too."""
     try:
         return orjson.dumps(value, option=option)
     except TypeError:
@@ -58,29 +71,45 @@ def dumps(value: Any, *, option: int | None = None) -> bytes:
 
 
 def loads_leniently(body: bytes) -> Any:
-    """Read JSON, and what some servers send as such, for what was paid for must not be lost.
+    """Read a paid reply that is not quite JSON, as some servers send it.
 
-    A half of an emoji becomes U+FFFD, and a number that none of ours can hold (NaN, 1e400) the text
-    that it was written as. Raises `ValueError` and `RecursionError`.
+    Half an emoji becomes U+FFFD; a number that is out of range (NaN, 1e400) becomes its text.
+    Raises `ValueError` and `RecursionError`.
     """
-    return _mended(_lenient_decoder.decode(body.decode()))
+    return _with_valid_text(_lenient_decoder.decode(body.decode()))
 
 
 def loads_part(text: str) -> Any:
-    """Read a part of a stream, in which halves of an emoji stay until both are there.
+    """Read a part of a stream; half an emoji is kept, since the other half may follow.
 
     Raises `ValueError` and `RecursionError`.
     """
     return _part_decoder.decode(text)
 
 
-def loads_with_halves(text: str) -> Any:
-    """Read JSON as `loads`, with the halves of emoji that are in it."""
-    return _read_slowly(text)
+def loads_with_halves(text: str | bytes) -> Any:
+    """Read JSON as `loads` does, but accept half an emoji."""
+    try:
+        return _exact_decoder.decode(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:
+        raise orjson.JSONDecodeError(str(error), "", 0) from None
+
+
+def is_nested_too_deep(json_text: bytes) -> bool:
+    """Whether JSON is nested deeper than `MAX_NESTING`; nearly free if it has few brackets."""
+    if json_text.count(b"[") + json_text.count(b"{") <= MAX_NESTING:
+        return False
+    brackets = _STRING.sub(b"", json_text).translate(_BRACES, _NO_BRACKETS)
+    # Each round removes the innermost level, everywhere at once.
+    for _ in range(MAX_NESTING):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
 
 
 def within_64_bits(value: Any) -> Any:
-    """The value with each integer that no signed 64 bits hold as the text of its digits."""
+    """The value with each integer beyond signed 64 bits as the text of its digits."""
     if isinstance(value, dict):
         return {key: within_64_bits(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
@@ -93,16 +122,27 @@ def has_long_digits(text: str | bytes) -> bool:
     if len(text) < _DIGITS:
         return False
     raw = text.encode(errors="replace") if isinstance(text, str) else text
-    # Every sixth byte shows three digits of such a run; a look at all bytes costs several times as
-    # much as to read the JSON.
+    # Every sixth byte: a run of 19 digits shows at least three of them, and all 13 bytes from the
+    # first of these to the last are digits, which is rare in floats. Scanning all bytes would cost
+    # several times as much as reading the JSON.
     sample = raw[::_STEP].translate(_DIGITS_AS_ZERO)
-    at = -1
-    for _ in range(_FEW):
-        at = sample.find(b"000", at + 1)
-        if at < 0:
-            return False
-        if _LONG.search(raw, max(0, at * _STEP - _DIGITS), at * _STEP + 2 * _DIGITS):
+    at = sample.find(b"000")
+    looks = max(_FEW, len(raw) >> 8)
+    while at >= 0:
+        first = at * _STEP
+        if raw[first : first + 2 * _STEP + 1].isdigit() and _LONG.search(
+            raw, max(0, first - _STEP), first + 2 * _DIGITS
+        ):
             return True
+        looks -= 1
+        if not looks:
+            return _holds_long_integer(raw)
+        at = sample.find(b"000", at + 1)
+    return False
+
+
+def _holds_long_integer(raw: bytes) -> bool:
+    """The same for a text that holds many digits: looks at all bytes."""
     digits = raw.translate(_DIGITS_AS_ZERO)
     at = digits.find(b"0" * _DIGITS)
     while at >= 0:
@@ -110,19 +150,6 @@ def has_long_digits(text: str | bytes) -> bool:
             return True
         at = digits.find(b"0" * _DIGITS, _RUN.match(raw, at).end())  # type: ignore[union-attr]
     return False
-
-
-def _read_slowly(text: str | bytes) -> Any:
-    try:
-        return _exact_decoder.decode(text if isinstance(text, str) else text.decode())
-    except (ValueError, RecursionError) as error:
-        raise orjson.JSONDecodeError(str(error), "", 0) from None
-
-
-def _checked(value: Any) -> Any:
-    """The value; raises `TypeError` where it holds what JSON cannot, such as half an emoji."""
-    dumps(value)
-    return value
 
 
 def _with_long_integers(value: Any) -> Any:
@@ -135,13 +162,13 @@ def _with_long_integers(value: Any) -> Any:
     return value
 
 
-def _mended(value: Any) -> Any:
+def _with_valid_text(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return valid_utf8(value)
     if isinstance(value, dict):
-        return {_mended(key): _mended(member) for key, member in value.items()}
+        return {valid_utf8(key): _with_valid_text(member) for key, member in value.items()}
     if isinstance(value, list):
-        return [_mended(member) for member in value]
+        return [_with_valid_text(member) for member in value]
     return value
 
 

@@ -1,4 +1,4 @@
-"""The model of a tool's arguments, made from the signature of its function."""
+"""Makes the pydantic model of a tool's arguments from the signature of its function."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pydantic.fields import FieldInfo
 from toolsets.context import ToolContext
 
 PREFIX = "arg_"
-"""Before the names of the model's fields, so that those which pydantic reserves can be used."""
+"""Prefix of the model's fields: without it, parameters could not have names that pydantic uses."""
 
 
 def arguments_model(
     function: Callable[..., Any], tool_name: str, descriptions: Mapping[str, str]
 ) -> tuple[type[BaseModel], bool]:
-    """Return the model of a function's arguments, and whether it takes the task's space first.
+    """Return the model of a function's arguments, and whether its first one is the `ToolContext`.
 
-    `descriptions` are those of the parameters, used where a hint brings none. Raises `TypeError`
-    for a function that cannot be described.
+    `descriptions` are used for parameters whose hint has none. Raises `TypeError` for a function
+    that cannot be described.
     """
     hints = _hints(function, tool_name)
-    takes_space = _takes_context(hints)
-    if takes_space:
+    takes_context = _takes_context(hints)
+    if takes_context:
         del hints[next(iter(hints))]
     parameters = inspect.signature(function).parameters
     config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=False)
@@ -39,13 +39,13 @@ def arguments_model(
         missing = default is inspect.Parameter.empty
         fields[PREFIX + name] = (Annotated[hint, field], ... if missing else default)
     try:
-        return create_model(f"{tool_name}_arguments", __config__=config, **fields), takes_space
+        return create_model(f"{tool_name}_arguments", __config__=config, **fields), takes_context
     except PydanticUserError as error:
         raise TypeError(f"tool {tool_name}: {error.message.splitlines()[0]}") from error
 
 
 def schema_of(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
-    """Return the JSON Schema of a model of arguments; raises `TypeError` where there is none."""
+    """Return the JSON Schema of a model of arguments; raises `TypeError` if it has none."""
     try:
         return _without_titles(model.model_json_schema(by_alias=True))
     except PydanticUserError as error:
@@ -53,7 +53,7 @@ def schema_of(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
 
 
 def _hints(function: Callable[..., Any], tool_name: str) -> dict[str, Any]:
-    """The type hints of all parameters by name, in their order."""
+    """The type hints of all parameters by name, in order."""
     parameters = inspect.signature(function).parameters
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -78,7 +78,7 @@ def _takes_context(hints: Mapping[str, Any]) -> bool:
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
-    """Drop the titles pydantic adds, but no property that happens to be called "title"."""
+    """Drop the titles that pydantic adds, but keep a property called "title"."""
     cleaned: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "title" and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The name that tools of users import: `TaskSpace` is `ToolContext`."""
+"""`TaskSpace`, the older name of `ToolContext`, which tools of users may import."""
 
 from toolsets.context import ToolContext as TaskSpace
 

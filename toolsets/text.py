@@ -1,4 +1,4 @@
-"""Text made safe to show and to store: bounded in length and valid UTF-8."""
+"""Text made safe to show and to store: limited in length and valid UTF-8."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 def clip(text: str, *, max_chars: int) -> str:
-    """Return `text`, or its head and tail around a mark when it is longer than `max_chars`.
+    """Return `text`, or its head and tail around a mark if it is longer than `max_chars`.
 
-    The mark itself comes on top of `max_chars`.
+    The mark is not counted in `max_chars`.
     """
     if len(text) <= max_chars:
         return text
@@ -20,7 +20,7 @@ def clip(text: str, *, max_chars: int) -> str:
 
 
 def valid_utf8(text: str) -> str:
-    """Return `text` with lone surrogates replaced, so that it can be encoded as UTF-8."""
+    """Return `text` with lone surrogates replaced; it can then be encoded as UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -29,13 +29,13 @@ def valid_utf8(text: str) -> str:
 
 
 def output_text(head: bytes, tail: bytes, total: int) -> str:
-    """Return what was kept of `total` bytes of output, as text without NUL.
+    """Return the head and tail of `total` bytes of output as text without NUL.
 
-    Where the middle is missing a mark says how much.
+    If the middle is missing, a mark says how many bytes it had.
     """
     if total <= len(head) + len(tail):
         return _decode(head + tail)
-    # A character split by the cut is dropped rather than shown as a broken one.
+    # A character that the cut splits is dropped.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(head)
     head = head[: len(head) - len(decoder.getstate()[0])]
@@ -52,8 +52,5 @@ def _decode(raw: bytes) -> str:
 
 
 def join_commas(context: object, option: object, values: Sequence[str]) -> str | None:
-    """Callback of a command line option that may be given several times: all of it counts.
-
-    Gives one text, None where the option was not given.
-    """
+    """Callback of a flag that may be repeated: one text with all values; None without the flag."""
     return ",".join(values) if values else None

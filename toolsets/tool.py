@@ -1,4 +1,4 @@
-"""What a tool is: a typed function, the schema the model sees, and the check of its arguments."""
+"""A tool: a typed function, the schema that the model sees, and the check of its arguments."""
 
 from __future__ import annotations
 
@@ -22,15 +22,24 @@ MAX_RESULT_CHARS = 100_000
 """Longest content of a tool result; a longer one loses its middle."""
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What every endpoint takes as the name of a tool."""
+"""Tool names that every endpoint accepts."""
 
 _MAX_REPORTED_FIELDS = 10
+
+_JSON_TYPES: Mapping[type, str] = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 ASKS = "asks"
-"""In the details of a result: the question to the user that the tool waits for an answer to."""
+"""Key in the details of a result: the tool's question to the user, still unanswered."""
 
 
 class ArgumentsError(ValueError):
@@ -39,14 +48,14 @@ class ArgumentsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one call gave back."""
+    """The result of one call."""
 
     content: str
-    """The text the model reads."""
+    """The text that the model reads."""
     is_error: bool = False
-    """Set where the failure happened; nothing infers it from the content."""
+    """Set by whatever failed; never inferred from the content."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Machine facts for the record, never shown to the model."""
+    """Facts for the record, never shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +63,30 @@ class Tool:
     """A function the model may call."""
 
     name: str
-    """The name the model calls it by."""
+    """The name by which the model calls it."""
     description: str
-    """What the model is told about it."""
+    """Its description for the model."""
     parameters: dict[str, Any]
     """JSON Schema of the arguments object."""
     function: Callable[..., Any]
-    """Called as `function(space, **arguments)`, or without the space; sync or async."""
+    """Called as `function(context, **arguments)`, or without the context; sync or async."""
     arguments_model: type[BaseModel] | None
     """Checks and converts the arguments; None leaves that to `check`, or to the function."""
     idempotent: bool = False
-    """A call may be repeated after a crash without changing what it did."""
+    """A call may be repeated after a crash: its effect is the same."""
     sequential: bool = False
-    """A call must not run beside other calls of the same turn."""
-    takes_space: bool = True
-    """The function's first argument is the task's space."""
+    """A call must not run at the same time as other calls of its turn."""
+    takes_context: bool = True
+    """The function's first argument is the `ToolContext`."""
     check: Callable[[dict[str, Any]], None] | None = None
-    """Checks the arguments where there is no model; raises `ArgumentsError`."""
+    """Checks the arguments if there is no model; raises `ArgumentsError`."""
     quick: bool = False
     """A plain function that takes microseconds and waits for nothing: it runs in the event loop,
     where others run in a thread. All conversations of the worker wait for it."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool in the form chat completion requests carry."""
+        """The tool in OpenAI form."""
         return {
             "type": "function",
             "function": {
@@ -88,10 +97,9 @@ class Tool:
         }
 
     def parse_arguments(self, raw: str) -> dict[str, Any]:
-        """Return the keyword arguments that the model's argument string `raw` stands for.
+        """Return the keyword arguments in the model's JSON text `raw`, with defaults filled in.
 
-        A blank string means no arguments. Defaults are filled in. Raises `ArgumentsError` with
-        one line per problem.
+        A blank text means no arguments. Raises `ArgumentsError` with one line per problem.
         """
         try:
             loaded = exact_json.loads(raw) if raw.strip() else {}
@@ -100,7 +108,7 @@ class Tool:
         except ValueError as error:
             raise ArgumentsError(f"not valid JSON ({error})") from None
         if not isinstance(loaded, dict):
-            raise ArgumentsError(f"expected a JSON object, got {_json_type(loaded)}")
+            raise ArgumentsError(f"expected a JSON object, got {_JSON_TYPES[type(loaded)]}")
         if self.arguments_model is None:
             if self.check is not None:
                 self.check(loaded)
@@ -126,26 +134,26 @@ def tool(
 ) -> Callable[[F], Tool]:
     """Make a `Tool` from a typed function.
 
-    A first parameter annotated as `ToolContext` gets the task's space. The other parameters become
-    the schema, described through `Annotated[T, Field(description=...)]` or an "Args:" section of
-    the docstring, whose text before that becomes the description. The function returns a string,
-    a `ToolResult`, or any value that JSON can hold. Raises `TypeError` when the function cannot
-    be described.
+    A first parameter annotated as `ToolContext` gets the context of the task. The other parameters
+    become the schema; `Annotated[T, Field(description=...)]` or an "Args:" section of the docstring
+    describes them. The docstring's text before that section describes the tool. The function
+    returns a string, a `ToolResult`, or any value that JSON can hold. Raises `TypeError` if the
+    function cannot be described.
     """
 
     def build(function: F) -> Tool:
         tool_name = name or function.__name__
         if not TOOL_NAME.fullmatch(tool_name):
             raise TypeError(
-                f"tool {tool_name!r}: no valid name of a tool: it takes 1 to 64 letters, digits, "
-                "'_' and '-'"
+                f"tool {tool_name!r}: not a valid tool name; use 1 to 64 letters, digits, '_' "
+                "and '-'"
             )
         description, arguments = read_docstring(inspect.getdoc(function) or "")
         if not description:
             raise TypeError(f"tool {tool_name}: the function has no docstring")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(f"tool {tool_name}: a generator cannot be a tool; return a list")
-        model, takes_space = arguments_model(function, tool_name, arguments)
+        model, takes_context = arguments_model(function, tool_name, arguments)
         return Tool(
             name=tool_name,
             description=description,
@@ -154,7 +162,7 @@ def tool(
             arguments_model=model,
             idempotent=idempotent,
             sequential=sequential,
-            takes_space=takes_space,
+            takes_context=takes_context,
             quick=quick,
         )
 
@@ -162,10 +170,10 @@ def tool(
 
 
 def as_result(returned: object) -> ToolResult:
-    """Turn what a tool function returned into a result; raises `ToolError` if JSON cannot hold it.
+    """Make a result of a tool function's return value; raises `ToolError` if JSON cannot hold it.
 
-    Strings pass as they are, everything else becomes JSON text with its non-ASCII kept. An object
-    with a true `requiresConfirmation` or `requiresInput` asks the user what its `message` says.
+    A string is the content; any other value becomes JSON text. An object with a true
+    `requiresConfirmation` or `requiresInput` asks the user its `message`.
     """
     if isinstance(returned, ToolResult):
         return returned
@@ -187,7 +195,7 @@ def _encode(value: object) -> str:
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:
-        # The standard library also takes integers beyond 64 bits and lone surrogates.
+        # The standard library also writes integers beyond 64 bits and lone surrogates.
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -202,13 +210,3 @@ def _explain(error: ValidationError) -> str:
 def _explain_one(mistake: Mistake) -> str:
     where = ".".join(key[:80] for key in mistake.keys) or "arguments"
     return f"{where}: {'unknown argument' if mistake.kind == UNKNOWN_KEY else mistake.reason}"
-
-
-def _json_type(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)):
-        return "a number"
-    return "a string" if isinstance(value, str) else "an array"

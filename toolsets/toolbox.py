@@ -1,6 +1,6 @@
-"""The tools of one task, called by the names and argument strings a model gives.
+"""The tools of one task, called with the names and argument texts that a model writes.
 
-Whatever the model or a tool does wrong becomes a result the model can read.
+Every mistake of the model and every failure of a tool becomes a result that the model can read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_MESSAGE_CHARS = 2000
 
 
 class Toolbox:
-    """The enabled tools of one task and the space they work in."""
+    """The enabled tools of one task, and their context."""
 
     def __init__(
         self, tools: Sequence[Tool], context: ToolContext, *, call_timeout_s: float = 300
@@ -30,7 +30,7 @@ class Toolbox:
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda tool: tool.name)}
         if len(self._tools) != len(tools):
             raise ValueError("two tools have the same name")
-        self._space = context
+        self._context = context
         self._call_timeout_s = call_timeout_s
 
     @property
@@ -40,16 +40,16 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as a request carries them, sorted by name."""
+        """The tools in OpenAI form, sorted by name."""
         return [tool.schema for tool in self._tools.values()]
 
     def is_idempotent(self, name: str) -> bool:
-        """Tell whether a call may be repeated; one of a missing tool does nothing, so it may."""
+        """Whether a call may be repeated. A call of an unknown tool may: it does nothing."""
         tool = self._tools.get(name)
         return tool is None or tool.idempotent
 
     def is_sequential(self, name: str) -> bool:
-        """Tell whether a call must not run beside other calls of its turn."""
+        """Whether a call must not run at the same time as other calls of its turn."""
         tool = self._tools.get(name)
         return tool is not None and tool.sequential
 
@@ -64,12 +64,12 @@ class Toolbox:
     ) -> ToolResult:
         """Call a tool; every failure of the tool is a result.
 
-        `conversation` and `user_reply` are what the tool finds in its space during the call;
-        `others` are names that the model can call beside the toolbox's own.
+        The tool finds `conversation` and `user_reply` in its context. `others` are further names
+        that the model can call.
 
-        Raises `HostError` where the machine failed, and lets cancellation through. Running out of
-        memory is a result where it was one oversized value of the tool and there is memory left. A
-        sync tool that overruns its time keeps its thread until it returns.
+        Raises `HostError` if the machine failed, and `CancelledError` if it is cancelled. A
+        `MemoryError` is a result while memory is left: one value was too large. A sync tool that
+        exceeds its time limit keeps its thread until it returns.
         """
         tool = self._tools.get(name)
         if tool is None:
@@ -84,7 +84,7 @@ class Toolbox:
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
             return self._failure(text, "invalid_arguments")
-        running = self._run(tool, self._space.during(conversation, user_reply), parsed)
+        running = self._run(tool, self._context.during(conversation, user_reply), parsed)
         try:
             awaited = running.send(None)
         except StopIteration as done:
@@ -95,12 +95,12 @@ class Toolbox:
                 result = await _resumed(running, awaited)
         except TimeoutError:
             result = self._late(tool)
-        # A tool may have turned the cancellation by the deadline into something else.
+        # The tool may have caught the cancellation by the deadline.
         return self._late(tool) if deadline.expired() else result
 
     async def close(self, *, remove_workspace: bool) -> None:
-        """Close the task's space; may be called again."""
-        await self._space.close(remove=remove_workspace)
+        """Close the context of the task; may be repeated."""
+        await self._context.close(remove=remove_workspace)
 
     async def _run(self, tool: Tool, context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
         if not inspect.iscoroutinefunction(tool.function):
@@ -114,14 +114,14 @@ class Toolbox:
             raise
         except BaseException as error:
             result = self._raised(tool, error)
-        # A CancelledError that the tool raised by itself is its failure. One that came from
-        # outside is passed on, also where the tool swallowed it.
+        # A CancelledError that the tool raised itself is its failure. A cancellation from outside
+        # is passed on, even if the tool caught it.
         if cancellations() > before:
             raise asyncio.CancelledError
         return result
 
     def _run_sync(self, tool: Tool, context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
-        # In a thread a future could not carry every exception to its awaiter.
+        # Caught in the thread: a future cannot pass on every exception.
         try:
             return _tidy(as_result(_invoke(tool, context, arguments)))
         except HostError:
@@ -138,7 +138,7 @@ class Toolbox:
             message = str(error).strip() or kind
         except Exception:
             message = kind
-        message = message.replace(str(self._space.workspace.root), self._space.home)
+        message = message.replace(str(self._context.workspace.root), self._context.home)
         text = f"Error executing {tool.name}: {clip(message, max_chars=_MAX_MESSAGE_CHARS)}"
         failure = "tool_error" if isinstance(error, ToolError) else "exception"
         return self._failure(text, failure, exception=kind)
@@ -171,20 +171,20 @@ def _resumed(
 
 
 def _invoke(tool: Tool, context: ToolContext, arguments: Mapping[str, Any]) -> Any:
-    return tool.function(*((context,) if tool.takes_space else ()), **arguments)
+    return tool.function(*((context,) if tool.takes_context else ()), **arguments)
 
 
 def cancellations() -> int:
-    """Return how often this task was asked to stop."""
+    """How often the running task was cancelled."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
 
 def _tidy(result: ToolResult) -> ToolResult:
-    """Return the result with content and details that a record can hold."""
+    """The result with content and details that a record can hold."""
     content = clip(valid_utf8(str(result.content)), max_chars=MAX_RESULT_CHARS)
     if result.is_error and "error" not in content.lower():
-        # The OpenAI dialect has no error flag: what the model is to know must be in the text.
+        # The OpenAI dialect has no error flag: the text itself must say that it is an error.
         content = f"Tool error: {content}"
     details = dict(result.details)
     try:

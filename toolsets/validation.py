@@ -1,4 +1,4 @@
-"""What pydantic found wrong with values, for the messages that people and models read."""
+"""Describes values that pydantic rejected, in messages for people and models."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from toolsets.text import clip
 
 _SHOWN_CHARS = 200
 
-
 UNKNOWN_KEY = "extra_forbidden"
-"""The kind of a mistake where there is nothing of that name."""
+"""The kind of a mistake: no field has that name."""
 
 
 class Mistake(NamedTuple):
     """One value that was rejected."""
 
     keys: tuple[str, ...]
-    """Where it is, from the outside in; empty where the value as a whole is wrong."""
+    """Where it is, from the outside in; empty if the value as a whole is wrong."""
     reason: str
     kind: str
     """Pydantic's name for the error."""
@@ -29,11 +28,11 @@ class Mistake(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it is, as one word."""
+        """Where it is, as dotted keys."""
         return ".".join(self.keys)
 
     def describe(self, place: str = "") -> str:
-        """`place.key: reason`; the key alone where there is no place."""
+        """`place.key: reason`, without `place` if it is empty."""
         where = ".".join(filter(None, (place, *self.keys)))
         return f"{where}: {self.reason}" if where else self.reason
 
@@ -43,15 +42,17 @@ class Mistake(NamedTuple):
 
 
 def mistakes_in(error: ValidationError) -> list[Mistake]:
-    """All that was rejected, in the order of the fields; never empty."""
-    found = []
-    for one in error.errors(include_url=False, include_context=False):
-        reason = one["msg"].removeprefix("Value error, ")
-        found.append(Mistake(tuple(map(str, one["loc"])), reason, one["type"], one["input"]))
-    return found
+    """All rejected values, in the order of the fields; never empty."""
+    mistakes = []
+    for found in error.errors(include_url=False, include_context=False):
+        reason = found["msg"].removeprefix("Value error, ")
+        mistakes.append(
+            Mistake(tuple(map(str, found["loc"])), reason, found["type"], found["input"])
+        )
+    return mistakes
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names the known name most like `name`; "" if none is."""
+    """Suggest the known name that is most like `name`; "" if none is close."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -38,6 +38,7 @@ def take_up(
 
     step = next_step(trajectory, spec)
     calls = _under_way(step, tools, parallel=spec.options.parallel_tools)
+    has_results = bool(trajectory.results or trajectory.last_results())
     interrupted: list[tuple[int, ToolCall]] = []
     repeated: list[tuple[int, ToolCall]] = []
     for n, call in calls:
@@ -49,7 +50,8 @@ def take_up(
             turn=trajectory.turns,
             interrupted=[call["id"] for _, call in interrupted],
             repeated=[call["id"] for _, call in repeated],
-            workspace_kept=kept,
+            # A workspace that no call has used yet is not lost, it was not made.
+            workspace_kept=kept or not (has_results or interrupted),
         )
     )
     result = ToolResult(INTERRUPTED, is_error=True, details={"failure": "interrupted"})

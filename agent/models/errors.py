@@ -153,8 +153,8 @@ class ModelError(Exception):
         """The base URL that was asked, where it is known."""
         self.paid: Completion | None = None
         """What the reply that could not be used cost all the same, where it says so; no text."""
-        self.key_env: str | None = None
-        """The environment variable of the key that it was asked with."""
+        self.key_source = ""
+        """Where the credentials come from, as a sentence."""
 
     @property
     def action(self) -> Action:

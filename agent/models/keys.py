@@ -1,4 +1,4 @@
-"""An API key in what its endpoint sends back: taken out before anybody reads, cuts or keeps it."""
+"""Removes API keys from what endpoints send back, before it is read, shortened or stored."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ _PLACEHOLDERS = frozenset({"dummy-key", "fake-key", "lm-studio", "no-key-require
 """What people give to servers that want no key, and what replies may well hold."""
 
 
-class Key:
-    """One key, in all forms in which an endpoint may send it back."""
+_WIDE = ("utf-16-le", "utf-16-be")
 
-    def __init__(self, key: str) -> None:
+
+class Key:
+    """The secrets of one endpoint, in all forms in which it may send them back."""
+
+    def __init__(self, *keys: str) -> None:
         """A short key, or one that is a single word, is a placeholder and never taken out."""
-        is_secret = len(key) >= _SHORTEST and not key.isalpha() and key not in _PLACEHOLDERS
-        self._key = key
-        self._forms = tuple(dict.fromkeys(_forms(key))) if is_secret else ()
+        secrets = dict.fromkeys(key for key in keys if _is_secret(key))
+        self._keys = tuple(secrets)
+        self._forms = tuple(dict.fromkeys(form for key in secrets for form in _forms(key)))
         self._texts = tuple(form.decode() for form in self._forms)
-        self._wide = tuple(map(key.encode, ("utf-16-le", "utf-16-be"))) if is_secret else ()
+        self._wide = tuple(key.encode(code) for key in secrets for code in _WIDE)
 
     def out_of(self, body: bytes) -> bytes:
         """The body without the key; the very same object where there is none in it."""
@@ -59,11 +62,17 @@ class Key:
     def _cut(self, body: bytes) -> bytes:
         for form in (*self._forms, *self._wide):
             body = body.replace(form, MARK.encode())
-        letters = (
-            rb"(?:%b|\\+u00%02x)" % (re.escape(letter), letter[0])
-            for letter in (bytes([code]) for code in self._key.encode())
-        )
-        return re.sub(b"(?i:%b)" % b"".join(letters), MARK.encode(), body)
+        for key in self._keys:
+            letters = (
+                rb"(?:%b|\\+u00%02x)" % (re.escape(letter), letter[0])
+                for letter in (bytes([code]) for code in key.encode())
+            )
+            body = re.sub(b"(?i:%b)" % b"".join(letters), MARK.encode(), body)
+        return body
+
+
+def _is_secret(key: str) -> bool:
+    return len(key) >= _SHORTEST and not key.isalpha() and key not in _PLACEHOLDERS
 
 
 def _forms(key: str) -> Iterator[bytes]:

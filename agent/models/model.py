@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from agent.deadline import Deadline
 from agent.messages import FinishReason, Message, Usage
+from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.stream_events import StreamHandler
 
 
@@ -109,6 +110,8 @@ class ModelSettings:
     """Root of the endpoint; None for scripted."""
     key_env: str | None
     """Environment variable that holds the key; None where no key is needed."""
+    connection: Connection = DIRECT_CONNECTION
+    """Headers, proxy and credentials beyond the key; the default says nothing of any."""
     reference: str = ""
     """The model as the user wrote it."""
     provider: str | None = None
@@ -122,7 +125,11 @@ class ModelSettings:
     max_tokens: int | None = None
     """Bound on one reply's tokens; see `reply_bound`."""
     max_tokens_name: str | None = None
-    """Chat dialect: what this bound is called; None: as the endpoint is known to call it."""
+    """Chat dialect: what the limit has to be called, where the endpoint refused the usual name."""
+    usual_max_tokens_name: str = "max_tokens"
+    """Chat dialect: what the provider calls the limit."""
+    reasoning_field: str | None = "reasoning_content"
+    """Chat dialect: see `Provider.reasoning_field`."""
     extra_body: Mapping[str, Any] | None = field(default=None, hash=False)
     """Fields merged into each request body as they are, such as {"thinking": …}."""
     reasoning_effort: str | None = None
@@ -151,7 +158,7 @@ class ModelSettings:
     @property
     def endpoint(self) -> str:
         """Whose limits the calls count against: one base URL, asked with one key."""
-        return f"{self.base_url} {self.key_env}"
+        return endpoint_id(self.base_url, self.key_env, self.connection)
 
     @property
     def own_price(self) -> Price | None:
@@ -172,6 +179,18 @@ class ModelSettings:
         return self.key_env or "OPENAI_API_KEY"
 
     @property
+    def key_source(self) -> str:
+        """Where the credentials come from, for messages."""
+        if self.connection.client is not None:
+            return f"They are those of client {self.connection.client}."
+        if self.connection.key_command:
+            return f"The key is what key_command {self.connection.key_command[0]!r} prints."
+        if self.connection.headers_env:
+            names = ", ".join(self.connection.headers_env.values())
+            return f"They are in the environment variables of headers_env: {names}."
+        return f"The key is that of the environment variable {self.key_variable} (see --key_env)."
+
+    @property
     def reply_bound(self) -> int | None:
         """The bound on one reply's tokens that requests carry, None where they carry none."""
         own = [value for name, value in (self.extra_body or {}).items() if name in _BOUNDS]
@@ -181,6 +200,11 @@ class ModelSettings:
         if self.max_tokens is None and self.api == "anthropic_messages":
             return _ANTHROPIC_MAX_TOKENS
         return self.max_tokens
+
+
+def endpoint_id(base_url: str | None, key_env: str | None, connection: Connection) -> str:
+    """See `ModelSettings.endpoint`."""
+    return f"{base_url} {key_env}{connection.account}"
 
 
 def url_of(endpoint: str) -> str:

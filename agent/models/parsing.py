@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from agent.json_depth import MAX_NESTING, is_nested_deeper
 from agent.messages import MOST_TOKENS, FunctionCall, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of
 from toolsets import exact_json
@@ -30,8 +29,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     Raises `ModelError("malformed")` for anything else.
     """
     reply = load_object(body)
-    if is_nested_deeper(body, MAX_NESTING):
-        raise ModelError("malformed", f"nested deeper than {MAX_NESTING} levels")
+    if exact_json.is_nested_too_deep(body):
+        raise ModelError("malformed", f"nested deeper than {exact_json.MAX_NESTING} levels")
     if reply.get("error"):
         raise error_behind_200(reply["error"], "a 200 reply")
     return reply

@@ -1,4 +1,4 @@
-"""The proxy that the environment names for an endpoint."""
+"""The proxy of an endpoint: its own, or the one that the environment names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import urllib.request
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+DIRECT = "none"
+"""What `proxy` says of an endpoint to which no proxy leads."""
+
 
 class UnusableProxy(ValueError):
-    """The environment names a proxy that cannot be spoken to; the message says what to do."""
+    """A proxy that cannot be used; the message says who names it and what to do."""
 
 
 class EndpointProxy(NamedTuple):
@@ -20,25 +23,34 @@ class EndpointProxy(NamedTuple):
     """How messages name it: without its password, and with the variable that names it."""
 
 
-def proxy_for(base_url: str) -> EndpointProxy | None:
-    """The proxy for an endpoint, by the usual variables; raises `UnusableProxy`."""
+def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
+    """The proxy for an endpoint: `own` where the config gives one, else by the usual variables.
+
+    Raises `UnusableProxy`.
+    """
     to = urlsplit(base_url)
+    if own is not None:
+        return None if own == DIRECT else _usable(own, "proxy", "leave it out", base_url)
     if not to.hostname or urllib.request.proxy_bypass(f"{to.hostname}:{to.port}"):
         return None
     proxies = urllib.request.getproxies()
     kind = to.scheme if to.scheme in proxies else "all"
     if not (given := proxies.get(kind)):
         return None
-    proxy = urlsplit(given if "://" in given else f"http://{given}")
-    place = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
     names = (f"{kind}_proxy", f"{kind.upper()}_PROXY")
     variable = next((name for name in names if os.environ.get(name)), "the system's settings")
-    words = f"the proxy {place} ({variable})"
+    instead = f"unset {variable}, or add {to.hostname} to NO_PROXY"
+    return _usable(given, variable, instead, base_url)
+
+
+def _usable(given: str, source: str, instead: str, base_url: str) -> EndpointProxy:
+    proxy = urlsplit(given if "://" in given else f"http://{given}")
+    place = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
+    words = f"the proxy {place} ({source})"
     if proxy.scheme not in ("http", "https") or not proxy.hostname:
         msg = (
             f"{words} cannot be used for {base_url}: it must be an HTTP proxy (http:// or "
-            f"https://), and SOCKS is not spoken. Name another one, unset {variable}, or add "
-            f"{to.hostname} to NO_PROXY"
+            f"https://), and SOCKS is not supported. Name another one, {instead}"
         )
         raise UnusableProxy(msg)
     return EndpointProxy(proxy.geturl(), words)

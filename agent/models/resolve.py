@@ -1,15 +1,12 @@
-"""From the model name that a user writes to the endpoint, dialect and key that it means.
+"""From the model name that a user writes to the endpoint, API and key that it means.
 
 scripted                 offline, plays the row's script
-openai:NAME              api.openai.com           OPENAI_API_KEY
-responses:NAME           the same, in the Responses dialect
-anthropic:NAME           api.anthropic.com        ANTHROPIC_API_KEY
-openrouter:NAME          openrouter.ai            OPENROUTER_API_KEY
+PREFIX:NAME              a row of the table in `providers`
 ENDPOINT:NAME            at an endpoint that the config names under `endpoints`
-NAME or VENDOR/NAME      the OpenAI dialect at --base_url, by default OpenRouter
+NAME or VENDOR/NAME      the OpenAI chat API at --base_url, by default OpenRouter
 
-A base URL at the host of one of these providers means that provider, whatever the name says: its
-key, its prices, its dialect. So the key of one is never sent to another, unless --key_env asks.
+A base URL at the host of a provider in the table means that provider, whatever the name says: its
+key, its prices, its API. So the key of one is never sent to another, unless --key_env asks.
 """
 
 from __future__ import annotations
@@ -18,46 +15,33 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.model import ModelSettings
-
-Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
+from agent.models.providers import NO_KEY, PROVIDERS, Api, Provider, holds_at, provider_at
 
 
 class Endpoint(NamedTuple):
-    """Where a prefix leads."""
+    """An endpoint that a config names."""
 
-    api: str
+    api: Api | None
+    """None only beside a `client`, which decides it."""
     base_url: str
+    """"" where a `client` knows it."""
     key_env: str
     provider: str | None
+    """Its id in the price table."""
     options: Mapping[str, Any] = MappingProxyType({})
     """Fields of `ModelSettings` that its models are asked with, instead of those of the run."""
+    connection: Connection = DIRECT_CONNECTION
 
-
-ENDPOINTS: Mapping[str, Endpoint] = {
-    "openai": Endpoint("openai_chat", "https://api.openai.com/v1", "OPENAI_API_KEY", "openai"),
-    "responses": Endpoint(
-        "openai_responses", "https://api.openai.com/v1", "OPENAI_API_KEY", "openai"
-    ),
-    "anthropic": Endpoint(
-        "anthropic_messages", "https://api.anthropic.com", "ANTHROPIC_API_KEY", "anthropic"
-    ),
-    "openrouter": Endpoint(
-        "openai_chat", "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY", "openrouter"
-    ),
-}
-
-_HOSTS: Mapping[str, Endpoint] = {
-    urlsplit(ENDPOINTS[prefix].base_url).hostname or "": ENDPOINTS[prefix]
-    for prefix in ("openai", "anthropic", "openrouter")
-}
 
 SCRIPTED = "scripted"
-_NO_KEY = "none"
-"""What `key_env` may say for an endpoint that wants no key."""
+
+PLACEHOLDER = "no-key"
+"""Sent where no key is known: some servers refuse requests without any."""
 
 
 class UnknownModel(ValueError):
@@ -82,9 +66,9 @@ def resolve_model(
     `endpoints` are the user's own, by the prefixes that lead to them; `base_url`, `api` and
     `key_env` are not for them. Elsewhere a base URL of the user's own replaces the default one
     and, unless the name has a prefix, takes the price table's provider with it. One that is a
-    known provider's brings that provider's key and prices, and its dialect to a bare name.
+    known provider's brings that provider's key and prices, and its API to a bare name.
 
-    Raises `UnknownModel`, and `UnusableProxy` where no call could leave.
+    Raises `UnknownModel`, `UnusableProxy` where no call could leave, and `UnusableClient`.
     """
     prefix, colon, rest = _parts(name)
     if name == SCRIPTED:
@@ -92,53 +76,84 @@ def resolve_model(
             name=name, api=SCRIPTED, base_url=None, key_env=None, reference=name, **options
         )
     if colon and (own := endpoints.get(prefix)):
-        _check_proxy(own.base_url)
-        return ModelSettings(
-            name=rest,
-            api=own.api,
-            base_url=own.base_url,
-            key_env=own.key_env,
-            provider=own.provider,
-            reference=name,
-            **{**options, **own.options},
-        )
-    if colon and "/" not in prefix and prefix not in ENDPOINTS:
+        return _at_own(own, name, rest, options)
+    if colon and "/" not in prefix and not holds_at(prefix, base_url):
         if base_url is None:
-            known_prefixes = ", ".join(sorted({*ENDPOINTS, *endpoints}))
-            msg = (
-                f"model {name!r}: unknown prefix {prefix!r}. Known: {known_prefixes}"
-                f" (as PREFIX:NAME), {SCRIPTED!r}, or a bare name with --base_url"
-            )
-            raise UnknownModel(msg)
+            raise UnknownModel(_unknown_prefix(name, prefix, [*PROVIDERS, *endpoints]))
         prefix = ""
-    known = ENDPOINTS.get(prefix) if colon else None
-    own_endpoint = base_url is not None
-    there = known_at(base_url) if base_url is not None else None
-    endpoint = known or there or ENDPOINTS["openrouter"]
-    payee = there or (None if own_endpoint and not known else endpoint)
+    row = PROVIDERS[prefix] if colon and holds_at(prefix, base_url) else None
+    there = provider_at(base_url) if base_url is not None else None
+    if row is not None and row.client is not None:
+        arguments = {"base_url": base_url} if base_url else {}
+        connection = Connection(client=row.client, client_options=arguments)
+        key = key_env or NO_KEY
+        own = Endpoint(api, "", key, row.prices, habits_of(row), connection)
+        return _at_own(own, name, rest, options)
+    endpoint = row or there or PROVIDERS["openrouter"]
+    payee = there or (None if base_url is not None and row is None else endpoint)
+    # What it calls things is up to who answers there, not to who is paid.
+    if base_url is None or (row is not None and row.is_own_server):
+        options = {**habits_of(endpoint), **options}
+    elif there is not None:
+        options = {**habits_of(there), **options}
     dialect = api or endpoint.api
-    _check_proxy(base_url or endpoint.base_url)
+    _check_proxy(base_url or endpoint.base_url, None)
     return ModelSettings(
-        name=rest if known else name,
+        name=rest if row else name,
         api=dialect,
         base_url=root_of(base_url or endpoint.base_url, dialect),
         key_env=key_env or (payee and payee.key_env),
-        provider=payee and payee.provider,
+        provider=payee and payee.prices,
         reference=name,
         **options,
     )
 
 
-def _check_proxy(base_url: str) -> None:
+def habits_of(row: Provider) -> dict[str, Any]:
+    """What a provider calls things, as fields of `ModelSettings`."""
+    return {
+        "usual_max_tokens_name": row.max_tokens_name,
+        "reasoning_field": row.reasoning_field,
+    }
+
+
+def _at_own(own: Endpoint, name: str, rest: str, options: Mapping[str, Any]) -> ModelSettings:
+    """A model at an endpoint of the config, or behind the client of a cloud."""
+    api, base_url = own.api, own.base_url
+    if own.connection.client is not None:
+        from agent.models.sdk_clients import api_of, base_url_of, open_client
+
+        client = open_client(own.connection, rest, own.key_env)
+        api, base_url = api_of(client, own.api), base_url_of(client)
+    assert api is not None
+    _check_proxy(base_url, own.connection.proxy)
+    return ModelSettings(
+        name=rest,
+        api=api,
+        base_url=base_url,
+        key_env=own.key_env,
+        provider=own.provider,
+        connection=own.connection,
+        reference=name,
+        **{**options, **own.options},
+    )
+
+
+def _unknown_prefix(name: str, prefix: str, known: list[str]) -> str:
+    from toolsets.validation import did_you_mean
+
+    nearest = did_you_mean(prefix, known)
+    return (
+        f"model {name!r}: unknown prefix {prefix!r}{f'; {nearest}' if nearest else ''}. Known: "
+        f"{', '.join(sorted(known))} (as PREFIX:NAME; `python batch_runner.py endpoints` says "
+        f"more), {SCRIPTED!r}, or a bare name with --base_url"
+    )
+
+
+def _check_proxy(base_url: str, proxy: str | None) -> None:
     from agent.models.proxies import proxy_for
 
-    proxy_for(base_url)
-
-
-def known_at(base_url: str) -> Endpoint | None:
-    """The provider whose host a base URL names, of those known here."""
-    host = (urlsplit(base_url).hostname or "").rstrip(".")
-    return next((one for known, one in _HOSTS.items() if f".{host}".endswith(f".{known}")), None)
+    proxy_for(base_url, proxy)
 
 
 def root_of(base_url: str, api: str) -> str:
@@ -146,7 +161,7 @@ def root_of(base_url: str, api: str) -> str:
 
     Those of the Anthropic dialect name the version themselves.
     """
-    if (known := known_at(base_url)) is None:
+    if (known := provider_at(base_url)) is None:
         return base_url
     url = urlsplit(base_url)
     given = path = url.path.rstrip("/")
@@ -167,10 +182,13 @@ def resolve_sibling(
     """
     prefix, colon, rest = _parts(name)
     is_own = colon and prefix in endpoints
-    known = ENDPOINTS.get(prefix) if colon and not is_own else None
-    if name != SCRIPTED and known is None and settings.api != SCRIPTED and not is_own:
+    # Beside a server of the user's own, `mistral:7b` is the name of a model there.
+    is_known_place = settings.connection.client or provider_at(settings.base_url or "")
+    is_row = holds_at(prefix, None if is_known_place else settings.base_url)
+    row = PROVIDERS[prefix] if colon and not is_own and is_row else None
+    if name != SCRIPTED and row is None and settings.api != SCRIPTED and not is_own:
         return replace(settings, name=name, reference=name)
-    if known and known.provider == settings.provider and known.api == settings.api:
+    if row is not None and _is_of(row, prefix, settings):
         return replace(settings, name=rest, reference=name)
     same = (
         "temperature",
@@ -189,6 +207,15 @@ def resolve_sibling(
     )
 
 
+def _is_of(row: Provider, prefix: str, settings: ModelSettings) -> bool:
+    """Whether the endpoint of `settings` is that of a row, be it at another URL."""
+    if row.client is not None or settings.connection.client is not None:
+        return False  # which client it is depends on the model
+    is_same = prefix == settings.reference.partition(":")[0]
+    is_payee = row.prices is not None and row.prices == settings.provider
+    return is_same or (is_payee and row.api == settings.api)
+
+
 def _parts(name: str) -> tuple[str, str, str]:
     """What stands before the first colon, the colon, and what stands after it."""
     parts = name.partition(":")
@@ -203,21 +230,39 @@ def read_key(settings: ModelSettings) -> str:
 
     Raises `MissingKey`.
     """
-    if settings.api == SCRIPTED or settings.key_env == _NO_KEY:
-        return "no-key"
+    for header, variable in settings.connection.headers_env.items():
+        check_secret(os.environ.get(variable, ""), f"headers_env.{header}", variable, settings)
+    if settings.api == SCRIPTED or settings.key_env == NO_KEY:
+        return PLACEHOLDER
     key = os.environ.get(settings.key_variable, "").strip()
     if not key and settings.key_env is None:
-        return "no-key"
+        return PLACEHOLDER
     if not key:
         msg = (
             f"no API key for {settings.base_url}: set the environment variable {settings.key_env}"
             f" (or name another with --key_env, or --key_env none for an endpoint without keys)"
         )
         raise MissingKey(msg)
-    if not (key.isascii() and key.isprintable()):
+    check_secret(key, "key_env", settings.key_variable, settings)
+    return key
+
+
+def read_headers(connection: Connection) -> dict[str, str]:
+    """The headers whose values are in the environment."""
+    return {
+        header: os.environ.get(variable, "").strip()
+        for header, variable in connection.headers_env.items()
+    }
+
+
+def check_secret(value: str, what: str, variable: str, settings: ModelSettings) -> None:
+    """Raise `MissingKey` where a variable holds nothing that can be sent."""
+    if not value.strip():
+        msg = f"{what}: the environment variable {variable} for {settings.base_url} is not set"
+        raise MissingKey(msg)
+    if not (value.isascii() and value.isprintable()):
         msg = (
-            f"the environment variable {settings.key_variable} holds characters that no key for"
+            f"the environment variable {variable} holds characters that no key for"
             f" {settings.base_url} can have; set it again"
         )
         raise MissingKey(msg)
-    return key

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from agent.models.model import ModelSettings
-from agent.models.resolve import known_at, resolve_model
+from agent.models.providers import provider_at
+from agent.models.resolve import resolve_model
 from export.conversation.ending import answer_of
 from export.recipe import Judge
 from runs.errors import ConfigError
@@ -124,7 +125,7 @@ def _settings(judge: Judge) -> ModelSettings:
         settings = resolve_model(
             judge.model,
             base_url=judge.base_url,
-            api=None if judge.base_url is None or known_at(judge.base_url) else "openai_chat",
+            api=None if judge.base_url is None or provider_at(judge.base_url) else "openai_chat",
             key_env=judge.key_env,
             temperature=judge.temperature,
             max_tokens=judge.max_tokens,

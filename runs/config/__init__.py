@@ -1,11 +1,12 @@
 """The options of a run.
 
 option_types      types of options
-run_config        RunConfig: every option once
-loading           from YAML and flags
-endpoints         entries of `endpoints`
-models            models, endpoints and limits of a config
-sampling          which model and toolsets a task draws
+run_config        RunConfig: each option with type, default and help
+loading           a RunConfig from YAML and flags
+endpoints         entries of the option `endpoints`
+plain_secrets     secrets that a config states in the clear
+models            models, endpoints, limits and budget of a config
+sampling          draws the model and toolsets of a task
 toolsets          the toolsets of a config
-fingerprint       what may not change from start to start
+fingerprint       the options that affect the data, and their digest
 """

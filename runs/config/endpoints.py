@@ -1,73 +1,169 @@
-"""An endpoint that the config of a run gives a name: where it is, and what holds for it alone."""
+"""The user's own endpoints: a name, a URL, and options for their models."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from agent.models.model import Price
-from agent.models.resolve import Api, Endpoint, known_at, root_of
+from agent.models.connection import KEY_REFRESH_S, Connection
+from agent.models.model import ModelSettings, Price, endpoint_id
+from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
+from agent.models.proxies import DIRECT, proxy_for
+from agent.models.resolve import Endpoint, habits_of, root_of
 from agent.options import PositiveFloat, PositiveInt
+from runs.config.plain_secrets import is_secret, names_secret
+from toolsets.validation import did_you_mean
 
-_OURS = frozenset({"messages", "input", "model", "tools", "stream", "n"})
-"""Without what these say of a request, its reply could not be read, or would be that to another."""
+_RESERVED = frozenset({"messages", "input", "model", "tools", "stream", "n"})
+"""Fields of a request body that only this program may set."""
 
 HOLDS_SECRET: Final = "holds_secret"
-"""Type of the error for a value that may hold a secret, and so is not to be shown."""
+"""Type of the error for a value that must not be shown: it may contain a secret."""
 
 
 def check_url(value: str) -> str:
-    """A base URL in one form; raises `ValueError` for one that may not be written into files."""
+    """Normalize a base URL. Raises `ValueError` if it is invalid or may contain a secret."""
     if not value.startswith(("http://", "https://")):
         msg = "must start with http:// or https://"
         raise ValueError(msg)
     url = urlsplit(value)
     if not url.hostname or any(c.isspace() for c in value):
-        msg = "must name a host, and hold no blanks"
+        msg = "must name a host and contain no blanks"
         raise ValueError(msg)
-    if url.username is not None or url.query:
-        msg = "must hold no password and no query, which would be written into files; see key_env"
+    if url.username is not None or url.query or is_secret(url.path):
+        msg = (
+            "must not have a password, key or query, which would be written to files: name the "
+            "variable of a key as key_env, and give other parameters as the `query` of an endpoint"
+        )
         raise PydanticCustomError(HOLDS_SECRET, msg)
-    _ = url.port  # raises where that is no port
+    _ = url.port  # raises ValueError if it is not a port number
     return value.rstrip("/")
 
 
-BaseUrl = Annotated[str, AfterValidator(check_url)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+def _check_proxy(value: str) -> str:
+    if value == DIRECT:
+        return value
+    if urlsplit(value).username is not None:
+        msg = (
+            "must hold no password, which would be written into files; give such a proxy as "
+            "HTTPS_PROXY in the environment"
+        )
+        raise PydanticCustomError(HOLDS_SECRET, msg)
+    proxy_for("http://localhost", value)  # raises where that is no HTTP proxy
+    return value
 
-_OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
-"""What its models are asked with, in place of what the run says: part of what the data is."""
+
+def _no_secret(where: str, advice: str) -> AfterValidator:
+    """Refuses names and values that look like credentials."""
+
+    def check(values: dict[str, Any]) -> dict[str, Any]:
+        for name, value in values.items():
+            if names_secret(name) or is_secret(str(value)):
+                msg = f"{where} {name!r} seems to hold a secret, and a config is written into files"
+                raise PydanticCustomError(
+                    HOLDS_SECRET,
+                    "{msg}: {advice}",
+                    {"msg": msg, "advice": advice.replace("NAME", name)},
+                )
+        return values
+
+    return AfterValidator(check)
 
 
-def _keeps_the_request(value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
-    if taken := _OURS.intersection(value or {}):
-        msg = f"{', '.join(sorted(taken))}: not in extra_body, for the program itself decides that"
+def _check_header_names(headers: dict[str, str]) -> dict[str, str]:
+    if bad := [name for name in headers if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name)]:
+        msg = f"{bad[0]!r} cannot be the name of a header"
+        raise ValueError(msg)
+    if bad := [
+        value for value in headers.values() if not (value.isascii() and value.isprintable())
+    ]:
+        msg = f"{bad[0]!r} cannot be the value of a header"
+        raise ValueError(msg)
+    return headers
+
+
+def _split_command(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _check_command(command: tuple[str, ...]) -> tuple[str, ...]:
+    if any(map(is_secret, command)):
+        msg = "seems to hold a secret, and a config is written into files; read it from a variable"
+        raise PydanticCustomError(HOLDS_SECRET, msg)
+    return command
+
+
+def _check_client(value: str) -> str:
+    if value not in CLIENTS and not re.fullmatch(r".+:\w+", value):
+        hint = did_you_mean(value, CLIENTS)
+        msg = f"must be {', '.join(CLIENTS)} or MODULE:FUNCTION{f'; {hint}' if hint else ''}"
         raise ValueError(msg)
     return value
 
 
-ExtraBody = Annotated[dict[str, JsonValue] | None, AfterValidator(_keeps_the_request)]
-"""What is merged into every request body."""
+BaseUrl = Annotated[str, AfterValidator(check_url)]
+_Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_BY_VARIABLE = "name the variable that holds it, as headers_env: {NAME: VARIABLE}"
+Headers = Annotated[
+    dict[str, str], AfterValidator(_check_header_names), _no_secret("header", _BY_VARIABLE)
+]
+HeadersEnv = Annotated[dict[str, _Variable], AfterValidator(_check_header_names)]
+Query = Annotated[
+    dict[str, str],
+    _no_secret("parameter", "send it as a header, whose variable headers_env names"),
+]
+Command = Annotated[
+    tuple[str, ...], BeforeValidator(_split_command), AfterValidator(_check_command)
+]
+ClientOptions = Annotated[
+    dict[str, str | int | float | bool],
+    _no_secret("argument", "set the variable that the client reads, or key_env"),
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
+"""Options of an endpoint that override those of the run and affect the data."""
+
+
+def _check_extra_body(value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+    if taken := _RESERVED.intersection(value or {}):
+        msg = f"{', '.join(sorted(taken))}: not allowed in extra_body; this program sets it"
+        raise ValueError(msg)
+    return value
+
+
+ExtraBody = Annotated[dict[str, JsonValue] | None, AfterValidator(_check_extra_body)]
+"""An object that is merged into every request body."""
 
 
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class PriceConfig(BaseModel):
-    """What a model costs, in dollars per million tokens; what is left out costs as `input` does."""
+    """The price of a model in dollars per million tokens; cache prices default to `input`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     input: Dollars
     output: Dollars
     cache_read: Dollars | None = None
-    """Input that came from the provider's cache."""
+    """Input read from the provider's cache."""
     cache_write: Dollars | None = None
-    """Input that was written into it."""
+    """Input written to it."""
 
     def to_price(self) -> Price:
         """For `ModelSettings`."""
@@ -84,24 +180,42 @@ Prices = Mapping[str, PriceConfig]
 
 def to_prices(prices: Prices) -> dict[str, Price]:
     """For `ModelSettings`, by the names that the user gave."""
-    return {name: one.to_price() for name, one in prices.items()}
+    return {name: price.to_price() for name, price in prices.items()}
 
 
 class EndpointConfig(BaseModel):
-    """One entry of `endpoints`. What it does not say is as the run says."""
+    """One entry of `endpoints`. Options that it leaves out are those of the run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
-    base_url: BaseUrl
+    base_url: BaseUrl | None = None
+    """None only with `client`, which knows it."""
     api: Api | None = None
-    """None: that of the provider whose URL it is, of those that are known, else openai_chat."""
+    """None: that of the known provider with this URL, else openai_chat."""
     key_env: str | None = Field(None, min_length=1)
     """Environment variable that holds the API key. None: a known provider's own at its URL, and
-    elsewhere "none", for no key leaves unasked."""
+    elsewhere "none": no key is sent unless it is named."""
+    headers: Headers = {}
+    """Sent with every request, such as {anthropic-beta: ...}; no secrets."""
+    headers_env: HeadersEnv = {}
+    """Headers, each with the environment variable that holds its value. With them and without
+    `key_env`, no other credentials are sent."""
+    query: Query = {}
+    """Parameters of every URL, such as {api-version: ...}; no secrets."""
+    key_command: Command = ()
+    """A program that prints the key; run at the start, after `key_refresh_s`, and after a 401."""
+    key_refresh_s: PositiveFloat = KEY_REFRESH_S
+    proxy: Annotated[str, AfterValidator(_check_proxy)] | None = None
+    """An HTTP proxy in place of what the environment says, or "none"."""
+    client: Annotated[str, AfterValidator(_check_client)] | None = None
+    """azure, bedrock, vertex, foundry, or MODULE:FUNCTION, which returns a client of the openai or
+    anthropic package: its URL and credentials are used."""
+    client_options: ClientOptions = {}
+    """Arguments for that client; no secrets."""
     provider: str | None = None
-    """Id of the provider in the price table, where neither URL nor the model's name tells."""
+    """Id of the provider in the price table, if neither URL nor model name determines it."""
     prices: dict[str, PriceConfig] = {}
-    """What its models cost, by the names that it knows them by."""
+    """Prices of its models, by the endpoint's names for them."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: PositiveInt | None = None
@@ -111,31 +225,71 @@ class EndpointConfig(BaseModel):
     rpm: PositiveFloat | None = None
     tpm: PositiveFloat | None = None
 
-    @property
-    def key(self) -> str:
-        """See `ModelSettings.endpoint`."""
-        _, base_url, key_env, _, _ = self.to_endpoint()
-        return f"{base_url} {key_env}"
+    @model_validator(mode="after")
+    def _is_reachable(self) -> EndpointConfig:
+        if self.client is None and self.base_url is None:
+            msg = "base_url: missing; only with `client` can it be left out"
+            raise ValueError(msg)
+        if self.client is None and self.client_options:
+            msg = "client_options: only with `client`"
+            raise ValueError(msg)
+        if self.client is not None and self.key_command:
+            msg = "key_command: not with `client`, which has its own credentials"
+            raise ValueError(msg)
+        if self.key_command and self.key_env not in (None, NO_KEY):
+            msg = "key_command and key_env both say where the key is; give one"
+            raise ValueError(msg)
+        return self
 
     def to_endpoint(self) -> Endpoint:
         """For `resolve_model`."""
-        known = known_at(self.base_url)
+        known = self.provider_row
         options = {name: value for name in _OF_MODELS if (value := getattr(self, name)) is not None}
+        if known:
+            options |= habits_of(known)
         if self.prices:
             options["endpoint_prices"] = to_prices(self.prices)
+        arguments = dict(self.client_options)
+        if self.client is not None and self.base_url is not None:
+            arguments["base_url"] = self.base_url
+        api = self._api
+        has_own = bool(self.headers_env or self.key_command or self.client)
         return Endpoint(
-            self._api,
-            root_of(self.base_url, self._api),
-            self.key_env or (known.key_env if known else "none"),
-            self.provider or (known.provider if known else None),
+            api,
+            root_of(self.base_url, api) if self.base_url and api else "",
+            self.key_env or (known.key_env if known and not has_own else NO_KEY),
+            self.provider or (known.prices if known else None),
             options,
+            Connection(
+                headers=self.headers,
+                headers_env=self.headers_env,
+                query=self.query,
+                key_command=self.key_command,
+                key_refresh_s=self.key_refresh_s,
+                proxy=self.proxy,
+                client=self.client,
+                client_options=arguments,
+            ),
         )
 
+    def is_of(self, settings: ModelSettings) -> bool:
+        """Whether calls of a model count against the limits of this entry."""
+        own = self.to_endpoint()
+        if self.client is not None:
+            return (own.connection, own.key_env) == (settings.connection, settings.key_env)
+        return endpoint_id(own.base_url, own.key_env, own.connection) == settings.endpoint
+
     def meaning(self) -> dict[str, Any]:
-        """What of it decides what the data is, JSON-ready."""
+        """The options that affect the data, JSON-ready."""
         return {"api": self._api, **{name: getattr(self, name) for name in _OF_MODELS}}
 
     @property
-    def _api(self) -> str:
-        known = known_at(self.base_url)
-        return self.api or (known.api if known else "openai_chat")
+    def provider_row(self) -> Provider | None:
+        """The row of the table that it is an endpoint of."""
+        return PROVIDERS.get(self.client) if self.client else provider_at(self.base_url or "")
+
+    @property
+    def _api(self) -> Api | None:
+        if self.api is not None or self.client is not None:
+            return self.api
+        return self.provider_row.api if self.provider_row else "openai_chat"

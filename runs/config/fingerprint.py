@@ -1,6 +1,7 @@
-"""What of a config decides what the data is: its meaning, and the digest of that.
+"""The fingerprint of a config: the options that affect the data, and their digest.
 
-A run directory keeps to one digest, so a run cannot go on under another meaning unnoticed.
+All starts of a run need the same fingerprint, so data of different configs are never mixed
+unnoticed. Its key in run.json is `meaning`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from toolsets.mcp.mcp_settings import McpServer
 
 
 def meaning_of(config: RunConfig) -> dict[str, Any]:
-    """The fields of a config that decide what the data is, JSON-ready and in one form.
+    """The fields of a config that affect the data, JSON-ready and normalized.
 
-    A script counts by its content, tools by what a model is told of them; the order in which
+    A script counts by its content, tools by the schemas that a model sees; the order in which
     toolsets are named does not count.
     """
     fields = {name: value for name, value in config.to_json().items() if _is_meaning(name)}
@@ -37,17 +38,17 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
         fields[name] = fields[name] and sorted(set(fields[name]))
     if config.models is not None:
         del fields["model"]
-    asked = config.model_prefixes()
+    used = config.model_prefixes()
     fields["endpoints"] = {
         name: endpoint.meaning()
         for name, endpoint in sorted(config.endpoints.items())
-        if name in asked
+        if name in used
     }
     return fields
 
 
 def default_meaning() -> dict[str, Any]:
-    """`meaning_of` a config that says nothing, without what has no default."""
+    """`meaning_of` a config with default values; fields without a default are left out."""
     return {
         name: field.get_default(call_default_factory=True)
         for name, field in RunConfig.model_fields.items()
@@ -56,7 +57,7 @@ def default_meaning() -> dict[str, Any]:
 
 
 def digest_of(meaning: Mapping[str, Any]) -> str:
-    """The semantic digest: 16 hex digits over the meaning of a config."""
+    """16 hex digits over `meaning_of` a config."""
     canonical = exact_json.dumps(meaning, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(canonical).hexdigest()[:16]
 
@@ -67,14 +68,14 @@ def _is_meaning(name: str) -> bool:
 
 
 def _digests_of_tools(places: tuple[str, ...]) -> dict[str, str]:
-    """The digest of the schemas of each toolset of the user's own."""
+    """The digest of the schemas of each of the user's own toolsets."""
     from toolsets.catalog.custom import load_own, schemas_digest
 
     return {toolset.name: schemas_digest(toolset.tools) for toolset in load_own(places)}
 
 
 def _meaning_of_server(server: McpServer) -> dict[str, Any]:
-    """What of a server decides what the data is: not its environment, nor where it listens."""
+    """The settings of an MCP server that affect the data: not its environment or its address."""
     tools = [
         [tool.name, tool.description, tool.input_schema]
         for tool in sorted(server.listed or (), key=lambda tool: tool.name)

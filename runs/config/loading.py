@@ -1,4 +1,4 @@
-"""Reading the config of a run: a YAML file, the flags on top, and one clear error for each slip."""
+"""Read the config of a run: a YAML file, flags on top, and a clear error for each mistake."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from agent.options import split_commas
 from runs.config.endpoints import HOLDS_SECRET
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
+from runs.sources.source import HUB_PREFIX
 from toolsets import exact_json
 from toolsets.text import clip, valid_utf8
 from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
@@ -22,30 +23,30 @@ _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes no key twice in one mapping: the last would win, and nobody would be told."""
+    """Rejects duplicate keys in a mapping; YAML would silently keep the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here, because later on the keys of merged mappings stand among those of the file.
+        # Later, keys of merged mappings (`<<`) are among those of the file.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                words = f"the key {key.value!r} stands twice in one mapping"
-                raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
+                problem = f"duplicate key {key.value!r}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return node
 
 
 def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
-    """Read `config_file` (YAML), put the flags that were given on top, and check all of it.
+    """Read `config_file` (YAML), override it by the flags that were given, and check the result.
 
-    Input paths in the file are relative to the file; flags are relative to the current
-    directory. Raises `ConfigError` naming the file, the key and what is allowed.
+    Input paths in the file are relative to the file; those in flags to the current directory.
+    Raises `ConfigError` that names the file, the key and what is allowed.
     """
     for key, value in flags.items():
-        # Of what a shell gave in other bytes, Python makes halves of characters.
+        # Python decodes arguments that are not UTF-8 to lone surrogates.
         if isinstance(value, str | Path) and valid_utf8(str(value)) != str(value):
             msg = f"--{key}: not UTF-8 (got {clip(repr(str(value)), max_chars=200)})"
             raise ConfigError(msg)
@@ -70,10 +71,7 @@ def _read_json(path: Path) -> Any:
 
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
-    """Read a YAML file of `key: value` lines; `kind` is what errors call it.
-
-    Raises `ConfigError`.
-    """
+    """Read a YAML file of `key: value` lines; errors call it a `kind`. Raises `ConfigError`."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -92,7 +90,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
         msg = f"{path}: cannot read this {kind}: nested too deeply"
         raise ConfigError(msg) from error
     if not isinstance(loaded, dict):
-        msg = f"{path}: a {kind} holds `key: value` lines"
+        msg = f"{path}: a {kind} must have `key: value` lines"
         raise ConfigError(msg)
     return {str(key): value for key, value in loaded.items()}
 
@@ -102,7 +100,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         key.replace("-", "_"): value for key, value in read_mapping(path, "config file").items()
     }
     for key in _INPUT_PATHS:
-        if isinstance(loaded.get(key), str):
+        if isinstance(loaded.get(key), str) and not loaded[key].startswith(HUB_PREFIX):
             loaded[key] = str(path.parent / loaded[key])
     if "tools" in loaded:
         loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
@@ -117,7 +115,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _place(place: Any, directory: Path) -> Any:
-    """A place of tools, with a file as seen from where the config file lies."""
+    """A place of tools, with the path of a file relative to the config file's directory."""
     file = place.rpartition(":")[0] if isinstance(place, str) else ""
     return str(directory / place) if file.endswith(".py") else place
 

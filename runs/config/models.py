@@ -1,4 +1,4 @@
-"""Which models a run asks, and within which bounds."""
+"""The models that a run calls, and the limits and budget of these calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runs.errors import ConfigError
 from toolsets.catalog.registry import TOOLSETS, Toolset
 
 Setups = Mapping[str, Setup]
-"""What conversations work with, by the model that they ask, as the user wrote it."""
+"""The setups of conversations by model name, as the user wrote it."""
 
 
 def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) -> dict[str, Setup]:
-    """Check and resolve everything that conversations can be given.
+    """Check and resolve the models and toolsets of all conversations.
 
-    `known` are all toolsets that can be named. Raises `ConfigError`.
+    `known` are all toolsets that the config can name. Raises `ConfigError`.
     """
     try:
         setups = {name: _set_up(config, name, known) for name in config.model_weights()}
@@ -32,39 +32,41 @@ def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) ->
     return setups
 
 
-def asked(setups: Setups) -> list[ModelSettings]:
-    """All models that may be asked at an endpoint, each once."""
-    every = [settings for setup in setups.values() for settings in setup.asked()]
+def called_models(setups: Setups) -> list[ModelSettings]:
+    """All models that may be called at an endpoint, without duplicates."""
+    every = [settings for setup in setups.values() for settings in setup.models()]
     return list(dict.fromkeys(settings for settings in every if settings.api != SCRIPTED))
 
 
 def unpriced(setups: Setups) -> str | None:
-    """The name of a model that may be asked and whose price is unknown, or None."""
+    """The name of a model that may be called and has no known price, or None."""
     return next((name for setup in setups.values() if (name := setup.unpriced())), None)
 
 
-def bounds_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
-    """The bounds on calls, by endpoint.
+def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
+    """The limits on calls, by endpoint.
 
-    Of several names for one endpoint the tightest bounds count; where the user says nothing, the
-    number of conversations is the bound.
+    If several names stand for one endpoint, the tightest limits apply. Calls in flight never
+    exceed the number of conversations.
     """
-    bounds = {}
-    for endpoint in {settings.endpoint: None for settings in asked(setups)}:
-        said = [one for one in config.endpoints.values() if one.key == endpoint]
-        most = _least((one.max_in_flight for one in said), config.max_in_flight)
-        ceiling = config.conversations if most is None else min(config.conversations, int(most))
-        bounds[endpoint] = EndpointLimits(
+    limits = {}
+    for endpoint, settings in {one.endpoint: one for one in called_models(setups)}.items():
+        named = [entry for entry in config.endpoints.values() if entry.is_of(settings)]
+        ceiling = config.conversations
+        in_flight = _tightest((entry.max_in_flight for entry in named), config.max_in_flight)
+        if in_flight is not None:
+            ceiling = min(ceiling, int(in_flight))
+        limits[endpoint] = EndpointLimits(
             start=min(config.start_in_flight, ceiling),
             ceiling=ceiling,
-            rpm=_least((one.rpm for one in said), config.rpm),
-            tpm=_least((one.tpm for one in said), config.tpm),
+            rpm=_tightest((entry.rpm for entry in named), config.rpm),
+            tpm=_tightest((entry.tpm for entry in named), config.tpm),
         )
-    return bounds
+    return limits
 
 
 def budget_of(config: RunConfig) -> Cost | None:
-    """What the run may spend, None where it is not bounded."""
+    """What the run may spend, None if it has no budget."""
     if config.max_run_cost_usd is None and config.max_run_tokens is None:
         return None
     return Cost(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
@@ -105,19 +107,19 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
 
 
 def _check_budget(config: RunConfig, setups: Setups) -> None:
-    """A budget is kept by what a call can use up at most, so that must be known."""
+    """A budget reserves the worst case of each call, so that must be known."""
     if config.max_run_cost_usd is not None and (name := unpriced(setups)):
         msg = (
             f"max_run_cost_usd: the price of model {name!r} is unknown, so a budget in dollars "
-            f"cannot be kept; give its price as prices: {{{name}: {{input: ..., output: ...}}}} "
-            "(dollars per million tokens), or max_run_tokens instead"
+            f"cannot be enforced; set prices: {{{name}: {{input: ..., output: ...}}}} (dollars "
+            "per million tokens), or max_run_tokens instead"
         )
         raise ValueError(msg)
-    unbounded = [settings.name for settings in asked(setups) if settings.reply_bound is None]
-    if budget_of(config) is not None and unbounded:
+    unlimited = [model.name for model in called_models(setups) if model.reply_bound is None]
+    if budget_of(config) is not None and unlimited:
         msg = (
-            f"max_tokens is missing: without a bound on the replies of {unbounded[0]!r} nobody "
-            "knows what its next call may cost, and a budget of the run cannot be kept"
+            f"max_tokens is missing: without a reply limit for {unlimited[0]!r} the cost of a call "
+            "has no limit, so the run budget cannot be enforced"
         )
         raise ValueError(msg)
 
@@ -125,19 +127,19 @@ def _check_budget(config: RunConfig, setups: Setups) -> None:
 def _check_batches(config: RunConfig, setups: Setups) -> None:
     if not config.batch_api:
         return
-    models = asked(setups)
-    if none := [one.reference for one in models if not has_batches(one)]:
-        msg = f"batch_api: the endpoint of {none[0]!r} has no batches; leave --batch_api out"
+    models = called_models(setups)
+    if without := [model.reference for model in models if not has_batches(model)]:
+        msg = f"batch_api: the endpoint of {without[0]!r} has no Batch API; leave --batch_api out"
         raise ValueError(msg)
     if not models:
-        msg = "batch_api: no model is asked at an endpoint; leave --batch_api out"
+        msg = "batch_api: no model is called at an endpoint; leave --batch_api out"
         raise ValueError(msg)
-    streamed = [one.name for one in models if (one.extra_body or {}).get("stream")]
+    streamed = [model.name for model in models if (model.extra_body or {}).get("stream")]
     if streamed:
         msg = f"extra_body: the replies of {streamed[0]!r} cannot be streamed with --batch_api"
         raise ValueError(msg)
 
 
-def _least(own: Iterable[float | None], of_run: float | None) -> float | None:
-    """The least of what is said of an endpoint; what the run says, where nothing is."""
+def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None:
+    """The lowest limit that an endpoint's entries set; that of the run if they set none."""
     return min((value for value in own if value is not None), default=of_run)

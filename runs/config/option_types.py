@@ -1,4 +1,4 @@
-"""Types of options: what a value may be."""
+"""Types of options."""
 
 from __future__ import annotations
 
@@ -22,24 +22,30 @@ RowFlaw = Literal[
     "marker_in_arguments",
     "marker_in_result",
 ]
-"""Reasons for which exports refuse rows although some formats can hold them."""
+"""Reasons why exports reject rows that some formats can represent."""
 
 AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
 
 
+def parse_columns(value: Any) -> Any:
+    """Before-validator: `prompt=problem,expected=answer`, as flags give it, or JSON."""
+    return _assignments(value, "ROW_COLUMN=SOURCE_COLUMN")
+
+
 def plain_name(value: str) -> str:
-    """Return `value` if it can be the name of a directory. Raises `ValueError`."""
+    """Return `value` if it is a valid name of a run. Raises `ValueError`."""
     if not value or not all(c.isalnum() or c in "._-" for c in value) or value[0] in ".-":
-        msg = (
-            "must be one plain name: letters, digits, '.', '_' and '-' only, "
-            "starting with a letter, digit or '_'"
-        )
+        msg = "must be letters, digits, '.', '_' and '-' only, starting with a letter, digit or '_'"
         raise ValueError(msg)
     return value
 
 
 def parse_resources(value: Any) -> Any:
     """Before-validator: `num_cpus=1,memory=4e9`, as flags give it, or JSON, becomes a mapping."""
+    return _assignments(value, "NAME=AMOUNT, such as num_cpus=1")
+
+
+def _assignments(value: Any, form: str) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
@@ -48,11 +54,14 @@ def parse_resources(value: Any) -> Any:
         except orjson.JSONDecodeError as error:
             msg = f"not JSON: {error}"
             raise ValueError(msg) from error
-    resources = {}
+    found: dict[str, str] = {}
     for part in filter(None, map(str.strip, value.split(","))):
-        name, sign, amount = part.partition("=")
-        if not sign:
-            msg = f"{part!r}: give NAME=AMOUNT, such as num_cpus=1"
+        name, sign, given = map(str.strip, part.partition("="))
+        if not sign or not name or not given:
+            msg = f"{part!r}: give {form}"
             raise ValueError(msg)
-        resources[name.strip()] = amount.strip()
-    return resources
+        if name in found:
+            msg = f"{name!r} is given twice"
+            raise ValueError(msg)
+        found[name] = given
+    return found

@@ -1,8 +1,8 @@
 """The config of a run: every option once, with its type, default and help.
 
-The command line and YAML files are both read into `RunConfig`; a flag wins over the file. Fields
-declared with `meaning` affect the data and are part of its fingerprint
-(`runs/config/fingerprint.py`); all other fields may change from start to start.
+Flags and YAML files are read into a `RunConfig`; flags win. Fields declared with `meaning` affect
+the data and are part of the fingerprint (`runs/config/fingerprint.py`); all others may change
+from start to start.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agent.models.resolve import ENDPOINTS, SCRIPTED, Api
+from agent.models.providers import FIRST, Api
+from agent.models.resolve import SCRIPTED
 from agent.options import (
     AgentOptions,
     PositiveFloat,
@@ -35,10 +31,11 @@ from runs.config.option_types import (
     Names,
     Resource,
     Weight,
+    parse_columns,
     parse_resources,
     plain_name,
 )
-from runs.dataset.row import ColumnUse, RowRules, script_use
+from runs.dataset.row import ColumnUse, RowRules
 from runs.shards import plain_shard
 from toolsets.mcp.mcp_settings import McpServer, ServerName
 from toolsets.net.web_settings import WebSettings
@@ -50,168 +47,156 @@ _DEFAULT_MODEL = "anthropic/claude-sonnet-4"
 
 
 def _running(default: Any, help: str, **more: Any) -> Any:
-    """A field that decides how the work is done; it may change from start to start."""
+    """A field that does not affect the data; it may change from start to start."""
     return Field(default, description=help, **more)
 
 
 class RunConfig(AgentOptions):
     """The config of a run: the options of its conversations and its own."""
 
-    dataset_file: Path = _running(..., "JSONL file with one prompt per line.")
+    dataset_file: Path = _running(
+        ...,
+        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
+        "files or of `save_to_disk`, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
+    )
+    columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = _running(
+        {},
+        "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
+    )
     run_name: Annotated[str, AfterValidator(plain_name)] = _running(
-        ..., "Name of the run and its directory; the same name resumes it.", max_length=120
+        ..., "Name of the run; the same name resumes it.", max_length=120
     )
     output_dir: Path = _running(Path("trajectories"), "Directory for runs and training files.")
     model: str = meaning(
         _DEFAULT_MODEL,
-        "Model: scripted, openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, or a NAME "
-        "known at --base_url.",
+        "openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, scripted, or a NAME at"
+        " --base_url.",
         min_length=1,
     )
     models: Annotated[dict[str, Weight] | None, BeforeValidator(parse_json)] = meaning(
         None,
-        "Several models with weights, {NAME: WEIGHT}, instead of --model. Each conversation draws "
-        "one; a row can name its own in column `model`.",
+        "Several models, {NAME: WEIGHT}, of which each conversation draws one.",
         min_length=1,
     )
     endpoints: Annotated[dict[str, EndpointConfig], BeforeValidator(parse_json)] = _running(
         {},
-        "Your own endpoints, {NAME: {base_url, api, key_env, ...}}; their models are NAME:MODEL.",
+        "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
+        "models are NAME:MODEL.",
     )
-    # No part of the meaning: what a reply cost does not change what it says.
+    # Not part of the fingerprint: the price of a reply does not change the reply.
     prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = _running(
         {},
-        "Your own prices in dollars per million tokens, {MODEL: {input, output, cache_read, "
-        "cache_write}}; they override all others.",
+        "Your prices in dollars per million tokens, {MODEL: {input, output, cache_read, "
+        "cache_write}}.",
     )
-    base_url: BaseUrl | None = _running(
-        None, "Root URL of the endpoint; default: that of the model's prefix, else OpenRouter."
-    )
-    api: Api | None = meaning(
-        None, "API of the endpoint, if the model's prefix does not determine it."
-    )
+    base_url: BaseUrl | None = _running(None, "Root URL of the endpoint; default: the provider's.")
+    api: Api | None = meaning(None, "API of the endpoint; default: the provider's.")
     key_env: str | None = _running(
         None,
         "Environment variable with the API key; 'none' sends no key.",
         min_length=1,
     )
-    system_prompt: str | None = meaning(None, "System prompt for rows that have none.")
+    system_prompt: str | None = meaning(None, "System prompt for rows without one.")
     enabled_toolsets: Names | None = meaning(
         None,
-        "Toolsets to offer; default: all but browser and web. 'none' offers no tools.",
+        "Toolsets to offer; default: all but browser and web; 'none': no tools.",
     )
-    disabled_toolsets: Names = meaning((), "Toolsets never to offer, even if enabled.")
+    disabled_toolsets: Names = meaning((), "Toolsets never to offer.")
     tools: Names | None = meaning(
         None,
-        "Your own tools: MODULE:ATTRIBUTE, or the name of an installed package's entry point.",
+        "Your own tools: MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE or an entry point.",
     )
     mcp: Annotated[dict[ServerName, McpServer] | None, BeforeValidator(parse_json)] = meaning(
         None,
-        "MCP servers, {NAME: {command or url, ...}}, each a toolset; see docs/tools.md.",
+        "MCP servers, {NAME: {command or url, ...}}; each is a toolset.",
     )
     distribution: str | None = meaning(
         None,
-        "Instead of --enabled_toolsets: a named distribution (see `distributions`) or a YAML file "
-        "with a percentage per toolset, from which each conversation draws.",
+        "Distribution (name or YAML file) from which each conversation draws its toolsets.",
     )
     sandbox: Literal["bwrap", "docker", "local"] = meaning(
         "bwrap",
-        "Where commands run: bwrap or docker (isolated), or local (NOT isolated: commands run "
-        "with your rights).",
+        "Where commands run; local does NOT isolate them.",
     )
     docker_image: str | None = meaning(
         None,
-        "Image for --sandbox=docker, with python3. A row can name its own in column "
-        "`docker_image` or `image`.",
+        "Image for --sandbox=docker; it must contain python3.",
     )
     row_setup: bool = meaning(
         False,
-        "Prepare each workspace from its row's columns `files` and `setup`, and judge the result "
-        "with its `check`; see docs/tools.md.",
+        "Use each row's columns `files`, `setup`, `cwd` and `check`.",
     )
     forks: bool = meaning(
         False,
-        "Rows hold the beginning of a conversation in column `fork`; see docs/forks.md.",
+        "Rows continue conversations (column `fork`).",
     )
     command_memory_mb: PositiveInt = meaning(
-        2048, "Memory limit for a conversation's commands, per process and in total."
+        2048, "Memory limit of a conversation's commands, per process and in total."
     )
-    max_processes: PositiveInt = meaning(512, "Process limit for a conversation's commands.")
-    workspace_mb: PositiveInt = meaning(
-        4096, "Size limit of a workspace; a command that exceeds it is stopped."
-    )
-    network: bool = meaning(False, "Give commands in the sandbox network access.")
+    max_processes: PositiveInt = meaning(512, "Process limit of a conversation's commands.")
+    workspace_mb: PositiveInt = meaning(4096, "Size limit of a workspace.")
+    network: bool = meaning(False, "Give sandboxed commands network access.")
     web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
         "ddgs",
-        "Search provider: ddgs (no key), tavily (TAVILY_API_KEY) or brave (BRAVE_API_KEY).",
+        "Search provider; tavily and brave need a key.",
     )
-    web_search_url: str | None = _running(None, "URL of the search provider, if not its usual one.")
+    web_search_url: str | None = _running(None, "Other URL of the search provider.")
     web_allow: Names = _running(
         (),
-        "Non-public addresses that web_fetch and the browser may reach: HOST, HOST:PORT or "
+        "Non-public addresses that web tools and browser may reach: HOST, HOST:PORT or "
         "NETWORK/BITS.",
     )
-    temperature: float | None = meaning(
-        None, "Sampling temperature; sent only if set.", ge=0, allow_inf_nan=False
-    )
-    top_p: float | None = meaning(None, "Nucleus sampling threshold; sent only if set.", gt=0, le=1)
+    temperature: float | None = meaning(None, "Sampling temperature.", ge=0, allow_inf_nan=False)
+    top_p: float | None = meaning(None, "Nucleus sampling threshold.", gt=0, le=1)
     max_tokens: PositiveInt | None = meaning(
-        None, "Token limit per reply; sent only if set (Anthropic: 16,000)."
+        None, "Token limit per reply (Anthropic: 16,000 if unset)."
     )
     extra_body: Annotated[ExtraBody, BeforeValidator(parse_json)] = meaning(
-        None, "JSON object merged into every request body."
+        None, "Object merged into every request body."
     )
-    reasoning_effort: Effort | None = meaning(None, "Reasoning effort; sent only if set.")
-    reasoning_disabled: bool = meaning(
-        False, "The same as --reasoning_effort=none, and overrides it."
-    )
+    reasoning_effort: Effort | None = meaning(None, "Reasoning effort.")
+    reasoning_disabled: bool = meaning(False, "Replaces --reasoning_effort by none.")
     blank_reasoning: bool = meaning(
-        False, "OpenAI dialect: send a blank reasoning_content for replies without reasoning."
+        False, "OpenAI chat: send a blank reasoning_content for replies without reasoning."
     )
     prompt_caching: bool = _running(True, "Anthropic: cache the system message and the tools.")
     script_file: Path | None = meaning(
-        None, "YAML file with the turns of --model=scripted for rows without a script."
+        None, "YAML turns of --model=scripted for rows without a script."
     )
-    prefill_messages_file: Path | None = _running(
-        None, "JSON file with `prefill_messages`; a resume compares its content."
-    )
+    prefill_messages_file: Path | None = _running(None, "JSON file with prefill_messages.")
     require_reasoning: bool = _running(
-        False, "Training file: leave out conversations without any reasoning."
+        False, "Training file: leave out conversations without reasoning."
     )
     require_passed: bool = _running(
         False,
-        "Training file: leave out conversations that did not pass their check; unchecked ones "
-        "stay.",
+        "Training file: leave out conversations that failed their check.",
     )
     accept_rows: AcceptedRows = _running(
         (),
-        "Training file: keep rows with these flaws: unknown_tool, arguments_not_json, "
-        "arguments_not_object, control_token.",
+        "Training file: keep rows with these flaws; see docs/export.md.",
     )
     empty_think: Literal["keep", "omit"] = _running(
         "keep",
-        "Training file: keep or omit the empty <think> block of turns without reasoning.",
+        "Training file: the empty <think> block of turns without reasoning.",
     )
     seed: Seed = meaning(0, "Seed of all random choices.")
     num_samples: int = _running(1, "Conversations per prompt.", ge=1, le=1_000_000)
     max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
     shard: Annotated[str | None, AfterValidator(plain_shard)] = _running(
         None,
-        "Run part i of n of the dataset, as i/n with i from 0 to n-1. Each part needs its own "
-        "--run_name; `merge` joins them.",
+        "Part of the dataset to run, as i/n with i from 0 to n-1.",
     )
     on_bad_row: Literal["skip", "fail"] = _running(
-        "skip", "Skip invalid rows and report each, or fail before any model call."
+        "skip", "Skip and report invalid rows, or fail before any model call."
     )
     batch_size: PositiveInt = _running(20, "Maximum prompts assigned to a worker at a time.")
     num_workers: PositiveInt = _running(4, "Worker processes.", le=1024)
     executor: Literal["local", "ray"] = _running(
-        "local", "Run workers on this machine or as Ray actors (extra `ray`)."
+        "local", "Run workers on this machine or as Ray actors."
     )
     ray_address: str | None = _running(
         None,
-        "Ray cluster to join: auto or HOST:PORT; default: RAY_ADDRESS, else a new one on this "
-        "machine.",
+        "Cluster to join: auto or HOST:PORT; default: RAY_ADDRESS, else a new one.",
         min_length=1,
     )
     worker_resources: Annotated[dict[str, Resource], BeforeValidator(parse_resources)] = _running(
@@ -220,65 +205,55 @@ class RunConfig(AgentOptions):
     )
     ray_storage: Literal["driver", "shared"] = _running(
         "driver",
-        "driver: journals with the driver, workspaces on the nodes; shared: both in the run "
-        "directory, on shared storage.",
+        "Keep journals with the driver and workspaces on nodes, or both on shared storage.",
     )
     ray_scratch_dir: Path | None = _running(
-        None, "Directory for workspaces on Ray nodes; default: their temporary directory."
+        None, "Directory for workspaces on nodes; default: the temporary directory."
     )
     concurrency: PositiveInt | None = _running(
         None, "Conversations in flight per worker; default: --batch_size."
     )
     max_run_cost_usd: PositiveFloat | None = _running(
         None,
-        "Dollar budget of the run over all starts; it stops before a call that could exceed it "
-        "(exit 3). Needs --max_tokens.",
+        "Dollar budget of the run over all starts; needs --max_tokens.",
     )
-    max_run_tokens: PositiveInt | None = _running(None, "The same in tokens, input and output.")
+    max_run_tokens: PositiveInt | None = _running(
+        None, "Token budget of the run over all starts; needs --max_tokens."
+    )
     max_in_flight: PositiveInt | None = _running(
-        None, "Maximum model calls in flight per endpoint; default: one per conversation."
+        None, "Maximum model calls in flight per endpoint."
     )
     rpm: PositiveFloat | None = _running(None, "Maximum requests per minute per endpoint.")
-    tpm: PositiveFloat | None = _running(
-        None, "Maximum tokens per minute per endpoint, input and output."
-    )
+    tpm: PositiveFloat | None = _running(None, "Maximum tokens per minute per endpoint.")
     start_in_flight: PositiveInt = _running(
         64,
-        "Initial limit on calls in flight; it grows while the endpoint keeps up and shrinks after "
-        "refusals (429).",
+        "Initial limit on calls in flight; it then adapts to the endpoint.",
     )
     batch_api: bool = _running(
         False,
-        "Use the Batch API (OpenAI, Anthropic): about half the price, replies "
-        "within a day; see docs/batches.md.",
+        "Use the provider's Batch API: about half the price, replies within a day.",
     )
-    batch_wait_s: PositiveFloat = _running(60.0, "Maximum time to collect calls for one batch.")
-    batch_max_requests: PositiveInt = _running(
-        50_000, "Maximum calls per batch; the provider's limits apply too."
-    )
+    batch_wait_s: PositiveFloat = _running(60.0, "Maximum time to collect calls for a batch.")
+    batch_max_requests: PositiveInt = _running(50_000, "Maximum calls per batch.")
     batch_live_share: float = _running(
         0.95,
-        "Send calls live once this share of the tasks has ended; 1: never.",
+        "Make calls live once this share of the tasks has ended; 1: never.",
         ge=0,
         le=1,
     )
-    max_attempts: PositiveInt = _running(
-        3, "Attempts per conversation, over all starts, before it counts as failed."
-    )
+    max_attempts: PositiveInt = _running(3, "Attempts per conversation over all starts.")
     command_timeout_s: PositiveFloat = meaning(120.0, "Timeout of a command.")
     tool_timeout_s: PositiveFloat = meaning(300.0, "Timeout of a tool call.")
     attempt_timeout_s: PositiveFloat = _running(600.0, "Timeout of one attempt of a model call.")
-    idle_timeout_s: PositiveFloat = _running(
-        120.0, "Maximum silence between two parts of a streamed reply."
-    )
+    idle_timeout_s: PositiveFloat = _running(120.0, "Maximum silence within a streamed reply.")
     stream_replies: bool = _running(
         False,
-        "Stream replies, for proxies that cut silent connections; costs more CPU.",
+        "Stream replies, for proxies that cut silent connections.",
     )
     call_attempts: PositiveInt = _running(8, "Attempts per model call; rate limits do not count.")
     call_timeout_s: PositiveFloat = _running(
         3600.0,
-        "Stop retrying a model call after this time; a running attempt has its own timeout.",
+        "Time after which a model call is not retried.",
     )
     grace_s: float = _running(
         30.0,
@@ -288,7 +263,7 @@ class RunConfig(AgentOptions):
     )
     heartbeat_timeout_s: float = _running(
         60.0,
-        "Kill and replace a worker that is silent for this long.",
+        "Silence after which a worker is killed and replaced.",
         ge=5,
         allow_inf_nan=False,
     )
@@ -297,49 +272,49 @@ class RunConfig(AgentOptions):
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
         if self.models is not None and self.model != _DEFAULT_MODEL:
-            msg = "model and models both say what to ask; give one"
+            msg = "model and models both name the model; give one of them"
             raise ValueError(msg)
         if self.models is not None and not any(self.models.values()):
-            msg = "models: some weight must be above 0"
+            msg = "models: at least one weight must be above 0"
             raise ValueError(msg)
         if self.models is not None and SCRIPTED in self.models and len(self.models) > 1:
-            msg = "models: scripted cannot be one of several"
+            msg = "models: scripted cannot be combined with other models"
             raise ValueError(msg)
         if bad := [name for name in self.endpoints if not name.isidentifier()]:
-            msg = f"endpoints: {bad[0]!r}: a name is letters, digits and '_'"
+            msg = f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'"
             raise ValueError(msg)
-        if taken := [name for name in self.endpoints if name in (*ENDPOINTS, SCRIPTED)]:
-            msg = f"endpoints: {taken[0]!r} is the name of a known one; choose another"
+        if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
+            msg = f"endpoints: {taken[0]!r} is the name of a known provider; choose another"
             raise ValueError(msg)
         if self.distribution is not None and self.enabled_toolsets is not None:
-            msg = "distribution and enabled_toolsets both say which toolsets to offer; give one"
+            msg = "distribution and enabled_toolsets both select toolsets; give one of them"
             raise ValueError(msg)
         return self
 
     @property
     def agent_options(self) -> AgentOptions:
-        """The options of conversations alone."""
+        """Only the options of conversations."""
         return AgentOptions.model_construct(
             **{name: getattr(self, name) for name in AgentOptions.model_fields}
         )
 
     def model_weights(self) -> dict[str, float]:
-        """The models that conversations ask, with their weights."""
+        """The models that conversations call, with their weights."""
         return self.models or {self.model: 1.0}
 
     def toolset_percentages(self) -> Distribution | None:
-        """The distribution of toolsets; None where all conversations are offered the same."""
+        """The distribution of toolsets; None if all conversations are offered the same."""
         if self.distribution is None:
             return None
         return _load_distribution(self.distribution, self.tools, tuple(self.mcp or ()))
 
     def selected_toolsets(self) -> tuple[str, ...] | None:
-        """The toolsets that any conversation can be offered; None means all."""
+        """The toolsets that a conversation can be offered; None for all."""
         drawn = self.toolset_percentages()
         return self.enabled_toolsets if drawn is None else tuple(sorted(drawn))
 
     def web_settings(self) -> WebSettings:
-        """What the web tools work with. Raises `ValueError`."""
+        """The settings of the web tools. Raises `ValueError`."""
         return WebSettings(
             cache_dir=self.run_dir / "web_cache",
             provider=self.web_search_provider,
@@ -350,11 +325,11 @@ class RunConfig(AgentOptions):
     def row_rules(
         self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None
     ) -> RowRules:
-        """How the rows of the dataset are read, for a model of this API."""
+        """How to read the rows of the dataset, for a model of this API."""
         return RowRules(
             self.system_prompt,
             self.agent_options,
-            script_use(api, has_script_file=self.script_file is not None),
+            self._script_use(api),
             is_priced,
             None if toolsets is None else frozenset(toolsets),
             None if self.models is None else frozenset(self.models),
@@ -370,8 +345,13 @@ class RunConfig(AgentOptions):
 
     def model_prefixes(self) -> set[str]:
         """The prefixes of all model names, before the colon."""
-        asked = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
-        return {name.partition(":")[0] for name in asked}
+        names = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
+        return {name.partition(":")[0] for name in names}
+
+    def _script_use(self, api: str) -> ColumnUse:
+        if api != SCRIPTED:
+            return "ignored"
+        return "needed" if self.script_file is None else "allowed"
 
     def _image_use(self) -> ColumnUse:
         if self.sandbox != "docker":
@@ -402,11 +382,10 @@ class RunConfig(AgentOptions):
 def _load_distribution(
     name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
 ) -> Distribution:
-    """Cached, because every task needs it; imported here, to keep `--help` fast."""
+    """Cached because every task needs it; imports here keep `--help` fast."""
     from toolsets.catalog.custom import load_own
     from toolsets.catalog.distributions import load_distribution
-    from toolsets.catalog.lookup import catalog
-    from toolsets.catalog.registry import Toolset
+    from toolsets.catalog.registry import Toolset, catalog
 
     added = (*load_own(tools or ()), *(Toolset(server, "", ()) for server in servers))
     return load_distribution(name, known=catalog(added))

@@ -1,4 +1,4 @@
-"""What is drawn at random for each task: always from the run's seed and the task's id."""
+"""Random choices for each task, determined by the run's seed and the task's id."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from toolsets.catalog.distributions import draw_toolsets
 
 
 def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
-    """The model that the task asks and the toolsets that it is offered, drawn where they are."""
+    """The model and toolsets of a task, drawn if the config says so."""
     setup = setups[_model_of(config, task)]
     distribution = config.toolset_percentages()
     if distribution is None:
         return setup
-    # What is disabled is not in `setup`, and cannot be drawn.
+    # Disabled toolsets are not in `setup` and cannot be drawn.
     left = {name: distribution[name] for name in setup.names()}
     drawn_as = f"{config.seed}/{_drawn_as(config, task)}"
     return setup.only(draw_toolsets(left, drawn_as) if left else ())
@@ -38,5 +38,5 @@ def _model_of(config: RunConfig, task: Task) -> str:
 
 
 def _drawn_as(config: RunConfig, task: Task) -> str:
-    """The id by which a task draws: a branch draws what its parent drew."""
+    """The id that a task draws with; a branch uses its parent's, to draw the same."""
     return str(task.columns["fork"]["drawn_as"]) if config.forks else task.id

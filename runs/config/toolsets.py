@@ -1,4 +1,4 @@
-"""The toolsets that can be named in a run: built-in ones, the user's own, and MCP servers."""
+"""The toolsets that a run can name: built-in ones, the user's own, and MCP servers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from collections.abc import Mapping
 
 from runs.config.run_config import RunConfig
 from toolsets.catalog.custom import load_own
-from toolsets.catalog.lookup import catalog
-from toolsets.catalog.registry import ALL, Toolset
+from toolsets.catalog.registry import ALL, Toolset, catalog
 from toolsets.mcp.mcp_settings import McpServer
 from toolsets.mcp.servers import McpError, McpServers, list_servers
 
 
 def catalog_of(config: RunConfig, servers: McpServers | None = None) -> Mapping[str, Toolset]:
-    """All toolsets that `config` knows, with `servers` behind those of its MCP servers.
+    """All toolsets that `config` can name; tools of MCP servers call `servers`.
 
-    Raises `ValueError` for the user.
+    Raises `ValueError` with a message for the user.
     """
     servers = servers or McpServers(config.mcp or {})
     return catalog((*load_own(config.tools or ()), *servers.toolsets()))
 
 
 def with_listed_servers(config: RunConfig) -> RunConfig:
-    """Start the MCP servers that may be offered, and note in the config what they offer.
+    """Start the MCP servers that conversations may use, and store their tools in the config.
 
-    So all conversations are offered the same, whatever a server says later. Blocks. Raises
-    `McpError`.
+    All conversations are then offered the same tools, even if a server changes its list. Blocks.
+    Raises `McpError`.
     """
     if not config.mcp:
         return config
@@ -42,7 +41,7 @@ def with_listed_servers(config: RunConfig) -> RunConfig:
 
 
 def _is_wanted(name: str, config: RunConfig) -> bool:
-    """Whether a toolset may be offered to anybody."""
+    """Whether any conversation or subagent may be offered this toolset."""
     selected = config.selected_toolsets()
     named = {*(ALL if selected is None else selected)}
     for subagent in config.subagents:

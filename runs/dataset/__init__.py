@@ -1,9 +1,9 @@
 """From a dataset file to tasks.
 
-lines       lines of the file as rows
-row         what a row may hold, and the conversation it asks for
-row_setup   files, commands and the check of a row
-row_fork    the beginning that a row brings along
-scan        one pass: where rows lie and which tasks they are
-scan_cache  dataset.idx, for the next start
+lines       the lines of the file as rows
+row         the columns of a row, and the conversation that it starts
+row_setup   the files, commands and check of a row
+row_fork    the conversation that a row branches from
+scan        one pass over the file: row offsets and task keys
+scan_cache  dataset.idx: the scan, for the next start
 """

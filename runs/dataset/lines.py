@@ -1,6 +1,6 @@
-"""The lines of a dataset file, one at a time: usable rows, and bad ones with their reason.
+"""Read a dataset file line by line: usable rows, and bad rows with a reason.
 
-Memory holds one line, whatever the size of the file.
+Holds one line in memory, whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -10,60 +10,58 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from agent.json_depth import MAX_NESTING, is_nested_deeper
 from runs.dataset.row import RowRules, kind_of
 from runs.errors import DatasetError
 from runs.tasks import BadRow
 from toolsets import exact_json
 
 MAX_LINE_BYTES = 256 << 20
-"""A longer line is a bad row: it is no prompt, and memory must stay bounded."""
+"""A longer line is a bad row. This limits memory."""
 
 _BLOCK = 1 << 20
 
 
 class Row(NamedTuple):
-    """A usable row: its physical line number (from 1), its columns, and where its line begins."""
+    """A usable row: its line number in the file (from 1), its columns, and its byte offset."""
 
     line: int
     columns: dict[str, Any]
     offset: int
 
 
-class Reading:
-    """Which bytes of a dataset file were read: how many from its beginning, and their digest."""
+class ContentDigest:
+    """The size and digest of the bytes read so far, from the beginning of a dataset file."""
 
     def __init__(self) -> None:
         self.size = 0
         self.ends_a_line = True
         self._hash = blake2b(digest_size=32)
 
-    def take(self, content: bytes) -> None:
-        """Add what was read next."""
+    def update(self, content: bytes) -> None:
+        """Add the bytes that were read next."""
         self.size += len(content)
         self.ends_a_line = content.endswith(b"\n")
         self._hash.update(content)
 
-    @property
-    def digest(self) -> str:
-        """64 hex digits over all that was read."""
+    def hexdigest(self) -> str:
+        """64 hex digits."""
         return self._hash.hexdigest()
 
 
-def read_rows(path: Path, rules: RowRules, reading: Reading) -> Iterator[Row | BadRow]:
-    """Read a JSONL file; blank lines are skipped. `reading` is told of each line before its row.
+def read_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
+    """Read a JSONL file; skip blank lines. `content` includes each line before its row is yielded.
 
-    Raises `DatasetError` where the file as a whole cannot be read.
+    Raises `DatasetError` if the file cannot be read.
     """
-    for line, offset, text in _lines(path, reading):
+    for line, offset, text in _lines(path, content):
         if len(text) >= MAX_LINE_BYTES:
             yield BadRow(line, f"longer than {MAX_LINE_BYTES >> 20} MiB")
         elif text := text.strip():
             yield _read_row(line, offset, text, rules)
 
 
-def read_again(file: BinaryIO, offset: int) -> dict[str, Any] | None:
-    """The columns of the row at `offset`; None where no row is there any more."""
+def read_row_at(file: BinaryIO, offset: int) -> dict[str, Any] | None:
+    """The columns of the row at `offset`; None if there is no longer a row there."""
     file.seek(offset)
     try:
         columns = exact_json.loads(file.readline(MAX_LINE_BYTES).strip())
@@ -72,30 +70,30 @@ def read_again(file: BinaryIO, offset: int) -> dict[str, Any] | None:
     return columns if isinstance(columns, dict) else None
 
 
-def is_as_read(path: Path, size: int, digest: str, *, may_go_on: bool) -> bool:
-    """Whether the first `size` bytes of a file are those of the digest of a `Reading`.
+def is_unchanged(path: Path, size: int, digest: str, *, may_continue: bool) -> bool:
+    """Whether the first `size` bytes of a file still have this `ContentDigest`.
 
-    Unless it `may_go_on`, they must be all of it.
+    Unless it `may_continue`, the file must end there.
     """
-    reading = Reading()
+    content = ContentDigest()
     try:
         with path.open("rb", buffering=0) as file:
-            while content := file.read(min(_BLOCK, size - reading.size)):
-                reading.take(content)
+            while block := file.read(min(_BLOCK, size - content.size)):
+                content.update(block)
             ends = not file.read(1)
     except OSError:
         return False
-    return (ends or may_go_on) and (reading.size, reading.digest) == (size, digest)
+    return (ends or may_continue) and (content.size, content.hexdigest()) == (size, digest)
 
 
-def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, int, bytes]]:
+def _lines(path: Path, content: ContentDigest) -> Iterator[tuple[int, int, bytes]]:
     """Number, offset and text of each line."""
     try:
         if path.is_dir():
             msg = f"{path} is a directory; give the JSONL file itself"
             raise DatasetError(msg)
         if path.exists() and not path.is_file():
-            msg = f"{path} is a pipe or device, and rows are read again later; give a plain file"
+            msg = f"{path} is a pipe or device; rows are read more than once, so give a plain file"
             raise DatasetError(msg)
         with path.open("rb", buffering=_BLOCK) as file:
             start = file.read(4)
@@ -107,16 +105,16 @@ def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, int, bytes]]:
                 msg = f"{path} is UTF-16; convert it to UTF-8 first (iconv -t UTF-8)"
                 raise DatasetError(msg)
             if start.startswith(b"\xef\xbb\xbf"):
-                reading.take(file.read(3))
+                content.update(file.read(3))
             number = 0
             while text := file.readline(MAX_LINE_BYTES):
                 number += 1
-                offset = reading.size
-                reading.take(text)
+                offset = content.size
+                content.update(text)
                 yield number, offset, text
                 while not text.endswith(b"\n") and len(text) == MAX_LINE_BYTES:
                     text = file.readline(MAX_LINE_BYTES)
-                    reading.take(text)
+                    content.update(text)
     except FileNotFoundError:
         msg = f"{path}: no such dataset file"
         raise DatasetError(msg) from None
@@ -132,8 +130,8 @@ def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | Bad
         return BadRow(line, _why_not_json(text, error))
     if not isinstance(columns, dict):
         return BadRow(line, f"the line is {kind_of(columns)}; it must be a JSON object")
-    if is_nested_deeper(text, MAX_NESTING):
-        return BadRow(line, f"nested deeper than {MAX_NESTING} levels")
+    if exact_json.is_nested_too_deep(text):
+        return BadRow(line, f"nested deeper than {exact_json.MAX_NESTING} levels")
     try:
         rules.read(columns)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a row of the dataset means: the messages its conversation starts with, and its terms."""
+"""What a row of the dataset asks for: the first messages of its conversation, and its options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 from agent.loop.opening import with_bound_stated
 from agent.loop.rules import ConversationSpec
 from agent.messages import Event, Message
-from agent.models.resolve import SCRIPTED
 from agent.models.scripted import parse_script
 from agent.options import ROW_COLUMN, AgentOptions, of_row
 from agent.state.history import plain_message
@@ -21,33 +20,40 @@ from runs.dataset.row_setup import RowSetup, read_row_setup
 from toolsets.text import clip
 
 ColumnUse = Literal["ignored", "allowed", "needed"]
-"""What a column is: one like any other, or one that may or must say something."""
+"""Whether a run reads a column, and whether rows must have it."""
 
 MODEL_COLUMN = "model"
 
-_IMAGE_COLUMNS = ("docker_image", "image")
+IMAGE_COLUMNS = ("docker_image", "image")
 
-_CHAT_COLUMNS = ("messages", "conversations")
+CHAT_COLUMNS = ("messages", "conversations")
+
+USUAL_PROMPTS = (
+    *("question", "instruction", "problem_statement", "problem", "text", "query", "task"),
+    *("input", "goal", "user_prompt"),
+)
+"""What datasets call the column with the prompt, the likeliest first."""
+
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
-"""What cannot be taken for an option of the engine's."""
+"""No name of an image may look like an option of the container engine."""
 
 _ROLES = {"human": "user", "user": "user", "system": "system"}
 
 
 class RowTask(NamedTuple):
-    """What the conversation of one row starts with and is held to."""
+    """The first messages and the options of a row's conversation."""
 
     opening: list[Message]
     spec: ConversationSpec
     image: str | None
-    """What the row has its commands run in, where the run asks for that."""
+    """The container image for its commands, if the run reads this column."""
     setup: RowSetup | None
-    """None where the run does not let rows set their workspaces up."""
+    """None if the run does not let rows set up their workspaces."""
     fork: Fork | None = None
-    """What the conversation is a branch of; None where it begins with its prompt."""
+    """What the conversation branches from; None if it begins with its prompt."""
 
     def trajectory(self, events: Sequence[Event]) -> Trajectory:
-        """The conversation after its own `events`."""
+        """The conversation after `events`, which follow those of the fork."""
         before = () if self.fork is None else self.fork.events
         return Trajectory(self.opening, (*before, *events))
 
@@ -57,24 +63,24 @@ class RowRules:
     """How the rows of a run are read."""
 
     system_prompt: str | None = None
-    """For rows that bring no system message of their own."""
+    """For rows without a system message of their own."""
     options: AgentOptions = field(default_factory=AgentOptions)
     script: ColumnUse = "ignored"
     is_priced: bool = True
-    """The price of the model is known, so that budgets in dollars can be kept."""
+    """The price of the model is known, so rows may have budgets in dollars."""
     toolsets: frozenset[str] | None = None
-    """The toolsets on offer; None where that is not known."""
+    """The toolsets of the run; None if unknown."""
     models: frozenset[str] | None = None
-    """The models of the run, of which a row can name one; None where there is one for all."""
+    """The models of the run; a row may name one of them. None if the run has a single model."""
     with_setup: bool = False
-    """Rows set their workspaces up, and check them."""
+    """Rows may set up and check their workspaces."""
     image: ColumnUse = "ignored"
-    """What the columns are by which rows name the image that their commands run in."""
+    """Whether rows name the container image for their commands."""
     with_forks: bool = False
-    """Rows hold the beginning of their conversation."""
+    """Rows hold the beginning of their conversations."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
-        """Read a row. Raises `ValueError` with the reason where it cannot be used."""
+        """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
         options = of_row(self.options, columns)
         if options.max_cost_usd is not None and not self.is_priced:
             msg = "`max_cost_usd` needs a model whose price is known"
@@ -84,15 +90,14 @@ class RowRules:
         own = columns.get(MODEL_COLUMN)
         if self.models is not None and own is not None and str(own) not in self.models:
             names = ", ".join(sorted(self.models))
-            msg = (
-                f"`{MODEL_COLUMN}`: {clip(repr(own), max_chars=200)} is none of the run's: {names}"
-            )
+            shown = clip(repr(own), max_chars=200)
+            msg = f"`{MODEL_COLUMN}`: {shown} is not a model of this run ({names})"
             raise ValueError(msg)
         opening = opening_messages(columns, self.system_prompt)
         if self.script != "ignored" and "script" in columns:
             parse_script(columns["script"])
         elif self.script == "needed":
-            msg = "no `script` field, which the scripted model plays (or give --script_file)"
+            msg = "no `script` field; the scripted model plays it (or give --script_file)"
             raise ValueError(msg)
         spec = ConversationSpec(
             options,
@@ -108,8 +113,8 @@ class RowRules:
         fork = read_fork(columns, opening) if self.with_forks else None
         return RowTask(opening, spec, image, setup, fork)
 
-    def deciding(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns that decide what the conversation is."""
+    def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns that affect the conversation."""
         names = ["prompt" if "prompt" in columns else _chat_column(columns), ROW_COLUMN]
         if self.script != "ignored":
             names.append("script")
@@ -123,36 +128,30 @@ class RowRules:
         if self.with_setup:
             names += SETUP_COLUMNS
         if self.image != "ignored":
-            names += _IMAGE_COLUMNS
+            names += IMAGE_COLUMNS
         if self.with_forks:
             names.append(FORK_COLUMN)
         columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
 
 
-def script_use(api: str, *, has_script_file: bool) -> ColumnUse:
-    """What a row's `script` column is to a model of this API."""
-    if api != SCRIPTED:
-        return "ignored"
-    return "allowed" if has_script_file else "needed"
-
-
 def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> list[Message]:
-    """The messages that the conversation of a row starts with.
+    """The first messages of a row's conversation.
 
-    Of a row with `messages` or `conversations` instead of a `prompt`, the system message and the
-    first message of the user are taken: what follows them is what a run makes anew. A system
-    message of the row's own takes the place of `system_prompt`. Raises `ValueError` with the
-    reason where the row holds neither text nor a list of chat messages that ends in one of the
-    user.
+    If the row has `messages` or `conversations` instead of a `prompt`, these are its system
+    message and its first user message; the run generates the rest. A system message of the row
+    replaces `system_prompt`. Raises `ValueError` with the reason if the row has neither text nor
+    a list of chat messages that ends in a user message.
     """
     if "prompt" in columns:
         messages = _prompt_messages(columns["prompt"])
-    elif any(isinstance(columns.get(name), list) for name in _CHAT_COLUMNS):
+    elif any(isinstance(columns.get(name), list) for name in CHAT_COLUMNS):
         messages = _first_messages(_chat_column(columns), columns)
     else:
         names = ", ".join(sorted(columns)[:8]) or "none"
         msg = f"no `prompt` field (fields: {names})"
+        if usual := usual_prompt(columns):
+            msg += f"; to take `{usual}` give --columns prompt={usual}"
         raise ValueError(msg)
     _check_chat(messages)
     if system_prompt and messages[0]["role"] != "system":
@@ -160,37 +159,42 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
     return messages
 
 
-def unused_turns(columns: Mapping[str, Any]) -> int | None:
-    """How many turns of the user a row holds behind those that are sent; None for no turns at all.
+def usual_prompt(columns: Mapping[str, Any]) -> str | None:
+    """The column that is likely to hold the prompt, by its name; None where there is none."""
+    return next((name for name in USUAL_PROMPTS if isinstance(columns.get(name), str)), None)
 
-    `opening_messages` took the row.
+
+def unused_turns(columns: Mapping[str, Any]) -> int | None:
+    """How many user turns of a row are not sent; None if no message follows the one that is.
+
+    The row must be one that `opening_messages` accepts.
     """
     if "prompt" in columns:
         return None
     roles = [_role(item) for item in columns[_chat_column(columns)]]
-    behind = roles[roles.index("user") + 1 :]
-    return behind.count("user") if behind else None
+    unused = roles[roles.index("user") + 1 :]
+    return unused.count("user") if unused else None
 
 
 def with_plain_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The columns with the messages of the prompt in plain words (see `plain_message`).
+    """The columns with the messages of the prompt as plain text (see `plain_message`).
 
-    A prompt is then the same one whether its text is written as a text or as a list of parts.
+    Text and a list of text parts then give the same prompt.
     """
     name = "prompt" if "prompt" in columns else _chat_column(columns)
     given = columns.get(name)
     if not isinstance(given, list):
         return columns
-    messages = _plain(given, upto_first_of_user=name != "prompt")
+    messages = _plain(given, to_first_user=name != "prompt")
     return columns if messages == given else {**columns, name: messages}
 
 
-def _plain(messages: list[Any], *, upto_first_of_user: bool) -> list[Any]:
-    """The messages in plain words; those behind the first of the user are no part of a prompt."""
+def _plain(messages: list[Any], *, to_first_user: bool) -> list[Any]:
+    """The messages as plain text, optionally only up to the first one of the user."""
     plain = []
     for n, item in enumerate(messages):
         plain.append(plain_message(item) if isinstance(item, dict) else item)
-        if upto_first_of_user and _role(plain[-1]) == "user":
+        if to_first_user and _role(plain[-1]) == "user":
             return plain + messages[n + 1 :]
     return plain
 
@@ -201,7 +205,7 @@ def _role(item: Any) -> str | None:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in a user's words."""
+    """The type of a JSON value, for a message."""
     match value:
         case None:
             return "null"
@@ -218,14 +222,14 @@ def kind_of(value: Any) -> str:
 
 
 def _chat_column(columns: Mapping[str, Any]) -> str:
-    return next((name for name in _CHAT_COLUMNS if isinstance(columns.get(name), list)), "prompt")
+    return next((name for name in CHAT_COLUMNS if isinstance(columns.get(name), list)), "prompt")
 
 
 def _prompt_messages(prompt: Any) -> list[Message]:
     if isinstance(prompt, str):
         return [Message(role="user", content=prompt)]
     if isinstance(prompt, list):
-        plain = _plain(prompt, upto_first_of_user=False)
+        plain = _plain(prompt, to_first_user=False)
         return [_chat_message(n, item) for n, item in enumerate(plain)]
     msg = f"`prompt` is {kind_of(prompt)}; it must be text or a list of chat messages"
     raise ValueError(msg)
@@ -233,17 +237,17 @@ def _prompt_messages(prompt: Any) -> list[Message]:
 
 def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
     messages: list[Message] = []
-    for n, item in enumerate(_plain(columns[column], upto_first_of_user=True)):
+    for n, item in enumerate(_plain(columns[column], to_first_user=True)):
         role = _role(item)
         item = item if isinstance(item, dict) else {}
         content = item.get("content", item.get("value"))
         if role is None or not isinstance(content, str):
-            msg = f"{column}[{n}] is no text of the system or the user, and no user's came before"
+            msg = f"{column}[{n}] must be text of the system or the user: no user message precedes"
             raise ValueError(msg)
         messages.append(Message(role="user" if role == "user" else "system", content=content))
         if role == "user":
             return messages
-    msg = f"`{column}` holds no message of the user"
+    msg = f"`{column}` has no user message"
     raise ValueError(msg)
 
 
@@ -267,7 +271,7 @@ def _chat_message(n: int, item: Any) -> Message:
 
 def _check_chat(messages: list[Message]) -> None:
     if any(not message["content"].strip() for message in messages):
-        msg = "`prompt` is empty" if len(messages) == 1 else "`prompt` holds an empty message"
+        msg = "`prompt` is empty" if len(messages) == 1 else "`prompt` has an empty message"
         raise ValueError(msg)
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
@@ -281,10 +285,10 @@ def _check_chat(messages: list[Message]) -> None:
 
 
 def _image(columns: Mapping[str, Any]) -> str | None:
-    for name in _IMAGE_COLUMNS:
+    for name in IMAGE_COLUMNS:
         image = columns.get(name)
         if image is not None and (not isinstance(image, str) or not _IMAGE.fullmatch(image)):
-            msg = f"`{name}`: {clip(repr(image), max_chars=200)} is no name of an image"
+            msg = f"`{name}`: {clip(repr(image), max_chars=200)} is not a valid image name"
             raise ValueError(msg)
         if image is not None:
             return str(image)

@@ -1,8 +1,8 @@
-"""The column `fork` of a row: the conversation whose branches the samples of the row are.
+"""The column `fork` of a row: the conversation that the samples of this row branch from.
 
-Keys: `run`, `record` (the other conversation), `turn` (the last that it shares), `drawn_as` (the id
-by which model and toolsets were drawn), `inherited` (what it had cost until then), and `events`
-(its own, from its opening on).
+Keys: `run` and `record` (the parent conversation), `turn` (the last that is shared), `drawn_as`
+(the task id that model and toolsets were drawn with), `inherited` (what the shared turns cost),
+and `events` (those of the parent, from its opening on).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORK_COLUMN = "fork"
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """The beginning that the branches of one row share."""
+    """The turns that the branches of a row share."""
 
     run: str
     record: str
@@ -28,7 +28,7 @@ class Fork:
     events: tuple[Event, ...]
 
     def event(self, *, branch: int, replay: dict[str, Any]) -> ForkedEvent:
-        """The event with which a branch goes on from here."""
+        """The first event of a branch itself."""
         return ForkedEvent(
             kind="forked",
             run=self.run,
@@ -41,7 +41,7 @@ class Fork:
 
 
 def read_fork(columns: Mapping[str, Any], opening: Sequence[Message]) -> Fork:
-    """Read the column of a row. Raises `ValueError` where it holds no conversation so far."""
+    """Read the column of a row. Raises `ValueError` if it does not hold whole turns."""
     fork = columns.get(FORK_COLUMN)
     try:
         assert isinstance(fork, dict)
@@ -53,12 +53,12 @@ def read_fork(columns: Mapping[str, Any], opening: Sequence[Message]) -> Fork:
             return Fork(fork["run"], fork["record"], fork["turn"], dict(fork["inherited"]), events)
     except (AssertionError, KeyError, TypeError, ValueError, IndexError, AttributeError):
         pass
-    msg = f"`{FORK_COLUMN}` holds no beginning of a conversation (use the command fork)"
+    msg = f"`{FORK_COLUMN}` is not the beginning of a conversation (make it by the command fork)"
     raise ValueError(msg)
 
 
 def without_events(columns: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a row without what the messages of its record say again."""
+    """The columns of a row without the events of its fork, which its record has as messages."""
     fork = columns.get(FORK_COLUMN)
     if not isinstance(fork, dict) or "events" not in fork:
         return columns

@@ -1,8 +1,8 @@
-"""What a row brings for its workspace: files, commands that set it up, and a check at the end.
+"""How a row sets up its workspace: files, commands, and a check at the end.
 
-Columns, read where the run allows it (`row_setup`): `files` ({path: text, or {"base64": …}}),
-`setup` (a command or a list of them), `cwd` (where shells begin), and `check` (a command, or
-{"command", "files"}; its files are written when it runs, so that the model never sees them).
+Columns, read if the run has `row_setup`: `files` ({path: text, or {"base64": …}}), `setup` (a
+command or a list of them), `cwd` (where shells start), and `check` (a command, or {"command",
+"files"}; its files are written when it runs, so the model never sees them).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _HOME = "/workspace"
 _ROOT = PurePosixPath(".")
 
 COLUMNS = ("files", "setup", "cwd", "check")
-SIGNS = ("check", "files", "setup")
-"""Those of them that hardly mean anything else: where they stand, `row_setup` may be wanted."""
+TELLTALE_COLUMNS = ("check", "files", "setup")
+"""Those with names that other datasets hardly use: rows that have them may need `row_setup`."""
 
 
 class Check(NamedTuple):
-    """How the end of a conversation is judged."""
+    """The command that judges a workspace when its conversation has ended."""
 
     command: str
     files: Mapping[str, bytes]
 
 
 class RowSetup(NamedTuple):
-    """What one row brings for its workspace."""
+    """How one row sets up its workspace."""
 
     files: Mapping[str, bytes]
     commands: tuple[str, ...]
@@ -38,7 +38,7 @@ class RowSetup(NamedTuple):
 
 
 def read_row_setup(columns: Mapping[str, Any]) -> RowSetup:
-    """Read the columns of a row. Raises `ValueError` with the reason where they cannot be meant."""
+    """Read the columns of a row. Raises `ValueError` with the reason if they are invalid."""
     commands = columns.get("setup") or ()
     if isinstance(commands, str):
         commands = (commands,)
@@ -54,18 +54,18 @@ def _files(raw: Any, name: str) -> dict[str, bytes]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        msg = f"`{name}` must be an object of paths and their contents"
+        msg = f"`{name}` must be an object that maps paths to contents"
         raise ValueError(msg)
     files = {}
     for path, content in raw.items():
         inside = _inside(path)
         if inside is None or inside == _ROOT:
-            msg = f"`{name}`: {path!r} is no path in the workspace"
+            msg = f"`{name}`: {path!r} is not a path in the workspace"
             raise ValueError(msg)
         files[str(inside)] = _content(content, f"{name}.{path}")
     for path in files:
         if beneath := files.keys() & set(map(str, PurePosixPath(path).parents)):
-            msg = f"`{name}`: {min(beneath)!r} is a file, and {path!r} lies beneath it"
+            msg = f"`{name}`: {min(beneath)!r} is a file, so {path!r} cannot be in it"
             raise ValueError(msg)
     return files
 
@@ -92,7 +92,7 @@ def _directory(raw: Any) -> str:
 
 
 def _inside(raw: Any) -> PurePosixPath | None:
-    """The path as seen from the workspace; None for one that does not lie in it."""
+    """The path relative to the workspace; None if it is outside."""
     if not isinstance(raw, str) or not raw or "\0" in raw:
         return None
     path = PurePosixPath(raw)
@@ -111,5 +111,5 @@ def _check(raw: Any) -> Check | None:
     command = raw.get("command") if isinstance(raw, dict) else None
     if isinstance(command, str) and raw.keys() <= {"command", "files"}:
         return Check(command, _files(raw.get("files"), "check.files"))
-    msg = "`check` must be a command, or an object of `command` and `files`"
+    msg = "`check` must be a command, or an object with `command` and `files`"
     raise ValueError(msg)

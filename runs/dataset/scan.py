@@ -1,13 +1,13 @@
-"""Prompts and their identity: which row is which, across edits, reorderings and duplicates.
+"""Scan a dataset: identify its prompts across edits, reorderings and duplicates.
 
 A prompt's id is the row's own `id`, `task_id` or `instance_id`, else a hash of the row's content;
-a row that repeats an id gets an occurrence number (`#2`). Never the position. Beside the id
-stands a digest of the columns that decide the conversation, so that an edited prompt under an
-old id is new work. A task is one sample of one prompt.
+a row that repeats an id gets an occurrence number (`#2`). The position is never used. A digest of
+the columns that affect the conversation makes an edited prompt with an old id new work. A task is
+one sample of one prompt.
 
-`scan` reads the file once and keeps, in 12 bytes per row and 16 per task, where the rows lie and
-what their tasks' keys are. Which tasks need work is then told without reading a row, and rows are
-read one at a time. `runs.dataset.scan_cache` keeps that for the next start.
+`scan` reads the file once and keeps the offset of each row and the key of each task, in 12 bytes
+per row and 16 per task. Keys alone say which tasks need work; rows are read one at a time.
+`runs.dataset.scan_cache` saves the scan for the next start.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import hashlib
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from runs.dataset.lines import Reading, read_again, read_rows
+from runs.dataset.lines import ContentDigest, read_row_at, read_rows
 from runs.dataset.row import RowRules, with_plain_prompt
-from runs.dataset.row_setup import SIGNS
+from runs.dataset.row_setup import TELLTALE_COLUMNS
 from runs.errors import DatasetChanged, DatasetError
 from runs.shards import Shard
 from runs.tasks import BadRow, Task, task_key
@@ -34,52 +34,52 @@ from toolsets import exact_json
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
 _LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}|^\d{4}-\d\d-\d\d([T ]|$)")
-"""Own ids that the content hash stands in for: they could be taken for generated ones, or, being
-dates, the Hugging Face loader would turn the whole column into timestamps."""
+"""Own ids that are replaced by the content hash: they could collide with generated ones, or, being
+dates, the Hugging Face loader would convert the whole column to timestamps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one pass over a dataset file found."""
+    """The result of one pass over a dataset file."""
 
     path: Path
     sha256: str
     """Of all usable rows, whatever the shard."""
     all_rows: int
-    """Usable rows, after `max_samples`."""
+    """Number of usable rows, after `max_samples`."""
     rows: int
-    """Those of them that belong to the shard."""
+    """Number of usable rows in the shard."""
     bad_rows: tuple[BadRow, ...]
-    """Those that count in the shard: each bad row counts in one."""
+    """Those of the shard; each bad row belongs to one shard."""
     all_bad: int
-    """How many there are, whatever the shard."""
+    """Number of bad rows, whatever the shard."""
     shard: Shard | None
-    """The part of the rows that counts; None for all."""
+    """The part of the dataset that this run works on; None for all of it."""
     rules: RowRules
     max_samples: int | None
     num_samples: int
     size: int
-    """How many bytes of the file were read."""
+    """Number of bytes that were read."""
     content_digest: str
-    """Of these bytes; see `Reading`."""
-    may_go_on: bool
-    """What stands behind these bytes does not matter."""
+    """Of these bytes; see `ContentDigest`."""
+    may_continue: bool
+    """The file may have more bytes than were read: `max_samples` ended the scan."""
     offsets: array[int]
-    """Where the usable rows lie."""
+    """Byte offsets of the usable rows of the shard."""
     occurrences: array[int]
-    """For each usable row, how many rows up to it have its id."""
+    """For each of these rows, how many rows up to it have its id."""
     setup_columns: dict[str, int]
-    """How many usable rows have something to say in which of `row_setup.SIGNS`."""
+    """Number of usable rows that have each of `row_setup.TELLTALE_COLUMNS`."""
     keys: bytes
-    """The keys of all tasks, the samples of a prompt side by side, 16 bytes each."""
+    """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
 
     @property
     def tasks(self) -> int:
-        """How many tasks there are."""
+        """Number of tasks."""
         return self.rows * self.num_samples
 
     def key(self, number: int) -> bytes:
-        """The key of one task, from 0."""
+        """The key of one task; numbers start at 0."""
         return self.keys[16 * number : 16 * number + 16]
 
 
@@ -91,22 +91,21 @@ def scan(
     num_samples: int = 1,
     shard: Shard | None = None,
 ) -> Scan:
-    """Read the whole file once. Raises `DatasetError` where nothing in it is usable."""
+    """Read the whole file once. Raises `DatasetError` if it has no usable row."""
     rules = rules or RowRules()
-    bad_rows = []
+    bad_rows: list[BadRow] = []
     offsets, hashes = array("Q"), array("Q")
     keys = bytearray()
     all_rows = 0
     setup_columns: dict[str, int] = {}
     fingerprint = hashlib.sha256()
-    reading = Reading()
-    is_bounded = False
-    for row in read_rows(path, rules, reading):
+    content = ContentDigest()
+    for row in read_rows(path, rules, content):
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
         all_rows += 1
-        for name in SIGNS:
+        for name in TELLTALE_COLUMNS:
             if row.columns.get(name) is not None:
                 setup_columns[name] = setup_columns.get(name, 0) + 1
         fingerprint.update(_canonical(row.columns))
@@ -119,23 +118,16 @@ def scan(
             for sample in range(num_samples):
                 keys += task_key(_task_id(base, sample), digest)
         if all_rows == max_samples:
-            is_bounded = True
             break
     if not all_rows:
-        msg = f"{path}: no usable row"
-        if bad_rows:
-            first = bad_rows[0]
-            msg += f" among {len(bad_rows)}; the first, line {first.line}: {first.reason}"
-        else:
-            msg += "; the file is empty"
-        raise DatasetError(msg)
+        raise _no_usable_row(path, bad_rows)
     occurrences = array("I", [1]) * len(offsets)
-    for number, base, columns in _rows_with_a_used_id(path, offsets, hashes, occurrences):
+    for number, base, columns in _rows_with_repeated_ids(path, offsets, hashes, occurrences):
         prompt_id = _numbered(base, occurrences[number])
         digest = input_digest(columns, rules)
         ids = (_task_id(prompt_id, sample) for sample in range(num_samples))
         start = 16 * num_samples * number
-        keys[start : start + 16 * num_samples] = b"".join(task_key(one, digest) for one in ids)
+        keys[start : start + 16 * num_samples] = b"".join(task_key(id_, digest) for id_ in ids)
     return Scan(
         path=path,
         sha256=fingerprint.hexdigest(),
@@ -147,9 +139,9 @@ def scan(
         rules=rules,
         max_samples=max_samples,
         num_samples=num_samples,
-        size=reading.size,
-        content_digest=reading.digest,
-        may_go_on=is_bounded and reading.ends_a_line,
+        size=content.size,
+        content_digest=content.hexdigest(),
+        may_continue=all_rows == max_samples and content.ends_a_line,
         offsets=offsets,
         occurrences=occurrences,
         setup_columns=setup_columns,
@@ -158,9 +150,9 @@ def scan(
 
 
 def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
-    """Stream the tasks of a scanned file in its order, the samples of a prompt side by side.
+    """Stream the tasks of a scanned file in file order; samples of a prompt are adjacent.
 
-    Raises `DatasetChanged` at a row that is no longer what it was.
+    Raises `DatasetChanged` at a row that has changed since the scan.
     """
     with _open(scan.path) as file:
         for row in range(scan.rows):
@@ -168,9 +160,9 @@ def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
 
 
 def tasks_at(scan: Scan, numbers: Iterable[int]) -> Iterator[Task]:
-    """Stream those of a file's tasks that have these numbers; see `Scan.key`.
+    """Stream the tasks with these numbers; see `Scan.key`.
 
-    Raises `DatasetChanged` at a row that is no longer what it was.
+    Raises `DatasetChanged` at a row that has changed since the scan.
     """
     with _open(scan.path) as file:
         for number in numbers:
@@ -179,7 +171,7 @@ def tasks_at(scan: Scan, numbers: Iterable[int]) -> Iterator[Task]:
 
 
 def _tasks_of(scan: Scan, file: BinaryIO, row: int, samples: Iterable[int]) -> Iterator[Task]:
-    columns = read_again(file, scan.offsets[row])
+    columns = read_row_at(file, scan.offsets[row])
     if columns is None:
         raise _changed(scan.path, scan.offsets[row])
     digest = input_digest(columns, scan.rules)
@@ -198,23 +190,31 @@ def _open(path: Path) -> BinaryIO:
         raise DatasetError(msg) from error
 
 
+def _no_usable_row(path: Path, bad_rows: Sequence[BadRow]) -> DatasetError:
+    if not bad_rows:
+        return DatasetError(f"{path}: no usable row; the file is empty")
+    first = bad_rows[0]
+    return DatasetError(
+        f"{path}: no usable row among {len(bad_rows)}; the first, line {first.line}: {first.reason}"
+    )
+
+
 def _changed(path: Path, offset: int) -> DatasetChanged:
     return DatasetChanged(
-        f"{path}: the row at byte {offset} is not what it was when this start began: the dataset "
-        "was changed meanwhile. Nothing that was finished is lost; run the same command again to "
-        "go on with the dataset as it is now."
+        f"{path}: the row at byte {offset} has changed since this start began. Finished work is "
+        "safe; run the same command again to continue with the dataset as it is now."
     )
 
 
 def input_digest(columns: dict[str, Any], rules: RowRules) -> str:
-    """16 hex digits over the columns that decide what a conversation is."""
-    return hashlib.blake2b(_canonical(rules.deciding(columns)), digest_size=8).hexdigest()
+    """16 hex digits over the columns that affect the conversation."""
+    return hashlib.blake2b(_canonical(rules.rollout_columns(columns)), digest_size=8).hexdigest()
 
 
-def _rows_with_a_used_id(
+def _rows_with_repeated_ids(
     path: Path, offsets: array[int], hashes: array[int], occurrences: array[int]
 ) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """The rows whose id an earlier row has: number, id, columns; fills in their occurrences."""
+    """Rows that repeat the id of an earlier row: number, id, columns. Sets their occurrences."""
     repeated = _repeated(hashes)
     if not repeated:
         return
@@ -223,7 +223,7 @@ def _rows_with_a_used_id(
         for number, short_hash in enumerate(hashes):
             if short_hash not in repeated:
                 continue
-            columns = read_again(file, offsets[number])
+            columns = read_row_at(file, offsets[number])
             if columns is None or _short_hash(base := _base_id(columns)) != short_hash:
                 raise _changed(path, offsets[number])
             counts[base] += 1
@@ -235,12 +235,12 @@ def _rows_with_a_used_id(
 def _repeated(hashes: array[int]) -> set[int]:
     """The values that occur more than once.
 
-    They are sorted into buckets, so that only one bucket at a time becomes a set of objects. A
-    false find between two short hashes does no harm: the id is then counted, and found once.
+    Only one bucket of values at a time becomes a set of objects. Two ids with the same hash do no
+    harm: the caller counts the ids themselves.
     """
     buckets = [array("Q") for _ in range(256)]
     for value in hashes:
-        # Not by the last bits: those of one shard may have them in common.
+        # By the first bits: rows of one shard may have the last ones in common.
         buckets[value >> 56].append(value)
     found: set[int] = set()
     for bucket in buckets:

@@ -1,10 +1,10 @@
-"""What the scan of a dataset found, kept in the run directory for the next start.
+"""The scan of a dataset, saved in the run directory for the next start.
 
-`dataset.idx` is a digest of all that follows, a line of JSON, then the offsets, occurrences and
-keys of a `Scan`. It is derived and can be deleted at any time. It counts only for the same bytes
-of the dataset, which are read and hashed at each start, neither size nor time being proof; for the
-same rules of reading rows; and for the version of the program that wrote it. A torn or damaged
-file has another digest, and the dataset is then scanned anew.
+`dataset.idx` is a digest of all that follows, a header (one line of JSON), then the offsets,
+occurrences and keys of a `Scan`. It is derived and can be deleted at any time. It is valid only
+for the same bytes of the dataset (which are hashed at each start: size and time prove nothing),
+the same `ScanOptions`, and the version of the program that wrote it. If the file is torn or
+damaged, the digest differs and the dataset is scanned again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypedDict, Unpack
 import orjson
 from pydantic import BaseModel
 
-from runs.dataset.lines import is_as_read
+from runs.dataset.lines import is_unchanged
 from runs.dataset.row import RowRules
 from runs.dataset.scan import Scan, scan
 from runs.shards import Shard
@@ -29,19 +29,19 @@ from runs.tasks import BadRow
 
 NAME = "dataset.idx"
 
-_FORMAT = 2
-"""Raised when rows are read or identified in another way, or the file is laid out in another."""
+_FORMAT = 3
+"""Raise it when rows are read or identified in another way, or the layout of the file changes."""
 
 _DIGEST_BYTES = 32
-_IN_THE_FILE = (
-    *("sha256", "all_rows", "all_bad", "rows", "size", "content_digest", "may_go_on"),
+_IN_HEADER = (
+    *("sha256", "all_rows", "all_bad", "rows", "size", "content_digest", "may_continue"),
     "setup_columns",
 )
-"""What the line of JSON says of a scan, beside its bad rows."""
+"""Fields of a scan in the header, beside its bad rows."""
 
 
-class Asked(TypedDict):
-    """What decides, beside the dataset, what a scan finds; the arguments of `scan`."""
+class ScanOptions(TypedDict):
+    """What the result of `scan` depends on, beside the dataset."""
 
     max_samples: int | None
     rules: RowRules
@@ -49,82 +49,82 @@ class Asked(TypedDict):
     shard: Shard | None
 
 
-def scan_with(kept: Path, path: Path, **asked: Unpack[Asked]) -> Scan:
-    """Scan a dataset, or take what `kept` holds of its scan. Writes nothing.
+def cached_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan:
+    """The scan of a dataset, from the file `cache` if it is valid. Writes nothing.
 
-    Raises `DatasetError` where nothing in it is usable.
+    Raises `DatasetError` if the dataset has no usable row.
     """
-    return load_scan(kept, path, **asked) or scan(path, **asked)
+    return load_scan(cache, path, **options) or scan(path, **options)
 
 
-def save_scan(kept: Path, found: Scan) -> None:
-    """Write `found` to the file `kept`, unless it holds just that. Raises `StorageError`."""
-    told = orjson.dumps(
+def save_scan(cache: Path, found: Scan) -> None:
+    """Write `found` to the file `cache`, unless it is there already. Raises `StorageError`."""
+    header = orjson.dumps(
         {
-            "for": _valid_for(
+            "for": _options_digest(
                 max_samples=found.max_samples,
                 rules=found.rules,
                 num_samples=found.num_samples,
                 shard=found.shard,
             ),
             "bad_rows": [list(row) for row in found.bad_rows],
-            **{name: getattr(found, name) for name in _IN_THE_FILE},
+            **{name: getattr(found, name) for name in _IN_HEADER},
         }
     )
-    parts = (told, b"\n", found.offsets.tobytes(), found.occurrences.tobytes(), found.keys)
+    parts = (header, b"\n", found.offsets.tobytes(), found.occurrences.tobytes(), found.keys)
     digest = _digest(*parts)
-    if _is_whole(kept, digest):
-        return
-    replace_file(kept, b"".join((digest, b"\n", *parts)))
+    if not _has_digest(cache, digest):
+        replace_file(cache, b"".join((digest, b"\n", *parts)))
 
 
-def load_scan(kept: Path, path: Path, **asked: Unpack[Asked]) -> Scan | None:
-    """What `kept` holds of the scan of a dataset, None where that is not what it holds."""
-    if (content := _read(kept)) is None:
+def load_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan | None:
+    """The scan of a dataset in the file `cache`, None if that is not valid for it."""
+    if (content := _read(cache)) is None:
         return None
-    said, body = content
-    if said["for"] != _valid_for(**asked):
+    header, body = content
+    if header["for"] != _options_digest(**options):
         return None
-    if not is_as_read(path, said["size"], said["content_digest"], may_go_on=said["may_go_on"]):
+    size, digest = header["size"], header["content_digest"]
+    if not is_unchanged(path, size, digest, may_continue=header["may_continue"]):
         return None
-    rows = said["rows"]
+    rows = header["rows"]
     offsets, occurrences = array("Q"), array("I")
     offsets.frombytes(body[: 8 * rows])
     occurrences.frombytes(body[8 * rows : 12 * rows])
     return Scan(
         path=path,
-        bad_rows=tuple(BadRow(*row) for row in said["bad_rows"]),
-        **asked,
+        bad_rows=tuple(BadRow(*row) for row in header["bad_rows"]),
+        **options,
         offsets=offsets,
         occurrences=occurrences,
         keys=body[12 * rows :],
-        **{name: said[name] for name in _IN_THE_FILE},
+        **{name: header[name] for name in _IN_HEADER},
     )
 
 
-def kept_keys(kept: Path) -> bytes | None:
-    """The keys of the tasks that the scan in `kept` found, whatever the dataset holds now."""
-    content = _read(kept)
+def cached_keys(cache: Path) -> bytes | None:
+    """The keys of the tasks of the scan in `cache`, whatever the dataset holds now."""
+    content = _read(cache)
     return None if content is None else content[1][12 * content[0]["rows"] :]
 
 
-def _read(kept: Path) -> tuple[dict[str, Any], bytes] | None:
-    """The line of JSON and what follows it, None where the file is not whole."""
+def _read(cache: Path) -> tuple[dict[str, Any], bytes] | None:
+    """The header and what follows it, None if the file is not whole."""
     try:
-        content = memoryview(kept.read_bytes())
+        content = memoryview(cache.read_bytes())
     except OSError:
         return None
     digest, rest = content[: 2 * _DIGEST_BYTES], content[2 * _DIGEST_BYTES + 1 :]
     if _digest(rest) != digest:
         return None
-    told, body = bytes(rest).split(b"\n", 1)
-    return orjson.loads(told), body
+    header, body = bytes(rest).split(b"\n", 1)
+    return orjson.loads(header), body
 
 
-def _is_whole(kept: Path, digest: bytes) -> bool:
-    """Whether a file has this digest, and it is right."""
+def _has_digest(cache: Path, digest: bytes) -> bool:
+    """Whether a file begins with this digest, and its content really has it."""
     try:
-        with kept.open("rb") as file:
+        with cache.open("rb") as file:
             if file.readline() != digest + b"\n":
                 return False
             return file_digest(file, _hash).hexdigest().encode() == digest
@@ -143,16 +143,17 @@ def _hash() -> blake2b:
     return blake2b(digest_size=_DIGEST_BYTES)
 
 
-def _valid_for(**asked: Unpack[Asked]) -> str:
-    """A digest of all but the dataset that decides what a scan finds."""
-    decides = {
+def _options_digest(**options: Unpack[ScanOptions]) -> str:
+    """A digest of everything but the dataset that the result of a scan depends on."""
+    rules = options["rules"]
+    decisive = {
         "format": [_FORMAT, sys.byteorder, _version()],
-        **asked,
-        "rules": {field.name: getattr(asked["rules"], field.name) for field in fields(RowRules)},
-        "shard": str(asked["shard"]),
+        **options,
+        "rules": {field.name: getattr(rules, field.name) for field in fields(RowRules)},
+        "shard": str(options["shard"]),
     }
-    told = orjson.dumps(decides, default=_plain, option=orjson.OPT_SORT_KEYS)
-    return blake2b(told, digest_size=16).hexdigest()
+    text = orjson.dumps(decisive, default=_plain, option=orjson.OPT_SORT_KEYS)
+    return blake2b(text, digest_size=16).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Mending what a run directory holds: unreadable bytes go to the quarantine, never away.
+"""Repair a run directory: unreadable data moves to the quarantine and is never deleted.
 
-Nothing readable is lost: of several records of one task the one that counts stays, the others are
-set aside too. What is derived is not made here; see `export` and the next start.
+Nothing readable is lost: of several records of a task the one that counts stays, and the others
+are set aside. `export` and the next start rebuild derived files.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from runs.maintenance.verify_batches import repair_batches
 from runs.run_dir import stale_files_of
 from runs.store.checksum import is_whole
 from runs.store.files import keep_readable
-from runs.store.journal import Inflight, turns_under_way
+from runs.store.journal import Inflight, read_journaled_replies
 from runs.store.records import RecordFile, load_index, take_out
-from runs.store.settled import NO_BOUND, Settled, is_settled
+from runs.store.settled import NO_LIMIT, Settled, is_settled
 from runs.supervisor.damaged import set_aside_damaged
 from toolsets.workspace.removal import remove_tree
 
@@ -26,14 +26,14 @@ _SHOWN = 20
 
 
 def repair_run(path: Path, report: Report, config: RunConfig) -> None:
-    """Mend what `report` names of the run in `path`; the caller holds its lock.
+    """Repair the problems in `report` of the run in `path`; the caller holds its lock.
 
     Raises `StorageError`.
     """
     quarantine = path / "quarantine"
-    for litter in stale_files_of(path):
-        litter.unlink()
-    # Without an index every record is read, and what is unreadable set aside.
+    for file in stale_files_of(path):
+        file.unlink()
+    # Without an index every record is read, and unreadable ones are set aside.
     (path / "records.idx").unlink(missing_ok=True)
     if report.duplicates:
         take_out(path / "records.jsonl", report.duplicates, quarantine)
@@ -45,30 +45,35 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     keep_readable(path / "verdicts.jsonl", quarantine, is_whole)
     if (path / "inflight").is_dir():
         Inflight(path / "inflight").read(settled=settled)
-    left = [one.file for one in report.problems if one.kind == "leftover"]
+    leftovers = [problem.file for problem in report.problems if problem.kind == "leftover"]
     repair_batches(
         path,
         quarantine,
-        leftovers=[file for file in left if file.parent == path / "batches"],
-        ended=Settled(load_index(path), NO_BOUND),
+        leftovers=[file for file in leftovers if file.parent == path / "batches"],
+        ended=Settled(load_index(path), NO_LIMIT),
     )
-    workspaces = path / "workspaces"
-    for file in left:
-        if file.parent == workspaces:
+    for file in leftovers:
+        if file.parent == path / "workspaces":
             remove_tree(file)
 
 
 def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
-    """What the same command would run now, in one line; "" if nothing."""
+    """The tasks that the same command would run now, in one line; "" if none."""
     entries = load_index(path)
-    turns = turns_under_way(path / "inflight", settled=entries)
-    owed = [
+    unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks.values()
+    remaining = [
         task.id
         for task in tasks(scan, num_samples=config.num_samples)
         if (entry := entries.get(task.key)) is None or not is_settled(entry, config.max_attempts)
     ]
-    if not owed:
+    if not remaining:
         return ""
-    named = ", ".join(owed[:_SHOWN]) + (" …" if len(owed) > _SHOWN else "")
-    kept = f"; {len(turns)} of them go on after {sum(turns.values())} kept turns" if turns else ""
-    return f"the same command as before runs {len(owed)} tasks: {named}{kept}"
+    line = (
+        f"run the same command again to run {len(remaining)} tasks: {', '.join(remaining[:_SHOWN])}"
+    )
+    if len(remaining) > _SHOWN:
+        line += " …"
+    if unfinished:
+        turns = sum(replies.turns for replies in unfinished)
+        line += f"; {len(unfinished)} of them resume after {turns} saved turns"
+    return line

@@ -13,14 +13,16 @@ import yaml
 from agent.models.model import ModelSettings, Price
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
-from runs.config.models import Setups, asked, set_up_models, unpriced
+from runs.config.models import Setups, called_models, set_up_models, unpriced
 from runs.config.run_config import RunConfig
 from runs.config.toolsets import catalog_of, with_listed_servers
 from runs.dataset.scan import Scan
-from runs.dataset.scan_cache import NAME, scan_with
+from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import ConfigError, DatasetError
 from runs.executor_choice import check_executor
+from runs.process.console import say
 from runs.shards import parse_shard
+from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
 from toolsets.sandbox.cgroup import can_bound_memory
 from toolsets.sandbox.factory import sandbox_problem
@@ -37,6 +39,7 @@ class Plan:
     sandbox: str | None
     """None where no tool runs commands."""
     script: list[ScriptedTurn] | None
+    dataset: KeptDataset
     scan: Scan
 
     @property
@@ -50,10 +53,13 @@ class Plan:
         return next(iter(self.setups.values())).names()
 
 
-def make_plan(config: RunConfig) -> Plan:
-    """Check all that can be checked before anything is written or asked for.
+def make_plan(
+    config: RunConfig, *, writes: bool = True, say: Callable[[str], object] = say
+) -> Plan:
+    """Check all that can be checked before any model is called.
 
-    Raises `ConfigError` or `DatasetError`.
+    Writes nothing but a dataset that is not JSONL, as JSONL; without `writes` not even that (see
+    `keep_dataset`). Raises `ConfigError`, `DatasetError`, or what `keep_dataset` raises.
     """
     _keep_dataset(config)
     try:
@@ -69,18 +75,29 @@ def make_plan(config: RunConfig) -> Plan:
     if needs_sandbox and (problem := sandbox_problem(config.sandbox, image=config.docker_image)):
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     script = _read_script(config.script_file)
+    rules = config.row_rules(
+        first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
+    )
+    dataset = keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rules=rules,
+        max_samples=config.max_samples,
+        writes=writes,
+        say=say,
+    )
     return Plan(
         config=config,
         setups=setups,
         sandbox=config.sandbox if needs_sandbox else None,
         script=script,
-        scan=scan_with(
+        dataset=dataset,
+        scan=cached_scan(
             config.run_dir / NAME,
-            config.dataset_file,
+            dataset.path,
             max_samples=config.max_samples,
-            rules=config.row_rules(
-                first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
-            ),
+            rules=rules,
             num_samples=config.num_samples,
             shard=None if config.shard is None else parse_shard(config.shard),
         ),
@@ -96,8 +113,8 @@ def _keep_dataset(config: RunConfig) -> None:
         and training.samefile(config.dataset_file)
     ):
         msg = (
-            f"{config.dataset_file}: the training file of this run goes there, in the place of the "
-            "prompts; take another --run_name or --output_dir"
+            f"{config.dataset_file}: the training file of this run would overwrite this dataset; "
+            "choose another --run_name or --output_dir"
         )
         raise ConfigError(msg)
 
@@ -106,10 +123,10 @@ def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -
     names = ",".join(toolsets)
     msg = f"{problem.rstrip('.')}. "
     if toolsets:
-        msg += f"The toolsets {names} run commands and are not loaded without it. "
+        msg += f"The toolsets {names} run commands and need a sandbox. "
     if config.row_setup:
-        msg += "The rows' `setup` and `check` are commands too (--row_setup). "
-    msg += "Or choose --sandbox local (commands then run with your own rights, not isolated)"
+        msg += "The rows' `setup` and `check` are commands, too (--row_setup). "
+    msg += "Or choose --sandbox local (commands then run with your rights, NOT isolated)"
     return msg + (f", or --disabled_toolsets {names}." if toolsets else ".")
 
 
@@ -135,14 +152,14 @@ def describe(plan: Plan) -> str:
     return "\n".join(
         [
             f"run        {config.run_dir}",
-            f"dataset    {scan.path}: {scan.all_rows} usable rows, {scan.all_bad} bad",
+            f"dataset    {config.dataset_file}: {scan.all_rows} usable rows, {scan.all_bad} bad",
             *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
             f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
             f"{scan.rows * config.num_samples}",
             *(f"model      {model}" for model in models),
             f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})",
             f"sandbox    {plan.sandbox or 'not needed'}",
-            f"bounds     {config.max_turns} turns, {config.max_attempts} attempts",
+            f"limits     {config.max_turns} turns, {config.max_attempts} attempts",
             f"workers    {config.num_workers} x {config.agents_per_worker} conversations",
         ]
     )
@@ -162,7 +179,7 @@ def _own_price(price: Price) -> str:
         for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
         if dollars != price.input
     )
-    words = f"prices: yours, ${price.input:g} in and ${price.output:g} out per million tokens"
+    words = f"your prices: ${price.input:g} in and ${price.output:g} out per million tokens"
     return f"{words} ({cached})" if cached else words
 
 
@@ -176,25 +193,27 @@ def _shares(plan: Plan) -> str:
 
 def warn(plan: Plan, say: Callable[[str], object]) -> None:
     """Say what a careful user would want to know before the first call."""
-    for base_url in dict.fromkeys(settings.base_url or "" for settings in asked(plan.setups)):
+    for base_url in dict.fromkeys(
+        settings.base_url or "" for settings in called_models(plan.setups)
+    ):
         url = urlsplit(base_url)
         if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
             say(
-                f"warning: {base_url} is not encrypted: whoever is on the way can read the "
-                "prompts, the replies and the API key, if there is one; use https"
+                f"warning: {base_url} is not encrypted: others on the network can read prompts, "
+                "replies and the API key; use https"
             )
 
     if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
         say(
-            f"warning: sandbox {plan.sandbox}: no control group for memory can be made here, so "
-            "the memory of commands is looked at ten times a second and may exceed "
-            "--command_memory_mb for a moment; a writable /sys/fs/cgroup changes that"
+            f"warning: sandbox {plan.sandbox}: cannot create a control group, so memory is checked "
+            "ten times a second and may briefly exceed --command_memory_mb; make /sys/fs/cgroup "
+            "writable for a strict limit"
         )
     if not plan.config.row_setup and (columns := plan.scan.setup_columns):
         named = ", ".join(f"{name} ({count:,} rows)" for name, count in columns.items())
         say(
-            f"warning: {plan.scan.path}: these columns do nothing without --row_setup: {named}; "
-            "with it, workspaces are set up and judged by them (docs/tools.md)"
+            f"warning: {plan.scan.path}: columns ignored without --row_setup: {named}; see "
+            "docs/tools.md"
         )
 
 
@@ -212,7 +231,7 @@ def refuse_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
         where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
         msg = (
-            f"{plan.scan.path}: {plan.scan.all_bad} bad rows{where} and --on_bad_row fail; "
+            f"{plan.scan.path}: {plan.scan.all_bad} bad rows{where}, refused by --on_bad_row=fail; "
             "no model call was made"
         )
         raise DatasetError(msg)
@@ -224,7 +243,7 @@ def name_bad_rows(scan: Scan, say: Callable[[str], object]) -> None:
         say(f"{scan.path}:{row.line}: skipped: {row.reason}")
     more = len(scan.bad_rows) - _BAD_ROWS_SHOWN
     if more > 0:
-        say(f"{scan.path}: {more} more bad rows, all in failures.jsonl")
+        say(f"{scan.path}: {more} more bad rows; a run lists all in failures.jsonl")
 
 
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:

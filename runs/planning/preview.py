@@ -13,13 +13,13 @@ from agent.setup import Home
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import unused_turns
 from runs.dataset.scan import tasks_at
-from runs.dataset.scan_cache import NAME, kept_keys
+from runs.dataset.scan_cache import NAME, cached_keys
 from runs.planning.plan import Plan
 from runs.run_dir import check_reopening
 from runs.run_lock import refuse_held
 from runs.store.records import load_index
 from runs.tasks import Task
-from runs.totals.accounts import Accounts, account
+from runs.totals.run_totals import RunTotals, compute_totals
 from toolsets.context import ToolContext
 from toolsets.text import clip
 from toolsets.workspace.workspace import Workspace
@@ -36,7 +36,7 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
     path = plan.config.run_dir
     lines = []
     if (path / "run.json").exists() and fresh:
-        lines.append(f"on disk    --fresh moves {path} aside; all tasks run anew")
+        lines.append(f"on disk    --fresh moves {path} aside; all tasks run again")
     elif check_reopening(plan.config, plan.scan, accept_changes):
         refuse_held(path)
         lines += _standing(plan)
@@ -44,28 +44,29 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
 
 
 def _standing(plan: Plan) -> list[str]:
-    found = account(plan.config.run_dir, plan.scan, plan.config)
+    found = compute_totals(plan.config.run_dir, plan.scan, plan.config)
     failed = found.failed - found.to_retry
-    for_good = f", {failed:,} failed for good" if failed else ""
-    lines = [
-        f"on disk    {found.done:,} tasks done{for_good}; ${found.spent_usd:,.4f} spent so far"
-    ]
+    for_good = f", {failed:,} failed with no attempts left" if failed else ""
+    spent = f"${found.spent_usd:,.4f}"
+    if found.spent_unknown:
+        spent = f"{spent} + unknown" if found.spent_usd else "unknown cost"
+    lines = [f"on disk    {found.done:,} tasks done{for_good}; {spent} spent so far"]
     owed = found.pending + found.to_retry
     lines.append(f"to do      {owed:,} tasks{_owed_in_words(plan, found)}")
     if found.gone:
         lines.append(
-            f"gone       {found.gone:,} finished tasks are no longer asked for; they leave the "
-            "training file, their records stay"
+            f"removed    {found.gone:,} finished tasks are no longer part of the run; they leave "
+            "the training file, their records stay"
         )
     return lines
 
 
-def _owed_in_words(plan: Plan, found: Accounts) -> str:
+def _owed_in_words(plan: Plan, found: RunTotals) -> str:
     parts = []
     if found.under_way:
-        parts.append(f"{found.under_way:,} under way with {found.turns_under_way:,} turns kept")
+        parts.append(f"{found.under_way:,} in flight with {found.turns_under_way:,} turns saved")
     if found.to_retry:
-        parts.append(f"{found.to_retry:,} failed and are tried again")
+        parts.append(f"{found.to_retry:,} failed, to be retried")
     if new := _new_tasks(plan):
         parts.append(f"{new:,} new since the last start")
     return f": {', '.join(parts)}" if parts else ""
@@ -73,7 +74,7 @@ def _owed_in_words(plan: Plan, found: Accounts) -> str:
 
 def _new_tasks(plan: Plan) -> int:
     """How many tasks without a record the last start did not have; 0 where nobody can tell."""
-    if (before := kept_keys(plan.config.run_dir / NAME)) is None:
+    if (before := cached_keys(plan.config.run_dir / NAME)) is None:
         return 0
     known = {before[start : start + 16] for start in range(0, len(before), 16)}
     rows, _ = load_index(plan.config.run_dir).match(plan.scan.keys)
@@ -86,7 +87,7 @@ def _first_prompt(plan: Plan) -> list[str]:
     task = next(tasks_at(plan.scan, [0]))
     request = asyncio.run(_request_of(plan, task))
     names = [tool["function"]["name"] for tool in request.tools]
-    lines = [f"first      {_plain(task.id)}, as the model gets it:"]
+    lines = [f"first      {_plain(task.id)}, as sent to the model:"]
     for message in request.messages:
         text = _plain(clip(message["content"], max_chars=_SHOWN_CHARS))
         lines.append(f"  {message['role']}: " + text.replace("\n", "\n    "))
@@ -149,9 +150,9 @@ def _unused_turns(plan: Plan) -> list[str]:
     first, turns = next(iter(found.items()))
     of = f"of the first {read:,} rows" if read < plan.scan.rows else "rows"
     return [
-        f"unused     {len(found):,} {of} hold turns behind their first user message, which are not "
-        f"sent: {sum(found.values()):,} of them the user's ({_plain(first)}: {turns:,}). The model "
-        "answers the first one alone; for a history that is sent, give `prompt` as a list"
+        f"unused     {len(found):,} {of} have turns after their first user message, which are not "
+        f"sent: {sum(found.values()):,} user turns ({_plain(first)}: {turns:,}). The model answers "
+        "only the first message; to send a history, give `prompt` as a list"
     ]
 
 

@@ -12,9 +12,11 @@ OLDEST = (3, 11)
 
 PACKAGES = (
     "aiohttp",
+    "anthropic",
     "click",
     "genai_prices",
     "httpx2",
+    "openai",
     "orjson",
     "pydantic",
     "yaml",

@@ -1,13 +1,13 @@
-"""What a run keeps on disk.
+"""The files of a run.
 
-files           appending, replacing and repairing files
+files           append to, replace and repair files
 checksum        checksums of lines
-journal         reading the journals of conversations in flight
-journal_writer  writing them, with group commit
+journal         read the journals of conversations in flight
+journal_writer  write them, with group commit
 records         records.jsonl
-index           records.idx, derived from it
-reader          records read one by one
+index           records.idx, derived from records.jsonl
+reader          read records one by one
 failures        failures.jsonl
 settled         which tasks need no more work
-checks          what the rows' checks said, in record and index
+checks          results of checks, and their sums
 """

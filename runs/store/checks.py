@@ -1,8 +1,8 @@
-"""What judged a conversation and what came of it, and the sums of that.
+"""The results of checks, and their sums.
 
-A record is *checked* where something judged it: the `check` of its row, or the comparison of its
-answer with the row's `expected` (`check_expected`). Then it *passed* or not, and has a *reward*.
-What a check could not judge, because it could not be run, is a failed task and has neither.
+A record is *checked* if the `check` of its row judged it, or its answer was compared with the
+row's `expected` (`check_expected`). Then it *passed* or not, and has a *reward*. If a check could
+not run, the task has failed and has neither.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _WRONG_ANSWER = "not the expected"
-"""How the reason of a conversation begins that ended because its answer was wrong."""
+"""The reason of a conversation that ended with a wrong answer begins with this."""
 
 
 class Judgement(NamedTuple):
-    """What judged a record, if anything did."""
+    """The result of a check."""
 
     passed: bool | None
-    """None where nothing judged it, or only gave a reward."""
+    """None if there was no check, or it gave only a reward."""
     reward: float | None
-    """None where nothing judged it."""
+    """None if there was no check."""
 
     def is_good(self, threshold: float) -> bool | None:
-        """Whether it passed; where that is not known, whether its reward reaches `threshold`."""
+        """Whether it passed; if unknown, whether its reward reaches `threshold`."""
         if self.passed is not None or self.reward is None:
             return self.passed
         return self.reward >= threshold
@@ -35,10 +35,10 @@ _UNCHECKED = Judgement(None, None)
 
 
 def judgement_of(record: Mapping[str, Any]) -> Judgement:
-    """What the check of a record says; without one, whether its answer was the expected one.
+    """The result of a record's check; without a check, whether its answer was as expected.
 
-    The reward is the number that the check gave, else 1.0 or 0.0. A conversation whose answer was
-    to be compared and that ended at a bound before it was has neither: it was not judged.
+    The reward is the number that the check gave, else 1.0 or 0.0. A conversation that reached a
+    limit before its answer was compared has neither.
     """
     check = record.get("check")
     if isinstance(check, dict):
@@ -55,7 +55,7 @@ def judgement_of(record: Mapping[str, Any]) -> Judgement:
 def ended_by_wrong_answer(record: Mapping[str, Any]) -> bool:
     """Whether a conversation ended because its answer was not the expected one.
 
-    It is as whole as one that is completed: its model answered, and was wrong.
+    Like a completed conversation it is whole: the model answered, but wrongly.
     """
     reason = record.get("status_reason") or ""
     return record["status"] == "errors" and reason.startswith(_WRONG_ANSWER)
@@ -64,7 +64,7 @@ def ended_by_wrong_answer(record: Mapping[str, Any]) -> bool:
 def _finite(number: Any) -> float | None:
     try:
         return float(number) if isinstance(number, int | float) and math.isfinite(number) else None
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer beyond the range of floats
         return None
 
 
@@ -74,25 +74,25 @@ def _by_expected_answer(record: Mapping[str, Any]) -> Judgement:
         return _UNCHECKED
     if record["status"] == "completed":
         return Judgement(passed=True, reward=1.0)
-    told = any(note.get("reason") == "expected" for note in record.get("notes") or ())
-    if record["status"] == "errors" and (told or ended_by_wrong_answer(record)):
+    was_wrong = any(note.get("reason") == "expected" for note in record.get("notes") or ())
+    if record["status"] == "errors" and (was_wrong or ended_by_wrong_answer(record)):
         return Judgement(passed=False, reward=0.0)
     return _UNCHECKED
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """The judgements of many records, added up."""
+    """Sums over the checks of many records."""
 
     checked: int
-    """Records that something judged."""
+    """Records with a check."""
     passed: int
     failed: int
-    """Those of them that did not pass."""
+    """Records that did not pass."""
     pass_rate: float | None
-    """Percentage of those that passed or failed; None without any."""
+    """Percentage of passed among passed and failed; None if there are none."""
     mean_reward: float | None
-    """Of all that were checked, to six digits."""
+    """Over all checked records, to six digits."""
 
 
 class CheckSums:
@@ -116,17 +116,17 @@ class CheckSums:
             passed,
             failed,
             round(100 * passed / (passed + failed), 2) if passed + failed else None,
-            # The index holds rewards in four bytes: more digits would not be those of the records.
+            # The index has rewards in four bytes; further digits would be wrong.
             float(f"{self._rewards / checked:.6g}") if checked else None,
         )
 
 
 def describe(checks: Checks) -> str:
-    """The sums in a line for a person; blank where nothing was checked."""
+    """The sums in one line for a person; "" if nothing was checked."""
     if not checks.checked:
         return ""
-    told = f"checked {checks.checked:,}"
+    line = f"checked {checks.checked:,}"
     if checks.pass_rate is not None:
-        told += f": passed {checks.passed:,} ({checks.pass_rate:.1f}%)"
-        told += f", did not pass {checks.failed:,}"
-    return f"{told}; mean reward {checks.mean_reward:g}"
+        line += f": passed {checks.passed:,} ({checks.pass_rate:.1f}%)"
+        line += f", did not pass {checks.failed:,}"
+    return f"{line}; mean reward {checks.mean_reward:g}"

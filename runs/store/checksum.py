@@ -1,17 +1,18 @@
-"""Lines of JSON that end in a checksum of themselves, so that one that was changed is known.
+"""JSON lines with a checksum as their last member, to detect damage.
 
     {"id":"p1", … ,"schema_version":2,"crc32":"5f3a9c01"}
 
-The checksum is the CRC-32 of all bytes before its own member. It finds every change of up to 32
-bits side by side, and of all others all but one in four billion; against forgery it does nothing,
-and nothing here promises that. It costs a few percent of an export, SHA-256 twice as much.
+The checksum is the CRC-32 of all bytes before it. It detects every change within 32 adjacent bits,
+and all but one in four billion of the others. It does not protect against forgery. It costs a few
+percent of an export; SHA-256 would cost twice as much.
 
-Lines of earlier versions have no checksum and stay readable; of those nobody can tell. A line that
-ends nearly as if it had one is taken for one whose checksum was hit.
+Lines of earlier versions have no checksum and stay readable. A line that ends almost like a
+checksum counts as one whose checksum was damaged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import eq
 from typing import Any
 from zlib import crc32
@@ -25,7 +26,7 @@ _DIGITS = 8
 _TAIL = len(_MEMBER) + _DIGITS + len(_CLOSE)
 _NEARLY = len(_MEMBER) - 2
 _BLANK = b" \t\r\n"
-_CHANGED = "it was changed since it was written: its checksum does not fit"
+_CHANGED = "it was changed since it was written: its checksum does not match"
 
 
 class DamagedLine(ValueError):
@@ -33,21 +34,21 @@ class DamagedLine(ValueError):
 
 
 def with_checksum(line: bytes) -> bytes:
-    """A line of a file: `line`, which is a JSON object that holds something, and its checksum."""
+    """A line of a file: the JSON object `line`, which is not empty, and its checksum."""
     body = line[:-1]
     return b'%b,"crc32":"%08x"}\n' % (body, crc32(body))
 
 
 def without_checksum(line: bytes) -> bytes:
-    """What `with_checksum` was given, and a newline; a line without a checksum is left alone."""
+    """A line as it was before `with_checksum`, and a newline; unchanged if it has no checksum."""
     end = _end_of(line) - _TAIL
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
 
-def read_object(line: bytes) -> dict[str, Any]:
-    """What a line holds, without its checksum.
+def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -> dict[str, Any]:
+    """The JSON object of a line, parsed by `loads`, without its checksum.
 
-    Raises `DamagedLine` where the line is not what was written.
+    Raises `DamagedLine` if the line is not as it was written.
     """
     end = _end_of(line)
     tail = end - _TAIL
@@ -59,12 +60,12 @@ def read_object(line: bytes) -> dict[str, Any]:
     elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
         raise DamagedLine(_CHANGED)
     try:
-        found: Any = exact_json.loads(line)
+        found = loads(line)
     except exact_json.JSONDecodeError as error:
-        msg = f"no JSON: {error}"
+        msg = f"not JSON: {error}"
         raise DamagedLine(msg) from error
     if not isinstance(found, dict):
-        msg = "no JSON object"
+        msg = "not a JSON object"
         raise DamagedLine(msg)
     if found.pop(_KEY, None) is not None and not is_sealed:
         raise DamagedLine(_CHANGED)
@@ -73,7 +74,7 @@ def read_object(line: bytes) -> dict[str, Any]:
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether a line is a JSON object, with a checksum that fits if it has one."""
+    """Whether a line is a JSON object, and its checksum matches if it has one."""
     try:
         read_object(line)
     except DamagedLine:
@@ -82,5 +83,5 @@ def is_whole(line: bytes) -> bool:
 
 
 def _end_of(line: bytes) -> int:
-    """How long a line is, or would be with its newline and nothing but that behind it."""
+    """The length of a line with one newline and no other blanks at its end."""
     return len(line) if line.endswith(_CLOSE) else len(line.rstrip(_BLANK)) + 1

@@ -1,8 +1,8 @@
-"""`failures.jsonl`: why attempts failed and rows could not be used, one line each.
+"""`failures.jsonl`: failed attempts and bad rows with their reasons.
 
 Lines: {"kind": "attempt", "id", "input_digest", "attempt", "class", "message", "at"}, the same
-with "kind": "death" for a worker that died while it held the task, and {"kind": "bad_row",
-"file", "line", "reason", "at"}.
+with "kind": "death" for a task that was assigned to a worker when it died, and {"kind":
+"bad_row", "file", "line", "reason", "at"}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Failure(NamedTuple):
 
 
 class FailureFile:
-    """The failures of one run: counts by task, and an open file for more."""
+    """The failures of one run: counts by task, and the open file."""
 
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
         path = run_dir / "failures.jsonl"
@@ -40,14 +40,14 @@ class FailureFile:
         self.attempts: Counter[bytes] = Counter()
         """Failed attempts by task key."""
         self.deaths: Counter[bytes] = Counter()
-        """Worker deaths by key of the tasks that were held."""
+        """Worker deaths by the keys of the tasks in flight there."""
         self._bad_rows: set[tuple[str, int, str]] = set()
         for line in stored_failures(run_dir):
             self._count(line)
         self._file = AppendFile(path)
 
     def append(self, failure: Failure) -> None:
-        """Write one failure; `sync` makes it survive a power loss."""
+        """Append a failure; `sync` makes it survive a power loss."""
         self._write(
             {
                 "kind": "death" if failure.error_class == WORKER_DIED else "attempt",
@@ -61,7 +61,7 @@ class FailureFile:
         )
 
     def append_bad_row(self, file: Path, row: BadRow) -> None:
-        """Write a bad row, once over all starts of the run."""
+        """Append a bad row, unless an earlier start of the run has done so."""
         if (str(file), row.line, row.reason) not in self._bad_rows:
             self._write(
                 {
@@ -97,7 +97,7 @@ class FailureFile:
 
 
 def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
-    """The class of the last failed attempt of each task that has any; writes nothing."""
+    """The class of the last failed attempt of each task with failed attempts; writes nothing."""
     return {
         task_key(line["id"], line["input_digest"]): line["class"]
         for line in stored_failures(run_dir)
@@ -108,8 +108,8 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
 def failures_by_class(run_dir: Path) -> list[dict[str, Any]]:
     """Failed attempts and worker deaths by class, the most frequent first; writes nothing.
 
-    Keys: `class`, `count`, and of the last one `id`, `message` and `at` (epoch seconds). Counted
-    over all attempts, also of tasks that succeeded afterwards.
+    Keys: `class`, `count`, and of the latest `id`, `message` and `at` (epoch seconds). Includes
+    attempts of tasks that succeeded later.
     """
     found: dict[str, dict[str, Any]] = {}
     for line in stored_failures(run_dir):
@@ -121,23 +121,21 @@ def failures_by_class(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_failure(text: bytes) -> dict[str, Any] | None:
-    """What one line says, None where it is unreadable."""
+    """The content of one line, None if it is unreadable."""
     try:
         line = read_object(text)
     except DamagedLine:
         return None
-    return line if _is_told(line) else None
+    if line.get("kind") == "bad_row":
+        is_complete = isinstance(line.get("line"), int) and _texts(line, "file", "reason")
+    else:
+        is_complete = _texts(line, "kind", "id", "input_digest", "class")
+    return line if is_complete else None
 
 
 def is_failure(text: bytes) -> bool:
     """Whether a line can be read."""
     return read_failure(text) is not None
-
-
-def _is_told(line: dict[str, Any]) -> bool:
-    if line.get("kind") == "bad_row":
-        return isinstance(line.get("line"), int) and _texts(line, "file", "reason")
-    return _texts(line, "kind", "id", "input_digest", "class")
 
 
 def _texts(line: dict[str, Any], *keys: str) -> bool:
@@ -147,7 +145,7 @@ def _texts(line: dict[str, Any], *keys: str) -> bool:
 def stored_failures(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The readable lines, one in memory at a time; writes nothing.
 
-    Failures only explain, so a line that is unreadable is passed over.
+    Skips unreadable lines: failures only explain.
     """
     try:
         file = (run_dir / "failures.jsonl").open("rb")

@@ -1,9 +1,8 @@
-"""Durable files: whole lines appended, tails repaired, whole files replaced.
+"""Durable files: append whole lines, repair tails, replace whole files.
 
-What a process kill can do: nothing to lines whose append returned. What a power loss can do:
-drop lines appended after the last `sync`. A failed write or sync is never treated as done; the
-file is then closed for good, because the kernel may have dropped the pages that it failed to
-write.
+A killed process loses no line whose `append` returned. A power loss can take the lines appended
+after the last `sync`. A failed write or sync never counts as done, and nothing more is written to
+that file: the kernel may have dropped the pages that it failed to write.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ _PLAIN_FILES = (
 
 
 class StorageError(EnvironmentStop):
-    """The disk refused a write: full, over quota, failing, or taken away."""
+    """The disk refused a write: it is full, over quota, failing or gone."""
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """What to say of a file or directory that the disk refused, and what to do next."""
+    """The error for a file or directory that cannot be written, with what to do next."""
     return StorageError(
-        f"{path}: cannot write: {error.strerror or error}. What was finished before is safe; "
-        "make room or mend the disk, then run the same command again to go on."
+        f"{path}: cannot write: {error.strerror or error}. Finished work is safe; make room or "
+        "fix the disk, then run the same command again to continue."
     )
 
 
 class AppendFile:
-    """A file that only grows, by whole lines. Not for use by several threads at once."""
+    """A file that only grows, by whole lines. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,9 +55,9 @@ class AppendFile:
         self._broken: StorageError | None = None
 
     def append(self, lines: bytes) -> None:
-        """Write `lines` (ending in a newline); once this returns a process kill keeps them.
+        """Append `lines` (ending in a newline); once this returns, they survive a process kill.
 
-        Raises `StorageError`; what was written of `lines` is then cut off again if possible.
+        Raises `StorageError`, after cutting off a partial write if possible.
         """
         if self._broken is not None:
             raise self._broken
@@ -67,7 +66,7 @@ class AppendFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
-            with contextlib.suppress(OSError):  # the tail repair of the next start does it then
+            with contextlib.suppress(OSError):  # else the next start repairs the tail
                 os.ftruncate(self._fd, self.size)
             self._broken = storage_error(self.path, error)
             raise self._broken from error
@@ -84,9 +83,9 @@ class AppendFile:
             raise self._broken from error
 
     def check_is_there(self) -> None:
-        """Raise `StorageError` if the file was removed, replaced or cut: what it held is lost.
+        """Raise `StorageError` if the file was removed, replaced or cut: its content is lost.
 
-        A file that has no name any more takes everything and keeps nothing.
+        Writes to a file without a name succeed but keep nothing.
         """
         found = os.fstat(self._fd)
         if found.st_nlink == 0:
@@ -96,17 +95,17 @@ class AppendFile:
         else:
             return
         msg = (
-            f"{self.path}: it was {what} while the run wrote to it. What it held is lost unless "
-            "you put it back; then run the same command again to go on."
+            f"{self.path}: it was {what} while the run wrote to it. Its content is lost unless "
+            "you put it back; then run the same command again to continue."
         )
         raise StorageError(msg)
 
     def was_removed(self) -> bool:
-        """Whether the file has no name any more, as after a removal or a replacement."""
+        """Whether the file was removed or replaced, so it no longer has a name."""
         return os.fstat(self._fd).st_nlink == 0
 
     def put_back(self) -> None:
-        """Write a file that was removed anew, whole: what is open can still be read.
+        """Restore a removed file: its content can still be read from the open descriptor.
 
         Raises `StorageError`.
         """
@@ -122,15 +121,15 @@ class AppendFile:
     def close(self) -> None:
         """Close the file; appended lines stay."""
         os.close(self._fd)
-        self._fd = -1  # a later write must not reach whatever gets this number next
+        self._fd = -1  # a later write must not reach the next file with this number
 
 
 def repair_tail(path: Path, quarantine: Path) -> int:
-    """Set aside what follows the last newline of `path`; return how many bytes that was.
+    """Set aside what follows the last newline of `path`; return its size in bytes.
 
-    A line is appended by one write that ends in its newline, so a line without one was cut off
-    by a crash and nothing was done yet with what it says. Where nothing but the newline is
-    missing, the line counts, and gets it.
+    A line is appended in one write that ends with its newline, so a line without one was cut off
+    by a crash before its content was used. If only the newline is missing, it is added and the
+    line counts.
     """
     torn = tail_of(path)
     if not torn:
@@ -149,7 +148,7 @@ def repair_tail(path: Path, quarantine: Path) -> int:
 
 
 def tail_of(path: Path) -> bytes:
-    """What follows the last newline of a file; nothing where there is no such file."""
+    """What follows the last newline of a file; nothing if the file does not exist."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -160,7 +159,7 @@ def tail_of(path: Path) -> bytes:
 
 
 def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> list[str]:
-    """Set aside the lines of a file that are not readable; name them, as `failures.jsonl:7`."""
+    """Set aside the unreadable lines of a file; return their names, as `failures.jsonl:7`."""
     named = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
     kept = []
     try:
@@ -179,7 +178,7 @@ def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], b
 
 
 def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
-    """Keep unreadable bytes under a name of their own in the quarantine directory."""
+    """Write unreadable bytes to a new file in the quarantine directory."""
     quarantine.mkdir(exist_ok=True)
     path = quarantine / name
     number = 1
@@ -191,7 +190,7 @@ def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a crash leaves the old file or the new one, whole."""
+    """Replace the file at `path`; a crash leaves the whole old file or the whole new one."""
     try:
         temporary = temporary_for(path)
         try:
@@ -209,15 +208,15 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def temporary_for(path: Path) -> Path:
-    """Where to write what is to take the place of `path`; one name per process.
+    """Where to write the replacement of `path`; one name per process.
 
-    What a crash leaves of such files is removed by the next start.
+    The next start removes such files after a crash.
     """
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def open_temporary(temporary: Path, path: Path) -> BinaryIO:
-    """Open what will take the place of `path`: for its owner alone, or with the mode it has."""
+    """Open the replacement of `path`, with the same mode; if it is new, for its owner alone."""
     file = temporary.open("wb", buffering=1 << 20)
     try:
         mode = path.stat().st_mode
@@ -228,27 +227,24 @@ def open_temporary(temporary: Path, path: Path) -> BinaryIO:
 
 
 def refuse_strange_files(run_dir: Path) -> None:
-    """Raise `RunDirError` if what must be a plain file of a run is something else.
+    """Raise `RunDirError` if a file of a run is not a plain file.
 
-    A pipe would be waited for without end; behind a link to nothing (a disk that is not mounted)
-    a run would begin anew.
+    Reading a pipe would never end; with a dangling link (a disk that is not mounted) the run
+    would start over.
     """
     for name in _PLAIN_FILES:
         file = run_dir / name
         if os.path.lexists(file) and not file.is_file():
-            what = "a link to nothing" if file.is_symlink() else "not a plain file"
-            msg = (
-                f"{file}: {what}; put the file of this run back in its place, or remove what "
-                "stands there if there was none"
-            )
+            what = "a dangling link" if file.is_symlink() else "not a plain file"
+            msg = f"{file}: {what}; put the file of this run back, or remove it if there was none"
             raise RunDirError(msg)
 
 
 @contextlib.contextmanager
 def alone_in(directory: Path, refusal: str) -> Iterator[None]:
-    """Raise `RunLocked`, which says `refusal`, while another process is in here for `directory`.
+    """Lock `directory`; raise `RunLocked(refusal)` if another process has locked it.
 
-    The directory is locked, not a file in it: files are replaced.
+    Locks the directory itself: files in it are replaced.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -262,12 +258,12 @@ def alone_in(directory: Path, refusal: str) -> Iterator[None]:
 
 
 def training_file_of(run_dir: Path) -> Path:
-    """Where the training file of the run in a directory lies: beside the directory."""
+    """The training file of a run: beside its directory."""
     return run_dir.parent / f"{run_dir.name}.jsonl"
 
 
 def listed(directory: Path) -> list[Path]:
-    """What is in a directory, sorted; nothing where there is none."""
+    """The entries of a directory, sorted; none if it does not exist."""
     return sorted(directory.iterdir()) if directory.is_dir() else []
 
 
@@ -281,7 +277,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _end_of_last_line(fd: int, size: int) -> int:
-    """The offset just after the last newline, 0 where there is none."""
+    """The offset after the last newline, 0 if there is none."""
     end = size
     while end > 0:
         start = max(0, end - _BLOCK)

@@ -1,9 +1,9 @@
 """The turn journal: every model reply and tool result, on disk before it is used.
 
-A worker appends its tasks' events to segments `inflight/worker-<n>-<k>.jsonl`, each line one
-event with its task (`journal_writer`). A segment is deleted once every task in it has its durable
-record. What is left after a crash is read back here and dealt out with the tasks, which then go on
-where they were.
+A worker appends the events of its tasks to segments `inflight/worker-<n>-<k>.jsonl`, one event
+per line (`journal_writer`). A segment is deleted once all its tasks have durable records. After a
+crash, the events that are left are read here and assigned with their tasks, which continue from
+there. The key `deal` of a line is the number of the task's assignment.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SEGMENT_NAME = re.compile(r"worker-(\d+)-(\d+)\.jsonl")
 
 
 class JournalPosition(NamedTuple):
-    """One journaled event: its order, then where it lies."""
+    """One journaled event: its order, then its place on disk."""
 
-    deal: int
+    assignment: int
     position: int
     segment: Path
     offset: int
@@ -37,90 +37,88 @@ class JournalPosition(NamedTuple):
 
 
 class Inflight:
-    """What dead workers left in their segments, by task."""
+    """The events in the segments of workers that have died, by task."""
 
-    def __init__(self, inflight: Path, *, reads_only: bool = False) -> None:
-        """With `reads_only` nothing is deleted or set aside, and segments may vanish meanwhile."""
+    def __init__(self, inflight: Path, *, read_only: bool = False) -> None:
+        """If `read_only`, nothing is deleted or set aside, and segments may vanish meanwhile."""
         self._inflight = inflight
-        self._reads_only = reads_only
+        self._read_only = read_only
         self._places: dict[bytes, list[JournalPosition]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
         self._quarantine = inflight.parent / "quarantine"
         self.damaged: list[str] = []
-        """Unreadable lines that were met, as `worker-0-0.jsonl:7`."""
+        """Unreadable lines that were found, as `worker-0-0.jsonl:7`."""
         self.paid_usd = 0.0
-        """Dollars of the replies that were read, as far as they are known."""
+        """Dollars of the replies that were read, as far as known."""
 
     def read(self, *, settled: Container[bytes]) -> None:
-        """Read all segments, at the start of a run, but for tasks that need no more work."""
+        """Read all segments, at the start of a run, except for tasks that need no more work."""
         for segment in sorted(segments(self._inflight)):
             self._add(segment, wanted=lambda key: key not in settled)
 
     def add_worker(self, number: int, *, wanted: Callable[[bytes], bool]) -> None:
-        """Read the segments of a worker that died, for the tasks that are `wanted`."""
+        """Read the segments of a worker that died, for the `wanted` tasks."""
         for segment in sorted(segments(self._inflight)):
             if _worker_of(segment) == number:
                 self._add(segment, wanted=wanted)
 
     def _add(self, segment: Path, *, wanted: Callable[[bytes], bool]) -> None:
-        """Note where the events of wanted tasks lie; delete a segment without any.
+        """Add the places of the events of wanted tasks; delete a segment without any.
 
-        A torn last line was never used for anything and is passed over; a copy of any other
-        unreadable line is set aside in the quarantine (`set_aside_damaged` has taken out those
-        that a start finds).
+        A torn last line was never used and is skipped. Any other unreadable line is copied to the
+        quarantine (`set_aside_damaged` has removed those that were there at the start).
         """
         tasks = set()
         offset = 0
         try:
             content = segment.read_bytes()
         except FileNotFoundError:
-            if self._reads_only:
-                return  # its last task has just got its record
+            if self._read_only:
+                return  # the record of its last task was just written
             raise
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
             entry = _parsed(line)
             key = None if entry is None else task_key(entry["task"], entry["input_digest"])
             if entry is not None and key is not None and wanted(key):
-                deal, position = entry["deal"], entry["position"]
                 if _REPLY in line and (reply := _reply_in(entry["event"])) is not None:
                     self.paid_usd += reply.get("cost_usd") or 0.0
                 tasks.add(key)
-                place = JournalPosition(deal, position, segment, offset, len(line))
+                order = entry["deal"], entry["position"]
+                place = JournalPosition(*order, segment, offset, len(line))
                 self._places.setdefault(key, []).append(place)
-            elif key is None and line.endswith(b"\n") and not self._reads_only:
+            elif key is None and line.endswith(b"\n") and not self._read_only:
                 set_aside(self._quarantine, f"{segment.name}.line{number}", line)
                 self.damaged.append(f"{segment.name}:{number}")
             offset += len(line)
         if tasks:
             self._open_tasks[segment] = tasks
-        elif not self._reads_only:
+        elif not self._read_only:
             segment.unlink()
 
     def events(self, key: bytes) -> list[Event]:
-        """The journaled events of one task, as far as they follow from each other.
+        """The journaled events of one task, as far as each follows from those before it.
 
-        A deal goes on from the events that its parent could use, so where it begins, what older
-        deals left beyond that point no longer counts. Its replies were paid for all the same, so
-        they follow as discarded ones, which the deal has from there on.
+        An assignment continues from the events that the parent could use then, so later events of
+        older assignments no longer count. Their replies were paid for, so they are added as
+        discarded replies.
         """
         events: list[Event] = []
-        beyond: list[Event] = []
-        deal = 0
+        unusable: list[Event] = []
+        assignment = 0
         for place in sorted(self._places.get(key, ())):
-            if place.deal != deal:
-                events, deal = _dealt(events, beyond), place.deal
-                # More than its parent could use is there where it ran an older version.
-                beyond = events[place.position :]
+            if place.assignment != assignment:
+                events, assignment = _usable(events, unusable), place.assignment
+                # Not empty if the parent was an older version, which used fewer events.
+                unusable = events[place.position :]
             event = _read(place)["event"]
             if place.position > len(events):
-                beyond.append(event)  # it stands behind a hole that a power loss left
+                unusable.append(event)  # events before it were lost in a power failure
             else:
                 events[place.position :] = [event]
-        return _dealt(events, beyond)
+        return _usable(events, unusable)
 
     def workspace_place(self, key: bytes) -> str:
-        """Where the workspace is that the task's last events were made in; "" for the run's own
-        directory."""
+        """Where the workspace of the task's last events is; "" for the run directory."""
         last = max(self._places.get(key, ()), default=None)
         return "" if last is None else str(_read(last).get("place", ""))
 
@@ -132,12 +130,12 @@ class Inflight:
         """The tasks that have journaled events."""
         return list(self._places)
 
-    def next_deal(self, key: bytes) -> int:
-        """The number of the next deal of a task, above all that its journal speaks of."""
-        return max((place.deal for place in self._places.get(key, ())), default=0) + 1
+    def next_assignment(self, key: bytes) -> int:
+        """The number of the next assignment of a task, above all in its journal."""
+        return max((place.assignment for place in self._places.get(key, ())), default=0) + 1
 
     def finish(self, key: bytes) -> None:
-        """Forget a task whose record is durable; delete segments that nobody needs any more."""
+        """Forget a task whose record is durable; delete segments without unfinished tasks."""
         if self._places.pop(key, None) is None:
             return
         for segment, tasks in list(self._open_tasks.items()):
@@ -147,16 +145,16 @@ class Inflight:
                 del self._open_tasks[segment]
 
 
-def _dealt(events: list[Event], beyond: list[Event]) -> list[Event]:
-    """What a deal is given of the events before it, and of those that stand behind a hole."""
+def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:
+    """The events that a conversation can continue from; paid replies among the rest, discarded."""
     usable = usable_prefix(events)
-    lost = [*events[len(usable) :], *beyond]
+    lost = [*events[len(usable) :], *unusable]
     if not lost:
         return usable
-    turn = 1 + max((one["turn"] for one in usable if _is_turn(one)), default=0)
+    turn = 1 + max((event["turn"] for event in usable if _is_turn(event)), default=0)
     for event in lost:
         reply = _reply_in(event)
-        if reply is not None and "batch_item" not in reply:  # that can be had again for nothing
+        if reply is not None and "batch_item" not in reply:  # those can be fetched again for free
             usable.append({**reply, "turn": turn, "discarded": OUT_OF_PLACE})
     return usable
 
@@ -166,88 +164,87 @@ def _is_turn(event: Event) -> TypeGuard[ReplyEvent | ForkedEvent]:
 
 
 def _reply_in(event: Event) -> ReplyEvent | None:
-    """The reply that an event is, in a conversation at whatever depth; None where it is none."""
+    """The reply in an event, also of an inner conversation; None if it is another event."""
     while event["kind"] == "sub":
         event = event["event"]
     return event if event["kind"] == "reply" else None
 
 
 def _read(place: JournalPosition) -> dict[str, Any]:
-    """One line of a segment. Raises `StorageError` where it is not there any more."""
+    """One line of a segment. Raises `StorageError` if it is no longer there."""
     try:
         with place.segment.open("rb") as file:
             file.seek(place.offset)
-            line = read_object(file.read(place.length))
+            return read_object(file.read(place.length))
     except (FileNotFoundError, DamagedLine) as error:
         msg = (
             f"{place.segment}: it was removed or changed while the run needed it. Put it back if "
-            "you can; then run the same command again to go on."
+            "you can; then run the same command again to continue."
         )
         raise StorageError(msg) from error
-    return line
 
 
 def next_worker_number(inflight: Path) -> int:
-    """A number that no segment on disk carries."""
+    """A number that no segment on disk has."""
     return max(map(_worker_of, segments(inflight)), default=-1) + 1
 
 
 @dataclass(slots=True)
-class UnderWay:
-    """What the journals hold of one task."""
+class JournaledReplies:
+    """The replies of one task in the journals."""
 
-    replies: set[int] = field(default_factory=set)
-    """Where in the conversation they stand: a later deal may have replaced what stood there."""
+    positions: set[int] = field(default_factory=set)
+    """Their positions in the conversation; replies of a later assignment replace earlier ones."""
     costs: list[float | None] = field(default_factory=list)
-    """Dollars of each reply, those that were replaced included; None where that is unknown."""
+    """Dollars of each reply, including replaced ones; None if unknown."""
+
+    @property
+    def turns(self) -> int:
+        """Number of replies that were not replaced."""
+        return len(self.positions)
 
 
 class Journaled(NamedTuple):
-    """What all journals hold."""
+    """The replies in all journals."""
 
-    tasks: dict[bytes, UnderWay]
+    tasks: dict[bytes, JournaledReplies]
     damaged: set[bytes]
-    """Lines that held a reply and are unreadable; nobody can tell whose they are."""
+    """Unreadable lines with a reply; their tasks are unknown."""
 
 
-def under_way(inflight: Path) -> Journaled:
-    """The replies that are journaled, also those of tasks that have a record; writes nothing."""
-    tasks: defaultdict[bytes, UnderWay] = defaultdict(UnderWay)
+def read_journaled_replies(inflight: Path, *, settled: Container[bytes] = frozenset()) -> Journaled:
+    """Read the replies in the journals, except those of `settled` tasks; writes nothing."""
+    tasks: defaultdict[bytes, JournaledReplies] = defaultdict(JournaledReplies)
     damaged = set()
     for segment in sorted(segments(inflight)):
         try:
             content = segment.read_bytes()
         except FileNotFoundError:
-            continue  # its last task has just got its record
+            continue  # the record of its last task was just written
         for line in content.splitlines(keepends=True):
             if _REPLY not in line:
                 continue
             if (entry := _parsed(line)) is None:
-                # One that is torn at the end was never used for anything, nor has it a price.
-                damaged |= {line} if line.endswith(b"\n") else set()
-            elif (reply := _reply_in(entry["event"])) is not None:
-                one = tasks[task_key(entry["task"], entry["input_digest"])]
-                one.replies.add(entry["position"])
-                one.costs.append(reply.get("cost_usd"))
+                if line.endswith(b"\n"):  # a line that is torn at the end was never used
+                    damaged.add(line)
+                continue
+            key = task_key(entry["task"], entry["input_digest"])
+            if key not in settled and (reply := _reply_in(entry["event"])) is not None:
+                tasks[key].positions.add(entry["position"])
+                tasks[key].costs.append(reply.get("cost_usd"))
     return Journaled(dict(tasks), damaged)
 
 
-def turns_under_way(inflight: Path, *, settled: Container[bytes]) -> dict[bytes, int]:
-    """How many replies are journaled for each unfinished task; writes nothing."""
-    tasks = under_way(inflight).tasks
-    return {key: len(one.replies) for key, one in tasks.items() if key not in settled}
-
-
 def damaged_replies(content: bytes) -> set[bytes]:
-    """The lines of a segment that held a reply and are unreadable."""
+    """The unreadable lines of a segment that held a reply."""
     lines = content.splitlines(keepends=True)
-    # One that is torn at the end was never used for anything, nor has it a price.
+    # A line that is torn at the end was never used.
     whole = (line for line in lines if _REPLY in line and line.endswith(b"\n"))
     return {line for line in whole if not is_event(line)}
 
 
 def cost_of_damaged(line: bytes) -> float | None:
-    """What the reply cost that such a line held, None where that is unreadable too."""
+    """The cost of the reply in an unreadable line, None if that is unreadable too."""
     cost = _COST.search(line)
     return None if cost is None else float(cost[1])
 
@@ -255,7 +252,7 @@ def cost_of_damaged(line: bytes) -> float | None:
 def usable_prefix(events: list[Event]) -> list[Event]:
     """The events up to the first that does not follow from those before it.
 
-    A power loss can drop lines in the middle; what stands after the hole has no ground.
+    A power loss can drop lines in the middle; events after a gap cannot be used.
     """
     usable: list[Event] = []
     turn = 0
@@ -263,19 +260,19 @@ def usable_prefix(events: list[Event]) -> list[Event]:
     calls = 0
     for event in events:
         if event["kind"] == "forked":
-            turn = event["turn"]  # what came before it is in the row
+            turn = event["turn"]  # earlier turns are in the row
         elif is_paid_alone(event):
-            pass  # nothing follows from it, so it follows from anything
+            pass  # it does not depend on other events
         elif event["kind"] == "reply":
             if event["turn"] != turn + 1 or len(results) < calls:
                 break
-            if "discarded" in event:  # the turn was asked for again
+            if "discarded" in event:  # the model was called again for this turn
                 usable.append(event)
                 continue
             turn, results = event["turn"], set()
             calls = len(event["message"].get("tool_calls", ()))
         elif event["kind"] == "result":
-            is_second = event["call"] in results  # the tool had asked the user
+            is_second = event["call"] in results  # the tool had asked the user a question
             if event["turn"] != turn or event["call"] >= calls or is_second != ("reply" in event):
                 break
             results.add(event["call"])
@@ -284,7 +281,7 @@ def usable_prefix(events: list[Event]) -> list[Event]:
 
 
 def segments(inflight: Path) -> list[Path]:
-    """The journal files of a run; none where it has not begun."""
+    """The journal files of a run; none if it has not begun."""
     if not inflight.is_dir():
         return []
     return [path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name)]
@@ -295,7 +292,7 @@ def _worker_of(segment: Path) -> int:
 
 
 def key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
-    """Task key, deal and position of a journal line; the key is None where it is unreadable."""
+    """Task key, assignment and position of a journal line; the key is None if unreadable."""
     if (entry := _parsed(line)) is None:
         return None, 0, 0
     return task_key(entry["task"], entry["input_digest"]), entry["deal"], entry["position"]
@@ -307,7 +304,7 @@ def is_event(line: bytes) -> bool:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A journal line, None where it is unreadable."""
+    """A journal line, None if it is unreadable."""
     try:
         entry = read_object(line)
         entry["deal"], entry["position"] = int(entry["deal"]), int(entry["position"])

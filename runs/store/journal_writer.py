@@ -1,7 +1,7 @@
-"""Writing the turn journal: events are on disk before anything is done with them.
+"""Write the turn journal: events are on disk before they are used.
 
-A line is in the page cache when `append` returns, so a killed process loses nothing; a thread
-makes it durable at most about 20 ms later, which is what a power loss can take.
+A line is in the page cache when `append` returns, so a killed process loses nothing. A thread
+syncs it about 20 ms later at most; a power loss can take that much.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _SEGMENT_BYTES = 16 << 20
 
 
 class Journal(Protocol):
-    """Where a worker puts the events of its tasks."""
+    """Where a worker writes the events of its tasks."""
 
     def append(
-        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
+        self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int
     ) -> None:
-        """Take one event.
+        """Append one event.
 
-        `deal` counts how often the task was dealt, and `position` the events before this one:
-        together they tell the order of events that lie in the segments of several workers.
+        `assignment` counts how often the task was assigned, `position` the events before this
+        one. Together they order events of the task in the segments of several workers.
         """
         ...
 
     @property
     def kept(self) -> Callable[[bytes], Awaitable[None]] | None:
-        """Waits until a process kill can no longer take the replies of the task with a key; None
-        where it cannot once `append` has returned."""
+        """Waits until the replies of the task with a key survive a process kill; None if they do
+        once `append` has returned."""
         ...
 
     def flush(self) -> None:
-        """Hand over all events so far, before anything that is said after them."""
+        """Pass on all events so far, before any later message."""
         ...
 
     def finish(self, key: bytes) -> None:
@@ -50,12 +50,12 @@ class Journal(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Finish: no event follows."""
         ...
 
 
 class JournalWriter:
-    """The segments of one worker. All calls belong to one thread at a time."""
+    """The segments of one worker. Use it from one thread at a time."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class JournalWriter:
         on_storage_error: Callable[[StorageError], None],
         sync_every_s: float = _SYNC_EVERY_S,
     ) -> None:
-        """`sync_every_s` is how much a power loss can take."""
+        """`sync_every_s` is the time that a power loss can take."""
         self._inflight = inflight
         self._worker = worker
         self._on_storage_error = on_storage_error
@@ -75,9 +75,9 @@ class JournalWriter:
         self._open_tasks: dict[AppendFile, set[bytes]] = {}
         self._segment = self._new_segment()
         self._full: list[AppendFile] = []
-        """Not written to any more, and not synced yet."""
+        """Full segments that are not synced yet."""
         self._done: list[AppendFile] = []
-        """Removed, and to be closed by the thread that may be syncing them."""
+        """Removed segments, to be closed by the thread that may be syncing them."""
         self._dirty = threading.Event()
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -85,14 +85,14 @@ class JournalWriter:
         self._syncer.start()
 
     def append(
-        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
+        self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int
     ) -> None:
-        """Write one event; once this returns a process kill keeps it. Raises `StorageError`."""
-        line = journal_line(task_id, input_digest, event, deal=deal, position=position)
+        """Append an event; once this returns, it survives a kill. Raises `StorageError`."""
+        line = journal_line(task_id, input_digest, event, assignment=assignment, position=position)
         self.append_lines([self._key_of(task_id, input_digest)], line)
 
     def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
-        """Write lines made by `journal_line`, of the tasks with these keys; as `append`."""
+        """Append lines made by `journal_line` for the tasks with these keys, like `append`."""
         is_first = not self._dirty.is_set()  # since the last sync
         if is_first and self._segment.was_removed():
             self._put_back()
@@ -108,14 +108,14 @@ class JournalWriter:
 
     @property
     def kept(self) -> None:
-        """See `Journal`: `append` has seen to it."""
+        """See `Journal`: `append` has written them."""
         return None
 
     def flush(self) -> None:
-        """See `Journal`: nothing is held back."""
+        """See `Journal`: nothing is buffered."""
 
     def finish(self, key: bytes) -> None:
-        """Forget a task whose record is durable; delete segments that nobody needs any more."""
+        """Forget a task whose record is durable; delete segments without unfinished tasks."""
         for segment, tasks in list(self._open_tasks.items()):
             tasks.discard(key)
             if not tasks and segment != self._segment:
@@ -125,7 +125,7 @@ class JournalWriter:
                     self._done.append(segment)
 
     def close(self) -> None:
-        """Sync what is left; delete the last segment too where nothing in it is open."""
+        """Sync the rest; delete the last segment if it has no unfinished task."""
         self._stopping.set()
         self._dirty.set()
         self._syncer.join()
@@ -141,9 +141,9 @@ class JournalWriter:
                 segment.path.unlink(missing_ok=True)
 
     def _put_back(self) -> None:
-        """Write segments that were removed anew, and have the run stopped.
+        """Restore removed segments, and stop the run.
 
-        Raises `StorageError` where that cannot be done, as where the whole run was removed.
+        Raises `StorageError` if that fails, for example because the whole run was removed.
         """
         removed = [segment for segment in self._open_tasks if segment.was_removed()]
         try:
@@ -153,8 +153,8 @@ class JournalWriter:
         for segment in removed:
             segment.put_back()
         msg = (
-            f"{removed[0].path}: it was removed or replaced while the run wrote to it. What it "
-            "held is written anew; run the same command again to go on."
+            f"{removed[0].path}: it was removed or replaced while the run wrote to it. Its content "
+            "was restored; run the same command again to continue."
         )
         self._on_storage_error(StorageError(msg))
 
@@ -166,7 +166,7 @@ class JournalWriter:
         return segment
 
     def _sync_forever(self) -> None:
-        """Group commit: one sync covers all events of the last moments."""
+        """Group commit: one sync covers all events since the last."""
         while not self._stopping.is_set():
             self._dirty.wait()
             self._stopping.wait(self._sync_every_s)
@@ -192,13 +192,19 @@ class JournalWriter:
 
 
 def journal_line(
-    task_id: str, input_digest: str, event: Event, *, deal: int, position: int, place: str = ""
+    task_id: str,
+    input_digest: str,
+    event: Event,
+    *,
+    assignment: int,
+    position: int,
+    place: str = "",
 ) -> bytes:
-    """One line of a segment; see `Journal.append`. `place` is where the task's workspace lies."""
+    """One line of a segment; see `Journal.append`. `place` is where the task's workspace is."""
     line = {
         "task": task_id,
         "input_digest": input_digest,
-        "deal": deal,
+        "deal": assignment,
         "position": position,
         "event": event,
     }

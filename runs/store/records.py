@@ -1,8 +1,7 @@
 """`records.jsonl`, the checkpoint of a run: one finished trajectory per line, only appended.
 
-Beside it lies `records.idx` (see `runs.store.index`), derived and never trusted beyond what it
-covers: it is read where it fits the records, extended where it is behind, and rebuilt where it is
-missing or wrong. The last record of a task counts.
+`records.idx` (see `runs.store.index`) is derived from it: used as far as it matches the records,
+extended if it is behind, and rebuilt if it is missing or wrong. The last record of a task counts.
 """
 
 from __future__ import annotations
@@ -25,32 +24,30 @@ from runs.store.files import (
     sync_directory,
     temporary_for,
 )
-from runs.store.index import MARK, ROW_BYTES, Index, RowMaker, mark_for, right_rows
-from runs.store.index import IndexEntry as IndexEntry
-from runs.store.index import index_fields as index_fields
+from runs.store.index import MARK, ROW_BYTES, Index, RowMaker, index_fields, mark_for, valid_rows
 
 _READ_AHEAD = 1 << 20
 _WRITE_BEHIND = 1 << 16
 
 
 HEAD = b'{"id":'
-"""How a record begins, see `runs/record.py`: its id can be read without the rest."""
+"""The beginning of a record (see `runs/record.py`): its id can be read without the rest."""
 AFTER_ID = b'","status":'
 
 
 class UnreadableRecord(EnvironmentStop):
-    """In the place of a record lies something else."""
+    """A record is damaged or not in its place."""
 
 
 class RecordFile:
     """The records of one run, open for appending. One process at a time."""
 
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
-        """Open both files, after repairing what a crash left of them. Raises `StorageError`."""
+        """Open both files, after repairing damage by a crash. Raises `StorageError`."""
         records, index = run_dir / "records.jsonl", run_dir / "records.idx"
         repair_tail(records, quarantine)
         self.unreadable = _bring_index_up_to_date(records, index, quarantine)
-        """The lines that were set aside, as `records.jsonl:7`."""
+        """Lines that were set aside, as `records.jsonl:7`."""
         rows = index.read_bytes()
         self._found: Index | None = Index(rows)
         self._maker = RowMaker(rows)
@@ -59,16 +56,14 @@ class RecordFile:
         self._rows = bytearray()
 
     def take_found(self) -> Index:
-        """The records that were there. Once: a million of them take some 70 MB."""
+        """The records of earlier starts. Call it once: a million records take some 70 MB."""
         found, self._found = self._found, None
         assert found is not None
         return found
 
     def append(self, record: bytes, fields: list[Any]) -> None:
-        """Append one record line; `sync` makes it survive a power loss.
-
-        `fields` are the `index_fields` of the record. Raises `StorageError`.
-        """
+        """Append the line of a record with these `index_fields`; `sync` makes it survive a power
+        loss. Raises `StorageError`."""
         offset = self._records.size
         self._records.append(record)
         self._rows += self._maker.rows(fields, offset, len(record))
@@ -76,7 +71,7 @@ class RecordFile:
             self._write_rows()
 
     def sync(self) -> None:
-        """Make all appended records survive a power loss. The index can be derived again."""
+        """Make all appended records survive a power loss. The index can be rebuilt."""
         self._records.check_is_there()
         self._records.sync()
         self._write_rows()
@@ -92,14 +87,14 @@ class RecordFile:
 
 
 class _IndexFile:
-    """An index, open for appending, whose row 0 tells the checksum of all before."""
+    """An index, open for appending; row 0 has the checksum of the rows."""
 
     def __init__(self, path: Path, rows: bytes) -> None:
-        """`rows` are what the file holds."""
+        """`rows` are the content of the file."""
         self._file = AppendFile(path)
         self._checksum = crc32(memoryview(rows)[ROW_BYTES:])
         try:
-            # What is open for appending can be written at its end alone.
+            # A descriptor for appending cannot write at the beginning.
             self._mark_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
             raise storage_error(path, error) from error
@@ -110,7 +105,7 @@ class _IndexFile:
         if rows:
             self._file.append(rows)
             self._checksum = crc32(rows, self._checksum)
-            # After the rows: those that it does not speak of yet are made from the records again.
+            # After the rows: rows beyond the size in row 0 are made again from the records.
             self._write_mark()
 
     def close(self) -> None:
@@ -128,25 +123,25 @@ class _IndexFile:
 def unreadable_record(
     records: BinaryIO, offset: int, line: bytes, error: Exception | None = None
 ) -> UnreadableRecord:
-    """What to say of the line at a place in the records, and what to do next.
+    """The error for a line of the records, with what to do next.
 
-    `error` is what the caller met when it read the line.
+    `error` is what reading it as a record raised.
     """
     try:
-        read_line(line)
+        read_object(line)
     except DamagedLine as damage:
         error = damage
-    why = str(error) if isinstance(error, DamagedLine) else "it does not hold what a record holds"
+    why = str(error) if isinstance(error, DamagedLine) else "it lacks fields of a record"
     named = id_in(line)
     of_id = f" ({named!r})" if named else ""
     return UnreadableRecord(
         f"{records.name}:{_line_number(records, offset)}: the record{of_id} is unreadable: {why}. "
-        "`verify --repair` sets it aside, and the next start of the run does its task again."
+        "`verify --repair` sets it aside, and the next start runs its task again."
     )
 
 
 def id_in(line: bytes) -> str:
-    """The id of a record that may be damaged, as far as it can be told; else ""."""
+    """The id of a record that may be damaged; "" if it is unreadable."""
     end = line.find(AFTER_ID, len(HEAD))
     try:
         return str(orjson.loads(line[len(HEAD) : end + 1])) if end >= 0 else ""
@@ -155,7 +150,7 @@ def id_in(line: bytes) -> str:
 
 
 def _line_number(records: BinaryIO, offset: int) -> int:
-    """Which line begins at `offset`, from 1."""
+    """The number, from 1, of the line that begins at `offset`."""
     number, place = 1, 0
     while place < offset:
         block = os.pread(records.fileno(), min(_READ_AHEAD, offset - place), place)
@@ -167,17 +162,17 @@ def _line_number(records: BinaryIO, offset: int) -> int:
 
 
 def refuse_lost_records(run_dir: Path) -> None:
-    """Raise `RunDirError` if all records are gone that the index tells of.
+    """Raise `RunDirError` if the index has records but records.jsonl is empty or missing.
 
-    The run would ask, and pay, for all of it again, and an export would empty the training file.
+    The run would do, and pay for, all work again, and an export would empty the training file.
     """
     records, index = run_dir / "records.jsonl", run_dir / "records.idx"
-    # In this order: a run that works beside us writes the record first, and then its row.
+    # In this order: a run in progress writes the record first, then its row.
     if _size(index) > ROW_BYTES and _size(records) == 0:
         msg = (
-            f"{records}: {'empty' if records.exists() else 'missing'}, but {index.name} tells of "
-            "records that it held; put the file of this run back in its place, or remove "
-            f"{index.name} to go on without them"
+            f"{records}: {'empty' if records.exists() else 'missing'}, but {index.name} names "
+            "records that it held; put the file of this run back, or remove "
+            f"{index.name} to continue without them"
         )
         raise RunDirError(msg)
 
@@ -185,8 +180,8 @@ def refuse_lost_records(run_dir: Path) -> None:
 def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
     """All records of a run by task key, the last one of each task; writes nothing.
 
-    What the index does not cover yet is read from the records themselves. Raises
-    `UnreadableRecord` where that cannot be done; `lenient` leaves such a record out.
+    Reads records that the index does not cover from records.jsonl. Raises `UnreadableRecord`
+    for damaged ones; if `lenient`, skips them.
     """
     records = run_dir / "records.jsonl"
     rows, covered = _read_rows(run_dir / "records.idx", records)
@@ -202,18 +197,18 @@ def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
 
 
 def _read_rows(index: Path, records: Path) -> tuple[bytes, int]:
-    """The rows of the index as far as they are right, and how much of the records they cover."""
+    """The valid rows of the index, and how many bytes of the records they cover."""
     try:
         content = index.read_bytes()
     except FileNotFoundError:
         return MARK, 0
-    right, covered = right_rows(content, _size(records))
-    rows = content if right == len(content) else content[:right]
-    return (rows, covered) if right and _speaks_of(records, rows, covered) else (MARK, 0)
+    size, covered = valid_rows(content, _size(records))
+    rows = content if size == len(content) else content[:size]
+    return (rows, covered) if size and _matches_last_record(rows, records, covered) else (MARK, 0)
 
 
-def _speaks_of(records: Path, rows: bytes, covered: int) -> bool:
-    """Whether the last row says what its record does: the records may be others than they were."""
+def _matches_last_record(rows: bytes, records: Path, covered: int) -> bool:
+    """Whether the last row matches its record: records.jsonl may have been replaced."""
     if len(rows) == ROW_BYTES:
         return covered == 0
     last = Index(rows).entry(len(rows) // ROW_BYTES - 1)
@@ -229,9 +224,9 @@ def _speaks_of(records: Path, rows: bytes, covered: int) -> bool:
 
 
 def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> list[str]:
-    """Cut the index to what is right and append what it lacks; name the unreadable records.
+    """Cut the index to its valid rows and append missing ones.
 
-    Unreadable lines of the records are set aside, named by line, and left out of the file.
+    Moves unreadable records to the quarantine, and returns their names.
     """
     rows, covered = _read_rows(index, records)
     if covered:
@@ -256,7 +251,7 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> lis
     finally:
         file.close()
     if unreadable:
-        index.unlink()  # first, for it would speak of other bytes
+        index.unlink()  # first: its offsets will be wrong
         named = take_out(records, unreadable, quarantine)
         _bring_index_up_to_date(records, index, quarantine)
         return named
@@ -264,10 +259,8 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> lis
 
 
 def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> list[str]:
-    """Rewrite the records without the lines at these offsets, each kept in the quarantine.
-
-    Gives their names, as `records.jsonl:7`.
-    """
+    """Move the lines at these offsets to the quarantine; return their names, as
+    `records.jsonl:7`."""
     named = []
     replacement = temporary_for(records)
     replacement.unlink(missing_ok=True)
@@ -286,7 +279,7 @@ def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> list[
 
 
 def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Whole lines from `offset` on; a torn last line is left out."""
+    """Whole lines from `offset` on, without a torn last line."""
     try:
         file = path.open("rb", buffering=_READ_AHEAD)
     except FileNotFoundError:
@@ -299,15 +292,10 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def read_line(line: bytes) -> dict[str, Any]:
-    """The record of one line. Raises `DamagedLine` where it is not what was written."""
-    return read_object(line)
-
-
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record of one line, None where it is not whole."""
+    """The record of one line, None if it is not whole."""
     try:
-        record = read_line(line)
+        record = read_object(line)
         RowMaker().rows(index_fields(record), 0, len(line))
         texts = isinstance(record["id"], str) and isinstance(record["input_digest"], str)
         whole = texts and isinstance(record["messages"], list) and isinstance(record["tools"], list)

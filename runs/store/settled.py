@@ -1,4 +1,4 @@
-"""Whether a task needs more work, by what lies on disk: one rule for dealing and accounts."""
+"""Whether a task needs more work: one rule for the supervisor, totals and maintenance."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from runs.store.index import IndexEntry
 
 WORKER_DIED = "worker_died"
-"""The failure class of a task that killed its workers; it is not tried again by itself."""
+"""The failure class of a task that killed its workers; it is not retried automatically."""
 
-NO_BOUND = sys.maxsize
-"""As many attempts as anybody could allow."""
+NO_LIMIT = sys.maxsize
+"""A `max_attempts` that no task reaches."""
 
 
 def is_settled(entry: IndexEntry, max_attempts: int) -> bool:
     """Whether a task with this record needs no more work.
 
-    A failed record can be tried again once `max_attempts` is raised.
+    After a raise of `max_attempts`, a failed record is tried again.
     """
     if entry.status != "failed":
         return True
@@ -25,7 +25,7 @@ def is_settled(entry: IndexEntry, max_attempts: int) -> bool:
 
 
 class Settled:
-    """The keys of the tasks that need no more work, for asking about some of them."""
+    """The keys of the tasks that need no more work."""
 
     def __init__(self, records: Mapping[bytes, IndexEntry], max_attempts: int) -> None:
         self._records = records

@@ -1,6 +1,6 @@
-"""What a run comes to, computed from disk.
+"""Totals of a run, computed from disk.
 
-accounts  done, failed, discarded, pending, and their sums
-spending  what the run spent in all
-forecast  what the whole will take, from a sample
+run_totals  tasks done, failed, discarded and pending; tokens, cost
+spending    all that the run has spent
+forecast    time and cost of the whole run, from a sample
 """

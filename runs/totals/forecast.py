@@ -1,4 +1,4 @@
-"""What a whole run will take, judged by a random sample of its tasks that has been run."""
+"""Forecast the cost and time of a whole run from a random sample of its tasks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from runs.amounts import EndpointLimits
 from runs.dataset.scan import Scan, tasks
 from runs.store.failures import load_failed_attempts
-from runs.store.index import own_work
+from runs.store.index import IndexEntry, own_work
 from runs.store.reader import open_records, read_record
-from runs.store.records import IndexEntry, load_index
-from runs.totals.accounts import Accounts
+from runs.store.records import load_index
+from runs.totals.run_totals import RunTotals
 
 _CONFIDENCE = 0.95
 _RESAMPLES = 2000
@@ -26,33 +26,33 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with the interval in which it lies in 95 of 100 cases."""
+    """A figure with its 95 % interval."""
 
     expected: float
     low: float
     high: float
 
     def at_least(self, least: float) -> Estimate:
-        """This, with nothing below `least`."""
+        """The estimate with `least` as lower limit of each figure."""
         return Estimate(max(self.expected, least), max(self.low, least), max(self.high, least))
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What all tasks of a run take together, those that have ended included."""
+    """A forecast for all tasks of a run, including those that have ended."""
 
     tasks: int
     pilot: int
     """Tasks of the sample that have ended."""
     pilot_failed: int
     conversations: int
-    """How many the forecast takes to be in flight at a time."""
+    """Assumed number of conversations in flight."""
     dollars: Estimate | None
-    """None where what some conversation of the sample cost is unknown."""
+    """None if the cost of some conversation of the sample is unknown."""
     input_tokens: Estimate | None
     output_tokens: Estimate | None
     hours: Estimate
-    """Of what is left to do."""
+    """Of the remaining work."""
     failure_percent: Estimate
 
     def to_json(self) -> dict[str, Any]:
@@ -61,28 +61,28 @@ class Forecast:
 
 
 def sample_tasks(scan: Scan, *, num_samples: int, count: int, seed: int) -> frozenset[bytes]:
-    """The keys of `count` tasks drawn at random: the same ones for the same file and seed."""
+    """The keys of `count` random tasks: the same for the same file and seed."""
 
-    def lot(key: bytes) -> bytes:
+    def draw(key: bytes) -> bytes:
         return hashlib.blake2b(f"{seed}/pilot/".encode() + key, digest_size=8).digest()
 
     keys = (task.key for task in tasks(scan, num_samples=num_samples))
-    return frozenset(heapq.nsmallest(count, keys, key=lot))
+    return frozenset(heapq.nsmallest(count, keys, key=draw))
 
 
 def forecast(
     run_dir: Path,
-    accounts: Accounts,
+    totals: RunTotals,
     sample: Collection[bytes],
     *,
     conversations: int,
-    bounds: Mapping[str, EndpointLimits],
+    limits: Mapping[str, EndpointLimits],
     seed: int,
 ) -> Forecast | None:
-    """Judge the whole run by the tasks of `sample` that have ended; None where none has.
+    """Forecast the whole run from the tasks of `sample` that have ended; None if none has.
 
-    Hours hold if the endpoints answer `conversations` at a time as fast as they answered the
-    sample: that it is so, only the run itself can show.
+    Hours assume that the endpoints answer `conversations` at a time as fast as they answered the
+    sample.
     """
     entries = load_index(run_dir)
     found = {key: entry for key in sorted(sample) if (entry := entries.get(key)) is not None}
@@ -92,8 +92,8 @@ def forecast(
     failed = unfinished + sum(entry.status == "failed" for entry in ended)
     if not ended:
         return None
-    left = accounts.pending + accounts.to_retry
-    seconds = _durations(run_dir, found)
+    left = totals.pending + totals.to_retry
+    durations = _durations(run_dir, found)
     draw = random.Random(seed)
 
     def of_all(numbers: Sequence[float | None], spent: float) -> Estimate | None:
@@ -103,28 +103,28 @@ def forecast(
         return _total(known, left, draw, so_far=spent)
 
     in_flight = min(conversations, max(left, 1))
-    if bounds:
-        in_flight = min(in_flight, sum(one.ceiling for one in bounds.values()))
-    # What bounds the run: how long its conversations take, or what may be asked per minute.
-    bound_by = [[one.seconds / in_flight for one in seconds]]
-    if rpm := _rate(one.rpm for one in bounds.values()):
-        bound_by.append([60 * one.calls / rpm for one in seconds])
-    if tpm := _rate(one.tpm for one in bounds.values()):
+    if limits:
+        in_flight = min(in_flight, sum(limit.ceiling for limit in limits.values()))
+    # Seconds per conversation by each possible bottleneck: its duration, requests, tokens.
+    by_bottleneck = [[duration.seconds / in_flight for duration in durations]]
+    if rpm := _rate(limit.rpm for limit in limits.values()):
+        by_bottleneck.append([60 * duration.calls / rpm for duration in durations])
+    if tpm := _rate(limit.tpm for limit in limits.values()):
         tokens = ((entry.input_tokens or 0) + (entry.output_tokens or 0) for entry in ended)
-        bound_by.append([60 * count / tpm for count in tokens])
-    slowest = max(bound_by, key=fmean)
-    hours = _total([second / 3600 for second in slowest], left, draw, so_far=0.0)
+        by_bottleneck.append([60 * count / tpm for count in tokens])
+    slowest = max(by_bottleneck, key=fmean)
+    hours = _total([seconds / 3600 for seconds in slowest], left, draw, so_far=0.0)
     if left:
-        hours = hours.at_least(fmean(one.seconds for one in seconds) / 3600)
+        hours = hours.at_least(fmean(duration.seconds for duration in durations) / 3600)
     ended_count = len(ended) + unfinished
     return Forecast(
-        tasks=accounts.total - accounts.discarded,
+        tasks=totals.total - totals.discarded,
         pilot=ended_count,
         pilot_failed=failed,
         conversations=in_flight,
-        dollars=of_all([_known(e, e.cost_usd) for e in ended], accounts.cost_usd),
-        input_tokens=of_all([_known(e, e.input_tokens) for e in ended], accounts.input_tokens),
-        output_tokens=of_all([_known(e, e.output_tokens) for e in ended], accounts.output_tokens),
+        dollars=of_all([_known(e, e.cost_usd) for e in ended], totals.cost_usd),
+        input_tokens=of_all([_known(e, e.input_tokens) for e in ended], totals.input_tokens),
+        output_tokens=of_all([_known(e, e.output_tokens) for e in ended], totals.output_tokens),
         hours=hours,
         failure_percent=_share(failed, ended_count),
     )
@@ -140,25 +140,25 @@ def as_table(found: Forecast) -> str:
         ("failures %", found.failure_percent, "{:.1f}"),
     ]
     lines = [
-        f"forecast for {found.tasks:,} tasks by a random {found.pilot:,} of them "
+        f"forecast for {found.tasks:,} tasks from a random sample of {found.pilot:,} "
         f"({found.pilot_failed:,} failed), with 95 % intervals"
     ]
     for name, figure, form in rows:
         if figure is None:
-            lines.append(f"  {name:<11} unknown: no price, or no counts, for some of them")
+            lines.append(f"  {name:<11} unknown: some tasks have no price or no token counts")
             continue
         interval = f"({form.format(figure.low)} to {form.format(figure.high)})"
         lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
     lines.append(
-        f"hours hold if the endpoint answers {found.conversations:,} conversations at a time as "
-        "fast as these, and leave retries out"
+        f"hours assume that the endpoint answers {found.conversations:,} conversations at a time "
+        "as fast as the sample, without retries"
     )
     return "\n".join(lines)
 
 
 class _Duration(NamedTuple):
     seconds: float
-    """In replies and tools, without the time between two starts."""
+    """In model and tool calls, without time between starts."""
     calls: int
 
 
@@ -177,22 +177,22 @@ def _durations(run_dir: Path, entries: Mapping[bytes, IndexEntry]) -> list[_Dura
 
 
 def _rate(rates: Iterable[float | None]) -> float | None:
-    """What may be asked of all endpoints per minute; None where one has no bound."""
-    known = list(rates)
-    bounded = [rate for rate in known if rate is not None]
-    return sum(bounded) if bounded and len(bounded) == len(known) else None
+    """The rate of all endpoints together; None if one has no limit."""
+    every = list(rates)
+    known = [rate for rate in every if rate is not None]
+    return sum(known) if known and len(known) == len(every) else None
 
 
 def _known(entry: IndexEntry, number: float | None) -> float | None:
-    """A conversation without any reply has cost nothing."""
+    """The figure of a conversation; 0 if it had no reply."""
     return number if entry.turns else 0.0
 
 
 def _total(known: Sequence[float], left: int, draw: random.Random, *, so_far: float) -> Estimate:
-    """The sum over all tasks: what is known of it, and for the rest the sample's mean.
+    """The sum over all tasks: `so_far`, and the sample's mean for each remaining task.
 
-    The interval comes from means of samples drawn from the sample again (the bootstrap), which
-    asks nothing of how the figures are spread: costs have long tails.
+    The interval is a bootstrap over the sample, which assumes no distribution: costs have long
+    tails.
     """
     means = sorted(fmean(draw.choices(known, k=len(known))) for _ in range(_RESAMPLES))
     tail = math.floor((1 - _CONFIDENCE) / 2 * _RESAMPLES)
@@ -201,7 +201,7 @@ def _total(known: Sequence[float], left: int, draw: random.Random, *, so_far: fl
 
 
 def _share(count: int, of: int) -> Estimate:
-    """A share in percent, with Wilson's interval, which also holds for few and for none."""
+    """A share in percent with Wilson's interval, which is valid for small counts and 0, too."""
     z = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
     share = count / of
     middle = (share + z * z / (2 * of)) / (1 + z * z / of)

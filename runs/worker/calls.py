@@ -7,16 +7,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from agent.models.client.key_command import RenewableKey
 from agent.models.client.pool import ModelPool, OnRetry
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
-from agent.models.model import Model, url_of
+from agent.models.model import Model, ModelSettings, url_of
 from agent.models.resolve import read_key
 from runs.amounts import Cost, EndpointLimits
 from runs.protocol.messages import Assignment
 from runs.worker.batch_api_model import BatchApiClient, BatchApiModel, items_in
 from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter, Load
+from runs.worker.parent_keys import ParentKeys
 
 _LOAD_EVERY_S = 0.1
 
@@ -33,18 +35,21 @@ class Calls:
         workers: int,
         proven: Collection[str],
         by_batch: bool,
+        keys: ParentKeys | None,
         clock_offset_s: float,
         send: Callable[..., None],
         on_retry: OnRetry,
     ) -> None:
         """`bounds` are those of the run, by endpoint; this is worker `number` of some `workers`.
         `proven` are the base URLs that have answered before. With `by_batch` calls go by batches
-        first. See `WorkerSetup.clock_offset_s`.
+        first. `keys` are those of key commands, None to run these here. See
+        `WorkerSetup.clock_offset_s`.
 
         `send(type, **fields)` reaches the parent. `on_retry` is told of every failure that
         is waited out.
         """
         self._send = send
+        self._keys = keys
         self._clock_offset_s = clock_offset_s
         self._part, self._stock = 1 / workers, 1 - number % workers / workers
         self._budget = WorkerBudget(bounds=budget, tell=lambda told: send("purse", told=told))
@@ -55,7 +60,7 @@ class Calls:
         self._desk = BatchApiClient(send) if by_batch else None
         self._loads = dict.fromkeys(bounds, Load())
         self.pool = ModelPool(
-            key_of=read_key,
+            key_of=self._key_of,
             on_retry=on_retry,
             gate_of=lambda settings: self._gates[settings.endpoint],
         )
@@ -78,9 +83,7 @@ class Calls:
         """Why an endpoint stops the run, with what to look at."""
         words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
-            words += (
-                f". The key is that of the environment variable {error.key_env} (see --key_env)."
-            )
+            words += f". {error.key_source}"
         return words
 
     def on_limits(
@@ -95,6 +98,11 @@ class Calls:
         """The parent says, in its message `number`, what this worker may do at an endpoint."""
         gate = self._gates[endpoint]
         gate.allow(permits, cool_down_s=cool_down_s, number=number, rpm=rpm, tpm=tpm)
+
+    def on_key(self, command: str, number: int, problem: str, key: bytes) -> None:
+        """The parent has a new key of a key command."""
+        if self._keys is not None:
+            self._keys.on_key(command, number, problem, key.decode())
 
     def on_answer(self, id: str, how: str, reply: bytes) -> None:
         """The parent answers a call that was to be made by a batch."""
@@ -133,6 +141,11 @@ class Calls:
         for gate in self._gates.values():
             gate.stop()
         self._budget.stop()
+
+    def _key_of(self, settings: ModelSettings) -> str | RenewableKey:
+        if settings.connection.key_command and self._keys is not None:
+            return self._keys.of(settings.connection)
+        return read_key(settings)
 
     def _gate(self, endpoint: str, bounds: EndpointLimits) -> CallLimiter:
         return CallLimiter(

@@ -3,12 +3,11 @@ no call is made once the worker is stopping."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agent.models.model import Completion, Model, Request
-from agent.options import Subagent
 from agent.setup import Home
 from runs.errors import Stopped
 from toolsets.context import ToolContext
@@ -55,14 +54,6 @@ class DurableHome(Home):
     """A home whose tools wait until the reply that calls them is safe."""
 
     kept: Kept
-
-    def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
-        """See `Host`."""
-        return self._box(self.setup.tools if toolsets is None else self.setup.only(toolsets).tools)
-
-    def subagent_toolbox(self, agent: Subagent) -> Toolbox:
-        """See `Host`."""
-        return self._box(self.setup.subagents[agent.name].tools)
 
     def _box(self, tools: Sequence[Tool]) -> Toolbox:
         if self.kept is None:

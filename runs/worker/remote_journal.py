@@ -38,13 +38,18 @@ class RemoteJournal:
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
     def append(
-        self, task_id: str, input_digest: str, event: Event, *, deal: int, position: int
+        self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int
     ) -> None:
         """See `Journal`."""
         key = task_key(task_id, input_digest)
         self._lines.append(
             journal_line(
-                task_id, input_digest, event, deal=deal, position=position, place=self._place
+                task_id,
+                input_digest,
+                event,
+                assignment=assignment,
+                position=position,
+                place=self._place,
             )
         )
         self._keys.add(key)

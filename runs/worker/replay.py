@@ -39,7 +39,7 @@ def replayable(setup: Setup, servers: Collection[str]) -> frozenset[str]:
         if toolset.name in _OF_WORKSPACES:
             names |= {tool.name for tool in toolset.tools}
         elif toolset.name not in (*_OF_THE_NET, *servers):
-            names |= {tool.name for tool in toolset.tools if tool.idempotent and tool.takes_space}
+            names |= {tool.name for tool in toolset.tools if tool.idempotent and tool.takes_context}
     return frozenset(names)
 
 

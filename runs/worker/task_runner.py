@@ -31,8 +31,8 @@ from runs.protocol.worker_setup import WorkerSetup
 from runs.record import dump_record, make_record
 from runs.store.failures import Failure
 from runs.store.files import StorageError
+from runs.store.index import index_fields
 from runs.store.journal_writer import Journal
-from runs.store.records import index_fields
 from runs.tasks import Task
 from runs.worker.calls import Calls
 from runs.worker.durable_calls import DurableHome, StoppableModel, Stops
@@ -215,7 +215,7 @@ class TaskRunner:
                 task.id,
                 task.input_digest,
                 event,
-                deal=deal["deal"],
+                assignment=deal["number"],
                 position=next(positions),
             )
             self._count(event)
@@ -235,7 +235,6 @@ class TaskRunner:
             journal=journal,
             host=home,
             subagents=row.spec.options.subagents,
-            approve=setup.approve,
             kept=kept,
         )
         return await conversation.run(taken_up=_has_begun(deal))

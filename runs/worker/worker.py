@@ -39,13 +39,14 @@ from runs.store.files import StorageError
 from runs.store.journal_writer import JournalWriter
 from runs.tasks import Task
 from runs.worker.calls import Calls
+from runs.worker.parent_keys import ParentKeys
 from runs.worker.remote_journal import RemoteJournal
 from runs.worker.task_runner import TaskRunner
 from runs.worker.workspaces import Workspaces
 from toolsets.browser.process import Browsers
 from toolsets.errors import machine_failure
 from toolsets.mcp.servers import McpServers
-from toolsets.sandbox.factory import sandbox_problem
+from toolsets.sandbox.factory import FORK_SERVERS, sandbox_problem
 
 log = logging.getLogger(__name__)
 
@@ -125,12 +126,13 @@ class Worker:
         sender.start()
         self._journal = self._open_journal()
         self._calls = Calls(
-            self._setup.bounds,
+            self._setup.limits,
             self._setup.budget,
             number=self._setup.number,
             workers=self._config.num_workers,
             proven=self._setup.proven,
             by_batch=self._config.batch_api,
+            keys=ParentKeys(self.send) if self._config.executor == "local" else None,
             clock_offset_s=self._setup.clock_offset_s,
             send=self.send,
             on_retry=self._on_retry,
@@ -145,6 +147,7 @@ class Worker:
         )
         self._servers.open()
         self._browsers.open()
+        FORK_SERVERS.open()
         loop.add_reader(self._connection.fileno(), self._receive)
         self.send("ready")
         while not self._exit.is_set():
@@ -164,6 +167,7 @@ class Worker:
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
         await self._calls.close()
+        await FORK_SERVERS.close()
         await self._browsers.close()
         await self._servers.close()
         self._journal.close()
@@ -194,13 +198,16 @@ class Worker:
             os._exit(1)  # the parent is gone: whoever resumes the run owns its files now
         match header["type"]:
             case "tasks":
-                for deal in header["deals"]:
-                    self._start(deal)
+                for assignment in header["assignments"]:
+                    self._start(assignment)
             case "durable":
                 for key in header["keys"]:
                     self._release(bytes.fromhex(key))
             case "answer":
                 self._calls.on_answer(header["id"], header["how"], payload)
+            case "key":
+                fields = {name: header[name] for name in ("command", "number", "problem")}
+                self._calls.on_key(**fields, key=payload)
             case "limits":
                 self._calls.on_limits(**header["limits"])
             case "loan":

@@ -53,7 +53,7 @@ class TestIntervals:
             hits += figure.low <= sum(everything) <= figure.high
         assert 170 <= hits <= 199
 
-    def test_what_is_known_has_no_spread(self) -> None:
+    def test_a_known_total_has_no_spread(self) -> None:
         figure = _total([1.0, 3.0], 0, Random(0), so_far=4.0)
         assert (figure.low, figure.expected, figure.high) == (4.0, 4.0, 4.0)
 
@@ -70,7 +70,7 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
         }  # fmt: skip
         pilot = run(tmp_path, "estimate", "--pilot=60", **asked)
         assert pilot.returncode == 0, pilot.stderr
-        assert "forecast for 300 tasks by a random 60 of them (0 failed)" in pilot.stdout
+        assert "forecast for 300 tasks from a random sample of 60 (0 failed)" in pilot.stdout
         run_dir = tmp_path / "trajectories" / "r"
         assert len(lines(run_dir / "records.jsonl")) == 60
         told = orjson.loads((run_dir / "estimate.json").read_bytes())
@@ -94,7 +94,7 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_is_unknown_is_not_forecast(tmp_path: Path) -> None:
+def test_unknown_costs_are_not_forecast(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 9)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         pilot = run(

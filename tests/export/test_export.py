@@ -263,7 +263,7 @@ class TestStatistics:
             "rows_with_any": 2,
         }
 
-    def test_what_the_prompt_brought_along_is_not_counted(self) -> None:
+    def test_the_turns_of_the_prompt_are_not_counted(self) -> None:
         """S2.18, S2.53: it was not this run's model that did it."""
         record = record_of(
             user(), assistant("", call(), reasoning="Hm."), failed(kind="timeout"),

@@ -149,6 +149,7 @@ def test_filters_leave_them_out(tmp_path: Path) -> None:
     assert left_out(max_interrupted_calls=1) == {"t1": "max_interrupted_calls"}
 
 
+@pytest.mark.slow
 def test_the_training_file_of_a_run_says_it(tmp_path: Path) -> None:
     step = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
     script = [{"content": "one", "reasoning": LONG, **step}, {"content": "two", **step},

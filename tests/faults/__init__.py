@@ -1,4 +1,4 @@
-"""The fault matrix of docs/reliability.md, row by row.
+"""The fault matrix of README.md, row by row.
 
 oracle                 judges a run directory and what was paid
 strace                 kills or fails a process at a chosen system call

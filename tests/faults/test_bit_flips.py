@@ -16,7 +16,7 @@ from export.training_files import export_run
 from runs.config.run_config import RunConfig
 from runs.run import Outcome
 from runs.store.checksum import DamagedLine, read_object, with_checksum, without_checksum
-from runs.totals.accounts import Accounts, account
+from runs.totals.run_totals import RunTotals, compute_totals
 from testing.bit_flips import FOUND, attack, flips, make_run
 from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import make_run as make_records
@@ -48,7 +48,7 @@ def test_a_line_is_read_with_and_without_checksum_and_newline() -> None:
         assert read_object(whole) == LINE
     # Laid out in another way it is no line that this program wrote.
     edited = line.replace(b',"crc32":"', b', "crc32": "')
-    with pytest.raises(DamagedLine, match="its checksum does not fit"):
+    with pytest.raises(DamagedLine, match="its checksum does not match"):
         read_object(edited)
 
 
@@ -81,7 +81,7 @@ def test_a_flip_of_another_file_changes_no_row(whole: Path, name: str, count: in
 
 
 @pytest.mark.slow
-def test_a_flipped_record_is_mended_and_its_task_alone_runs_again(tmp_path: Path) -> None:
+def test_only_the_task_of_a_flipped_record_runs_again(tmp_path: Path) -> None:
     """By an export, which names it, and by a repair; then the run is what it was."""
     scripted_rows(tmp_path, 4)
     assert run(tmp_path, **SCRIPTED).returncode == 0
@@ -96,12 +96,12 @@ def test_a_flipped_record_is_mended_and_its_task_alone_runs_again(tmp_path: Path
     assert exported.returncode == 4
     named = f"records.jsonl:{number}: the record ('p"
     assert named in exported.stderr
-    assert "its checksum does not fit. `verify --repair` sets it aside" in exported.stderr
+    assert "its checksum does not match. `verify --repair` sets it aside" in exported.stderr
     assert run_dir.with_suffix(".jsonl").read_bytes() == right
     repaired = run(tmp_path, "verify", "r", "--repair")
     assert repaired.returncode == 0, repaired.stdout
-    assert f"records.jsonl:{number}: not a whole record (id 'p" in repaired.stdout
-    assert "runs 1 tasks" in repaired.stdout
+    assert f"records.jsonl:{number}: not a complete record (id 'p" in repaired.stdout
+    assert "to run 1 tasks" in repaired.stdout
     assert len(list((run_dir / "quarantine").iterdir())) == 1
     assert run(tmp_path, **SCRIPTED).returncode == 0
     assert run_dir.with_suffix(".jsonl").read_bytes() == right
@@ -130,28 +130,28 @@ def said(text: str, **changes: Any) -> dict[str, Any]:
     return record_of(user(), assistant(text), **changes)
 
 
-def accounts_of(folder: Path, *records: dict[str, Any], pending: int = 0) -> Accounts:
+def totals_of(folder: Path, *records: dict[str, Any], pending: int = 0) -> RunTotals:
     source = make_records(folder, *records, pending=pending)
     config = RunConfig(dataset_file=folder / "p.jsonl", run_name="r", output_dir=folder)
     export_run(source.run_dir, source.scan, num_samples=1)
-    return account(source.run_dir, source.scan, config)
+    return compute_totals(source.run_dir, source.scan, config)
 
 
 def test_a_run_that_ends_with_pending_tasks_is_not_complete(tmp_path: Path) -> None:
     """Whatever took their records away."""
-    accounts = accounts_of(tmp_path, said("Hi."), pending=3)
-    code, reason = exit_of(Outcome(), accounts)
+    totals = totals_of(tmp_path, said("Hi."), pending=3)
+    code, reason = exit_of(Outcome(), totals)
     assert code == 4
-    assert "3 tasks have no record although the run has come to its end" in str(reason)
-    assert exit_of(Outcome(), accounts, is_all=False) == (0, None)
+    assert "3 tasks have no record although the run has ended" in str(reason)
+    assert exit_of(Outcome(), totals, is_all=False) == (0, None)
 
 
-def test_token_counts_that_nobody_can_mean_are_unknown(tmp_path: Path) -> None:
+def test_impossible_token_counts_are_unknown(tmp_path: Path) -> None:
     assert count_or_none(2**63 - 1) is None
     assert count_or_none(MOST_TOKENS - 1) == MOST_TOKENS - 1
     # As earlier versions recorded them: three of them fit no 64 bits.
     huge = {"input_tokens": 2**63 - 1, "output_tokens": 5}
-    accounts = accounts_of(tmp_path, *[said("Hi.", usage=huge)] * 3)
-    assert orjson.dumps(accounts.to_json())
-    assert (accounts.input_tokens, accounts.tokens_unknown) == (0, 3)
-    assert accounts.output_tokens == 15
+    totals = totals_of(tmp_path, *[said("Hi.", usage=huge)] * 3)
+    assert orjson.dumps(totals.to_json())
+    assert (totals.input_tokens, totals.tokens_unknown) == (0, 3)
+    assert totals.output_tokens == 15

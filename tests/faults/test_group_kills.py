@@ -16,7 +16,7 @@ import pytest
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, conversation_of, finished_lines, resume_and_judge
 from tests.faults.test_process import asking
-from tests.running import WRITE_A_NOTE, started, wait_until, write_prompts
+from tests.running import WRITE_A_NOTE, Process, started, wait_until, write_prompts
 
 TURNS = 4
 WORKERS = 2
@@ -102,12 +102,12 @@ def kill_and_resume(cwd: Path, draw: random.Random, *, prompts: int, kills: int)
     return Figures(killed, before_the_first_call, 1, prompts, calls, repeated, in_flight)
 
 
-def wait_for_a_call(process: subprocess.Popen[bytes], endpoint: FakeEndpoint, before: int) -> None:
+def wait_for_a_call(process: Process, endpoint: FakeEndpoint, before: int) -> None:
     """Wait until more calls were made than `before`, or the run is over."""
     wait_until(lambda: process.poll() is not None or endpoint.journal()["requests"] > before)
 
 
-def wait_for(process: subprocess.Popen[bytes], seconds: float) -> None:
+def wait_for(process: Process, seconds: float) -> None:
     """Wait some time, or until the run is over."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.errors import HOST_ERRNOS, HostError, failure_told, machine_failure
+from toolsets.errors import HOST_ERRNOS, HostError, machine_failure, machine_failure_in
 
 # A worker takes its own limits away, as a machine that fills up does, while `full` is there.
 TOOLS = '''
@@ -97,6 +97,7 @@ def test_no_process_is_the_machines_failure(crowded: Path, tmp_path: Path) -> No
     is_stopped_and_goes_on(tmp_path, options, "Resource temporarily unavailable; raise the limit")
 
 
+@pytest.mark.slow
 def test_one_oversized_value_is_the_tools_failure(tmp_path: Path) -> None:
     done = run(tmp_path, **given(tmp_path, calls(call("take_far_too_much"))))
     assert done.returncode == 0, done.stderr
@@ -109,11 +110,13 @@ def test_every_way_to_say_no_is_known(number: int) -> None:
     said = OSError(number, os.strerror(number))
     for error in (said, ExceptionGroup("several", [ValueError(), said]), HostError(str(said))):
         assert os.strerror(number) in str(machine_failure(error))
-    assert "; " in str(failure_told(f"bwrap: Creating namespace failed: {os.strerror(number)}"))
-    assert "; " in str(failure_told(f"spawn node {errno.errorcode[number]}"))
+    assert "; " in str(
+        machine_failure_in(f"bwrap: Creating namespace failed: {os.strerror(number)}")
+    )
+    assert "; " in str(machine_failure_in(f"spawn node {errno.errorcode[number]}"))
 
 
 def test_other_failures_are_not_the_machines() -> None:
     for error in (OSError(errno.ENOENT, "no"), RuntimeError("no"), ValueError()):
         assert machine_failure(error) is None
-    assert failure_told("bwrap: setting up uid map: Permission denied") is None
+    assert machine_failure_in("bwrap: setting up uid map: Permission denied") is None

@@ -274,7 +274,7 @@ def test_after_the_reply_and_before_its_tools(tmp_path: Path) -> None:
         assert traced(tmp_path, "worker", kill, given) == 0
         (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
         resume = resume_of(record)
-        assert (resume["turn"], len(resume["repeated"]), resume["workspace_kept"]) == (1, 1, False)
+        assert (resume["turn"], len(resume["repeated"]), resume["workspace_kept"]) == (1, 1, True)
         resume_and_judge(tmp_path, given, tasks=1, endpoint=endpoint)
         assert endpoint.journal()["requests"] == 3
 

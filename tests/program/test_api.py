@@ -149,6 +149,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 class TestAsLibrary:
+    @pytest.mark.slow
     def test_a_script_needs_no_guard(self, tmp_path: Path) -> None:
         """Workers do not import it, so it runs once."""
         scripted(tmp_path)
@@ -156,7 +157,7 @@ class TestAsLibrary:
         done = script(tmp_path, code)
         assert (done.stdout, done.stderr) == ("here\n3\n", "")
 
-    def test_a_running_loop_is_no_obstacle(self, tmp_path: Path) -> None:
+    def test_run_works_inside_a_running_event_loop(self, tmp_path: Path) -> None:
         """As in a notebook; listing MCP servers needs a loop of its own."""
         pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
         scripted(tmp_path)
@@ -183,6 +184,7 @@ class TestAsLibrary:
         assert [end.totals.done for end in ends] == [3]
         assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
+    @pytest.mark.slow
     def test_the_process_is_left_as_it_was(self, tmp_path: Path) -> None:
         scripted(tmp_path)
         code = RUN + (
@@ -238,6 +240,7 @@ class TestAsLibrary:
         assert said == "15 143 4\n"
 
     @needs_first_place
+    @pytest.mark.slow
     def test_process_1_stays_itself(self, tmp_path: Path) -> None:
         """Only the command moves into a child; a library does not fork its caller."""
         scripted(tmp_path)

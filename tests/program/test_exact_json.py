@@ -53,7 +53,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_what_is_written_is_read_again(value: Any) -> None:
+def test_written_json_reads_back_equal(value: Any) -> None:
     assert exact_json.loads(exact_json.dumps(value)) == value
     assert exact_json.loads(json.dumps(value)) == value
 
@@ -84,7 +84,7 @@ def test_many_short_numbers_do_not_hide_a_long_one() -> None:
     ["{", '{"n": 1' + "0" * 5000 + "}", f'{{"n": 1e400, "m": {LONG}}}', f'["\\ud83d", {LONG}]',
      f"[NaN, {LONG}]", "[" * 5000 + str(LONG) + "]" * 5000],
 )  # fmt: skip
-def test_what_is_no_strict_json_is_refused_as_ever(text: str) -> None:
+def test_non_strict_json_is_refused(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         exact_json.loads(text)
 
@@ -93,7 +93,7 @@ def test_integers_longer_than_a_double_are_read() -> None:
     assert exact_json.loads("1" + "0" * 400) == 10**400
 
 
-def test_what_cannot_be_written_is_a_type_error() -> None:
+def test_values_that_json_cannot_hold_raise_a_type_error() -> None:
     for value in (10**5000, {"n": LONG, "x": object()}, {"n": LONG, "x": "\ud83d"}):
         with pytest.raises(TypeError):
             exact_json.dumps(value)
@@ -129,7 +129,14 @@ def replies(path: str, turn: int) -> JSON:
     return {"id": "r", "model": "m", "content": content, "stop_reason": end}
 
 
-@pytest.mark.parametrize("api", ["openai_chat", "openai_responses", "anthropic_messages"])
+@pytest.mark.parametrize(
+    "api",
+    [
+        "openai_chat",
+        pytest.param("openai_responses", marks=pytest.mark.slow),
+        pytest.param("anthropic_messages", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_keeps_every_digit(module: Path, api: str) -> None:
     """The tool gets the integer, and record, request and row hold the digits of the model."""
     columns = {"id": "a", "prompt": "x", "expected": LONG}
@@ -236,7 +243,7 @@ def test_a_flat_session_holds_long_integers() -> None:
     assert ANTHROPIC == "anthropic_messages"
 
 
-def test_a_schema_may_hold_long_bounds() -> None:
+def test_a_schema_may_hold_integers_of_any_size() -> None:
     def f(n: int) -> str:
         """Do nothing."""
         return str(n)

@@ -6,6 +6,7 @@ test_dataset          reading prompts
 test_row_setup        rows that bring files, and checks of the final state
 test_kept_scan        the cached scan of a dataset
 test_endpoints        several models and endpoints in one run
+test_endpoint_access  headers, parameters, proxies and key commands of endpoints
 test_limiter          the limit on concurrent model calls
 test_budget           the budget of a run
 test_spending         the sum spent by a run

@@ -1,4 +1,4 @@
-"""Reading prompts: every bad line is named, every good one has an identity that lasts."""
+"""ContentDigest prompts: every bad line is named, every good one has an identity that lasts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runs.dataset.lines import Reading, Row, read_rows
+from runs.dataset.lines import ContentDigest, Row, read_rows
 from runs.dataset.row import RowRules, opening_messages
 from runs.dataset.scan import scan, tasks, tasks_at
 from runs.errors import DatasetChanged, DatasetError
@@ -64,7 +64,7 @@ def test_a_bad_line_has_a_reason_and_stops_nothing(
     tmp_path: Path, line: bytes, reason: str
 ) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "before"}, line, {"prompt": "after"})
-    rows = list(read_rows(path, RowRules(script="allowed"), Reading()))
+    rows = list(read_rows(path, RowRules(script="allowed"), ContentDigest()))
     assert isinstance(rows[0], Row)
     assert isinstance(rows[1], BadRow)
     assert isinstance(rows[2], Row)
@@ -125,7 +125,7 @@ def test_own_ids_are_kept_and_repeated_ones_are_counted(tmp_path: Path) -> None:
     assert ids[4].startswith("row-")
 
 
-def test_appending_a_row_with_a_used_id_renames_nobody(tmp_path: Path) -> None:
+def test_appending_a_row_with_a_used_id_renames_no_task(tmp_path: Path) -> None:
     """Nor does raising --max_samples so that it comes into view: finished work stays finished."""
     rows = [{"id": "k", "prompt": "a"}, {"id": "l", "prompt": "b"}, {"id": "k", "prompt": "c"}]
     path = write(tmp_path / "p.jsonl", *rows)
@@ -219,7 +219,7 @@ def test_text_parts_and_developers_are_the_same_prompt_in_other_words(
     assert other.columns[column][:2] == IN_PARTS, "the row stays as it is"
 
 
-def test_what_follows_the_prompt_in_a_chat_identifies_it_as_it_is(tmp_path: Path) -> None:
+def test_turns_after_the_prompt_are_part_of_its_identity(tmp_path: Path) -> None:
     """Runs that there are must find their rows again."""
     answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
     (task,) = all_tasks(write(tmp_path / "a.jsonl", {"id": "x", "messages": [*PLAIN, answer]}))

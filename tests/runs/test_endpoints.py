@@ -13,7 +13,7 @@ import yaml
 from agent.models.resolve import read_key
 from runs.config.fingerprint import meaning_of
 from runs.config.loading import load_config
-from runs.config.models import asked, bounds_of, set_up_models
+from runs.config.models import called_models, limits_of, set_up_models
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.errors import ConfigError
@@ -43,7 +43,7 @@ class TestNames:
             "extra_body": {"top_k": 5},
         }
         given = config(model="local:m:7b", endpoints={"local": own}, temperature=1.0, top_p=0.9)
-        [found] = asked(set_up_models(given))
+        [found] = called_models(set_up_models(given))
         assert (found.name, found.base_url) == ("m:7b", LOCAL["base_url"])
         assert (found.api, found.reference) == ("anthropic_messages", "local:m:7b")
         assert (found.temperature, found.top_p, found.extra_body) == (0.3, 0.9, {"top_k": 5})
@@ -56,29 +56,29 @@ class TestNames:
     def test_without_a_variable_no_key_leaves(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OPENAI_API_KEY", "sk-not-for-strangers")
         given = config(model="local:m", endpoints={"local": LOCAL})
-        assert read_key(asked(set_up_models(given))[0]) == "no-key"
+        assert read_key(called_models(set_up_models(given))[0]) == "no-key"
 
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"endpoints": {"a b": LOCAL}}, "a name is letters"),
+            ({"endpoints": {"a b": LOCAL}}, "a name may only have letters"),
             ({"endpoints": {"a": {"base_url": "ftp://x"}}}, "must start with http"),
-            ({"endpoints": {"a": {"base_url": "http://sk-1@x"}}}, "must hold no password"),
-            ({"endpoints": {"a": {"base_url": "http://x?key=1"}}}, "must hold no password"),
+            ({"endpoints": {"a": {"base_url": "http://sk-1@x"}}}, "must not have a password"),
+            ({"endpoints": {"a": {"base_url": "http://x?key=1"}}}, "must not have a password"),
             ({"endpoints": {"a": {"base_url": "http:///v1"}}}, "must name a host"),
             ({"endpoints": {"a": {**LOCAL, "key_env": ""}}}, "a.key_env"),
-            ({"endpoints": {"openai": LOCAL}}, "is the name of a known one"),
+            ({"endpoints": {"openai": LOCAL}}, "is the name of a built-in endpoint"),
             ({"endpoints": {"a": {**LOCAL, "rpn": 1}}}, "a.rpn"),
-            ({"endpoints": {"a": {}}}, "a.base_url"),
+            ({"endpoints": {"a": {}}}, "in a: base_url: missing"),
             ({"model": "b:m", "endpoints": {"a": LOCAL}}, "unknown prefix 'b'. Known: a, "),
             ({"model": "m", "models": {"a": 1}}, "give one"),
             ({"models": {"a": 0, "b": 0}}, "above 0"),
             ({"models": {"a": -1}}, "greater than or equal to 0"),
-            ({"models": {"scripted": 1, "b": 1}}, "cannot be one of several"),
+            ({"models": {"scripted": 1, "b": 1}}, "cannot be combined"),
             ({"models": {}}, "at least 1"),
         ],
     )
-    def test_what_cannot_be_meant_is_refused(self, fields: dict[str, Any], words: str) -> None:
+    def test_impossible_values_are_refused(self, fields: dict[str, Any], words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             set_up_models(config(**fields))
 
@@ -120,7 +120,7 @@ class TestDraw:
 
 
 class TestBounds:
-    def test_what_an_endpoint_says_of_itself_counts_there_alone(self) -> None:
+    def test_limits_of_an_endpoint_apply_only_to_it(self) -> None:
         given = config(
             models={"a:m": 1, "b:m": 1}, max_in_flight=50, rpm=600, num_workers=2, batch_size=40,
             endpoints={
@@ -128,26 +128,26 @@ class TestBounds:
                 "b": {"base_url": "http://127.0.0.1:8001/v1", "rpm": 60},
             },
         )  # fmt: skip
-        a, b = bounds_of(given, set_up_models(given)).values()
+        a, b = limits_of(given, set_up_models(given)).values()
         assert (a.ceiling, a.start, a.rpm, a.tpm) == (8, 8, 600, 1000)
         assert (b.ceiling, b.start, b.rpm, b.tpm) == (50, 50, 60, None)
 
     def test_a_slash_at_the_end_makes_no_other_endpoint(self) -> None:
         slash = {"base_url": LOCAL["base_url"] + "/"}
         given = config(models={"a:m": 1, "b:n": 1}, endpoints={"a": LOCAL, "b": slash})
-        assert len(bounds_of(given, set_up_models(given))) == 1
+        assert len(limits_of(given, set_up_models(given))) == 1
 
     def test_an_endpoint_that_nothing_asks_means_nothing(self) -> None:
         asked = config(model="a:m", endpoints={"a": LOCAL})
         more = config(model="a:m", endpoints={"a": LOCAL, "b": {**LOCAL, "temperature": 1}})
         assert meaning_of(asked) == meaning_of(more)
 
-    def test_two_names_of_one_endpoint_share_the_tighter_bounds(self) -> None:
+    def test_two_names_of_one_endpoint_share_the_lower_limits(self) -> None:
         given = config(
             models={"a:m": 1, "b:n": 1},
             endpoints={"a": {**LOCAL, "rpm": 60}, "b": {**LOCAL, "rpm": 30, "max_in_flight": 3}},
         )
-        [only] = bounds_of(given, set_up_models(given)).values()
+        [only] = limits_of(given, set_up_models(given)).values()
         assert (only.rpm, only.ceiling) == (30, 3)
 
 
@@ -181,7 +181,7 @@ def test_a_run_asks_each_endpoint_with_its_own_key_and_dialect(
         )  # fmt: skip
         most_at_a = a.journal()["max_in_flight"]
     assert done.returncode == 0, done.stderr
-    assert "p.jsonl:32: skipped: `model`: 'c:three' is none of the run's: a:one, b:two" in (
+    assert "p.jsonl:32: skipped: `model`: 'c:three' is not a model of this run (a:one, b:two)" in (
         done.stderr
     )
     assert most_at_a <= 2

@@ -16,7 +16,7 @@ from agent.models.resolve import resolve_sibling
 from runs.config.endpoints import PriceConfig
 from runs.config.fingerprint import meaning_of
 from runs.config.loading import load_config
-from runs.config.models import asked, set_up_models
+from runs.config.models import called_models, set_up_models
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from testing.fake_endpoint import FakeEndpoint
@@ -32,7 +32,7 @@ def config(**fields: Any) -> RunConfig:
 
 
 def settings(**fields: Any) -> ModelSettings:
-    return asked(set_up_models(config(**fields)))[0]
+    return called_models(set_up_models(config(**fields)))[0]
 
 
 def reply(cost_usd: float | None = None, **counts: int) -> Completion:
@@ -110,7 +110,7 @@ class TestWhoseTheyAre:
             endpoints={"gpu1": {**LOCAL, "prices": {"m": dear}}, "gpu2": LOCAL},
             prices={"m": OWN},
         )
-        one, other = asked(set_up_models(found))
+        one, other = called_models(set_up_models(found))
         assert one.own_price == Price(5, 6, 5, 5)
         assert other.own_price == Price(0.5, 1.5, 0.5, 0.5)
         # A sibling at the same endpoint is another model, and what is said of it counts.
@@ -162,7 +162,7 @@ def test_a_budget_in_dollars_works_where_only_the_user_knows_the_price(tmp_path:
         # Of nobody's table: dollars per token, so that the sums are plain to see.
         own = orjson.dumps({"m": {"input": 1_000, "output": 100_000, "cache_read": 0}}).decode()
         seen = run(tmp_path, "--dry_run", **asked_for, prices=own)
-        assert "prices: yours, $1000 in and $100000 out per million tokens ($0 cache" in seen.stdout
+        assert "your prices: $1000 in and $100000 out per million tokens ($0 cache" in seen.stdout
         stopped = run(tmp_path, **asked_for, prices=own)
     assert stopped.returncode == 3, stopped.stderr
     assert "(max_run_cost_usd) are spent" in stopped.stderr

@@ -67,7 +67,7 @@ class TestColumns:
             ({"check": {"command": "x", "files": {"t": 1}}}, "`check.files.t` must be text"),
         ],
     )
-    def test_what_cannot_be_meant_is_a_bad_row(self, columns: Any, words: str) -> None:
+    def test_impossible_values_make_a_bad_row(self, columns: Any, words: str) -> None:
         with pytest.raises(ValueError, match=words):
             RowRules(with_setup=True).read({"prompt": "x", **columns})
         # Without the option they are columns like any other.
@@ -75,8 +75,12 @@ class TestColumns:
 
     def test_they_are_part_of_what_the_conversation_is(self) -> None:
         columns = {"prompt": "x", "files": {"a": "1"}, "check": "true", "other": 1}
-        assert RowRules(with_setup=True).deciding(columns).keys() == {"prompt", "files", "check"}
-        assert RowRules().deciding(columns).keys() == {"prompt"}
+        assert RowRules(with_setup=True).rollout_columns(columns).keys() == {
+            "prompt",
+            "files",
+            "check",
+        }
+        assert RowRules().rollout_columns(columns).keys() == {"prompt"}
 
 
 def test_a_task_starts_from_its_row_and_is_judged_at_its_end(tmp_path: Path) -> None:
@@ -117,8 +121,8 @@ def test_the_exit_code_judges_and_a_reward_may_grade(tmp_path: Path) -> None:
     assert found == judged
 
 
-@pytest.mark.parametrize("sandbox", ["local", "bwrap"])
-def test_shells_and_interpreters_begin_where_the_row_says(tmp_path: Path, sandbox: str) -> None:
+@pytest.mark.parametrize("sandbox", ["bwrap", pytest.param("local", marks=pytest.mark.slow)])
+def test_shells_and_interpreters_start_in_the_row_s_directory(tmp_path: Path, sandbox: str) -> None:
     script = [
         calls(
             call("terminal", command="pwd; cat a.py"), call("python", code="open('a.py').read()")
@@ -142,11 +146,13 @@ def test_shells_and_interpreters_begin_where_the_row_says(tmp_path: Path, sandbo
     assert record["check"]["passed"]
 
 
+@pytest.mark.slow
 def test_a_check_that_takes_too_long_has_not_passed(tmp_path: Path) -> None:
     record = record_of(tmp_path, {"check": "sleep 60"}, command_timeout_s=0.3)
     assert (record["check"]["passed"], record["check"]["exit_code"]) == (False, None)
 
 
+@pytest.mark.slow
 def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> None:
     record = record_of(tmp_path, {"setup": "echo no such thing >&2; exit 3"}, max_attempts=1)
     assert record["status"] == "failed"
@@ -159,12 +165,12 @@ def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"../out": "x"}, "'../out' is no path in the workspace"),
-        ({"/etc/passwd": "x"}, "'/etc/passwd' is no path in the workspace"),
-        ({"a/../../out": "x"}, "is no path in the workspace"),
-        ({"": "x"}, "'' is no path in the workspace"),
-        ({".": "x"}, "'.' is no path in the workspace"),
-        ({"a": "x", "a/b": "y"}, "'a' is a file, and 'a/b' lies beneath it"),
+        ({"../out": "x"}, "'../out' is not a path in the workspace"),
+        ({"/etc/passwd": "x"}, "'/etc/passwd' is not a path in the workspace"),
+        ({"a/../../out": "x"}, "is not a path in the workspace"),
+        ({"": "x"}, "'' is not a path in the workspace"),
+        ({".": "x"}, "'.' is not a path in the workspace"),
+        ({"a": "x", "a/b": "y"}, "'a' is a file, so 'a/b' cannot be in it"),
     ],
 )
 def test_files_of_a_row_stay_in_the_workspace(files: dict[str, str], words: str) -> None:
@@ -178,7 +184,7 @@ def test_empty_columns_are_as_good_as_none() -> None:
     assert read_row_setup({"files": {"/workspace/a": "x"}}).files == {"a": b"x"}
 
 
-def test_what_the_model_leaves_cannot_reach_the_check(tmp_path: Path) -> None:
+def test_files_and_processes_of_the_model_cannot_influence_the_check(tmp_path: Path) -> None:
     """Neither a directory in the place of the check's file, nor a process that rewrites it."""
     tamper = "(while sleep 0.05; do echo 'exit 0' > hidden.sh; done) >/dev/null 2>&1 &"
     in_the_way = calls(call("write_file", path="hidden.sh/x", content=""))
@@ -197,6 +203,7 @@ def test_what_the_model_leaves_cannot_reach_the_check(tmp_path: Path) -> None:
     assert {record["status"] for record in records} == {"completed"}
 
 
+@pytest.mark.slow
 def test_without_the_option_nothing_of_a_row_is_run(tmp_path: Path) -> None:
     row = {"setup": f"touch {tmp_path}/touched", "check": f"touch {tmp_path}/touched"}
     record = record_of(tmp_path, row, with_setup=False)

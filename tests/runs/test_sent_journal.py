@@ -44,7 +44,7 @@ def test_a_reply_is_used_only_when_it_is_kept() -> None:
     async def work() -> None:
         sent: list[bytes] = []
         journal = RemoteJournal(sent.append, place="there")
-        journal.append("p", "d", reply(1), deal=1, position=0)
+        journal.append("p", "d", reply(1), assignment=1, position=0)
         waiting = asyncio.create_task(journal.kept(KEY))
         await passes()
         assert len(sent) == 1
@@ -61,7 +61,7 @@ def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
         sent: list[bytes] = []
         journal = RemoteJournal(sent.append, place="there")
         for position in range(5):
-            journal.append(f"p{position}", "d", reply(1), deal=1, position=0)
+            journal.append(f"p{position}", "d", reply(1), assignment=1, position=0)
             await passes()
         assert len(sent) == 1
         journal.on_kept(1)
@@ -77,7 +77,7 @@ def test_what_was_noted_goes_before_the_end_of_its_task() -> None:
     async def work() -> None:
         sent: list[bytes] = []
         journal = RemoteJournal(sent.append, place="there")
-        journal.append("p", "d", note(0), deal=1, position=0)
+        journal.append("p", "d", note(0), assignment=1, position=0)
         await passes()
         assert not sent
         journal.flush()
@@ -87,19 +87,19 @@ def test_what_was_noted_goes_before_the_end_of_its_task() -> None:
 
 
 def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Path) -> None:
-    """Of several deals the last says where; a journal of before says the run's own directory."""
+    """The last of several assignments says where; an older journal says the run directory."""
     sent: list[bytes] = []
 
     async def work() -> None:
         journal = RemoteJournal(sent.append, place="there")
-        journal.append("p", "d", reply(1), deal=2, position=0)
+        journal.append("p", "d", reply(1), assignment=2, position=0)
         journal.flush()
 
     asyncio.run(work())
     errors: list[Any] = []
     first = JournalWriter(tmp_path, 0, on_storage_error=errors.append)
-    first.append("p", "d", reply(1), deal=1, position=0)
-    first.append("q", "d", reply(1), deal=1, position=0)
+    first.append("p", "d", reply(1), assignment=1, position=0)
+    first.append("q", "d", reply(1), assignment=1, position=0)
     second = JournalWriter(tmp_path, 1, on_storage_error=errors.append)
     header, told = unpack(sent[0])
     second.append_lines(map(bytes.fromhex, header["keys"]), told)

@@ -87,7 +87,7 @@ class TestWhichShard:
             then, now = ({t.key for t in tasks(s, num_samples=1)} for s in (old, new))
             assert then <= now
 
-    def test_max_samples_bounds_the_dataset_and_not_each_shard(self, tmp_path: Path) -> None:
+    def test_max_samples_limits_the_dataset_and_not_each_shard(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "p.jsonl", *dataset())
         first = {task.id for task in tasks(scan(path, max_samples=6), num_samples=1)}
         parts = self.scans(path, SHARDS, max_samples=6)
@@ -99,12 +99,12 @@ class TestWhichShard:
         assert all(430 < part.rows < 570 for part in parts)
 
     @pytest.mark.parametrize("text", ["3/3", "8", "-1/3", "1/0", "a/b", "0/1000000"])
-    def test_what_names_no_shard_is_refused(self, text: str) -> None:
+    def test_an_invalid_shard_is_refused(self, text: str) -> None:
         with pytest.raises(ValueError, match=text):
             parse_shard(text)
 
 
-def test_a_shard_accounts_for_its_own_tasks_alone(cwd: Path) -> None:
+def test_a_shard_counts_only_its_own_tasks(cwd: Path) -> None:
     counted = {"tasks": 0, "discarded": 0}
     for shard in range(SHARDS):
         run_dir = cwd / "trajectories" / f"s{shard}"
@@ -123,8 +123,8 @@ def test_a_shard_accounts_for_its_own_tasks_alone(cwd: Path) -> None:
 
 def test_a_run_keeps_to_its_shard(cwd: Path) -> None:
     for name, shard, words in (
-        ("s1", 2, "this run is shard 1/3, now asked: shard 2/3"),
-        ("whole", 0, "this run is of the whole dataset, now asked: shard 0/3"),
+        ("s1", 2, "this run is for shard 1/3, now shard 2/3 is"),
+        ("whole", 0, "this run is for the whole dataset, now shard 0/3 is"),
     ):
         refused = run(cwd, **given(name, shard))
         assert refused.returncode == 2
@@ -165,7 +165,7 @@ def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
         (["s0", "other", "s2"], "other: its config differs"),
         (["s0", "edited", "s2"], "edited: its dataset has other rows"),
         (["s0", "halves", "s2"], "halves is shard 1/2, {place}/s0 one of 3"),
-        (["s0", "whole"], "whole is no shard but the others are"),
+        (["s0", "whole"], "whole is not a shard but others are"),
     ):
         place = cwd / "trajectories"
         found = [(place / name, run_json(cwd, name)) for name in names]
@@ -192,6 +192,7 @@ def test_a_gap_that_is_wanted_is_work_for_the_merged_run(cwd: Path) -> None:
     assert training == (cwd / "trajectories" / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_shard_without_rows_is_complete(tmp_path: Path) -> None:
     rows = [{"id": "p", "prompt": "x", "script": [{"content": "y"}]}]
     write_rows(tmp_path / "p.jsonl", *rows)

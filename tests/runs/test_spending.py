@@ -17,7 +17,7 @@ from agent.messages import UNREADABLE
 from agent.models.dialects.registry import DIALECTS, read_reply
 from agent.models.errors import ModelError
 from runs.store.files import set_aside
-from runs.store.settled import NO_BOUND
+from runs.store.settled import NO_LIMIT
 from runs.totals.spending import Spent, spent_by
 from tests.answering import JSON, answering
 from tests.running import lines, run, session_of, started, wait_until, write_rows
@@ -125,7 +125,7 @@ def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Pat
         content[number] = content[number].replace(b'{"id":', b'{"id" ', 1)
         records.write_bytes(b"".join(content))
         repaired = run(tmp_path, "verify", "r", "--repair")
-        assert "not a whole record" in repaired.stdout
+        assert "not a complete record" in repaired.stdout
         assert spent() == endpoint.charged
         done = run(tmp_path, **asked, max_attempts=3)
         assert done.returncode == 0, done.stderr
@@ -133,15 +133,15 @@ def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Pat
         assert (summary["done"], summary["gone"]) == (7, 1)
         assert summary["spent_usd"] == endpoint.charged
         assert summary["cost_usd"] == endpoint.charged - 300
-    in_all = f"${endpoint.charged:,.4f} spent by the run in all"
-    assert f"cost ${endpoint.charged - 300:,.4f} for these, {in_all}" in done.stdout
+    in_all = f"spent in total ${endpoint.charged:,.4f}"
+    assert f"cost of these tasks ${endpoint.charged - 300:,.4f}, {in_all}" in done.stdout
 
     # Wherever the cost is shown.
     stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
     assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
-    assert f"spent ${endpoint.charged:.4f} in all" in run(tmp_path, "stats", "r").stdout
+    assert f"spent in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
     compared = run(tmp_path, "compare", "r", "r")
-    assert re.search(r"spent in all +\$1,?500", compared.stdout), compared.stdout
+    assert re.search(r"total spent +\$1,?500", compared.stdout), compared.stdout
     run(tmp_path, "report", "r")
     assert b'"spent":{"usd":1500.0,"unknown":0}' in (run_dir / "report.html").read_bytes()
     assert run(tmp_path, "verify", "r", "--read_data").returncode == 0
@@ -155,7 +155,7 @@ def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("api", DIALECTS)
-def test_an_unreadable_reply_tells_what_it_cost_in_every_dialect(api: str) -> None:
+def test_the_cost_of_an_unreadable_reply_is_known_in_every_dialect(api: str) -> None:
     told = {
         "openai_chat": {"prompt_tokens": 7, "completion_tokens": 3, "cost": 0.5},
         "openai_responses": {"input_tokens": 7, "output_tokens": 3},
@@ -184,12 +184,12 @@ def test_damaged_lines_count_as_far_as_their_price_can_be_read(tmp_path: Path) -
     inflight.mkdir()
     segment = inflight / "worker-0-0.jsonl"
     segment.write_bytes(priced + unpriced + whole + b'"cost_usd":4.0}}\n' + priced[:-1])
-    assert spent_by(tmp_path, NO_BOUND) == Spent(4.25, 1)
+    assert spent_by(tmp_path, NO_LIMIT) == Spent(4.25, 1)
     set_aside(quarantine, segment.name, segment.read_bytes())
     segment.unlink()
-    assert spent_by(tmp_path, NO_BOUND) == Spent(0.25, 1)
+    assert spent_by(tmp_path, NO_LIMIT) == Spent(0.25, 1)
     record = b'{"turns":[{"cost_usd":7.0}],"inner":[{"cost_usd":1.0,"model_returned":"m"}],'
     set_aside(quarantine, "records.jsonl.line3", record + b'"cost_usd":8.0,"model_returned":"m"}}')
     set_aside(quarantine, "records.jsonl.line3", b"\0" * 20)
     set_aside(quarantine, "records.jsonl.900.torn", record + b'"cost_usd":8.0,"model_returned"')
-    assert spent_by(tmp_path, NO_BOUND) == Spent(8.25, 2)
+    assert spent_by(tmp_path, NO_LIMIT) == Spent(8.25, 2)

@@ -20,12 +20,20 @@ from runs.batch_api.batch_log import BatchLog
 from runs.store.checksum import with_checksum
 from runs.store.failures import Failure, FailureFile, load_failed_attempts
 from runs.store.files import AppendFile, StorageError, repair_tail, replace_file
-from runs.store.journal import Inflight, next_worker_number, turns_under_way, usable_prefix
+from runs.store.index import index_fields
+from runs.store.journal import (
+    Inflight,
+    next_worker_number,
+    read_journaled_replies,
+    usable_prefix,
+)
 from runs.store.journal_writer import JournalWriter
-from runs.store.records import RecordFile, index_fields, load_index
+from runs.store.reader import SharedTools
+from runs.store.records import RecordFile, load_index
 from runs.supervisor.budget import BudgetLog
 from runs.supervisor.damaged import set_aside_damaged
 from runs.tasks import BadRow, task_key
+from toolsets import exact_json
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def test_the_last_record_of_a_task_counts(records: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(2, 60))
-def test_a_torn_last_record_is_set_aside_and_nothing_is_glued_to_it(
+def test_a_torn_last_record_is_quarantined_and_nothing_is_appended_to_it(
     records: Path, cut: int
 ) -> None:
     """However many bytes of the last record are missing, its task alone is to be done again."""
@@ -164,7 +172,9 @@ ODD_RECORDS = [
         *[orjson.dumps(odd) + b"\n" for odd in ODD_RECORDS],
     ],
 )
-def test_unreadable_records_are_set_aside_and_the_rest_stays(records: Path, garbage: bytes) -> None:
+def test_unreadable_records_are_quarantined_and_the_rest_stays(
+    records: Path, garbage: bytes
+) -> None:
     path = records / "records.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     whole_garbage = garbage if garbage.endswith(b"\n") else garbage + b"\n"
@@ -226,14 +236,14 @@ def fail(error: StorageError) -> None:
 
 
 def journal(
-    path: Path, worker: int, *entries: tuple[str, Any], deal: int = 1, first: int = 0
+    path: Path, worker: int, *entries: tuple[str, Any], assignment: int = 1, first: int = 0
 ) -> None:
-    """Write the segment of one worker: (task, event) pairs of one deal, from position `first`."""
+    """Write the segment of a worker: (task, event) pairs of an assignment, from `first` on."""
     writer = JournalWriter(path, worker, on_storage_error=fail)
     positions: dict[str, int] = {}
     for task, event in entries:
         position = positions.setdefault(task, first)
-        writer.append(task, "d", event, deal=deal, position=position)
+        writer.append(task, "d", event, assignment=assignment, position=position)
         positions[task] += 1
     writer.close()
 
@@ -266,21 +276,21 @@ def test_journaled_events_are_read_back_by_task(tmp_path: Path) -> None:
 def test_events_are_in_order_whichever_worker_wrote_them(tmp_path: Path) -> None:
     """A task of a worker that died may go on in one that was started before it."""
     journal(tmp_path, 7, ("a", reply(1, calls=1)), ("a", result(1, 0)))
-    journal(tmp_path, 2, ("a", reply(2)), ("a", reply(3)), deal=2, first=2)
-    journal(tmp_path, 5, ("a", reply(4)), deal=3, first=4)
+    journal(tmp_path, 2, ("a", reply(2)), ("a", reply(3)), assignment=2, first=2)
+    journal(tmp_path, 5, ("a", reply(4)), assignment=3, first=4)
     turns = turns_of(read_back(tmp_path, "a"))
     assert turns == [1, 1, 2, 3, 4]
     inflight = Inflight(tmp_path)
     inflight.read(settled=())
-    assert inflight.next_deal(task_key("a", "d")) == 4
-    assert inflight.next_deal(task_key("b", "d")) == 1
+    assert inflight.next_assignment(task_key("a", "d")) == 4
+    assert inflight.next_assignment(task_key("b", "d")) == 1
 
 
-def test_a_later_deal_counts_from_where_it_went_on(tmp_path: Path) -> None:
-    """What an older deal left beyond a hole is not used later either, but was paid for."""
+def test_a_later_assignment_counts_from_where_it_went_on(tmp_path: Path) -> None:
+    """What an older assignment left beyond a hole is not used later either, but was paid for."""
     old, new = reply(2), {**reply(2), "model": "new"}
     journal(tmp_path, 0, ("a", reply(1)), ("a", old), ("a", reply(3)))
-    journal(tmp_path, 1, ("a", new), deal=2, first=1)
+    journal(tmp_path, 1, ("a", new), assignment=2, first=1)
     assert read_back(tmp_path, "a") == [reply(1), new, paid(old, 3), paid(reply(3), 3)]
 
 
@@ -296,7 +306,7 @@ def test_a_segment_is_deleted_when_all_its_tasks_have_records(tmp_path: Path) ->
 
 def test_a_worker_deletes_its_own_segments_as_its_tasks_finish(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
-    writer.append("a", "d", reply(1), deal=1, position=0)
+    writer.append("a", "d", reply(1), assignment=1, position=0)
     writer.finish(task_key("a", "d"))
     writer.close()
     assert not list(tmp_path.iterdir())
@@ -308,7 +318,8 @@ def test_segments_of_settled_tasks_are_deleted(tmp_path: Path) -> None:
     inflight = Inflight(tmp_path)
     inflight.read(settled={task_key("a", "d")})
     assert [path.name for path in tmp_path.iterdir()] == ["worker-1-0.jsonl"]
-    assert turns_under_way(tmp_path, settled=()) == {task_key("b", "d"): 1}
+    tasks = read_journaled_replies(tmp_path, settled=()).tasks
+    assert {key: replies.turns for key, replies in tasks.items()} == {task_key("b", "d"): 1}
 
 
 def test_the_segments_of_one_dead_worker_are_read_for_the_tasks_it_held(tmp_path: Path) -> None:
@@ -323,35 +334,35 @@ def test_the_segments_of_one_dead_worker_are_read_for_the_tasks_it_held(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["worker-0-0.jsonl"]
 
 
-def test_a_hole_in_an_older_deal_does_not_hide_what_later_deals_did(tmp_path: Path) -> None:
-    """reply 2 was lost to a power cut; the deals after it went on from reply 1."""
+def test_a_hole_in_an_older_assignment_does_not_hide_what_later_ones_did(tmp_path: Path) -> None:
+    """reply 2 was lost to a power cut; the assignments after it continued from reply 1."""
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
-    writer.append("a", "d", reply(1), deal=1, position=0)
-    writer.append("a", "d", reply(3), deal=1, position=2)
-    writer.append("a", "d", reply(4), deal=1, position=3)
+    writer.append("a", "d", reply(1), assignment=1, position=0)
+    writer.append("a", "d", reply(3), assignment=1, position=2)
+    writer.append("a", "d", reply(4), assignment=1, position=3)
     writer.close()
-    journal(tmp_path, 1, ("a", reply(2)), ("a", reply(3)), deal=2, first=1)
-    journal(tmp_path, 2, ("a", reply(4)), deal=3, first=3)
+    journal(tmp_path, 1, ("a", reply(2)), ("a", reply(3)), assignment=2, first=1)
+    journal(tmp_path, 2, ("a", reply(4)), assignment=3, first=3)
     lost = [paid(reply(3), 5), paid(reply(4), 5)]
     assert read_back(tmp_path, "a") == [*map(reply, range(1, 5)), *lost]
 
 
-def test_replies_behind_a_hole_are_paid_for_and_stay_so_in_all_deals_that_follow(
+def test_replies_behind_a_hole_are_paid_for_and_stay_so_in_all_later_assignments(
     tmp_path: Path,
 ) -> None:
     """Also those of inner conversations; results and notes cost nothing."""
     inner: Any = {"kind": "sub", "key": "k", "name": "n", "event": reply(1)}
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
     for position, event in ((0, reply(1, calls=1)), (2, result(1, 0)), (3, reply(2)), (4, inner)):
-        writer.append("a", "d", event, deal=1, position=position)
+        writer.append("a", "d", event, assignment=1, position=position)
     writer.close()
     lost = [paid(reply(2), 2), paid(reply(1), 2)]
     given = [reply(1, calls=1), *lost]
     assert read_back(tmp_path, "a") == given
-    # The next deal begins behind them, and the one after it finds all where it was.
-    journal(tmp_path, 1, ("a", result(1, 0)), ("a", reply(2)), deal=2, first=len(given))
+    # The next assignment begins behind them, and the one after it finds all where it was.
+    journal(tmp_path, 1, ("a", result(1, 0)), ("a", reply(2)), assignment=2, first=len(given))
     assert read_back(tmp_path, "a") == [*given, result(1, 0), reply(2)]
-    journal(tmp_path, 2, ("a", reply(3)), deal=3, first=len(given) + 2)
+    journal(tmp_path, 2, ("a", reply(3)), assignment=3, first=len(given) + 2)
     assert read_back(tmp_path, "a") == [*given, result(1, 0), reply(2), reply(3)]
     trajectory = Trajectory([])
     for event in (*given, reply(2)):
@@ -364,7 +375,7 @@ def test_replies_behind_a_hole_are_paid_for_and_stay_so_in_all_deals_that_follow
 def test_a_reply_that_a_batch_can_bring_again_is_not_paid_twice(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
     brought: Any = {**reply(2), "batch_item": "i"}
-    writer.append("a", "d", brought, deal=1, position=1)
+    writer.append("a", "d", brought, assignment=1, position=1)
     writer.close()
     assert read_back(tmp_path, "a") == []
 
@@ -376,7 +387,7 @@ def test_full_segments_are_followed_by_new_ones(
     monkeypatch.setattr("runs.store.journal_writer._SEGMENT_BYTES", 300)
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
     for turn in range(1, 21):
-        writer.append("a", "d", reply(turn), deal=1, position=turn - 1)
+        writer.append("a", "d", reply(turn), assignment=1, position=turn - 1)
     assert len(list(tmp_path.iterdir())) > 5
     assert len(read_back(tmp_path, "a")) == 20
     writer.finish(task_key("a", "d"))
@@ -384,7 +395,7 @@ def test_full_segments_are_followed_by_new_ones(
     assert not list(tmp_path.iterdir())
 
 
-def test_segments_that_are_removed_under_their_writer_are_written_anew(
+def test_segments_removed_during_a_run_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full ones too, by the next event or, where none comes, at the end; the run is stopped."""
@@ -394,10 +405,10 @@ def test_segments_that_are_removed_under_their_writer_are_written_anew(
     errors: list[StorageError] = []
     writer = JournalWriter(inflight, 0, on_storage_error=errors.append)
     for turn in range(1, 10):
-        writer.append("a", "d", reply(turn), deal=1, position=turn - 1)
+        writer.append("a", "d", reply(turn), assignment=1, position=turn - 1)
     assert len(list(inflight.iterdir())) > 2
     shutil.rmtree(inflight)
-    writer.append("a", "d", reply(10), deal=1, position=9)
+    writer.append("a", "d", reply(10), assignment=1, position=9)
     assert ["worker-0-" in str(error) for error in errors] == [True]
     assert turns_of(read_back(inflight, "a")) == [*range(1, 11)]
     shutil.rmtree(inflight)
@@ -405,12 +416,12 @@ def test_segments_that_are_removed_under_their_writer_are_written_anew(
     assert turns_of(read_back(inflight, "a")) == [*range(1, 11)]
 
 
-def test_a_writer_whose_run_was_removed_closes_all_it_has_open_and_says_so(tmp_path: Path) -> None:
+def test_a_writer_whose_run_was_removed_closes_its_files_and_raises(tmp_path: Path) -> None:
     inflight = tmp_path / "run" / "inflight"
     inflight.mkdir(parents=True)
     errors: list[StorageError] = []
     writer = JournalWriter(inflight, 0, on_storage_error=errors.append)
-    writer.append("a", "d", reply(1), deal=1, position=0)
+    writer.append("a", "d", reply(1), assignment=1, position=0)
     shutil.rmtree(tmp_path / "run")
     writer.close()
     assert ["cannot write" in str(error) for error in errors] == [True]
@@ -455,7 +466,7 @@ def test_a_journal_whose_run_was_removed_is_not_made_elsewhere(tmp_path: Path) -
     writer = JournalWriter(inflight, 0, on_storage_error=fail)
     shutil.rmtree(tmp_path / "r")
     with pytest.raises(StorageError, match="inflight: cannot write: No such file or directory"):
-        writer.append("a", "d", reply(1), deal=1, position=0)
+        writer.append("a", "d", reply(1), assignment=1, position=0)
     writer.close()
     assert not list(tmp_path.iterdir())
 
@@ -525,3 +536,32 @@ def test_a_file_that_was_removed_under_its_writer_is_noticed(tmp_path: Path) -> 
         with pytest.raises(StorageError, match="removed or replaced"):
             append(file, record("b"))
         file.close()
+
+
+TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"options": {"tools": []}}}}]
+
+
+def test_tools_that_many_records_offer_are_one_object() -> None:
+    loads = SharedTools().loads
+    lines = [orjson.dumps({"id": n, "tools": TOOLS, "options": {}, "model": n}) for n in range(3)]
+    first, *others = map(loads, lines)
+    assert [first, *others] == list(map(orjson.loads, lines))
+    assert all(other["tools"] is first["tools"] for other in others)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"tools": [], "options": {"x": 1, "tools": TOOLS, "options": {}}},
+        {"id": "p", "row": {"x": 1, "tools": TOOLS, "options": 2}},
+        {"id": "p", "inner": [{"x": 1, "tools": TOOLS, "options": {}}], "tools": [{"b": 1}]},
+        {"id": "p", "text": ',"tools":' + orjson.dumps(TOOLS).decode() + ',"options":'},
+        {"id": "p", "tools": [{"n": 2**70}], "options": {}},
+        {"id": "p", "tools": TOOLS},
+    ],
+    ids=["in the options", "in the row", "of a subagent", "in a text", "beyond 64 bits", "last"],
+)
+def test_tools_elsewhere_in_a_record_are_left_where_they_are(record: dict[str, Any]) -> None:
+    loads = SharedTools().loads
+    loads(orjson.dumps({"id": "p", "tools": TOOLS, "options": {}}))
+    assert loads(exact_json.dumps(record)) == record

@@ -182,16 +182,16 @@ def on(name: str, change: Callable[[list[bytes]], Any]) -> Callable[[Path], Any]
 
 DAMAGES: dict[str, Damage] = {
     "torn record": Damage(
-        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: a line that was"
+        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: an incomplete"
     ),
     "zeros": Damage(
         on("records.jsonl", lambda c: c.__setitem__(1, b"\0" * (len(c[1]) - 1) + b"\n")),
-        "records.jsonl:2: not a whole record",
+        "records.jsonl:2: not a complete record",
         again=1,
     ),
     "a record without messages": Damage(
         on("records.jsonl", change_record(2, messages=None)),
-        "records.jsonl:3: not a whole record",
+        "records.jsonl:3: not a complete record",
         again=1,
     ),
     "a record twice": Damage(
@@ -204,35 +204,35 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a record of another schema": Damage(
         on("records.jsonl", change_record(0, schema_version=99)),
-        "of schema 99, ours is",
+        "has schema 99, not",
         repaired=False,
     ),
-    "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: it ends before"),
+    "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: ends before"),
     "a wrong index": Damage(
         lambda p: edit_last_row(p / "records.idx", turns=7),
-        "records.idx:5: not what line 5 of records.jsonl says",
+        "records.idx:5: does not match line 5 of records.jsonl",
     ),
     "a flipped bit of the index": Damage(
-        lambda p: flip_a_bit(p / "records.idx", 3 * ROW_BYTES), "records.idx: its checksum"
+        lambda p: flip_a_bit(p / "records.idx", 3 * ROW_BYTES), "records.idx: checksum mismatch"
     ),
     "a flipped bit of a text": Damage(
         on("records.jsonl", in_record_of_p1(b'"content":"y1"', b'"content":"x1"')),
-        ": not a whole record (id 'p1'; it was changed since it was written",
+        ": not a complete record (id 'p1'; it was changed since it was written",
         again=1,
     ),
     "a flipped bit of an id": Damage(
         on("records.jsonl", in_record_of_p1(b'"id":"p1"', b'"id":"q1"')),
-        ": not a whole record (id 'q1'",
+        ": not a complete record (id 'q1'",
         again=1,
     ),
     "a flipped bit of a checksum": Damage(
         on("records.jsonl", in_record_of_p1(b'"crc32"', b'"crc22"')),
-        ": not a whole record (id 'p1'",
+        ": not a complete record (id 'p1'",
         again=1,
     ),
     "a record without its newline": Damage(
         on("records.jsonl", lambda c: c.__setitem__(-1, c[-1][:-1])),
-        "records.jsonl:5: a whole line without its newline",
+        "records.jsonl:5: a complete line without its newline",
     ),
     "a changed loan": Damage(
         lambda p: (p / "budget.jsonl").write_bytes(LOAN.replace(b"1.5", b"1.7")),
@@ -243,16 +243,16 @@ DAMAGES: dict[str, Damage] = {
         "verdicts.jsonl:1: not a verdict",
     ),
     "an index that goes on": Damage(
-        lambda p: append_a_row(p / "records.idx"), "records.idx:6: it goes on"
+        lambda p: append_a_row(p / "records.idx"), "records.idx:6: continues"
     ),
     "a kept scan of another dataset": Damage(
-        lambda p: mix_up_kept_scan(p / "dataset.idx"), "dataset.idx: not what the dataset gives"
+        lambda p: mix_up_kept_scan(p / "dataset.idx"), "dataset.idx: does not match the dataset"
     ),
     "a failure that is none": Damage(
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
     ),
     "a torn failure": Damage(
-        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: a line that was"
+        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: an incomplete"
     ),
     "a journal of nobody": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: no unfinished"
@@ -263,7 +263,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a torn journal": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(event_of("z") + b'{"t'),
-        "worker-3-0.jsonl:2: a line that was",
+        "worker-3-0.jsonl:2: an incomplete",
     ),
     "a workspace of a finished task": Damage(
         lambda p: workspace_of_first(p).mkdir(parents=True), ": the files of a finished"
@@ -276,7 +276,7 @@ DAMAGES: dict[str, Damage] = {
         all_of(
             lambda p: note_batch(p, "gathered"), lambda p: append(p / "batches.jsonl", b'{"kind"')
         ),
-        "batches.jsonl:2: a line that was",
+        "batches.jsonl:2: an incomplete",
     ),
     "a batch that nobody takes": Damage(
         lambda p: note_batch(p, *ALL_STEPS[:3], task=workspace_of_first(p).name),
@@ -284,7 +284,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a batch of unknown calls": Damage(
         lambda p: note_batch(p, *ALL_STEPS[1:3]),
-        "batches.jsonl:2: wave w is created, and no line before tells which calls it has",
+        "batches.jsonl:2: job w is created, but no earlier line has its calls",
         repaired=False,
     ),
     "a batch of two waves": Damage(
@@ -292,12 +292,12 @@ DAMAGES: dict[str, Damage] = {
             lambda p: note_batch(p, *ALL_STEPS[:3], job="v"),
             lambda p: note_batch(p, *ALL_STEPS[:3]),
         ),
-        "batches.jsonl:6: batch b1 of wave w is that of wave v too",
+        "batches.jsonl:6: batch b1 of job w is also that of job v",
         repaired=False,
     ),
     "steps of a batch out of order": Damage(
         lambda p: note_batch(p, "gathered", "created"),
-        "batches.jsonl:2: wave w is created after it was gathered",
+        "batches.jsonl:2: job w is created after it was gathered",
         repaired=False,
     ),
     "a batch that brought too much": Damage(
@@ -306,15 +306,17 @@ DAMAGES: dict[str, Damage] = {
             on("batches.jsonl", lambda c: put(3, without(c[3], failed=2))(c)),
             lambda p: keep_results(p, RESULT),
         ),
-        "batches.jsonl:4: wave w has 1 calls, and 1 replies and 2 failures",
+        "batches.jsonl:4: job w has 1 calls, but 1 replies and 2 failures",
         repaired=False,
     ),
     "results that are gone": Damage(
-        lambda p: note_batch(p, *ALL_STEPS), "w.results: not what batch b1 brought", repaired=False
+        lambda p: note_batch(p, *ALL_STEPS),
+        "w.results: not the results of batch b1",
+        repaired=False,
     ),
     "results that are short": Damage(
         all_of(lambda p: note_batch(p, *ALL_STEPS), lambda p: keep_results(p, b"")),
-        "w.results: not what batch b1 brought (0 replies instead of 1)",
+        "w.results: not the results of batch b1 (0 replies instead of 1)",
         repaired=False,
     ),
     "results that nobody needs": Damage(
@@ -322,11 +324,13 @@ DAMAGES: dict[str, Damage] = {
             lambda p: note_batch(p, *ALL_STEPS, task=workspace_of_first(p).name),
             lambda p: keep_results(p, RESULT),
         ),
-        "w.results: what is left of a batch",
+        "w.results: left over from a batch",
     ),
-    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: a file"),
+    "half a file": Damage(
+        lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: an incomplete file"
+    ),
     "half a training file": Damage(
-        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: a file that"
+        lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: an incomplete file"
     ),
     "no summary": Damage(lambda p: (p / "summary.json").unlink(), "summary.json: missing"),
     "an empty summary": Damage(
@@ -336,7 +340,7 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "exports" / "manifest.json").write_bytes(b""), "manifest.json: unreadable"
     ),
     "a wrong summary": Damage(
-        lambda p: edit_json(p / "summary.json", done=9), "summary.json: it says done 9, the records"
+        lambda p: edit_json(p / "summary.json", done=9), "summary.json: it has done 9, the records"
     ),
     "no manifest": Damage(
         lambda p: (p / "exports" / "manifest.json").unlink(), "manifest.json: missing"
@@ -361,7 +365,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "an edited meaning": Damage(
         lambda p: edit_json(p / "run.json", digest="0" * 16),
-        "run.json: the digest is not that",
+        "run.json: `digest` does not match",
         repaired=False,
     ),
 }  # fmt: skip
@@ -381,6 +385,7 @@ def append(file: Path, content: bytes) -> None:
         opened.write(content)
 
 
+@pytest.mark.slow
 def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
     keep_results(path, RESULT)
     note_batch(path, *ALL_STEPS)
@@ -391,7 +396,7 @@ def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
 def test_a_finished_run_is_whole(path: Path) -> None:
     found = checked(path)
     assert (found.found, found.records, found.owed) == ([], 5, "")
-    assert "5 records, whole" in found.describe()
+    assert "5 records, no problems found" in found.describe()
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -405,7 +410,7 @@ def test_damage_is_named_repaired_and_costs_only_what_it_hit(path: Path, name: s
     assert content_of(path) == before, "without --repair nothing is written"
     repaired = checked(path, repair=True)
     assert (repaired.left == []) is damage.repaired, repaired.describe()
-    assert (f"runs {damage.again} tasks" in repaired.owed) is bool(damage.again)
+    assert (f"to run {damage.again} tasks" in repaired.owed) is bool(damage.again)
     assert len(set(ids(path / "records.jsonl"))) == 5 - damage.again
     readable = [line for line in before["records.jsonl"].splitlines() if is_whole(line)]
     kept = b"".join(content_of(path).values())
@@ -487,11 +492,11 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     edit_json(path / "run.json", dataset={"path": str(path / "gone.jsonl")})
     edit(path / "records.jsonl", put(1, b"x\n"))
     words = checked(path).describe()
-    assert "its tasks cannot be told" in words
-    assert "records.jsonl:2: not a whole record" in words
+    assert "its tasks are unknown" in words
+    assert "records.jsonl:2: not a complete record" in words
 
 
-def test_the_command_tells_by_its_exit_code(path: Path) -> None:
+def test_the_exit_code_says_whether_the_run_is_whole(path: Path) -> None:
     """0 whole, 6 not, 5 worked on, 2 no run; and what --json holds."""
     cwd = path.parent.parent
     assert run(cwd, "verify", "r").returncode == 0
@@ -507,7 +512,7 @@ def test_the_command_tells_by_its_exit_code(path: Path) -> None:
             assert f"pid {os.getpid()} on host" in refused.stderr
     repaired = run(cwd, "verify", "r", "--repair", "--read_data")
     assert repaired.returncode == 0
-    assert "runs 1 tasks" in repaired.stdout
+    assert "to run 1 tasks" in repaired.stdout
     assert run(cwd, "verify", "nothing").returncode == 2
     assert run(cwd, **SCRIPTED, max_turns=3).returncode == 0
     assert len(ids(path / "records.jsonl")) == 5

@@ -55,9 +55,9 @@ def test_a_draw_depends_on_the_seed_and_the_task_alone() -> None:
 @pytest.mark.parametrize(
     ("content", "error", "words"),
     [
-        ("{file: 0}", ValueError, "file: 0 is no percentage"),
-        ("{file: 101}", ValueError, "101 is no percentage"),
-        ("{file: yes}", ValueError, "True is no percentage"),
+        ("{file: 0}", ValueError, "file: 0 is not a percentage"),
+        ("{file: 101}", ValueError, "101 is not a percentage"),
+        ("{file: yes}", ValueError, "True is not a percentage"),
         ("{flight: 50}", UnknownToolset, "unknown toolset 'flight'; known: browser, file"),
         ("[file]", UnknownDistribution, "maps toolsets to percentages"),
         ("{", UnknownDistribution, "cannot read this distribution"),
@@ -89,7 +89,7 @@ def test_names_are_known_and_hold_what_there_is() -> None:
         assert distribution.keys() <= TOOLSETS.keys()
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_offers_and_records_what_was_drawn(tmp_path: Path, workers: int) -> None:
     rows = [{"id": f"p{n}", "prompt": "x", "script": [say("done")]} for n in range(40)]
     write_rows(tmp_path / "p.jsonl", *rows)

@@ -82,6 +82,7 @@ def test_plain_functions_work_in_a_run_beside_the_built_in_tools(tmp_path: Path)
     assert "get_weather" in row["conversations"][0]["value"]
 
 
+@pytest.mark.slow
 def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     module = written(tmp_path, "my_tools", MODULE)
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
@@ -95,6 +96,7 @@ def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     assert "tools: the run has {'my_tools': '" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_distribution_can_draw_own_toolsets(tmp_path: Path) -> None:
     written(tmp_path, "my_tools", MODULE)
     (tmp_path / "d.yaml").write_text("my_tools: 100\nfile: 100\n")
@@ -169,9 +171,9 @@ def unusable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("broken:nope", "tools: cannot import 'broken:nope': AttributeError"),
         ("broken:untyped", "broken.py:2: tool untyped: parameter 'city' has no type hint"),
         ("broken:silent", "broken.py:6: tool silent: the function has no docstring"),
-        ("broken:grün", "broken.py:15: tool 'grün': no valid name of a tool"),
-        ("broken:NOTHING", "tools: broken: there is no tool in the list"),
-        ("broken:NUMBER", "tools: broken: 3 is no tool; give a function"),
+        ("broken:grün", "broken.py:15: tool 'grün': not a valid tool name"),
+        ("broken:NOTHING", "tools: broken: the list has no tools"),
+        ("broken:NUMBER", "tools: broken: 3 is not a tool; give a function"),
         ("broken:fine,broken:other", "broken.py:20: toolset 'broken' has two tools called 'fine'"),
         ("unknown", "tools: 'unknown' is neither MODULE:ATTRIBUTE, nor FILE.py:ATTRIBUTE, nor"),
         ("leaves:f", "tools: cannot import 'leaves:f': SystemExit: 3"),
@@ -180,7 +182,7 @@ def unusable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("taken:FINISH", "the tool name 'final_answer' is reserved"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_with_its_place(
+def test_unusable_tools_are_a_one_line_error_with_their_place(
     unusable: Path, monkeypatch: pytest.MonkeyPatch, tools: str, words: str
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(unusable)])
@@ -267,7 +269,7 @@ def test_what_else_a_docstring_holds_hides_no_argument() -> None:
     assert described == {"city": "A name: in English.", "unit": "One of:\n\nC or F."}
 
 
-def test_the_space_is_given_to_those_who_ask_for_it_alone() -> None:
+def test_the_workspace_is_given_only_to_functions_that_ask_for_it() -> None:
     def with_space(context: ToolContext, city: str) -> str:
         """Take both."""
         return city
@@ -276,7 +278,7 @@ def test_the_space_is_given_to_those_who_ask_for_it_alone() -> None:
         """Take nothing."""
         return ""
 
-    assert (only(with_space).takes_space, only(without).takes_space) == (True, False)
+    assert (only(with_space).takes_context, only(without).takes_context) == (True, False)
     assert list(only(with_space).parameters["properties"]) == ["city"]
     assert only(without).parse_arguments("{}") == {}
 
@@ -295,7 +297,7 @@ def test_tools_and_toolsets_of_ones_own_keep_what_they_say() -> None:
     (found,) = as_toolsets([("m", Toolset("mine", "Mine.", mine))])
     assert (found.name, [one.name for one in found.tools]) == ("mine", ["say", "plain"])
     assert found.tools[0] is speak
-    with pytest.raises(OwnToolError, match="is no tool"):
+    with pytest.raises(OwnToolError, match="is not a tool"):
         as_toolsets([("m", [print])])
 
 
@@ -330,8 +332,8 @@ def test_a_file_can_hold_tools_and_is_found_beside_the_config(tmp_path: Path) ->
     [toolset] = load_own(config.tools or ())
     assert (toolset.name, [tool.name for tool in toolset.tools]) == ("shop", ["price"])
     for place, words in (
-        (f"{tmp_path}/sub/shop.py:cost", "cannot import 'cost' of .*shop.py: AttributeError"),
-        (f"{tmp_path}/none.py:cost", "cannot import 'cost' of .*none.py: FileNotFoundError"),
+        (f"{tmp_path}/sub/shop.py:cost", "cannot import '.*shop.py:cost': AttributeError"),
+        (f"{tmp_path}/none.py:cost", "cannot import '.*none.py:cost': FileNotFoundError"),
     ):
         with pytest.raises(OwnToolError, match=words):
             load_own((place,))

@@ -138,7 +138,7 @@ def test_decoration_refuses_what_it_cannot_describe() -> None:
         tool()(foreign)
     with pytest.raises(TypeError, match=r"hidden.*'city'.*positional"):
         tool()(hidden)
-    with pytest.raises(TypeError, match=r"'a\.b': no valid name"):
+    with pytest.raises(TypeError, match=r"'a\.b': not a valid tool name"):
         tool(name="a.b")(silent)
 
 

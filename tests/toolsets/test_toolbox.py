@@ -209,7 +209,7 @@ def test_results_become_valid_text(
     result.content.encode()
 
 
-def test_results_are_bounded_with_head_and_tail(context: ToolContext) -> None:
+def test_long_results_keep_their_head_and_tail(context: ToolContext) -> None:
     result = call(Toolbox([returning("a" + "x" * 500_000 + "z")], context), "give")
     assert result.content[0] + result.content[-1] == "az"
     assert f"{500_002 - MAX_RESULT_CHARS} characters cut" in result.content
@@ -259,7 +259,7 @@ def test_closing_removes_the_workspace_only_if_asked(tmp_path: Path, remove: boo
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_machine_that_fails_is_no_result(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_failure_of_the_machine_is_not_a_result(tmp_path: Path, asynchronous: bool) -> None:
     """A full disk must not become something that a model is told, or trained on."""
 
     @tool(name="full")

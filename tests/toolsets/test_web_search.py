@@ -118,8 +118,8 @@ def test_a_search_is_made_once_unless_it_found_nothing(provider: Site, tmp_path:
         (Answer(KEY.encode(), status=401), "HTTP 401; it does not accept the key in TAVILY_API_"),
         (Answer(b"", status=429), "HTTP 429; its rate limit or quota is used up"),
         (Answer(b"", status=500), "HTTP 500"),
-        (Answer(b"<html>"), "its answer is no JSON object"),
-        (Answer(b"[]"), "its answer is no JSON object"),
+        (Answer(b"<html>"), "its answer is not a JSON object"),
+        (Answer(b"[]"), "its answer is not a JSON object"),
     ],
 )
 def test_a_provider_that_fails_is_named(
@@ -178,7 +178,7 @@ def test_ddgs_without_a_network_is_one_clear_error(monkeypatch: pytest.MonkeyPat
         ({"provider": "altavista"}, "unknown search provider 'altavista'; known: brave, ddgs"),
         ({"provider": "brave", "search_url": "ftp://x/"}, "must be an http or https URL"),
         ({"provider": "brave", "search_url": "https://u:p@x/"}, "without password"),
-        ({"search_url": "https://x.example/"}, "not ddgs"),
+        ({"search_url": "https://x.example/"}, "provider ddgs"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: Any, words: str) -> None:

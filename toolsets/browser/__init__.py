@@ -4,5 +4,5 @@ browser_tools     the tools
 session           the pages of one conversation
 process           the Chromium that conversations share
 proxy             Chromium's only way to the network
-browser_launcher  starts Chromium so that it dies with us
+browser_launcher  starts Chromium, and kills it when its worker ends
 """

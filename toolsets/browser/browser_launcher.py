@@ -1,10 +1,10 @@
-"""Starts Chromium so that it reaches nothing but our proxy and does not outlive its worker.
+"""Starts Chromium with no network but our proxy; Chromium does not outlive its worker.
 
-A script, run as: SOCKET MEMORY_MB PROFILE CHROMIUM ARGUMENT... It listens on a loopback port, which
-inside a network namespace leads nowhere else, hands the listening socket to the worker through the
-unix socket SOCKET, and becomes Chromium with that port as its proxy. A second process watches the
-connection to the worker: when that closes, because the worker is done or dead, it kills all that
-is left. PROFILE, unless empty, stands in for the directory that Chromium was told to use.
+A script, run as: SOCKET MEMORY_MB PROFILE CHROMIUM ARGUMENT... It listens on a loopback port (in a
+network namespace, loopback is the only network), sends the listening socket to the worker through
+the unix socket SOCKET, and becomes Chromium with that port as its proxy. A second process watches
+the connection to the worker: when it closes, because the worker ended or died, it kills all
+processes. PROFILE, unless empty, replaces the profile directory among the arguments.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def main() -> None:
     port = listener.getsockname()[1]
     listener.close()
     _watch(worker)
-    # Of each process; beyond it a page crashes. Address space cannot be bounded: V8 reserves
-    # terabytes that it never touches.
+    # For each process; a page that needs more crashes. Address space cannot be limited: V8
+    # reserves terabytes that it never touches.
     limit = int(memory_mb) << 20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if profile:
         command = [part for part in command if not part.startswith("--user-data-dir=")]
         command.insert(1, f"--user-data-dir={profile}")
-    # Before what is no option, the page to open.
+    # Options come before the page to open.
     command[1:1] = [
         f"--proxy-server=socks5://127.0.0.1:{port}",
         "--proxy-bypass-list=<-loopback>",

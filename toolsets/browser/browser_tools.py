@@ -1,4 +1,4 @@
-"""The browser tools: open pages, read them as snapshots with refs, act on what the refs name."""
+"""The browser tools: open pages, read them as snapshots with refs, act on elements by their ref."""
 
 from __future__ import annotations
 
@@ -122,9 +122,7 @@ async def browser_scroll(
 @tool(sequential=True)
 async def browser_back(context: ToolContext) -> ToolResult:
     """Go back to the page before. Gives a new snapshot."""
-    session = _session(context)
-    await session.act(session.back)
-    return await _shown(session)
+    return await _acted(context, _session(context).back)
 
 
 @tool(sequential=True)
@@ -132,23 +130,23 @@ async def browser_get_images(context: ToolContext) -> list[Any]:
     """List the images of the page, with address, description and size in pixels."""
     found = await _session(context).act(
         lambda page: page.locator("img").evaluate_all(
-            """(all, most) => all.slice(0, most).map(one => ({
-                url: String(one.currentSrc || one.src).slice(0, 1000),
-                alt: String(one.alt).slice(0, 300),
-                width: one.naturalWidth,
-                height: one.naturalHeight,
+            """(all, most) => all.slice(0, most).map(image => ({
+                url: String(image.currentSrc || image.src).slice(0, 1000),
+                alt: String(image.alt).slice(0, 300),
+                width: image.naturalWidth,
+                height: image.naturalHeight,
             }))""",
             _MAX_IMAGES,
         )
     )
     return [
         {
-            "url": valid_utf8(clip(str(one["url"]), max_chars=1000)),
-            "alt": valid_utf8(clip(str(one["alt"]), max_chars=300)),
-            "width": one["width"],
-            "height": one["height"],
+            "url": valid_utf8(clip(str(image["url"]), max_chars=1000)),
+            "alt": valid_utf8(clip(str(image["alt"]), max_chars=300)),
+            "width": image["width"],
+            "height": image["height"],
         }
-        for one in found[:_MAX_IMAGES]
+        for image in found[:_MAX_IMAGES]
     ]
 
 
@@ -183,7 +181,7 @@ BROWSER_TOOLS = (
 
 
 def _session(context: ToolContext, *, opens: bool = False) -> BrowserSession:
-    """The browser of the task. Raises `ToolError` where nothing was opened yet."""
+    """The browser of the task; `opens` starts one. Raises `ToolError` if there is none."""
     held = context.held.get(_HELD)
     if isinstance(held, BrowserSession):
         return held
@@ -204,7 +202,7 @@ async def _acted(context: ToolContext, action: Callable[[Any], Awaitable[Any]]) 
 async def _shown(
     session: BrowserSession, *, max_chars: int = _SHOWN_CHARS, offset: int = 0
 ) -> ToolResult:
-    """The page as the model reads it, cut at the end of a line where it is long."""
+    """The page as the model sees it; a long one is cut at the end of a line."""
     title, url, snapshot, notes = await session.read()
     if offset and offset >= len(snapshot):
         raise ToolError(f"the snapshot has only {len(snapshot)} characters")

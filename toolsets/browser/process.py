@@ -1,4 +1,4 @@
-"""Chromium as a process: found, confined, shared by the conversations of an event loop, ended."""
+"""Starts a confined Chromium, shared by the conversations of an event loop, and stops it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolsets.browser.proxy import Proxy
-from toolsets.errors import HostError, ToolError, failure_told, machine_failure
+from toolsets.errors import HostError, ToolError, machine_failure, machine_failure_in
 from toolsets.extras import install
 from toolsets.net.guard import Guard
 from toolsets.per_loop import PerLoop
@@ -29,7 +29,7 @@ from toolsets.sandbox.interpreter import python_bin
 _log = logging.getLogger(__name__)
 
 VARIABLE = "BROWSER_EXECUTABLE"
-"""The environment variable that names the browser's program, if not the first on PATH."""
+"""The environment variable that can name the browser's program; else PATH is searched."""
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _START_S = 60.0
@@ -49,20 +49,20 @@ _FLAGS = (
 _ETC = ("alternatives", "chromium", "chromium.d", "fonts", "ld.so.cache", "localtime", "opt")
 _UNSHARE = (
     *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
-    # Chromium's own sandbox works for everybody but root.
+    # Chromium's own sandbox does not work for root.
     *("--uid", "1000", "--gid", "1000", "--hostname", "browser"),
 )
 
 
 def browser_problem() -> str | None:
-    """Why the browser cannot be offered here, and what to install; None where it can."""
+    """Why the browser cannot work here, and what to install; None if it can."""
     if find_spec("playwright") is None:
         return f"it needs a further package: {install('browser')}"
     named = os.environ.get(VARIABLE)
     if _executable() is not None:
         return None
     if named:
-        return f"{VARIABLE} is {named!r}, which is no program; name Chromium or Google Chrome"
+        return f"{VARIABLE} is {named!r}, which is not a program; name Chromium or Google Chrome"
     return (
         "it needs Chromium or Google Chrome: install it (on Debian: apt-get install chromium), or "
         f"name the program in {VARIABLE}"
@@ -73,24 +73,17 @@ class Browsers(PerLoop["_Shared"]):
     """The browser of a process: one per event loop, started when a conversation first needs it."""
 
     def __init__(self, allow: Iterable[str] = ()) -> None:
-        """`allow` says what may be reached beside public addresses; see `Guard`."""
-        super().__init__(_Shared, _end)
+        """`allow` are addresses that are permitted besides public ones; see `Guard`."""
+        super().__init__(_Shared, _stop)
         self._guard = Guard(allow)
 
     async def chromium(self) -> Chromium:
         """The running browser, started if there is none. Raises `ToolError`."""
         shared = self.shared()
-        if shared.start is not None and shared.start.done() and not _is_alive(shared.start):
-            dead, shared.start = shared.start, None
-            shared.start = asyncio.create_task(self._start_after(dead))
-        elif shared.start is None:
-            shared.start = asyncio.create_task(_start(self._guard))
-        # A call that is cut off leaves no half of a browser behind.
+        if shared.start is None or (shared.start.done() and not _is_alive(shared.start)):
+            shared.start = asyncio.create_task(_start(self._guard, after=_Shared(shared.start)))
+        # Shielded: a call that is cut off must not leave a half-started browser.
         return await asyncio.shield(shared.start)
-
-    async def _start_after(self, dead: asyncio.Task[Chromium]) -> Chromium:
-        await _stop(dead)
-        return await _start(self._guard)
 
 
 @dataclass(slots=True)
@@ -102,7 +95,7 @@ class Chromium(NamedTuple):
     """A running browser."""
 
     browser: Any
-    """As playwright knows it."""
+    """Playwright's object."""
     proxy: Proxy
     resources: AsyncExitStack
 
@@ -129,41 +122,38 @@ def _is_alive(start: asyncio.Task[Chromium]) -> bool:
     )
 
 
-async def _end(shared: _Shared) -> None:
-    if shared.start is not None:
-        await _stop(shared.start)
-
-
-async def _stop(start: asyncio.Task[Chromium]) -> None:
+async def _stop(shared: _Shared) -> None:
+    if shared.start is None:
+        return
     try:
-        chromium = await start
+        chromium = await shared.start
     except (ToolError, HostError):
-        return  # It never ran, which was said where it was asked for.
+        return  # It never ran; the call that started it got this error.
     try:
         await chromium.resources.aclose()
     except Exception as error:
-        _log.warning("the browser did not end in order: %s", _first_line(error))
+        _log.warning("the browser did not stop in order: %s", _first_line(error))
 
 
-async def _start(guard: Guard) -> Chromium:
+async def _start(guard: Guard, *, after: _Shared) -> Chromium:
+    await _stop(after)
     executable = await asyncio.to_thread(_executable)
     if executable is None:
         raise ToolError("the browser is gone from this machine")
-    why = ""
     for mode in await asyncio.to_thread(_modes):
         try:
             async with asyncio.timeout(_START_S):
                 return await _launch(Path(executable), mode, guard)
         except Exception as error:
             why = _first_line(error) or type(error).__name__
-            if (words := machine_failure(error) or failure_told(why)) is not None:
+            if (words := machine_failure(error) or machine_failure_in(why)) is not None:
                 raise HostError(f"the browser does not start: {words}") from error
             _log.warning("browser %s does not start %s: %s", executable, mode.name, why)
     raise ToolError("the browser could not be started")
 
 
 def _modes() -> list[_Mode]:
-    """The ways to start Chromium, the safest first; the next is for where one does not work."""
+    """The ways to start Chromium, the safest first; each is tried if the one before fails."""
     modes = []
     if bwrap_problem() is None:
         modes.append(_Mode("in bwrap", shutil.which("bwrap"), True))
@@ -180,7 +170,7 @@ async def _launch(executable: Path, mode: _Mode, guard: Guard) -> Chromium:
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         proxy = Proxy(guard)
-        # What is in it is needed for starting alone.
+        # The directory is needed only for the start.
         with (
             tempfile.TemporaryDirectory(prefix="browser-") as directory,
             socket.socket(socket.AF_UNIX) as door,
@@ -193,7 +183,7 @@ async def _launch(executable: Path, mode: _Mode, guard: Guard) -> Chromium:
             with _driver_without_secrets(home):
                 manager = async_playwright()
                 playwright = await manager.start()
-            stack.push_async_callback(_bounded, playwright.stop)
+            stack.push_async_callback(_close_in_time, playwright.stop)
             script = _script(home / "chromium", _command(executable, mode, path))
             launching = asyncio.create_task(
                 playwright.chromium.launch(
@@ -207,39 +197,39 @@ async def _launch(executable: Path, mode: _Mode, guard: Guard) -> Chromium:
                     handle_sighup=False,
                 )
             )
-            stack.push_async_callback(_cancelled, launching)
-            taking = asyncio.create_task(loop.sock_accept(door))
-            stack.push_async_callback(_cancelled, taking)
-            await asyncio.wait({launching, taking}, return_when=asyncio.FIRST_COMPLETED)
-            if not taking.done():
-                await launching  # Says why it failed.
-            connection, _ = await taking
-            # Closing it is what ends every process of the browser, come what may.
+            stack.push_async_callback(_cancel, launching)
+            accepting = asyncio.create_task(loop.sock_accept(door))
+            stack.push_async_callback(_cancel, accepting)
+            await asyncio.wait({launching, accepting}, return_when=asyncio.FIRST_COMPLETED)
+            if not accepting.done():
+                await launching  # raises the reason
+            connection, _ = await accepting
+            # Closing it kills every process of the browser, whatever else happens.
             stack.callback(connection.close)
             connection.settimeout(_START_S)
-            listener = await asyncio.to_thread(_received, connection)
+            listener = await asyncio.to_thread(_receive_listener, connection)
             await proxy.serve(listener)
             stack.push_async_callback(proxy.close)
             browser = await launching
-            stack.push_async_callback(_bounded, browser.close)
+            stack.push_async_callback(_close_in_time, browser.close)
         return Chromium(browser, proxy, stack.pop_all())
 
 
-def _received(connection: socket.socket) -> socket.socket:
+def _receive_listener(connection: socket.socket) -> socket.socket:
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     listener = socket.socket(fileno=descriptors[0])
     listener.setblocking(False)
     return listener
 
 
-async def _bounded(close: Any) -> None:
-    """Close in order if that works in time; otherwise what follows ends it."""
+async def _close_in_time(close: Callable[[], Awaitable[None]]) -> None:
+    """Close in order if that works in time; later callbacks kill the processes anyway."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STOP_S):
             await close()
 
 
-async def _cancelled(task: asyncio.Task[Any]) -> None:
+async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait({task})
 
@@ -252,14 +242,15 @@ status=$?
 rm -rf "$own"
 exit $status
 """
-"""Runs a command and removes its temporary files: the driver leaves some where it ends in haste."""
+"""Runs a command and removes its temporary files: the driver leaves some if it ends early."""
 
 
 @contextlib.contextmanager
 def _driver_without_secrets(home: Path) -> Iterator[None]:
-    """Have playwright start its driver, a Node.js process, without our environment.
+    """Have Playwright start its driver, a Node.js process, without our environment.
 
-    It takes all of it, API keys too, and has no option against that, but lets its program be named.
+    The driver would get all of it, with API keys. Playwright has no option against that, but a
+    variable for the driver's program, which is set to a script.
     """
     import playwright
 
@@ -281,7 +272,7 @@ def _driver_without_secrets(home: Path) -> Iterator[None]:
 
 
 def _script(path: Path, command: list[str]) -> str:
-    """Write a program that runs `command` with the arguments it is given."""
+    """Write a program that runs `command` with its own arguments appended."""
     path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     path.chmod(0o700)
     return str(path)

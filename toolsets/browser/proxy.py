@@ -1,7 +1,7 @@
-"""The only way out of the browser: a SOCKS proxy that judges each address as it connects to it.
+"""The browser's only way to the network: a SOCKS proxy that checks each address it connects to.
 
-Chromium resolves no names itself while it has such a proxy: it sends them here with every
-connection, be it for a page, a redirect, an image or a web socket.
+With a SOCKS proxy, Chromium does not resolve names: it sends the name with every connection, for
+pages, redirects, images and web sockets alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Failed(Exception):
 
 
 class Proxy:
-    """Connects one browser to what a guard permits. Used in one event loop."""
+    """Connects one browser to addresses that a guard permits. Used in one event loop."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -39,7 +39,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
 
     async def serve(self, listener: socket.socket) -> None:
-        """Take connections from `listener`, which belongs to the proxy from now on."""
+        """Accept connections from `listener`, which the proxy closes."""
         self._server = await asyncio.start_server(self._accept, sock=listener, limit=_CHUNK_BYTES)
 
     async def close(self) -> None:
@@ -52,7 +52,7 @@ class Proxy:
             await asyncio.wait(self._connections)
 
     def failure(self, host: str, port: int) -> str | None:
-        """Why the last connection to a place was not made; None where it was."""
+        """Why the last connection to a host and port failed; None if it did not."""
         return self._failures.get((host, port))
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,12 +64,12 @@ class Proxy:
         task.add_done_callback(self._connections.discard)
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Both sides hang up as they like; whatever is wrong with that is the page's trouble.
+        # Either side may close at any time; the page sees a failed connection.
         with contextlib.suppress(OSError, EOFError, TimeoutError), contextlib.closing(writer):
             async with asyncio.timeout(_CONNECT_S):
-                host, port = await _asked_for(reader, writer)
+                host, port = await _read_target(reader, writer)
                 try:
-                    ahead = await self._connect(host, port)
+                    server = await self._connect(host, port)
                 except _Failed as failed:
                     self._note(host, port, str(failed))
                     writer.write(_reply(_CODES[str(failed)]))
@@ -77,8 +77,8 @@ class Proxy:
                     return
             self._failures.pop((host, port), None)
             writer.write(_reply(0))
-            with contextlib.closing(ahead[1]):
-                await _join((reader, writer), ahead)
+            with contextlib.closing(server[1]):
+                await _join((reader, writer), server)
 
     async def _connect(
         self, host: str, port: int
@@ -88,19 +88,19 @@ class Proxy:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             raise _Failed(_NO_ADDRESS) from None
-        permitted = [one for one in found if self._guard.permits(host, port, str(one[4][0]))]
+        permitted = [info for info in found if self._guard.permits(host, port, str(info[4][0]))]
         if not permitted:
             raise _Failed(REFUSED)
         for family, kind, protocol, _, address in permitted:
-            ahead = socket.socket(family, kind, protocol)
+            server = socket.socket(family, kind, protocol)
             try:
-                ahead.setblocking(False)
-                await loop.sock_connect(ahead, address)
-                return await asyncio.open_connection(sock=ahead, limit=_CHUNK_BYTES)
+                server.setblocking(False)
+                await loop.sock_connect(server, address)
+                return await asyncio.open_connection(sock=server, limit=_CHUNK_BYTES)
             except OSError:
-                ahead.close()
+                server.close()
             except BaseException:
-                ahead.close()
+                server.close()
                 raise
         raise _Failed(_UNREACHABLE)
 
@@ -110,8 +110,10 @@ class Proxy:
             del self._failures[next(iter(self._failures))]
 
 
-async def _asked_for(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, int]:
-    """The host and port that a client wants; `EOFError` where it speaks something else."""
+async def _read_target(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> tuple[str, int]:
+    """The host and port that a client asks for; raises `EOFError` if it does not speak SOCKS 5."""
     version, methods = await reader.readexactly(2)
     await reader.readexactly(methods)
     if version != 5:
@@ -137,20 +139,20 @@ def _reply(code: int) -> bytes:
 
 
 async def _join(
-    near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    client: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    server: tuple[asyncio.StreamReader, asyncio.StreamWriter],
 ) -> None:
     """Pass bytes both ways until one side ends."""
-    ways = {
-        asyncio.create_task(_pass(near[0], far[1])),
-        asyncio.create_task(_pass(far[0], near[1])),
+    directions = {
+        asyncio.create_task(_pass(client[0], server[1])),
+        asyncio.create_task(_pass(server[0], client[1])),
     }
     try:
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        for direction in directions:
+            direction.cancel()
+        await asyncio.gather(*directions, return_exceptions=True)
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

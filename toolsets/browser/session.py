@@ -1,4 +1,4 @@
-"""The browser of one conversation: its cookies, its pages, and what is done in them."""
+"""The browser of one conversation: its cookies, its pages, and actions in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ACTION_S = 5.0
 _ANSWER_S = 2.0
 _LOAD_S = 30.0
 _STARTED_LOADING_S = 0.25
-"""How long an action has to make its page load another."""
+"""Time in which an action must start to load another page, if it does."""
 _DEADLINE_S = 60.0
 _CLOSE_S = 5.0
 _MAX_PAGES = 5
@@ -36,7 +36,7 @@ NOTHING_OPEN = "no page is open; open one with browser_navigate"
 
 
 class BrowserSession:
-    """Opened at the first page, closed with the space of the task; one call at a time."""
+    """Opened with the first page, closed with the context of the task; one call at a time."""
 
     def __init__(self, browsers: SharedBrowser) -> None:
         self._browsers = browsers
@@ -53,7 +53,7 @@ class BrowserSession:
         browsers.open()
 
     async def close(self) -> None:
-        """Forget the pages and cookies; the browser ends with its last user."""
+        """Close the pages and delete the cookies; the browser stops with its last user."""
         async with self._lock:
             try:
                 await self._close_context()
@@ -61,8 +61,8 @@ class BrowserSession:
                 await self._browsers.close()
 
     async def navigate(self, url: str) -> None:
-        """Open `url`; raises `ToolError` where it may not or cannot be opened."""
-        # A page's own router reads the fragment.
+        """Open `url`; raises `ToolError` if it is not allowed or fails."""
+        # Keeps the fragment: the page's scripts may read it.
         target = str(checked(url).with_fragment(URL(url.strip()).fragment or None))
 
         async def go(page: Any) -> None:
@@ -82,10 +82,10 @@ class BrowserSession:
         opens: bool = False,
         only_looks: bool = False,
     ) -> Any:
-        """Do something with the page and wait for what it loads then; gives what `action` gives.
+        """Run an action on the page, wait until the page has loaded, return the action's result.
 
-        `opens` makes a page where there is none; what `only_looks` makes none load. Raises
-        `ToolError`.
+        `opens` opens a page if there is none. An action that `only_looks` is not waited for.
+        Raises `ToolError`.
         """
         from playwright.async_api import Error
 
@@ -108,15 +108,14 @@ class BrowserSession:
                 ) from None
             except Error as error:
                 if self._failed:
-                    # Chromium's page about it comes a little later, and would end what is opened
-                    # next.
+                    # Chromium shows its error page a little later; it would replace the next page.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_ANSWER_S):
                             await self._shown.wait()
                 raise await self._describe(error) from error
 
     async def read(self) -> tuple[str, str, str, list[str]]:
-        """Title, address and snapshot of the page, and what has happened since the last reading."""
+        """Title, address and snapshot of the page, and the notes since the last reading."""
 
         async def look(_: Any) -> tuple[str, str, str]:
             # An action before this one may have led to another page.
@@ -144,18 +143,18 @@ class BrowserSession:
 
     @staticmethod
     async def element(page: Any, ref: str) -> Any:
-        """What a ref of the last snapshot stands for. Raises `ToolError` where it is none."""
+        """The element with a ref of the last snapshot. Raises `ToolError` if there is none."""
         plain = ref.strip().strip("[]@").removeprefix("ref=")
         if not _REF.fullmatch(plain):
             shown = clip(ref, max_chars=50)
-            raise ToolError(f"{shown!r} is no ref; refs stand in the snapshot, like e12")
+            raise ToolError(f"{shown!r} is not a ref; refs are in the snapshot, such as e12")
         found = page.get_by_ref(plain)
         if not await found.count():
             raise ToolError(f"nothing on the page has the ref {plain} now; see browser_snapshot")
         return found
 
     async def _current(self, *, opens: bool) -> Any:
-        """The page that is worked with. Raises `ToolError` where there is none."""
+        """The current page; `opens` opens one. Raises `ToolError` if there is none."""
         if self._chromium is not None and not self._chromium.browser.is_connected():
             self._chromium = self._context = self._page = None
             if not opens:
@@ -197,7 +196,7 @@ class BrowserSession:
             raise ToolError("the browser has ended; try again") from error
 
     async def _settle(self) -> None:
-        """Wait until what was clicked, typed or opened has loaded the page that it leads to."""
+        """Wait until the page that an action opened has loaded."""
         from playwright.async_api import Error
 
         await asyncio.sleep(_STARTED_LOADING_S)
@@ -207,13 +206,13 @@ class BrowserSession:
                     self._loaded.clear()
                     await self._loaded.wait()
         self._loading.clear()
-        # Pictures and scripts may come late or never; what is there by then is shown.
+        # Images and scripts may load late or never; the page is shown without them.
         with contextlib.suppress(Error):
             page = self._context.pages[-1] if self._page.is_closed() else self._page
             await page.wait_for_load_state("load", timeout=_ACTION_S * 1000)
 
     async def _answers(self) -> bool:
-        """Whether the page's scripts leave it time for anything else."""
+        """Whether the page still responds, or a script blocks it."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._page.evaluate("0")
@@ -222,13 +221,13 @@ class BrowserSession:
         return True
 
     async def _give_up(self) -> None:
-        """Close a page that does not answer, or else all of them."""
+        """Close a page that does not respond; if that fails, close all pages."""
         page, self._page = self._page, None
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await page.close()
         except Exception as error:
-            _log.info("a page that did not answer cannot be closed: %r", error)
+            _log.info("a page that does not respond cannot be closed: %r", error)
             await self._close_context()
 
     async def _close_context(self) -> None:
@@ -243,42 +242,42 @@ class BrowserSession:
             _log.info("a browser context was not closed: %s", error)
 
     async def _describe(self, error: Exception) -> ToolError:
-        from playwright.async_api import TimeoutError as LateError
+        from playwright.async_api import TimeoutError as ActionTimeout
 
-        said = str(error).partition("\nCall log:")[0]
+        message = str(error).partition("\nCall log:")[0]
         self._loading.clear()
-        if match := _NET_ERROR.search(said):
+        if match := _NET_ERROR.search(message):
             return self._network_error(match[1])
-        if "Download is starting" in said:
+        if "Download is starting" in message:
             return ToolError(
                 "that is a file to download, which the browser does not do; web_fetch reads text"
             )
-        if "crashed" in said.lower():
+        if "crashed" in message.lower():
             await self._give_up()
             return ToolError("the page crashed and was closed; open another with browser_navigate")
-        if "has been closed" in said:
+        if "has been closed" in message:
             return ToolError(f"the page has been closed; {NOTHING_OPEN}")
-        if isinstance(error, LateError):
+        if isinstance(error, ActionTimeout):
             if not await self._answers():
                 await self._give_up()
                 return ToolError(
                     "the page does not answer and was closed; open another with browser_navigate"
                 )
             return ToolError(
-                f"not done within the time: {_plain(said)}; take a new browser_snapshot to see "
+                f"not done within the time: {_plain(message)}; take a new browser_snapshot to see "
                 "what is there"
             )
-        return ToolError(_plain(said))
+        return ToolError(_plain(message))
 
     def _network_error(self, name: str) -> ToolError:
-        """What Chromium calls an error of the network, in words for the model."""
+        """A network error of Chromium (`name`) in words for the model."""
         with contextlib.suppress(ValueError):
-            asked = URL(self._last_request)
+            url = URL(self._last_request)
             failure = self._chromium and self._chromium.proxy.failure(
-                (asked.raw_host or "").lower(), asked.port or 0
+                (url.raw_host or "").lower(), url.port or 0
             )
             if failure and name.startswith(("ERR_SOCKS", "ERR_PROXY", "ERR_TUNNEL")):
-                return ToolError(f"{clip(str(asked), max_chars=200)}: {failure}")
+                return ToolError(f"{clip(str(url), max_chars=200)}: {failure}")
         shown = clip(self._last_request, max_chars=200)
         return ToolError(f"{shown}: the page could not be loaded ({name})")
 
@@ -304,7 +303,7 @@ class BrowserSession:
             words = clip(" ".join(dialog.message.split()), max_chars=300)
             self._note(f"the page showed a dialog ({dialog.type}), which was dismissed: {words}")
         with contextlib.suppress(Exception):
-            # A page may not keep its visitor.
+            # "beforeunload" asks whether to leave the page: always yes.
             await (dialog.accept() if dialog.type == "beforeunload" else dialog.dismiss())
 
     def _on_request(self, request: Any) -> None:
@@ -334,9 +333,9 @@ def _loads_a_page(request: Any) -> bool:
     try:
         return request.frame.parent_frame is None
     except Error:
-        return True  # It has no frame yet, being the first of a new tab.
+        return True  # The first request of a new tab has no frame yet.
 
 
-def _plain(said: str) -> str:
-    """An error of playwright without the name of its own method."""
-    return clip(re.sub(r"^\w+\.\w+: ", "", " ".join(said.split())), max_chars=300)
+def _plain(message: str) -> str:
+    """A message of Playwright without the name of its method."""
+    return clip(re.sub(r"^\w+\.\w+: ", "", " ".join(message.split())), max_chars=300)

@@ -1,4 +1,4 @@
-"""How a command's outcome becomes a tool result."""
+"""Makes a tool result of what a command gave."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from toolsets.sandbox.base import ExecResult, Sandbox, SessionKind
 from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ToolResult
 
-# Chosen where the command runs, since a sandbox need not hold the programs of this machine.
+# The sandbox itself looks for bash: it need not have the programs of this machine.
 _SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$1" bash; exec sh -c "$1" sh'
-_NOTHING_LEFT = "its state (variables, functions, current directory) is lost; files are kept"
+_STATE_LOST = "its state (variables, functions, current directory) is lost; files are kept"
 
 
 def shell_argv(command: str) -> list[str]:
-    """What runs one shell command apart from the task's shell: bash where there is one."""
+    """The arguments that run one command outside the task's shell: with bash if there is one."""
     return ["sh", "-c", _SHELL, "sh", command]
 
 
 def sandbox_of(context: ToolContext) -> Sandbox:
-    """Return the sandbox that commands run in; raises `ToolError` where there is none."""
+    """Return the sandbox that commands run in; raises `ToolError` if there is none."""
     if context.sandbox is None:
         raise ToolError("this task has no sandbox to run commands in")
     return context.sandbox
@@ -32,11 +32,11 @@ def sandbox_of(context: ToolContext) -> Sandbox:
 def as_tool_result(
     result: ExecResult, context: ToolContext, *, session: SessionKind, tool: str, **more: object
 ) -> ToolResult:
-    """Return the outcome of a call of `tool` as JSON, with `more` in it.
+    """Return the outcome of a call of `tool` as a JSON object, with the members of `more`.
 
-    The content is an object with exit_code, stdout and stderr; where it applies also value and
-    plots (python), timed_out and error, and a note where the state of the session was lost. Only
-    a call that was stopped is an error of the tool; a command that fails is none.
+    It has exit_code, stdout and stderr; where they apply value and plots (python), timed_out,
+    error, and a note if the state of the session was lost. A call that was stopped is an error of
+    the tool; a command that fails is not.
     """
     shown: dict[str, Any] = {"exit_code": result.exit_code, **more}
     if result.value is not None:
@@ -64,22 +64,22 @@ def as_tool_result(
 
 
 def _note(result: ExecResult, context: ToolContext, session: SessionKind, tool: str) -> str:
-    """What the model has to know of the session's state; "" where it is as it left it."""
+    """What the model must know about the state of the session; "" if nothing was lost."""
     noun = "shell" if session == "shell" else "interpreter"
     notes = []
     if result.lost is not None:
-        notes.append(f"[new {noun}: {result.lost}, with all that ran in it; {_NOTHING_LEFT}]")
+        notes.append(f"[new {noun}: {result.lost}, with all that ran in it; {_STATE_LOST}]")
     elif result.is_first and context.resumed and _was_called(tool, context):
-        notes.append(f"[new {noun}: the one before ended between the calls; {_NOTHING_LEFT}]")
+        notes.append(f"[new {noun}: the one before ended between the calls; {_STATE_LOST}]")
     if result.ended:
         stopped = result.timed_out or result.was_filling
         how = "was killed" if stopped else "ended"
-        notes.append(f"[the {noun} {how}; {_NOTHING_LEFT}; the next call starts a new one]")
+        notes.append(f"[the {noun} {how}; {_STATE_LOST}; the next call starts a new one]")
     return " ".join(notes)
 
 
 def _was_called(tool: str, context: ToolContext) -> bool:
-    """Whether a call of this tool has been answered in the conversation before."""
+    """Whether the conversation has an earlier result of this tool."""
     return any(
         message.get("role") == "tool" and message.get("name") == tool
         for message in context.conversation
@@ -87,7 +87,7 @@ def _was_called(tool: str, context: ToolContext) -> bool:
 
 
 def _fitted(shown: dict[str, Any]) -> tuple[str, bool]:
-    """Return the JSON text, with what was printed shortened until it fits, and whether it was."""
+    """Return the JSON text, with its outputs cut until it fits, and whether they were cut."""
     texts = {name: shown[name] for name in ("value", "stdout", "stderr") if name in shown}
     max_chars = MAX_RESULT_CHARS
     while True:

@@ -26,7 +26,7 @@ _MAX_SEARCHED_BYTES = 200 * 1024 * 1024
 _BINARY_PROBE_BYTES = 8192
 
 _MAX_REGEX_S = 3.0
-"""For all that one search matches against a regular expression."""
+"""Time limit for all matches of one search."""
 
 PathArgument = Annotated[str, Field(description="Path in the workspace.")]
 NamePattern = Annotated[
@@ -43,7 +43,8 @@ def read_file(
     max_lines: Annotated[int, Field(ge=1, description="How many lines to show at most.")] = 2000,
 ) -> ToolResult:
     """Read a text file. A long file is shown in part, with a note on how to read on."""
-    *ended, last = _read_text(context.workspace, path).split("\n")
+    content = _read_all(context.workspace, path).decode("utf-8", "replace")
+    *ended, last = content.split("\n")
     lines = [f"{line}\n" for line in ended] + ([last] if last else [])
     if start_line > max(len(lines), 1):
         raise ToolError(f"path {path!r} has only {len(lines)} lines")
@@ -82,7 +83,7 @@ def patch_file(
     new_text: Annotated[str, Field(description="Text to put in its place.")],
 ) -> str:
     """Replace one piece of a text file; the old text must occur exactly once."""
-    # On bytes, so that the rest of a file that is not UTF-8 stays as it is.
+    # Works on bytes: the rest of a file that is not UTF-8 must not change.
     content = _read_all(context.workspace, path)
     old = old_text.encode("utf-8", "replace")
     if not old:
@@ -142,11 +143,11 @@ def search_files(
 
 
 def _finder(text: str, *, ignore_case: bool, is_regex: bool) -> Callable[[str], bool]:
-    """What tells whether a line holds what is sought."""
+    """A function that says whether a line matches."""
     if not is_regex:
         wanted = text.lower() if ignore_case else text
         return lambda line: wanted in (line.lower() if ignore_case else line)
-    # Not `re`: an expression of a model's can take for ever, and `re` cannot be stopped.
+    # Not `re`: a model's expression can take forever, and `re` has no timeout.
     import regex
 
     try:
@@ -167,7 +168,7 @@ def _finder(text: str, *, ignore_case: bool, is_regex: bool) -> Callable[[str], 
 
 
 def _is_named(path: str, pattern: str) -> bool:
-    """Whether a pattern means a path; one without a slash means names in any directory."""
+    """Whether a path matches a pattern; without a slash, the pattern is for the file name alone."""
     return fnmatchcase(path if "/" in pattern else path.rpartition("/")[2], pattern)
 
 
@@ -181,7 +182,7 @@ def _matches(
         try:
             content = workspace.read_bytes(file_path, _MAX_FILE_BYTES)
         except PathError:
-            continue  # It vanished or became something else since it was listed.
+            continue  # It was removed or replaced since it was listed.
         searched_bytes += len(content)
         if not _is_binary(content):
             for number, line in enumerate(content.decode("utf-8", "replace").split("\n"), 1):
@@ -193,17 +194,13 @@ def _matches(
 
 
 def _starts(content: bytes, wanted: bytes) -> list[int]:
-    """Return where `wanted` occurs, overlaps included, as each is a place to patch."""
+    """Return where `wanted` occurs, overlaps included: each is a place to patch."""
     starts = []
     start = content.find(wanted)
     while start >= 0:
         starts.append(start)
         start = content.find(wanted, start + 1)
     return starts
-
-
-def _read_text(workspace: Workspace, path: str) -> str:
-    return _read_all(workspace, path).decode("utf-8", "replace")
 
 
 def _read_all(workspace: Workspace, path: str) -> bytes:

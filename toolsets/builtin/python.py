@@ -1,4 +1,4 @@
-"""The python tool: cells in the task's interpreter, which keeps its state from call to call."""
+"""The python tool: runs cells in an interpreter that keeps its state from call to call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal tool: commands in the task's shell, which keeps its state from call to call."""
+"""The terminal tool: runs commands in a shell that keeps its state from call to call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which toolsets there are, and which a task gets.
+"""All toolsets, and the choice of those a task gets.
 
-registry       the toolsets of this program, and choosing by name
-lookup         those and a user's own, together
+registry       the built-in toolsets; adding others; choosing by name
 custom         a user's own tools: functions, Tools and Toolsets
 distributions  toolsets drawn by percentages
 """

@@ -1,4 +1,4 @@
-"""A user's own tools: imported from where an option says, checked, and put into toolsets."""
+"""A user's own tools: imported from the places that options name, checked, put into toolsets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import orjson
@@ -21,53 +22,47 @@ from toolsets.catalog.registry import Toolset
 from toolsets.tool import Tool, tool
 
 ENTRY_POINTS = "batch_trajectories.tools"
-"""The group in which an installed package offers tools; their names can be given as places."""
+"""The entry point group in which installed packages offer tools; a place can be such a name."""
 
 
 class OwnToolError(ValueError):
-    """Tools of the user's own cannot be used; the message says where and why."""
+    """A user's own tools cannot be used; the message says where and why."""
 
 
 def import_place(place: str, option: str) -> Any:
     """Import MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE; modules in the current directory are found too.
 
-    Raises `OwnToolError` naming the `option` that the place was given by.
+    Raises `OwnToolError` naming the `option` that holds the place.
     """
     file, _, attribute = place.rpartition(":")
-    if file.endswith(".py"):
-        return _import_file(Path(file), attribute, option)
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
     try:
+        if file.endswith(".py"):
+            return getattr(_import_file(Path(file)), attribute)
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)
         return pkgutil.resolve_name(place)
     except (Exception, SystemExit) as error:  # a user's module may do anything when imported
         msg = f"{option}: cannot import {place!r}: {type(error).__name__}: {error}"
         raise OwnToolError(msg) from error
 
 
-def _import_file(path: Path, attribute: str, option: str) -> Any:
-    try:
-        spec = spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)
-        spec.loader.exec_module(module)
-        return getattr(module, attribute)
-    except (Exception, SystemExit) as error:  # a user's module may do anything when imported
-        msg = f"{option}: cannot import {attribute!r} of {path}: {type(error).__name__}: {error}"
-        raise OwnToolError(msg) from error
+def _import_file(path: Path) -> ModuleType:
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 @lru_cache(maxsize=8)
 def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
     """Return the toolsets that `places` name.
 
-    A place is MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE, or the name of an entry point.
-
-    An attribute is a function, a `Tool`, a list of those, or a `Toolset`. What is not in a
-    toolset of its own goes into one that is named after its module, or its entry point. Raises
-    `OwnToolError`.
+    A place is MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE, or the name of an entry point. The attribute is
+    a function, a `Tool`, a list of those, or a `Toolset`. Tools outside a `Toolset` go into one
+    that is named after their module or entry point. Raises `OwnToolError`.
     """
     entry_points: dict[str, str] = {}
     if any(":" not in place for place in places):
@@ -84,7 +79,7 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
         else:
             known = ", ".join(sorted(entry_points)) or "none"
             msg = (
-                f"tools: {place!r} is neither MODULE:ATTRIBUTE, nor FILE.py:ATTRIBUTE, nor the "
+                f"tools: {place!r} is neither MODULE:ATTRIBUTE, nor FILE.py:ATTRIBUTE, nor an "
                 f"entry point of an installed package (group {ENTRY_POINTS}: {known})"
             )
             raise OwnToolError(msg)
@@ -92,31 +87,30 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
 
 
 def as_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
-    """Return toolsets of what was found under each name; see `load_own`."""
+    """Return toolsets of the objects found under each name; see `load_own`."""
     toolsets: dict[str, Toolset] = {}
     for name, found in named:
         toolset = _toolset(name, found)
-        before = toolsets.get(toolset.name)
-        if before is not None:
-            toolset = dataclasses.replace(toolset, tools=(*before.tools, *toolset.tools))
+        if (same_name := toolsets.get(toolset.name)) is not None:
+            toolset = dataclasses.replace(toolset, tools=(*same_name.tools, *toolset.tools))
         _check_names(toolset)
         toolsets[toolset.name] = toolset
     return tuple(toolsets.values())
 
 
 def schemas_digest(tools: Sequence[Tool]) -> str:
-    """A digest of all that a model is told of some tools."""
-    schemas = sorted((tool.schema for tool in tools), key=lambda one: str(one["function"]["name"]))
+    """A digest of everything that a model sees of some tools."""
+    schemas = [tool.schema for tool in sorted(tools, key=lambda tool: tool.name)]
     return hashlib.sha256(exact_json.dumps(schemas, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _toolset(name: str, found: Any) -> Toolset:
     if isinstance(found, Toolset):
-        return dataclasses.replace(found, tools=tuple(_tool(one, name) for one in found.tools))
-    several = found if isinstance(found, list | tuple) else [found]
-    tools = tuple(_tool(one, name) for one in several)
+        return dataclasses.replace(found, tools=tuple(_tool(item, name) for item in found.tools))
+    items = found if isinstance(found, list | tuple) else [found]
+    tools = tuple(_tool(item, name) for item in items)
     if not tools:
-        raise OwnToolError(f"tools: {name}: there is no tool in the list")
+        raise OwnToolError(f"tools: {name}: the list has no tools")
     return Toolset(name, f"Tools of {name}.", tools)
 
 
@@ -125,8 +119,8 @@ def _tool(found: Any, name: str) -> Tool:
         return found
     if not (inspect.isfunction(found) or inspect.ismethod(found)):
         msg = (
-            f"tools: {name}: {found!r} is no tool; give a function, a Tool, a list of them, or a "
-            "Toolset"
+            f"tools: {name}: {found!r} is not a tool; give a function, a Tool, a list of them, or "
+            "a Toolset"
         )
         raise OwnToolError(msg)
     try:
@@ -137,17 +131,17 @@ def _tool(found: Any, name: str) -> Tool:
 
 def _check_names(toolset: Toolset) -> None:
     by_name: dict[str, Tool] = {}
-    for one in toolset.tools:
-        other = by_name.setdefault(one.name, one)
-        if other is not one:
+    for own in toolset.tools:
+        other = by_name.setdefault(own.name, own)
+        if other is not own:
             msg = (
-                f"{_place(one.function)}: toolset {toolset.name!r} has two tools called "
-                f"{one.name!r}; the other one is at {_place(other.function)}"
+                f"{_place(own.function)}: toolset {toolset.name!r} has two tools called "
+                f"{own.name!r}; the other is at {_place(other.function)}"
             )
             raise OwnToolError(msg)
 
 
 def _place(function: Any) -> str:
-    """FILE:LINE of a function, the line being that of its first decorator or its `def`."""
+    """FILE:LINE of a function: the line of its first decorator or its `def`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

@@ -1,7 +1,7 @@
 """Distributions: how often each toolset is offered. Every task draws its own toolsets.
 
-A distribution maps toolsets to percentages, each drawn by itself: {"file": 100, "terminal": 60}
-offers `file` always and `terminal` in 60 of 100 tasks. Where none is drawn, the likeliest is taken.
+A distribution maps toolsets to percentages, each drawn independently: {"file": 100, "terminal": 60}
+offers `file` always and `terminal` in 60 of 100 tasks. If none is drawn, the likeliest is offered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
         "coding": {"file": 100, "terminal": 80, "python": 50},
         "shell": {"terminal": 100, "file": 40, "python": 20},
         "files": {"file": 100, "terminal": 10},
-        # Those of hermes-agent, as far as there are such toolsets here.
+        # The distributions of hermes-agent, reduced to the toolsets that exist here.
         "balanced": {"file": 50, "terminal": 50, "web": 50},
         "development": {"file": 80, "terminal": 80, "web": 30},
         "minimal": {"web": 100},
@@ -37,17 +37,17 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
         "terminal_web": {"file": 100, "terminal": 100, "web": 100},
     }
 )
-"""The distributions that have a name."""
+"""The built-in distributions by name."""
 
 
 class UnknownDistribution(ValueError):
-    """A distribution was named that is neither known nor a readable file."""
+    """The name of a distribution is neither known nor a readable file."""
 
 
 def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> Distribution:
     """The distribution with this name, or in the YAML file at this path.
 
-    Raises `UnknownDistribution`, `UnknownToolset`, and `ValueError` for a percentage that is none.
+    Raises `UnknownDistribution`, `UnknownToolset`, and `ValueError` for an invalid percentage.
     """
     if name in DISTRIBUTIONS:
         return DISTRIBUTIONS[name]
@@ -63,7 +63,7 @@ def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> 
 
 
 def draw_toolsets(distribution: Distribution, key: str) -> list[str]:
-    """The toolsets that the task with this key is offered, sorted: the same ones every time."""
+    """The toolsets that the task with this key is offered, sorted; always the same for a key."""
     drawn = [name for name, percent in distribution.items() if _draw(f"{key}/{name}") < percent]
     return sorted(drawn) or [max(sorted(distribution), key=lambda name: distribution[name])]
 
@@ -77,12 +77,12 @@ def _check(loaded: Any, name: str, known: Mapping[str, Toolset]) -> Distribution
             raise UnknownToolset(f"{name}: unknown toolset {toolset!r}; known: {names}")
         is_number = isinstance(percent, int | float) and not isinstance(percent, bool)
         if not is_number or not 0 < percent <= 100:
-            msg = f"{name}: {toolset}: {percent!r} is no percentage in (0, 100]"
+            msg = f"{name}: {toolset}: {percent!r} is not a percentage in (0, 100]"
             raise ValueError(msg)
     return loaded
 
 
 def _draw(key: str) -> float:
-    """A number in [0, 100) that depends on `key` alone, whatever machine and order."""
+    """A number in [0, 100) that depends on `key` alone, on every machine and in any order."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64 * 100

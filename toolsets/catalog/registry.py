@@ -1,10 +1,10 @@
-"""The toolsets by name, and which tools a selection of them means."""
+"""The toolsets by name, and the choice among them."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -16,15 +16,15 @@ _log = logging.getLogger(__name__)
 
 ALL = ("all", "*")
 NONE = "none"
-"""What stands for toolsets in a selection and is the name of none."""
+"""Words in a selection that are not names of toolsets."""
 
 
 class UnknownToolset(ValueError):
-    """A toolset was named that does not exist."""
+    """A selection names a toolset that does not exist."""
 
 
 class UnavailableToolset(ValueError):
-    """A toolset was named that cannot work here."""
+    """A selection names a toolset that cannot work here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Toolset:
     needs_sandbox: bool = False
     """Its tools run commands."""
     includes: tuple[str, ...] = ()
-    """Names of toolsets that come along with it."""
+    """Names of toolsets that are enabled with it."""
     in_all: bool = True
-    """Whether "all" means it too; False for one that must be asked for by its name."""
+    """Part of "all"; False: it must be named."""
     problem: Callable[[], str | None] = lambda: None
-    """Says why it cannot be offered here, and what to install; None where it can."""
+    """Why it cannot work here, and what to install; None if it can."""
 
 
 class _BuiltIn(Sequence[Tool]):
@@ -112,7 +112,6 @@ TOOLSETS: Mapping[str, Toolset] = _by_name(
         name="browser",
         description="Open web pages in a browser, read them and act on them.",
         tools=_BuiltIn(_browser_tools),
-        needs_sandbox=False,
         in_all=False,
         problem=_browser_problem,
     ),
@@ -120,7 +119,6 @@ TOOLSETS: Mapping[str, Toolset] = _by_name(
         name="file",
         description="Read, write, patch, list and search files of the workspace.",
         tools=_BuiltIn(_file_tools),
-        needs_sandbox=False,
     ),
     Toolset(
         name="python",
@@ -138,11 +136,31 @@ TOOLSETS: Mapping[str, Toolset] = _by_name(
         name="web",
         description="Search the web and read its pages.",
         tools=_BuiltIn(_web_tools),
-        needs_sandbox=False,
-        in_all=False,  # What leaves this machine is for the user to decide.
+        in_all=False,  # The user decides what leaves this machine.
         problem=_web_problem,
     ),
 )
+
+
+def catalog(added: Iterable[Toolset]) -> Mapping[str, Toolset]:
+    """Return the built-in toolsets and `added` ones by name.
+
+    Raises `ValueError` if a name is taken or cannot be given in an option.
+    """
+    known = dict(TOOLSETS)
+    for toolset in added:
+        if toolset.name in known:
+            kind = "a built-in toolset" if toolset.name in TOOLSETS else "two toolsets"
+            msg = f"the toolset name {toolset.name!r} is that of {kind}; choose another"
+            raise ValueError(msg)
+        if not toolset.name or toolset.name in (*ALL, NONE) or set(toolset.name) & set(", \n"):
+            msg = (
+                f"{toolset.name!r} cannot be the name of a toolset: 'all', '*' and 'none' are "
+                "reserved, and names have no commas or blanks"
+            )
+            raise ValueError(msg)
+        known[toolset.name] = toolset
+    return known
 
 
 def resolve_toolsets(
@@ -151,32 +169,32 @@ def resolve_toolsets(
     *,
     known: Mapping[str, Toolset] = TOOLSETS,
 ) -> tuple[Toolset, ...]:
-    """Return the toolsets that a selection means, sorted by name, without disabled tools.
+    """Return the enabled toolsets, sorted by name, without disabled tools.
 
     None, "all" and "*" enable every toolset that is `in_all` and can work here (the log names
-    those left out), "none" and an empty selection enable none. What is disabled goes with all it
-    includes, and its tools go from other toolsets as well; a toolset left without any tool is
-    dropped. Raises `UnknownToolset`, and `UnavailableToolset` for one that was named.
+    those left out); "none" and an empty selection enable none. Disabling a toolset disables those
+    it includes, and removes its tools from other toolsets too; a toolset without tools is dropped.
+    Raises `UnknownToolset`, and `UnavailableToolset` for a toolset that was named.
     """
     enabled = ALL[:1] if enabled is None else enabled
     general = _general(known) if set(enabled) & set(ALL) else ()
     wanted = _expand(enabled, known, everything=general)
     unwanted = _expand(disabled, known, everything=known)
-    gone = {tool.name for name in unwanted for tool in known[name].tools}
-    kept = []
+    disabled_tools = {tool.name for name in unwanted for tool in known[name].tools}
+    chosen = []
     for name in sorted(wanted - unwanted):
-        tools = tuple(tool for tool in known[name].tools if tool.name not in gone)
+        tools = tuple(tool for tool in known[name].tools if tool.name not in disabled_tools)
         if tools:
             if (problem := known[name].problem()) is not None:
                 raise UnavailableToolset(f"toolset {name!r} cannot be offered: {problem}")
-            kept.append(dataclasses.replace(known[name], tools=tools))
-    return tuple(kept)
+            chosen.append(dataclasses.replace(known[name], tools=tools))
+    return tuple(chosen)
 
 
 def tools_of(toolsets: Sequence[Toolset]) -> tuple[Tool, ...]:
     """Return the tools of some toolsets, each once, sorted by name.
 
-    Raises `ValueError` when two different tools have the same name.
+    Raises `ValueError` if two different tools have the same name.
     """
     by_name: dict[str, tuple[Tool, str]] = {}
     for toolset in toolsets:
@@ -206,7 +224,7 @@ def _general(known: Mapping[str, Toolset]) -> list[str]:
 def _expand(
     names: Sequence[str], known: Mapping[str, Toolset], *, everything: Collection[str]
 ) -> set[str]:
-    """Return the named toolsets and all they include; a circle of includes is fine."""
+    """Return the named toolsets and all they include; includes may form a circle."""
     found: set[str] = set()
     pending = list(names)
     while pending:

@@ -3,5 +3,5 @@
 mcp_settings  the `mcp` entries of a config
 connection    one connection to one server
 servers       servers as toolsets
-mcp_launcher  starts a server so that it dies with us
+mcp_launcher  starts a server, and kills it when its worker dies
 """

@@ -1,4 +1,4 @@
-"""A connection to one MCP server, by the official SDK: started late, restarted with patience."""
+"""A connection to one MCP server, over the official SDK: started at first use, restarted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from toolsets.errors import HostError, ToolError, failure_told, machine_failure
+from toolsets.errors import HostError, ToolError, machine_failure, machine_failure_in
 from toolsets.mcp.mcp_settings import WORKSPACE, ListedTool, McpServer
 from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.text import output_text
@@ -31,11 +31,11 @@ _CONNECTION_CLOSED = -32000
 
 
 class ServerError(ToolError):
-    """A server died, or is gone for good."""
+    """A server died, or died too often to be restarted."""
 
 
 class StartError(ServerError):
-    """A server did not start. The message quotes it, so it is for the user and no model."""
+    """A server did not start. The message quotes its output: for the user, not for the model."""
 
 
 class Link:
@@ -44,7 +44,7 @@ class Link:
     def __init__(
         self, name: str, server: McpServer, *, starts: asyncio.Semaphore, workspace: Path | None
     ) -> None:
-        """`starts` bounds how many servers start at a time; `workspace` is that of the task."""
+        """`starts` limits how many servers start at a time; `workspace` is that of the task."""
         self._name = name
         self._server = server
         self._starts = starts
@@ -57,8 +57,8 @@ class Link:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
         """Call a tool and return the SDK's result.
 
-        Raises `ToolError` for what the server refuses, and `ServerError` where it is dead; the
-        next call then starts it again.
+        Raises `ToolError` for an error that the server reports, and `ServerError` if the server
+        is dead; the next call then starts it again.
         """
         try:
             connection = await self._connected()
@@ -69,20 +69,20 @@ class Link:
         try:
             result = await connection.client.call_tool(tool, dict(arguments))
         except asyncio.CancelledError:
-            # A deadline, mostly. One that speaks garbage, or never answers, will not get better.
+            # Usually the deadline. A server that sends garbage or never answers is replaced.
             connection.late += 1
             if connection.garbage > garbage or connection.late >= _LATE_IN_A_ROW:
                 connection.is_broken = True
             raise
         except Exception as error:
-            if _is_an_answer(error):
+            if _is_answer(error):
                 connection.late = 0
                 raise ToolError(_describe(error)) from error
             connection.is_dead = True
             if not connection.is_broken:
                 connection.is_broken = True
-                words = connection.last_words()
-                _log.warning("mcp server %s died: %s%s", self._name, _describe(error), words)
+                stderr = connection.last_stderr()
+                _log.warning("mcp server %s died: %s%s", self._name, _describe(error), stderr)
             raise ServerError(f"the server {self._name!r} died during the call") from error
         connection.late = 0
         return result
@@ -108,7 +108,7 @@ class Link:
             await asyncio.wait(self._ending)
 
     def _let_go(self) -> None:
-        """Stop the server in a task of its own: whoever needs another one need not wait."""
+        """Stop the server in a separate task: a restart need not wait for it."""
         connection, self._connection = self._connection, None
         if connection is not None:
             ending = asyncio.create_task(connection.stop())
@@ -116,7 +116,7 @@ class Link:
             ending.add_done_callback(self._ending.discard)
 
     async def _connected(self) -> _Connection:
-        """The living connection, made if there is none."""
+        """The open connection, made if there is none."""
         async with self._lock:
             if self._connection is not None:
                 if not self._connection.is_broken:
@@ -144,7 +144,7 @@ class Link:
 
 
 class _Connection:
-    """A running server. A task of its own opens and closes it, as the SDK's scopes demand."""
+    """A running server. One task opens and closes it: the SDK's cancel scopes demand that."""
 
     client: Any
 
@@ -156,16 +156,16 @@ class _Connection:
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.is_broken = False
-        """It is not to be used any more."""
+        """It must not be used again."""
         self.is_dead = False
         """The server has closed the connection."""
         self.late = 0
         """Calls in a row that did not end in time."""
         self.garbage = 0
-        """Messages that were none of the protocol."""
+        """Messages that do not follow the protocol."""
 
     async def start(self) -> None:
-        """Start the server; raises `StartError`, or `HostError` where the machine failed."""
+        """Start the server; raises `StartError`, or `HostError` if the machine failed."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._live(ready))
         try:
@@ -178,11 +178,11 @@ class _Connection:
             await self.stop()
             if isinstance(error, TimeoutError):
                 why = f"did not start within {self._server.start_timeout_s:g} s"
-                raise StartError(self._said(why)) from error
+                raise StartError(self._with_stderr(why)) from error
             raise
 
     async def stop(self) -> None:
-        """Stop the server: it is asked to end, and killed if it does not, or is broken."""
+        """Stop the server: close the connection; kill it if it is broken or does not end."""
         self._stop.set()
         if self.is_broken and not self.is_dead:
             self._kill()
@@ -193,13 +193,13 @@ class _Connection:
                 await asyncio.wait({self._task}, timeout=_STOP_S)
 
     def _kill(self) -> None:
-        """Kill the server and its children; only as long as it is not known to be dead."""
+        """Kill the server and its children. Not for a dead one: its pid may be in use again."""
         if self._stderr.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._stderr.pid, signal.SIGKILL)
 
-    def last_words(self) -> str:
-        """The end of what the server said on its standard error, in brackets, or ""."""
+    def last_stderr(self) -> str:
+        """The last line of the server's standard error, in brackets, or ""."""
         lines = self._stderr.text().strip().splitlines()
         return f" ({lines[-1].strip()[-300:]})" if lines else ""
 
@@ -224,13 +224,13 @@ class _Connection:
             return first
         if (words := machine_failure(first)) is not None:
             return HostError(f"mcp server {self._name!r}: {words}")
-        said = self._said(f"did not start: {_describe(error)}")
-        if (words := failure_told(said)) is not None:
+        message = self._with_stderr(f"did not start: {_describe(error)}")
+        if (words := machine_failure_in(message)) is not None:
             return HostError(words)
-        return StartError(said)
+        return StartError(message)
 
-    def _said(self, what: str) -> str:
-        return f"the server {self._name!r} {what}{self.last_words()}"
+    def _with_stderr(self, what: str) -> str:
+        return f"the server {self._name!r} {what}{self.last_stderr()}"
 
     async def _open(self, stack: AsyncExitStack) -> Any:
         from mcp import Client
@@ -253,7 +253,7 @@ class _Connection:
         headers = {
             header: _variable(name, self._name) for header, name in self._server.headers_env.items()
         }
-        # What bounds a call is the deadline of the tool.
+        # The tool's deadline limits a call.
         timeout = httpx2.Timeout(30.0, read=None)
         http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout))
         return streamable_http_client(str(self._server.url), http_client=http)
@@ -262,7 +262,7 @@ class _Connection:
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        # Every line that is no message is reported there with a traceback; we count them.
+        # The SDK logs a traceback for every line that is not a message; we count them instead.
         logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {name: _variable(name, self._name) for name in self._server.env_from}
@@ -285,14 +285,14 @@ class _Connection:
 
 
 class _Stderr(asyncio.Protocol):
-    """The standard error of a server: read to its end, and the last of it kept.
+    """Reads the standard error of a server, and keeps its beginning and end.
 
-    Its first line, which the launcher writes, is the process id.
+    The first line, which the launcher writes, is the process id.
     """
 
     def __init__(self) -> None:
         self._first = b""
-        self._kept = HeadTail(_STDERR_BYTES)
+        self._output = HeadTail(_STDERR_BYTES)
         self.pid: int | None = None
 
     async def __aenter__(self) -> Any:
@@ -315,16 +315,16 @@ class _Stderr(asyncio.Protocol):
             if not end:
                 return
             self.pid = int(line)
-        self._kept.feed(data)
+        self._output.feed(data)
 
     def text(self) -> str:
-        return output_text(*self._kept.kept(), self._kept.total)
+        return output_text(*self._output.kept(), self._output.total)
 
 
 def _variable(name: str, server: str) -> str:
     value = os.environ.get(name)
     if value is None:
-        raise StartError(f"the server {server!r} wants the environment variable {name}; set it")
+        raise StartError(f"the server {server!r} needs the environment variable {name}; set it")
     return value
 
 
@@ -340,18 +340,18 @@ def _listed(tool: Any) -> ListedTool:
     )
 
 
-def _is_an_answer(error: Exception) -> bool:
-    """Whether an error is what a living server said, rather than that it is dead."""
+def _is_answer(error: Exception) -> bool:
+    """Whether a living server reported the error; else the server is dead."""
     from mcp import MCPError
 
     if isinstance(error, MCPError):
         return bool(error.code != _CONNECTION_CLOSED)
-    # The SDK's own check of a result against the schema that the server promised.
+    # The SDK checks results against the schema that the server announced.
     return isinstance(error, RuntimeError)
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error inside the groups that task groups put around it."""
+    """The first error inside exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

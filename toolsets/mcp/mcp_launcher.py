@@ -1,10 +1,10 @@
-"""Starts an MCP server with no more than the environment it may have, bound to its caller's life.
+"""Starts an MCP server with a given part of the environment; it does not outlive the caller.
 
-A script, run as: PARENT_PID NAME,NAME,... COMMAND ARGUMENT... in a session of its own. First a line
-with its process id goes to the standard error, since the SDK tells nobody. On Linux the server is
-a child of this process, which waits for it: once the server has ended, or the parent is dead, it
-kills what is left of both, and waits for that too. Elsewhere the server takes its place, and is
-only told by the end of its input.
+A script, run in a new session as: PARENT_PID NAME,NAME,... COMMAND ARGUMENT... It first writes its
+process id to standard error, since the SDK does not report it. On Linux the server is a child of
+this process, which waits for it: once the server has ended or the parent is dead, this process
+kills and reaps all processes that are left. On other systems the server replaces this process; the
+end of its input is the only sign that the caller died.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
             os.setpgid(0, 0)
         _fork_server(int(parent))
     environment = {name: os.environ[name] for name in names.split(",") if name in os.environ}
-    # Python ignores these two, and what is ignored stays ignored in the server.
+    # Python ignores these two signals, and the server would inherit that.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
@@ -38,17 +38,17 @@ def main() -> None:
 
 
 def _fork_server(parent: int) -> None:
-    """Go on in a child, and end with it."""
-    # Those to the group are for the server, which may need its time to end.
+    """Return in a child process only; the parent process waits for the child and exits."""
+    # Signals to the group are for the server, which may need time to end.
     signals = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    keeper = os.getpid()
+    launcher = os.getpid()
     server = os.fork()
     if server == 0:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:  # it died before the kernel was asked
+        if os.getppid() != launcher:  # it died before prctl
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
@@ -62,23 +62,23 @@ def _fork_server(parent: int) -> None:
 
 
 def _wait_for(server: int, signals: set[signal.Signals]) -> None:
-    """Return once the server has ended, or the parent."""
+    """Return once the server has ended or the parent is dead."""
     while (number := signal.sigwait(signals)) != signal.SIGUSR1:
         if number == signal.SIGCHLD:
-            # What the server left without a parent is waited for here as well.
+            # Reaps orphans of the server, too.
             while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 if ended == server:
                     return
 
 
 def _kill_the_rest() -> None:
-    """Kill all that is left beneath this process, whose children they become one by one."""
+    """Kill all descendants: as a subreaper, this process becomes the parent of each in turn."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     with contextlib.suppress(ChildProcessError):
         while True:
             try:
                 left = own.read_text().split()
-            except FileNotFoundError:  # this system does not tell
+            except FileNotFoundError:  # this kernel has no such file
                 os.killpg(0, signal.SIGKILL)
             for pid in left:
                 os.kill(int(pid), signal.SIGKILL)

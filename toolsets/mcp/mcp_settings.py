@@ -1,4 +1,4 @@
-"""What a user says about an MCP server, and what the server says about its tools."""
+"""The settings of an MCP server, and the tools that it lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 WORKSPACE = "{workspace}"
-"""Stands for the directory of a task's workspace in a command, an environment and a `cwd`."""
+"""Placeholder for the task's workspace in a command, an environment and a `cwd`."""
 
 ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -30,30 +30,30 @@ def _as_list(value: Any) -> Any:
 
 
 class McpServer(BaseModel):
-    """How a server is reached, and how much patience it gets."""
+    """How to reach or start a server, and how often to restart it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     command: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
-    """The program that speaks over its standard streams, and its arguments; or `url`."""
+    """A server over standard streams: its program and arguments. Either this or `url`."""
     args: tuple[str, ...] = ()
     """Further arguments."""
     env: dict[VariableName, str] = Field(default_factory=dict)
-    """The server's environment, beside PATH, HOME and LANG."""
+    """The server's environment, in addition to PATH, HOME and LANG."""
     env_from: tuple[VariableName, ...] = ()
-    """Variables that it gets from the environment of this program: keys, say."""
+    """Variables that it gets from the environment of this program, such as keys."""
     cwd: str | None = None
     url: str | None = None
-    """Endpoint of a server that speaks over streamable HTTP; or `command`."""
+    """A server over streamable HTTP: its endpoint. Either this or `command`."""
     headers_env: dict[str, VariableName] = Field(default_factory=dict)
     """Headers of requests, each with the variable that holds its value."""
     per_task: bool | None = None
-    """Every conversation has a server of its own. None: where the workspace is mentioned."""
+    """Each conversation starts its own server. None: if the settings mention the workspace."""
     start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 10
     """How often it is restarted, per worker or, with `per_task`, per conversation."""
     restart_pause_s: Annotated[float, Field(ge=0, le=60)] = 1.0
-    """Before the first restart; doubled before each further one, up to 30 s."""
+    """Before the first restart; doubled for each further one, up to 30 s."""
 
     _listed: tuple[ListedTool, ...] | None = PrivateAttr(None)
 
@@ -71,10 +71,10 @@ class McpServer(BaseModel):
                 msg = "`url` must start with http:// or https://"
                 raise ValueError(msg)
             if parts.password is not None:
-                msg = "`url` must hold no password, which would be written into files"
+                msg = "`url` must not contain a password: it would be written into files"
                 raise ValueError(msg)
         elif self.headers_env:
-            msg = "`headers_env` goes with `url`"
+            msg = "`headers_env` needs `url`"
             raise ValueError(msg)
         if self.per_task is False and self._mentions_workspace():
             msg = f"{WORKSPACE} needs a server per task; leave `per_task` out"
@@ -88,16 +88,16 @@ class McpServer(BaseModel):
 
     @property
     def is_per_task(self) -> bool:
-        """Whether conversations share no server."""
+        """Whether each conversation starts its own server."""
         return self._mentions_workspace() if self.per_task is None else self.per_task
 
     @property
     def listed(self) -> tuple[ListedTool, ...] | None:
-        """The tools that it offered when it was asked; None before."""
+        """The tools that the server listed; None if it was not asked yet."""
         return self._listed
 
     def with_listed(self, tools: tuple[ListedTool, ...]) -> McpServer:
-        """This server with the tools that it offers."""
+        """A copy with the tools that the server listed."""
         server = self.model_copy()
         server._listed = tools
         return server
@@ -108,7 +108,7 @@ class McpServer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ListedTool:
-    """A tool as its server describes it."""
+    """A tool as its server lists it."""
 
     name: str
     description: str
@@ -117,5 +117,5 @@ class ListedTool:
     is_idempotent: bool
 
     def name_in(self, server: str) -> str:
-        """The name that models know it by: `server__tool`, as every endpoint takes it."""
+        """Its name for models, in characters that every endpoint accepts: `server__tool`."""
         return re.sub(r"[^A-Za-z0-9_-]", "_", f"{server}__{self.name}")

@@ -1,4 +1,4 @@
-"""MCP servers as toolsets: their tools are called `server__tool`, and checked before the call."""
+"""MCP servers as toolsets: tools are named `server__tool`; arguments are checked before a call."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from toolsets.tool import TOOL_NAME, ArgumentsError, Tool, ToolResult
 
 _STARTS_AT_A_TIME = 4
 _HOME = "/workspace"
-"""The workspace in what a server says when it is listed."""
+"""Replaces the temporary workspace in the texts of a server that lists its tools."""
 _MAX_PROBLEMS = 10
 _MAX_PROBLEM_CHARS = 300
 
 
 class McpError(ValueError):
-    """A server cannot be used; the message says which one and why."""
+    """A server cannot be used; the message says which and why."""
 
 
 async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer | McpError]:
-    """Start each server, ask it for its tools and stop it again.
+    """Start each server, list its tools and stop it again.
 
-    Gives each server with what it offers, or why it cannot be used.
+    Returns each server with its tools, or the reason why it cannot be used.
     """
     if servers and find_spec("mcp") is None:
         missing = McpError(f"mcp: the MCP SDK is missing: {install('mcp')}")
@@ -46,9 +46,9 @@ async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer 
 
 
 class McpServers(PerLoop["_Links"]):
-    """The servers of one process. Each is started when one of its tools is first called.
+    """The servers of one process, each started at the first call of one of its tools.
 
-    Those that belong to one task are closed with its context.
+    Servers of a single task are closed with its context.
     """
 
     def __init__(self, servers: Mapping[str, McpServer]) -> None:
@@ -56,7 +56,7 @@ class McpServers(PerLoop["_Links"]):
         self._servers = servers
 
     def toolsets(self) -> tuple[Toolset, ...]:
-        """One toolset per server, without tools where the server was not listed.
+        """One toolset per server; without tools if the server was not asked for them.
 
         Raises `McpError` for tools that cannot be offered.
         """
@@ -76,7 +76,7 @@ class McpServers(PerLoop["_Links"]):
         if not TOOL_NAME.fullmatch(tool_name):
             msg = (
                 f"mcp: server {name!r}: the tool name {clip(tool_name, max_chars=100)!r} is too "
-                "long for endpoints, which take 64 characters; give the server a shorter name"
+                "long for endpoints, which allow 64 characters; give the server a shorter name"
             )
             raise McpError(msg)
 
@@ -115,7 +115,7 @@ class McpServers(PerLoop["_Links"]):
 
 @dataclass(slots=True)
 class _Links:
-    """The servers of one event loop that tasks share."""
+    """The servers that the tasks of one event loop share."""
 
     shared: dict[str, Link] = field(default_factory=dict)
     starts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_STARTS_AT_A_TIME))
@@ -131,7 +131,7 @@ async def _list(name: str, server: McpServer, starts: asyncio.Semaphore) -> McpS
         try:
             async with asyncio.timeout(2 * server.start_timeout_s):
                 listed = await link.list_tools()
-            # Paths in what a server says would make every start of a run another run.
+            # The path differs at each start; with it, the config fingerprint of a run would too.
             return server.with_listed(tuple(_without_path(tool, directory) for tool in listed))
         except (StartError, HostError) as error:
             return McpError(f"mcp: {error}")
@@ -149,7 +149,7 @@ def _without_path(tool: ListedTool, directory: str) -> ListedTool:
 
 
 def _check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, Any]], None]:
-    """A check of arguments against a server's schema; raises `McpError` where that is none."""
+    """A check of arguments against a server's schema; raises `McpError` for an invalid schema."""
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -158,22 +158,22 @@ def _check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, 
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        msg = f"mcp: the schema of {tool_name} is no JSON Schema: {error.message}"
+        msg = f"mcp: the schema of {tool_name} is not a JSON Schema: {error.message}"
         raise McpError(msg) from error
-    # A registry of our own, for the default one fetches references from the network.
+    # The default registry would fetch references from the network.
     validator = kind(schema, registry=Registry())
 
     def check(arguments: dict[str, Any]) -> None:
         try:
-            problems = sorted(validator.iter_errors(arguments), key=lambda one: str(one.json_path))
+            problems = sorted(validator.iter_errors(arguments), key=lambda error: error.json_path)
         except Unresolvable:
-            return  # a reference to elsewhere: the server itself will check
+            return  # the schema refers to another document; the server will check
         except RecursionError:
             raise ArgumentsError("the JSON is nested too deeply") from None
         lines = [
-            f"{'.'.join(map(str, one.absolute_path)) or 'arguments'}: "
-            f"{clip(one.message, max_chars=_MAX_PROBLEM_CHARS)}"
-            for one in problems[:_MAX_PROBLEMS]
+            f"{'.'.join(map(str, problem.absolute_path)) or 'arguments'}: "
+            f"{clip(problem.message, max_chars=_MAX_PROBLEM_CHARS)}"
+            for problem in problems[:_MAX_PROBLEMS]
         ]
         if lines:
             raise ArgumentsError("\n".join(lines))
@@ -182,13 +182,13 @@ def _check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, 
 
 
 def _roots(context: ToolContext) -> tuple[str, ...]:
-    """The paths by which a server may name the workspace, the longest first."""
+    """The paths of the workspace that a server may write, the longest first."""
     root = context.workspace.root
     return tuple(sorted({str(root), str(root.resolve())}, key=len, reverse=True))
 
 
 def _translated(value: Any, context: ToolContext) -> Any:
-    """Arguments with the model's path of the workspace replaced by its real one."""
+    """Arguments with the workspace path that the model sees replaced by the real path."""
     if isinstance(value, dict):
         return {key: _translated(inner, context) for key, inner in value.items()}
     if isinstance(value, list):
@@ -199,7 +199,7 @@ def _translated(value: Any, context: ToolContext) -> Any:
 
 
 def _as_result(result: Any, *, roots: tuple[str, ...] = (), home: str = "") -> ToolResult:
-    """A result of the SDK as one of ours: all text in it, and a mark for all that is none."""
+    """A result of the SDK as a `ToolResult`: its texts, and a mark for everything else."""
     parts = [_as_text(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]

@@ -1,5 +1,5 @@
 """What web tools and the browser may reach.
 
-guard         judges addresses where sockets connect
+guard         checks each address when a socket connects to it
 web_settings  the settings of the web tools
 """

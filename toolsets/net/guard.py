@@ -1,7 +1,7 @@
-"""Which URLs the web tools take, and which addresses they may connect to.
+"""Which URLs the web tools accept, and which addresses they may connect to.
 
-A page or a model can name any URL, and a name can lead anywhere. So what is judged is the address
-that is about to be connected to, at that moment; see `toolsets.web.http`.
+A page or a model can name any URL, and any name can resolve to any address. The check is therefore
+made on the address itself, when a socket connects to it; see `toolsets.web.http`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _SPECIAL = tuple(
     ipaddress.ip_network(network)
     for network in ("168.63.129.16/32", "192.0.0.0/24", "64:ff9b:1::/48", "fec0::/10")
 )
-"""Answered by a cloud's own machinery or a private network, though not every Python says so."""
+"""Services of clouds and private networks that not every Python version classifies as such."""
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class Guard:
-    """Lets public addresses through, and what the user allows beside them."""
+    """Permits public addresses, and others that the user allows."""
 
     def __init__(self, allow: Iterable[str]) -> None:
         """`allow` holds HOST, HOST:PORT or NETWORK/BITS; IPv6 with a port is `[ADDRESS]:PORT`.
 
-        Raises `ValueError` naming an entry that is none of these.
+        Raises `ValueError` naming an invalid entry.
         """
         self._hosts: set[tuple[str, int | None]] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
@@ -44,7 +44,7 @@ class Guard:
                 self._hosts.add(_host_and_port(entry))
 
     def permits(self, host: str, port: int, address: str) -> bool:
-        """Whether `address` may be connected to, where `host` and `port` are those of the URL."""
+        """Whether a socket may connect to `address` for a URL with this `host` and `port`."""
         name = _plain(host)
         if (name, None) in self._hosts or (name, port) in self._hosts:
             return True
@@ -60,7 +60,7 @@ def _is_public(ip: IPAddress) -> bool:
 
 
 def _embedded(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that packets to `ip` end at, if it stands for one."""
+    """The IPv4 address that `ip` maps to, if it does."""
     if ip in _NAT64:
         return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     return ip.ipv4_mapped or ip.sixtofour
@@ -70,7 +70,7 @@ def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
         return ipaddress.ip_network(entry)
     except ValueError as error:
-        raise ValueError(f"web_allow: {entry!r} is no network: {error}") from None
+        raise ValueError(f"web_allow: {entry!r} is not a network: {error}") from None
 
 
 def _host_and_port(entry: str) -> tuple[str, int | None]:
@@ -91,7 +91,7 @@ def _host_and_port(entry: str) -> tuple[str, int | None]:
 
 
 def _plain(host: str) -> str:
-    """One form for all spellings of a host: lower case, no dot at the end, short IPv6."""
+    """A host in its canonical form: lower case, no dot at the end, short IPv6."""
     host = host.lower().rstrip(".")
     try:
         return str(ipaddress.ip_address(host))
@@ -100,7 +100,7 @@ def _plain(host: str) -> str:
 
 
 def checked(url: str) -> URL:
-    """`url` in one form, without its fragment. Raises `ToolError` where it may not be asked for."""
+    """`url` in canonical form, without its fragment. Raises `ToolError` if it is not allowed."""
     shown = clip(url, max_chars=200)
     try:
         parsed = URL(url.strip())

@@ -1,4 +1,4 @@
-"""What the web tools work with: how to search, what may be reached, where pages are kept."""
+"""Settings of the web tools: how to search, what they may reach, where pages are cached."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ KEY_VARIABLES: Mapping[str, str | None] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
-    """Settings of the web tools. Holds no secrets: keys are read from the environment when used.
+    """Settings of the web tools, without secrets: keys are read from the environment when used.
 
-    Raises `ValueError` where one of them cannot be meant.
+    Raises `ValueError` for invalid settings.
     """
 
     cache_dir: Path | None = None
-    """Where pages and results are kept for whoever asks again; None keeps nothing."""
+    """Where pages and search results are cached; None: no cache."""
     provider: str = "ddgs"
-    """Who answers searches; one of `KEY_VARIABLES`."""
+    """The search provider; one of `KEY_VARIABLES`."""
     search_url: str | None = None
-    """Where the provider is asked, if not at its own address; not for ddgs."""
+    """The provider's address, if not its usual one; not for ddgs."""
     allow: tuple[str, ...] = ()
-    """What may be fetched beside public addresses: HOST, HOST:PORT or NETWORK/BITS."""
+    """Addresses that are allowed besides public ones: HOST, HOST:PORT or NETWORK/BITS."""
     timeout_s: float = 30.0
     """Deadline of one download with all its redirects, and of one search."""
     max_bytes: int = 5 * 1024 * 1024
-    """Longest body, decompressed."""
+    """Maximum size of a body, decompressed."""
     cache_bytes: int = 1024**3
-    """Size that the kept pages and results stay below; the oldest go first."""
+    """Maximum size of the cache; the oldest entries are removed first."""
 
     def __post_init__(self) -> None:
         if self.provider not in KEY_VARIABLES:
@@ -50,11 +50,11 @@ class WebSettings:
                     f"search_url {self.search_url!r} must be an http or https URL without password"
                 )
             if self.provider == "ddgs":
-                raise ValueError("search_url goes with a provider that is not ddgs")
+                raise ValueError("search_url cannot be used with provider ddgs")
         Guard(self.allow)
 
     def problem(self) -> str | None:
-        """Why searching cannot work with these settings here, and what to do; None if it can."""
+        """Why searches cannot work here with these settings, and what to do; None if they can."""
         variable = KEY_VARIABLES[self.provider]
         if variable is None or os.environ.get(variable):
             return None

@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.channel import Launch
+from toolsets.sandbox.fork_servers import Template
 from toolsets.sandbox.interpreter import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
 
@@ -30,9 +31,14 @@ _UNSHARE = [
     *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
     # Our server is process 1 itself: nothing in the sandbox can kill it or look into it, and the
     # bwrap outside waits for it, so that no process is left for others to collect.
-    "--as-pid-1",
-    *("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"),
+    *("--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"),
 ]
+_USER = ["--uid", "1000", "--gid", "1000"]
+# Root of its own user namespace, or it could not mount /dev/pts; and what
+# `toolsets.sandbox.inside.namespaces` takes: mounts, the loopback device, a map of users.
+_FORK_SERVER = ["--uid", "0", "--gid", "0"]
+for _capability in ("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_SETFCAP"):
+    _FORK_SERVER += ["--cap-add", _capability]
 _PASSWD = b"root:x:0:0:root:/root:/usr/sbin/nologin\nuser:x:1000:1000:user:/workspace:/bin/sh\n"
 _GROUP = b"root:x:0:\nuser:x:1000:\n"
 _ETC = ["ld.so.cache", "alternatives", "nsswitch.conf", "localtime"]
@@ -66,27 +72,34 @@ class BwrapSandbox(ServedSandbox):
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise SandboxError(f"the sandbox is gone: bwrap was not found; {_INSTALL}")
-        passwd, group = (stack.enter_context(_file_with(text)) for text in (_PASSWD, _GROUP))
-        options = [
-            *confinement(bwrap, self._limits),
-            *("--ro-bind-data", str(passwd.fileno()), "/etc/passwd"),
-            *("--ro-bind-data", str(group.fileno()), "/etc/group"),
-            *("--bind", str(self._workspace.root), HOME, "--chdir", HOME),
-            # Last, because mounting needs directories to be made.
-            *("--remount-ro", "/dev", "--remount-ro", "/"),
-        ]
-        # Not as arguments, since commands can see those of process 1: they tell host paths.
-        packed = b"".join(os.fsencode(option) + b"\0" for option in options)
-        args = stack.enter_context(_file_with(packed))
-        return Launch(
-            argv=[bwrap, "--args", str(args.fileno()), "--", *argv],
-            # Of bwrap too, which outlives its start: clearing that of commands would not do.
-            env={},
-            cwd="/",
-            pass_fds=[file.fileno() for file in (args, passwd, group)],
+        options = [*_USER]
+        if _probe(_bwrap(), ("--disable-userns",)) is None:
+            options.append("--disable-userns")
+        for sized in ("/tmp", "/dev/shm"):
+            options += ["--size", str(self._limits.tmp_mb << 20), "--tmpfs", sized]
+        # A process that is root of the machine could write there without any capability.
+        for name in ("sys", "sysrq-trigger"):
+            options += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+        return _launch(argv, stack, self._limits.network, options, str(self._workspace.root))
+
+    def template(self) -> Template:
+        """See `ServedSandbox`.
+
+        The fork server has the workspaces of all at the place where each sandbox has its own.
+        """
+        root, network = self._workspace.root, self._limits.network
+        return Template(
+            key=("bwrap", root.parent, network),
+            is_confined=True,
+            launch=lambda argv, stack: _launch(
+                argv, stack, network, [*_FORK_SERVER, "--dir", "/tmp"], str(root.parent)
+            ),
+            request={
+                "env": {},
+                "workspace": root.name,
+                "tmp_bytes": self._limits.tmp_mb << 20,
+                "network": network,
+            },
         )
 
 
@@ -101,23 +114,46 @@ def bwrap_problem() -> str | None:
     return failure and f"sandbox bwrap: it does not work here ({failure}); {_ALLOW}"
 
 
-def confinement(bwrap: str, limits: Limits) -> list[str]:
-    """Return the options that make every sandbox, apart from its workspace."""
-    options = [*_UNSHARE, *(["--share-net"] if limits.network else [])]
-    if _probe(bwrap, ("--disable-userns",)) is None:
-        options.append("--disable-userns")
-    options += system_options()
-    options += ["--proc", "/proc", "--dev", "/dev"]
-    for sized in ("/tmp", "/dev/shm"):
-        options += ["--size", str(limits.tmp_mb << 20), "--tmpfs", sized]
-    options += ["--symlink", "../tmp", "/var/tmp"]
-    options += python_options()
-    for name in [*_ETC, *(_ETC_NETWORK if limits.network else [])]:
+def _bwrap() -> str:
+    if (found := shutil.which("bwrap")) is None:
+        raise SandboxError(f"the sandbox is gone: bwrap was not found; {_INSTALL}")
+    return found
+
+
+def _launch(
+    argv: Sequence[str], stack: ExitStack, network: bool, options: Sequence[str], home: str
+) -> Launch:
+    """How to start `argv` with what all sandboxes have, and a directory as /workspace."""
+    passwd, group = (stack.enter_context(_file_with(text)) for text in (_PASSWD, _GROUP))
+    options = [
+        *_UNSHARE,
+        *(["--share-net"] if network else []),
+        *system_options(),
+        *("--proc", "/proc", "--dev", "/dev"),
+        *options,
+        *("--symlink", "../tmp", "/var/tmp"),
+        *python_options(),
+    ]
+    for name in [*_ETC, *(_ETC_NETWORK if network else [])]:
         options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     options.append("--clearenv")
     for name, value in _env().items():
         options += ["--setenv", name, value]
-    return options
+    options += ["--ro-bind-data", str(passwd.fileno()), "/etc/passwd"]
+    options += ["--ro-bind-data", str(group.fileno()), "/etc/group"]
+    options += ["--bind", home, HOME, "--chdir", HOME]
+    # Last, because mounting needs directories to be made.
+    options += ["--remount-ro", "/dev", "--remount-ro", "/"]
+    # Not as arguments, since commands can see those of process 1: they tell host paths.
+    packed = b"".join(os.fsencode(option) + b"\0" for option in options)
+    args = stack.enter_context(_file_with(packed))
+    return Launch(
+        argv=[_bwrap(), "--args", str(args.fileno()), "--", *argv],
+        # Of bwrap too, which outlives its start: clearing that of commands would not do.
+        env={},
+        cwd="/",
+        pass_fds=[file.fileno() for file in (args, passwd, group)],
+    )
 
 
 def _env() -> dict[str, str]:
@@ -153,7 +189,7 @@ def python_options() -> list[str]:
 @cache
 def _probe(bwrap: str, extra: tuple[str, ...]) -> str | None:
     """Return None if a sandbox can be made, else bwrap's complaint."""
-    options = [*_UNSHARE, *extra, *system_options(), "--proc", "/proc", "--dev", "/dev"]
+    options = [*_UNSHARE, *_USER, *extra, *system_options(), "--proc", "/proc", "--dev", "/dev"]
     try:
         done = subprocess.run(
             [bwrap, *options, "--", "true"],

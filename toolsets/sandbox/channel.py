@@ -6,13 +6,11 @@ Nothing that comes out of a sandbox is trusted: replies are bounded and checked 
 from __future__ import annotations
 
 import asyncio
-import base64
+import binascii
 import contextlib
 import os
-import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,17 +18,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolsets import exact_json
-from toolsets.errors import HostError, failure_told, machine_failure
+from toolsets.errors import HostError, machine_failure, machine_failure_in
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
+from toolsets.sandbox.first_process import FirstProcess, ForkedProcess, LaunchedProcess, until_ready
 from toolsets.sandbox.inside.boot import LENGTH, framed
-from toolsets.sandbox.inside.processes import descendants
 
-_CHUNK_BYTES = 1 << 18
+_LEAST_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 18
 _SPARE_BYTES = 1 << 20
 _STOP_GRACE_S = 3.0
-_LAST_WAIT_S = 0.5
-_KILL_ROUNDS = 100
 _MAX_SAID = 300
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -72,27 +68,35 @@ class Reply(BaseModel):
 
 
 class Channel:
-    """A process of ours at the other end of a socket."""
+    """A process of ours at the other end of a socket, started by `launch` or `fork`."""
 
-    def __init__(self, launch: Launch, group: Group | None, *, output_bytes: int) -> None:
+    def __init__(self, group: Group | None, *, output_bytes: int) -> None:
         # The head and the tail of two streams, in base64, and a value that JSON may make longer.
         self._max_bytes = 12 * output_bytes + _SPARE_BYTES
+        self._inbox = bytearray()
         self.group = group
-        self._socket, theirs = socket.socketpair()
+        self._process: FirstProcess | None = None
+        self._socket, self._theirs = socket.socketpair()
         # A pipe, so that whoever got hold of the other end has nothing to fill.
-        self._errors, errors = os.pipe()  # the first closed by `begin`
+        self._errors, self._their_errors = os.pipe()  # the first closed by `begin`
         os.set_blocking(self._errors, False)
+        self._socket.setblocking(False)
+
+    def launch(self, launch: Launch) -> None:
+        """Start the process; raises `SandboxError` and `HostError`."""
         try:
             # In this thread: a sandbox may be told to die with the thread that made it.
-            self._process = subprocess.Popen(
-                list(launch.argv) if group is None else group.joined(launch.argv),
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=errors,
-                env=dict(launch.env),
-                cwd=launch.cwd,
-                pass_fds=tuple(launch.pass_fds),
-                start_new_session=True,
+            self._process = LaunchedProcess(
+                subprocess.Popen(
+                    list(launch.argv) if self.group is None else self.group.joined(launch.argv),
+                    stdin=self._theirs.fileno(),
+                    stdout=self._theirs.fileno(),
+                    stderr=self._their_errors,
+                    env=dict(launch.env),
+                    cwd=launch.cwd,
+                    pass_fds=tuple(launch.pass_fds),
+                    start_new_session=True,
+                )
             )
         except OSError as error:
             self._socket.close()
@@ -101,20 +105,39 @@ class Channel:
                 raise HostError(f"cannot start a sandbox: {words}") from error
             raise SandboxError(f"the sandbox did not start: {error}") from error
         finally:
-            theirs.close()
-            os.close(errors)
-        self._socket.setblocking(False)
+            self._close_theirs()
 
-    async def begin(self, program: str, terms: Mapping[str, Any], timeout_s: float) -> None:
-        """Hand over the server and tell it what it needs; raises `SandboxError` if it fails.
+    async def fork(self, server: Channel, request: Mapping[str, Any]) -> None:
+        """Have a fork server make the process; raises `Gone` where there is no server any more."""
+        groups = [] if self.group is None else self.group.open()
+        try:
+            theirs = [self._theirs.fileno(), self._their_errors, *groups]
+            await server.send(request, theirs)
+        except BaseException:
+            self._socket.close()
+            os.close(self._errors)
+            raise
+        finally:
+            self._close_theirs()
+            for fd in groups:
+                os.close(fd)
 
-        Raises `HostError` where what failed says that the machine is out of something.
+    async def begin(
+        self, terms: Mapping[str, Any], timeout_s: float, program: str | None = None
+    ) -> Reply:
+        """Send what was launched its program, and either what it needs; return its first reply.
+
+        Raises `SandboxError` where it fails, and `HostError` where what failed says that the
+        machine is out of something.
         """
         try:
-            # It fits into the socket as a whole, or nearly, so this waits for nobody for long.
-            with contextlib.suppress(ConnectionError):
-                await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
-            await self.ask({**terms, "id": 0}, timeout_s)
+            if program is not None:
+                # It fits into the socket as a whole, or nearly, so this waits for nobody for long.
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
+            else:
+                self._process = await self._introduction(timeout_s)
+            return await self.ask({**terms, "id": 0}, timeout_s)
         except (Gone, TimeoutError) as error:
             await self.close(grace_s=0)
             said = b""
@@ -122,22 +145,36 @@ class Channel:
                 said = os.read(self._errors, 1 << 16)
             lines = said.decode(errors="replace").strip().splitlines()
             why = lines[-1][:_MAX_SAID] if lines else str(error) or "it did not answer in time"
-            if (words := failure_told(why)) is not None:
+            if (words := machine_failure_in(why)) is not None:
                 raise HostError(f"a sandbox did not start: {words}") from error
             raise SandboxError(f"the sandbox did not start: {why}") from error
         finally:
             os.close(self._errors)
+
+    async def send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Send a request with descriptors, to which there is no reply; raises `Gone`."""
+        raw = exact_json.dumps(request)
+        frame = LENGTH.pack(len(raw)) + raw
+        while True:
+            try:
+                # As a whole or not at all: it is far smaller than what a socket takes at once.
+                socket.send_fds(self._socket, [frame], list(descriptors))
+            except BlockingIOError:
+                await until_ready(self._socket.fileno(), for_writing=True)
+            except OSError as error:
+                raise Gone("ended") from error
+            else:
+                return
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> Reply:
         """Make a request and return the reply; raises `Gone` and `TimeoutError`.
 
         After any exception, cancellation too, the channel is good for nothing but closing.
         """
+        raw = exact_json.dumps(request)
         async with asyncio.timeout(timeout_s):
-            raw = exact_json.dumps(request)
             try:
-                send = asyncio.get_running_loop().sock_sendall
-                await send(self._socket, LENGTH.pack(len(raw)) + raw)
+                await self._send(LENGTH.pack(len(raw)) + raw)
                 size = LENGTH.unpack(await self._read(LENGTH.size))[0]
                 if size > self._max_bytes:
                     raise Gone("said more than it may and was ended")
@@ -156,50 +193,51 @@ class Channel:
         """End the process and all that it started; after `grace_s` by force."""
         # The server ends when the socket does, and then what it started has ended before it.
         self._socket.close()
-        try:
-            give_up = time.monotonic() + grace_s
-            while self._process.poll() is None and time.monotonic() < give_up:
-                await asyncio.sleep(0.002)
-        finally:
-            if self._process.poll() is None:
-                _end_by_force(self._process)
+        if self._process is not None:
+            await self._process.end(grace_s)
         if self.group is not None:
             await self.group.close()
 
+    async def _introduction(self, timeout_s: float) -> FirstProcess:
+        """Receive the handle of a forked process, which is the first that it sends."""
+        async with asyncio.timeout(timeout_s):
+            await until_ready(self._socket.fileno())
+        try:
+            said, handles, _, _ = socket.recv_fds(self._socket, 1, 1)
+        except ConnectionError as error:
+            raise Gone("ended") from error
+        if not said or not handles:
+            raise Gone("ended")
+        return ForkedProcess(handles[0])
+
+    def _close_theirs(self) -> None:
+        self._theirs.close()
+        os.close(self._their_errors)
+
+    async def _send(self, raw: bytes) -> None:
+        # Nearly always as a whole, which is cheaper without the event loop.
+        with contextlib.suppress(BlockingIOError):
+            raw = raw[self._socket.send(raw) :]
+        if raw:
+            await asyncio.get_running_loop().sock_sendall(self._socket, raw)
+
     async def _read(self, size: int) -> bytes:
-        raw = bytearray()
-        receive = asyncio.get_running_loop().sock_recv
-        while len(raw) < size:
-            chunk = await receive(self._socket, min(_CHUNK_BYTES, size - len(raw)))
+        while len(self._inbox) < size:
+            await until_ready(self._socket.fileno())
+            missing = size - len(self._inbox)
+            chunk = self._socket.recv(max(_LEAST_BYTES, min(_CHUNK_BYTES, missing)))
             if not chunk:
                 raise Gone("ended")
-            raw += chunk
-        return bytes(raw)
-
-
-def _end_by_force(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with all beneath it, from below, so that each is still waited for."""
-    for _ in range(_KILL_ROUNDS):
-        found = [pid for pid, _ in descendants(process.pid)]
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not found:
-            break
-    # One that a command has stopped cannot wait for its own.
-    os.kill(process.pid, signal.SIGCONT)
-    try:
-        process.wait(_LAST_WAIT_S)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            self._inbox += chunk
+        taken = bytes(self._inbox[:size])
+        del self._inbox[:size]
+        return taken
 
 
 def decoded(kept: tuple[bytes, bytes, int], max_bytes: int) -> tuple[bytes, bytes, int]:
     """The head, the tail and the length of a stream; raises `Gone` where they cannot be that."""
     try:
-        head, tail = (base64.b64decode(part, validate=True) for part in kept[:2])
+        head, tail = (binascii.a2b_base64(part, strict_mode=True) for part in kept[:2])
     except ValueError as error:
         raise Gone("said what it may not and was ended") from error
     if len(head) + len(tail) > max_bytes or kept[2] < len(head) + len(tail):

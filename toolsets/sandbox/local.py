@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from toolsets.sandbox.channel import Launch
+from toolsets.sandbox.fork_servers import Template
 from toolsets.sandbox.interpreter import python_bin
 from toolsets.sandbox.served import ServedSandbox
 
@@ -30,6 +32,18 @@ class LocalSandbox(ServedSandbox):
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
         return Launch(argv=argv, env=self._env(), cwd=self.home)
+
+    def template(self) -> Template | None:
+        """See `ServedSandbox`."""
+        if sys.platform != "linux":
+            return None
+        shared = self._env() | {"HOME": "/"}
+        return Template(
+            key=("local", *shared.items()),
+            is_confined=False,
+            launch=lambda argv, _: Launch(argv=argv, env=shared, cwd="/"),
+            request={"env": {"HOME": self.home}},
+        )
 
     def _env(self) -> dict[str, str]:
         return {

@@ -13,17 +13,17 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from toolsets.errors import HOST_ERRNOS, HostError, describe, has_memory
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError, SessionKind
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
+from toolsets.sandbox.fork_servers import FORK_SERVERS, Template
 from toolsets.sandbox.inside.boot import BOOT
+from toolsets.sandbox.programs import program
 from toolsets.sandbox.user_limit import is_user_full
 from toolsets.text import output_text
 from toolsets.workspace.workspace import Workspace
@@ -32,16 +32,6 @@ _START_TIMEOUT_S = 60.0
 _REPLY_GRACE_S = 10.0
 """For what the server does when the time is up; longer than all its own graces together."""
 _MAX_CODE_CHARS = 8 << 20
-_INSIDE = Path(__file__).parent / "inside"
-_MODULES = ("boot", "outputs", "processes", "job", "shells", "server")
-"""In the order in which they import each other."""
-_PROGRAM = """\
-import sys, types
-for name, source in {sources!r}:
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec"), module.__dict__)
-sys.modules["toolsets.sandbox.inside.server"].main()
-"""
 
 
 class ServedSandbox(ABC):
@@ -53,6 +43,7 @@ class ServedSandbox(ABC):
         self._lock = asyncio.Lock()
         self._channel: Channel | None = None
         self._is_stopped = False
+        self._uses_fork_servers = False
         self._calls = 0
         self._opened: set[SessionKind] = set()
         self._held: set[SessionKind] = set()
@@ -66,6 +57,10 @@ class ServedSandbox(ABC):
     @abstractmethod
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """How to start `argv` in the sandbox; what is put on `stack` is kept until it has begun."""
+
+    def template(self) -> Template | None:
+        """How to have the sandbox forked; None for a kind that can only be launched."""
+        return None
 
     @property
     def max_processes(self) -> int | None:
@@ -117,6 +112,9 @@ class ServedSandbox(ABC):
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
+        if self._uses_fork_servers:
+            self._uses_fork_servers = False
+            await FORK_SERVERS.close()
 
     async def _call(
         self, request: dict[str, Any], asked_s: float | None, session: SessionKind | None = None
@@ -219,7 +217,6 @@ class ServedSandbox(ABC):
         terms = {
             "home": self.home,
             "start_dir": self._workspace.start_dir,
-            "kernel": _kernel(),
             "output_bytes": limits.output_bytes,
             "workspace_mb": limits.workspace_mb,
             "rlimits": rlimits,
@@ -227,11 +224,35 @@ class ServedSandbox(ABC):
         group = self.group()
         is_bound = not self.watches_memory or (group is not None and group.bounds_memory)
         terms["memory_mb"] = 0 if is_bound else limits.memory_mb
+        channel = await self._forked(terms, group) or await self._launched(terms, group)
+        self._channel = channel
+        return channel
+
+    async def _forked(self, terms: Mapping[str, Any], group: Group | None) -> Channel | None:
+        """A sandbox from a fork server; None where there is none for this kind."""
+        if (template := self.template()) is None:
+            return None
+        if not self._uses_fork_servers:
+            self._uses_fork_servers = True
+            FORK_SERVERS.open()
+        servers = FORK_SERVERS.shared()
+        channel = await servers.fork(template, group, output_bytes=self._limits.output_bytes)
+        if channel is not None:
+            await self._begin(channel, terms)
+        return channel
+
+    async def _launched(self, terms: Mapping[str, Any], group: Group | None) -> Channel:
+        channel = Channel(group, output_bytes=self._limits.output_bytes)
         with ExitStack() as stack:
-            launch = self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack)
-            channel = Channel(launch, group, output_bytes=limits.output_bytes)
+            channel.launch(self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack))
+        await self._begin(channel, terms, program("server"))
+        return channel
+
+    async def _begin(
+        self, channel: Channel, terms: Mapping[str, Any], program: str | None = None
+    ) -> None:
         try:
-            await channel.begin(_program(), terms, _START_TIMEOUT_S)
+            await channel.begin(terms, _START_TIMEOUT_S, program)
         except asyncio.CancelledError:
             await channel.close(grace_s=0)
             raise
@@ -240,8 +261,6 @@ class ServedSandbox(ABC):
                 raise
             # Nothing of the task has run in it, so this is the machine's failure, not its own.
             raise HostError(str(error)) from error
-        self._channel = channel
-        return channel
 
     def _result(self, reply: Reply, session: SessionKind | None, duration_s: float) -> ExecResult:
         if reply.refused is not None:
@@ -289,17 +308,3 @@ def _refusal(number: int) -> Exception:
     if number == errno.E2BIG:
         return SandboxError("the command is too long; write it to a file and run that")
     return SandboxError(f"the command could not be started: {os.strerror(number)}")
-
-
-@cache
-def _program() -> str:
-    sources = [
-        (f"toolsets.sandbox.inside.{name}", (_INSIDE / f"{name}.py").read_text())
-        for name in _MODULES
-    ]
-    return _PROGRAM.format(sources=sources)
-
-
-@cache
-def _kernel() -> str:
-    return (_INSIDE / "kernel.py").read_text()

@@ -2,7 +2,7 @@
 
 web_tools  web_search and web_fetch
 search     the search providers
-http       downloads, with limits and redirects judged
+http       downloads with limits; checks every redirect
 page       the main text of a page
-cache      pages that were fetched before
+cache      pages and search results on disk
 """

@@ -1,8 +1,8 @@
-"""What was fetched or found is kept in a directory, so that asking again gives the same.
+"""A cache of pages and search results in a directory: the same request gives the same result.
 
-Several processes may use one directory. Whoever stores first wins, and the others get what was
-stored. A temporary file that a crash has left is removed by the next who stores beside it. Entries
-are not synced: what a power loss tears is unreadable, counts as missing and is stored anew.
+Several processes may use one directory. The first one to store a key wins; the others get its
+value. Temporary files that a crash left are removed by the next store in their shard. Entries are
+not synced: one that a power loss damaged is unreadable, counts as missing and is stored again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _TEMPORARY = ".tmp"
 
 
 class WebCache:
-    """Values that JSON can hold, by key. Blocks on the disk, so not for the event loop."""
+    """JSON values by key. It blocks on the disk: do not call it in the event loop."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        """The directory is made when something is stored; `max_bytes` bounds what is kept."""
+        """The directory, of at most `max_bytes`, is created when something is stored."""
         self._directory = directory
         self._max_shard_bytes = max_bytes // _SHARDS
 
     def get(self, key: str) -> Any | None:
-        """The value of `key`; None where there is none."""
+        """The value of `key`; None if there is none."""
         try:
             entry = orjson.loads(self._path(key).read_bytes())
         except (FileNotFoundError, orjson.JSONDecodeError):
@@ -42,7 +42,7 @@ class WebCache:
         return entry.get("value") if isinstance(entry, dict) else None
 
     def put(self, key: str, value: Any) -> Any:
-        """Store `value` unless `key` has one already; return the value that `key` has now.
+        """Store `value` unless `key` has a value already; return the value of `key`.
 
         A value that is too large for the cache is not stored.
         """
@@ -72,18 +72,18 @@ class WebCache:
     def _make_room(self, shard: Path, max_bytes: int) -> None:
         """Remove the oldest entries of a locked shard until no more than `max_bytes` are left.
 
-        Who holds the lock has no temporary file yet, so those that are there belong to nobody.
+        Temporary files are removed, too: the holder of the lock has none yet.
         """
-        kept = []
-        with os.scandir(shard) as entries:
-            for entry in entries:
+        entries = []
+        with os.scandir(shard) as scan:
+            for entry in scan:
                 if entry.name.endswith(_TEMPORARY):
                     Path(entry.path).unlink(missing_ok=True)
                 elif entry.name != _LOCK:
-                    kept.append((entry.stat(), entry.path))
-        kept.sort(key=lambda pair: pair[0].st_mtime_ns)
-        size = sum(stat.st_size for stat, _ in kept)
-        for stat, path in kept:
+                    entries.append((entry.stat(), entry.path))
+        entries.sort(key=lambda pair: pair[0].st_mtime_ns)
+        size = sum(stat.st_size for stat, _ in entries)
+        for stat, path in entries:
             if size <= max_bytes:
                 return
             Path(path).unlink(missing_ok=True)
@@ -92,7 +92,7 @@ class WebCache:
 
 @contextmanager
 def _locked(shard: Path) -> Iterator[None]:
-    """Hold a shard for storing; a process that dies lets go of it."""
+    """Lock a shard; the lock ends with its process."""
     descriptor = os.open(shard / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

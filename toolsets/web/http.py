@@ -1,4 +1,4 @@
-"""Downloading one page, with bounds on where it may come from, how long it takes and its size."""
+"""Downloads one page, with limits on its address, its time and its size."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {
     "User-Agent": "Mozilla/5.0 (compatible; batch-trajectories)",
     "Accept": "text/html,application/xhtml+xml,text/*;q=0.9,application/json;q=0.9,*/*;q=0.5",
-    # What the body reader is known to bound while it decompresses.
+    # Encodings whose decompression the body reader limits.
     "Accept-Encoding": "gzip, deflate",
 }
 
 
 class Download(NamedTuple):
-    """A page as it came."""
+    """A downloaded page."""
 
     url: str
-    """Where it was in the end, after redirects."""
+    """Its address after redirects."""
     content_type: str
-    """Lower case, without parameters; "" where the server did not say."""
+    """Lower case, without parameters; "" if the server did not state it."""
     charset: str | None
     body: bytes
 
 
 class _Refused(OSError):
-    """The address is not one that may be connected to."""
+    """The guard does not permit the address."""
 
 
 async def download(
@@ -46,9 +46,9 @@ async def download(
 ) -> Download:
     """Get a page, following up to `MAX_REDIRECTS` redirects.
 
-    Every address is judged by a `Guard` at the very moment of connecting to it, so neither a
-    redirect nor a name that changes its address leads around it. No proxy is used. `resolver`
-    None asks the system for addresses. Raises `ToolError` with words for the model.
+    A `Guard` checks every address when a socket connects to it; neither redirects nor DNS changes
+    get around it. No proxy is used. `resolver` None: the system resolves names. Raises `ToolError`
+    with a message for the model.
     """
     guard = Guard(settings.allow)
     cookies = aiohttp.CookieJar()
@@ -63,7 +63,7 @@ async def download(
     except TimeoutError:
         raise ToolError(f"{here}: not loaded within {settings.timeout_s:g} s") from None
     except aiohttp.ClientError as error:
-        raise describe(error, str(here)) from error
+        raise request_error(error, str(here)) from error
     raise ToolError(f"{url}: more than {MAX_REDIRECTS} redirects")
 
 
@@ -77,8 +77,8 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def describe(error: aiohttp.ClientError, url: str) -> Exception:
-    """What to raise for a failed request: the machine's own failures stay what they are."""
+def request_error(error: aiohttp.ClientError, url: str) -> Exception:
+    """The exception to raise for a failed request: failures of this machine unchanged."""
     if machine_failure(error) is not None:
         return error
     match error:
@@ -112,8 +112,8 @@ async def _get(
             raise _Refused("not a public address")
         return socket.socket(family, kind, protocol)
 
-    # A connector per request: its sockets belong to this host alone, and no answer of the
-    # resolver is used for more than the one connection that it was asked for.
+    # One connector per request: its sockets are for this host alone, and each connection resolves
+    # the name again.
     connector = aiohttp.TCPConnector(
         resolver=resolver, use_dns_cache=False, socket_factory=open_socket, force_close=True
     )
@@ -142,5 +142,5 @@ def _redirected(url: URL, location: str) -> URL:
     try:
         target = url.join(URL(location))
     except ValueError:
-        raise ToolError(f"{url}: redirects to what is no URL") from None
+        raise ToolError(f"{url}: redirects to an invalid URL") from None
     return checked(str(target))

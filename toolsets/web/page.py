@@ -1,4 +1,4 @@
-"""Making text of a page: its main part as markdown, or as plain text where none is found."""
+"""Extracts the text of a page: its main part as markdown, or else all of it as plain text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _TEXT = frozenset(
     }
 )
 _UNKNOWN = frozenset({"", "application/octet-stream", "binary/octet-stream"})
-"""What servers also say of text whose type they do not know."""
+"""Types that servers also state for text whose type they do not know."""
 
 _PROBE_BYTES = 8192
 _MAX_MARKDOWN_CHARS = 2 * 1024 * 1024
-"""Longer HTML becomes plain text at once: finding its main part takes seconds per million."""
+"""Longer HTML becomes plain text: finding its main part takes seconds per million characters."""
 
 _LOOKS_LIKE_HTML = re.compile(rb"\s*<(!doctype html|html|head|body)\b", re.I)
 _META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset=[\"']?([\w-]{1,40})", re.I)
@@ -41,18 +41,18 @@ _MORE_BLOCKS = (
     *("article", "aside", "br", "details", "figcaption", "figure", "footer", "header", "main"),
     *("nav", "section", "summary"),
 )
-"""Elements that end a line and that lxml's own list, older than they are, lacks."""
+"""Elements that end a line and are newer than lxml's list."""
 
 
 class Page(NamedTuple):
-    """A page as the model reads it."""
+    """A page as the model sees it."""
 
     title: str
     text: str
 
 
 def refuse_unreadable(url: str, content_type: str) -> None:
-    """Raise `ToolError` where pages of this type cannot be made into text."""
+    """Raise `ToolError` for a content type that is not text."""
     known = _HTML | _TEXT | _UNKNOWN
     if not (
         content_type in known
@@ -66,9 +66,9 @@ def refuse_unreadable(url: str, content_type: str) -> None:
 
 
 def read_page(url: str, content_type: str, charset: str | None, body: bytes) -> Page:
-    """Make text of a downloaded page. Takes up to seconds, so not for the event loop.
+    """Extract the text of a downloaded page. Takes up to seconds: not for the event loop.
 
-    `charset` is what the server said, None if nothing. Raises `ToolError` for binary content.
+    `charset` is the one that the server stated, or None. Raises `ToolError` for binary content.
     """
     refuse_unreadable(url, content_type)
     is_html = content_type in _HTML or (
@@ -80,8 +80,8 @@ def read_page(url: str, content_type: str, charset: str | None, body: bytes) -> 
     if is_utf16:
         charset = "utf-16"
     elif b"\0" in body[:_PROBE_BYTES] or body.startswith(b"%PDF-"):
-        said = content_type or "of no stated type"
-        raise ToolError(f"{url}: its content is binary ({said}), which cannot be read as text")
+        stated = content_type or "of no stated type"
+        raise ToolError(f"{url}: its content is binary ({stated}), which cannot be read as text")
     text = _decoded(body, charset)
     if not is_html:
         return Page("", valid_utf8(text))
@@ -94,7 +94,7 @@ def _decoded(body: bytes, charset: str | None) -> str:
             return body.decode(name)
         except (UnicodeError, LookupError):
             continue
-    # The web's default where nothing is said.
+    # The default of the web if no charset is stated.
     return body.decode("utf-8" if charset else "cp1252", "replace")
 
 
@@ -102,13 +102,13 @@ def _from_html(url: str, html: str) -> Page:
     import lxml.html
     import trafilatura
 
-    # What it says of odd pages means nothing to whoever reads the log of a run.
+    # Its messages about unusual pages are of no use in the log of a run.
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
-    # Encoded by us, so that the parser neither guesses nor trips over a declaration.
+    # We encode, or the parser would guess an encoding or believe a wrong declaration.
     parser = lxml.html.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True)
     try:
         tree = lxml.html.document_fromstring(html.encode("utf-8", "replace"), parser=parser)
-    except lxml.etree.ParserError:  # nothing in it
+    except lxml.etree.ParserError:  # it is empty
         return Page("", "")
     title = " ".join(str(tree.findtext(".//title") or "").split())
     text = None
@@ -120,7 +120,7 @@ def _from_html(url: str, html: str) -> Page:
 
 
 def _plain_text(tree: Any) -> str:
-    """All that a browser would show, line by line."""
+    """All text that a browser would show, line by line."""
     from lxml.html import defs
 
     for element in list(tree.iter(*_INVISIBLE)):

@@ -1,4 +1,4 @@
-"""The providers of web searches. Each turns a query into results of one form."""
+"""The providers of web searches. All give their results in the same form."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import orjson
 from toolsets.errors import ToolError
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
 from toolsets.text import clip, valid_utf8
-from toolsets.web.http import describe, read_body
+from toolsets.web.http import read_body, request_error
 
 _MAX_SNIPPET_CHARS = 1000
 _MAX_ANSWER_BYTES = 5 * 1024 * 1024
 
 
 class SearchResult(TypedDict):
-    """One place that a search found."""
+    """One result of a search."""
 
     title: str
     url: str
@@ -30,11 +30,11 @@ class SearchResult(TypedDict):
 
 
 Provider = Callable[[str, int, WebSettings], Awaitable[list[SearchResult]]]
-"""Searches for a query; gives at most so many results, raises `ToolError`."""
+"""Called with a query and a maximum number of results; raises `ToolError`."""
 
 
 async def search(query: str, max_results: int, settings: WebSettings) -> list[SearchResult]:
-    """Ask the provider that `settings` name. Raises `ToolError` with words for the model."""
+    """Ask the provider that `settings` name. Raises `ToolError` with a message for the model."""
     try:
         async with asyncio.timeout(settings.timeout_s):
             found = await PROVIDERS[settings.provider](query, max_results, settings)
@@ -53,16 +53,16 @@ def _ask_ddgs(query: str, max_results: int) -> list[SearchResult]:
     from ddgs import DDGS
     from ddgs.exceptions import DDGSException
 
-    # They log each query and address.
+    # Both log each query and address.
     for name in ("ddgs", "primp"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         rows = DDGS().text(query, max_results=max_results)
     except DDGSException as error:
-        said = str(error)
-        if said == "No results found.":
+        message = str(error)
+        if message == "No results found.":
             return []
-        kind = clip(said.partition(":")[0], max_chars=80)  # the rest names one engine of many
+        kind = clip(message.partition(":")[0], max_chars=80)  # the rest names one engine of many
         raise ToolError(
             f"search provider ddgs got no answer from any search engine ({kind}); try later, and "
             "see that this machine is online"
@@ -96,11 +96,11 @@ async def _brave(query: str, max_results: int, settings: WebSettings) -> list[Se
 PROVIDERS: Mapping[str, Provider] = MappingProxyType(
     {"brave": _brave, "ddgs": _ddgs, "tavily": _tavily}
 )
-"""What answers searches, by the names of `KEY_VARIABLES`."""
+"""The providers by the names of `KEY_VARIABLES`."""
 
 
 async def _ask(settings: WebSettings, method: str, url: str, **request: Any) -> Any:
-    """The JSON that a provider answers. Redirects are not followed: the key is for it alone."""
+    """A provider's JSON answer. Redirects are not followed: no other host may see the key."""
     name = settings.provider
     try:
         async with (
@@ -113,13 +113,13 @@ async def _ask(settings: WebSettings, method: str, url: str, **request: Any) -> 
                 raise ToolError(f"search provider {name}: {_refusal(name, response.status)}")
             body = await read_body(response, _MAX_ANSWER_BYTES)
     except aiohttp.ClientError as error:
-        raise describe(error, f"search provider {name}") from error
+        raise request_error(error, f"search provider {name}") from error
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
         answer = None
     if not isinstance(answer, dict):
-        raise ToolError(f"search provider {name}: its answer is no JSON object")
+        raise ToolError(f"search provider {name}: its answer is not a JSON object")
     return answer
 
 
@@ -138,7 +138,7 @@ def _key(settings: WebSettings) -> str:
 
 
 def _results(rows: Any, *, title: str, url: str, snippet: str) -> list[SearchResult]:
-    """Rows of a provider in our form; those without an address are of no use."""
+    """The results of a provider in our form, without those that have no address."""
     return [
         SearchResult(
             title=_text(row.get(title)), url=_text(row[url]), snippet=_text(row.get(snippet))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ _MAX_CHARS = 80_000
 
 
 def web_problem() -> str | None:
-    """Why the web tools cannot be offered here, and what to install; None where they can."""
+    """Why the web tools cannot work here, and what to install; None if they can."""
     if all(find_spec(package) is not None for package in _PACKAGES):
         return None
     return f"it needs further packages: {install('web')}"
@@ -39,11 +40,7 @@ async def web_search(
         raise ToolError("query is blank")
     settings = context.web or WebSettings()
     key = f"search {settings.provider} {max_results} {query}"
-    if (kept := await _kept(settings, key)) is not None:
-        return list(kept)
-    found = await search(query, max_results, settings)
-    # That nothing was found is more often the provider's bad day than a fact about the web.
-    return list(await _keep(settings, key, found)) if found else []
+    return list(await _cached(settings, key, lambda: search(query, max_results, settings)))
 
 
 @tool(idempotent=True)
@@ -74,30 +71,28 @@ async def web_fetch(
 
 
 async def _page(url: str, settings: WebSettings) -> Any:
-    """The page at `url` as the cache holds it: url, type, title and text."""
+    """The page at `url`: url, type, title and text."""
     from toolsets.net.guard import checked
     from toolsets.web.http import download
     from toolsets.web.page import read_page
 
-    key = f"GET {checked(url)}"
-    if (kept := await _kept(settings, key)) is not None:
-        return kept
-    got = await download(url, settings)
-    read = await asyncio.to_thread(read_page, got.url, got.content_type, got.charset, got.body)
-    page = {"url": got.url, "type": got.content_type, "title": read.title, "text": read.text}
-    return await _keep(settings, key, page)
+    async def fetch() -> dict[str, str]:
+        got = await download(url, settings)
+        page = await asyncio.to_thread(read_page, got.url, got.content_type, got.charset, got.body)
+        return {"url": got.url, "type": got.content_type, "title": page.title, "text": page.text}
+
+    return await _cached(settings, f"GET {checked(url)}", fetch)
 
 
-async def _kept(settings: WebSettings, key: str) -> Any | None:
+async def _cached(settings: WebSettings, key: str, get: Callable[[], Awaitable[Any]]) -> Any:
+    """The value of `key` in the cache; else what `get` gives, which is stored unless it is empty.
+
+    A search without results is more often a failure of the provider than a fact about the web.
+    """
     if settings.cache_dir is None:
-        return None
+        return await get()
     cache = WebCache(settings.cache_dir, settings.cache_bytes)
-    return await asyncio.to_thread(cache.get, key)
-
-
-async def _keep(settings: WebSettings, key: str, value: Any) -> Any:
-    """Store a value; gives the one to go on with, which another process may have stored first."""
-    if settings.cache_dir is None:
-        return value
-    cache = WebCache(settings.cache_dir, settings.cache_bytes)
-    return await asyncio.to_thread(cache.put, key, value)
+    if (cached := await asyncio.to_thread(cache.get, key)) is not None:
+        return cached
+    # Another process may have stored the key meanwhile: then its value counts.
+    return await asyncio.to_thread(cache.put, key, value) if (value := await get()) else value

@@ -1,5 +1,5 @@
 """The directory that a conversation works in.
 
-workspace  files below one root, reached without leaving it
-removal    removing a tree that resists
+workspace  file access that never leaves one directory
+removal    removes a tree that commands may have made hard to remove
 """

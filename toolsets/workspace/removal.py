@@ -1,4 +1,4 @@
-"""Removal of a directory tree that an agent's commands may have shaped to resist it."""
+"""Removes a directory tree, even if an agent's commands made it hard to remove."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTEMPTS = 20
 _MAX_PASSES = 1_000_000
-"""More than any depth that commands reach; ends the race against a process that adds files."""
+"""More than any depth that commands reach; a limit in case a process keeps adding files."""
 
 
 def remove_tree(root: Path) -> None:
-    """Remove `root` and all beneath it; no symlink is followed, and no depth is too deep.
+    """Remove `root` and everything in it, at any depth, without following symlinks.
 
-    Names need not be text and directories may be read-only. Processes may still be adding
-    files; after a number of attempts that is given up. Raises `OSError` with what stayed.
+    Names need not be text, and directories may be read-only. Processes may still be adding files:
+    after some attempts, raises the last `OSError`.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -54,10 +54,10 @@ def _remove_entry(parent: int, name: bytes) -> None:
 
 
 def _empty(top: int) -> None:
-    """Remove what an open directory holds.
+    """Remove everything in an open directory.
 
-    Each directory in it is emptied by moving the directories it holds up into `top`, so a tree
-    of any depth takes three open directories and no recursion.
+    Subdirectories of its subdirectories are moved up into `top`: a tree of any depth takes three
+    open directories and no recursion.
     """
     for _ in range(_MAX_PASSES):
         names = _names(top)
@@ -79,7 +79,7 @@ def _lift(top: int, name: bytes) -> None:
             try:
                 os.unlink(inner, dir_fd=middle)
             except (IsADirectoryError, PermissionError):
-                # Moving a directory rewrites its "..", which takes the right to write to it.
+                # Moving a directory changes its "..", which needs write permission for it.
                 os.close(_open(middle, inner))
                 fresh = b".lifted-" + secrets.token_hex(8).encode()
                 os.rename(inner, fresh, src_dir_fd=middle, dst_dir_fd=top)
@@ -93,7 +93,7 @@ def _open(parent: int, name: bytes) -> int:
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
         with contextlib.suppress(OSError):
-            # Through the handle, because a path could have become a symlink meanwhile.
+            # Through the handle: the path may have become a symlink.
             Path(f"/proc/self/fd/{handle}").chmod(0o700)
     finally:
         os.close(handle)

@@ -1,7 +1,7 @@
-"""The files of one task, reachable only beneath their root whatever the path says.
+"""The files of one task; no path leads outside their directory.
 
-Every path is walked name by name from an open directory, never following a symlink in the
-kernel, so what was checked is what is used even while a command of the task rearranges the tree.
+Every path is walked name by name from an open directory, and the kernel never follows a symlink:
+the file that was checked is the file that is used, even while a command changes the tree.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _MAX_PATH_CHARS = 4096
 _MAX_DEPTH = 255
 _MAX_LINKS = 40
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK, opening a FIFO that nobody writes to would wait for ever.
+# Without O_NONBLOCK, opening a FIFO without a writer would block forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Kind = Literal["file", "dir", "link", "other"]
 
 TEMPORARY = ".tmp-"
-"""How the names of files begin that are on their way into a workspace."""
+"""Prefix of files that are being written, before they are moved into a workspace."""
 
 
 class PathError(ToolError):
-    """A path that the workspace does not serve."""
+    """A path that cannot be used in the workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,14 @@ class FileEntry:
 
 
 class Workspace:
-    """File access confined to `root`, which is made when first needed.
+    """File access confined to `root`, which is created when first needed.
 
-    Paths are relative, or absolute beneath `root` or beneath one of `aliases`, the names under
-    which commands know the workspace. Symlinks are followed as long as they stay inside. All
-    methods may be called from several threads.
+    Paths are relative, or absolute beneath `root` or one of `aliases`, the paths of the workspace
+    in sandboxes. Symlinks are followed while they stay inside. Methods are thread-safe.
     """
 
     start_dir = "."
-    """Where shells and interpreters begin: a path beneath the root."""
+    """The working directory of new shells and interpreters, relative to the root."""
 
     def __init__(self, root: Path, aliases: tuple[str, ...] = ("/workspace",)) -> None:
         self.root = root.absolute()
@@ -64,10 +63,9 @@ class Workspace:
         self._closed = False
 
     def make(self) -> None:
-        """Make the workspace's directory unless it is there; raises `PathError` once closed.
+        """Create the directory unless it exists; raises `PathError` once closed.
 
-        The directory above must be there: where it has vanished, making it again would put files
-        where nobody looks for them. Raises `HostError` then.
+        Raises `HostError` if the directory above it has vanished.
         """
         if self._closed:
             raise PathError("the workspace is closed")
@@ -78,14 +76,14 @@ class Workspace:
             raise HostError(msg) from error
 
     def close(self) -> None:
-        """Refuse all further access, so that a late thread does not make the directory again."""
+        """Refuse all further access: a late thread must not create the directory again."""
         self._closed = True
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """Return the first `max_bytes` of a regular file.
 
-        A file with several hard links is read: links cannot be made across the edge of a
-        sandbox, and a clone of a repository links files inside it.
+        Files with several hard links are allowed: no link can lead out of a sandbox, and clones
+        of repositories have links inside it.
         """
         with _Walk(self, path) as walk:
             descriptor = walk.open_file()
@@ -97,16 +95,15 @@ class Workspace:
         return b"".join(pieces)
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Put `data` into a regular file, making it and its parents as needed.
+        """Write `data` into a regular file, creating it and its parents as needed.
 
-        If this process dies midway the file holds the old or the new content, never a part. It
-        is not flushed to disk, since a workspace does not outlive the machine. The name gets a
-        new file, so other hard links to the old one keep the old content, and a file outside
-        that was linked into the workspace is not changed.
+        If this process dies, the file has the old or the new content, never a part. It is not
+        synced: a workspace does not outlive the machine. The file is replaced, not changed: other
+        hard links to it, inside or outside, keep the old content.
         """
         with _Walk(self, path) as walk:
             name, mode = walk.to_writable()
-            # Beside the workspace: nobody who lists it is to see what a crash may leave.
+            # Beside the workspace: what a crash leaves must not show up in it.
             temporary = self.root.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
             with _readable_errors(path):
                 descriptor = os.open(temporary, _CREATE, mode)
@@ -130,8 +127,8 @@ class Workspace:
     def walk(self, path: str = ".") -> Iterator[FileEntry]:
         """Yield every entry beneath a directory, sorted by path, without following symlinks.
 
-        Directories that vanish or cannot be opened meanwhile, or lie too deep, yield nothing.
-        A path to a file yields that file.
+        Directories that vanish, cannot be opened or are too deep yield nothing. The path of a file
+        yields that file.
         """
         with _Walk(self, path) as walk:
             last = walk.to_file_or_directory()
@@ -153,17 +150,17 @@ class Workspace:
 
     @cached_property
     def prefixes(self) -> tuple[list[str], ...]:
-        """The names of the absolute paths that mean the workspace."""
+        """The absolute paths of the workspace, each as its names."""
         known = [*self.aliases, str(self.root), os.path.realpath(self.root)]
-        # Longest first: the real root may lie beneath a directory that has an alias's name.
+        # Longest first: the real root may be beneath a directory with the name of an alias.
         return tuple(sorted((_names(prefix) for prefix in known), key=len, reverse=True))
 
 
 class _Walk:
-    """A way from the root to one file or directory, one name at a time.
+    """Walks from the root to one file or directory, one name at a time.
 
-    Only the directory reached so far is held open. A step up walks again from the root along
-    real directories, so a directory that was moved outside meanwhile leads nowhere.
+    Only the current directory is open. A step up walks again from the root along real
+    directories, so a directory that was moved outside leads nowhere.
     """
 
     def __init__(self, workspace: Workspace, path: str) -> None:
@@ -207,7 +204,7 @@ class _Walk:
             except OSError as error:
                 if error.errno == errno.ELOOP and self._follow(name):
                     continue
-                # A socket answers ENXIO, a device without its driver ENODEV.
+                # A socket gives ENXIO, a device without a driver ENODEV.
                 if error.errno in (errno.ENXIO, errno.ENODEV):
                     raise self._not_regular() from None
                 raise _readable(error, self._path) from error
@@ -218,7 +215,7 @@ class _Walk:
             raise self._not_regular(mode)
 
     def to_writable(self) -> tuple[str, int]:
-        """Walk to the directory of a file to write, making directories; return name and mode."""
+        """Walk to the parent of a file to write, creating it; return the file's name and mode."""
         while True:
             name = self._to_parent(make=True)
             status = self._status(name)
@@ -258,7 +255,7 @@ class _Walk:
         try:
             deeper = os.open(name, _DIRECTORY, dir_fd=self.directory)
         except OSError as error:
-            # A symlink opened this way answers ENOTDIR or ELOOP, depending on the system.
+            # A symlink opened this way gives ENOTDIR or ELOOP, depending on the system.
             is_link = error.errno in (errno.ENOTDIR, errno.ELOOP)
             if is_link and follow and self._follow(name):
                 return
@@ -269,13 +266,13 @@ class _Walk:
     def _step_up(self) -> None:
         if not self.names:
             raise self._outside()
-        kept = self.names[:-1]
+        parents = self.names[:-1]
         self._to_root()
-        for name in kept:
+        for name in parents:
             self._step(name, make=False, follow=False)
 
     def _follow(self, name: str) -> bool:
-        """Replace a symlink by the names it stands for; False if `name` is no symlink."""
+        """Replace a symlink by the names of its target; False if `name` is not a symlink."""
         try:
             target = os.readlink(name, dir_fd=self.directory)
         except OSError:
@@ -289,7 +286,7 @@ class _Walk:
         return True
 
     def _inside(self, path: str) -> list[str]:
-        """Return the names to walk, last first; from the root if `path` is absolute."""
+        """Return the names to walk, last first; those below the root if `path` is absolute."""
         names = _names(path)
         if path.startswith("/"):
             for prefix in self._workspace.prefixes:
@@ -332,11 +329,11 @@ def _entries(directory: int, names: list[str]) -> list[FileEntry]:
     found = []
     with os.scandir(directory) as scan:
         for item in scan:
-            # An entry that vanished since it was listed is left out.
+            # Skips an entry that vanished since it was listed.
             with contextlib.suppress(OSError):
                 status = item.stat(follow_symlinks=False)
                 found.append(_entry("/".join([*names, item.name]), status))
-    # "a.txt" sorts before "a/b", hence the slash behind the names of directories.
+    # "a.txt" sorts before "a/b": directories are compared with a slash at their end.
     return sorted(found, key=lambda entry: entry.path + "/" * (entry.kind == "dir"))
 
 
@@ -359,7 +356,7 @@ def _readable_errors(path: str) -> Iterator[None]:
 
 
 def _readable(error: OSError, path: str) -> PathError:
-    """Say what went wrong with the path the model gave, without the machine's own paths."""
+    """Describe an error with the path that the model gave, without paths of this machine."""
     if error.errno in HOST_ERRNOS:
         raise HostError(f"workspace: {describe(error.errno)}") from error
     if error.errno == errno.ENOENT:

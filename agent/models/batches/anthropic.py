@@ -16,7 +16,6 @@ import orjson
 from agent.models.batches.base import BatchState, ItemResult, LostBatch, Undecided
 from agent.models.batches.transfer import get_lines, get_object, id_of, read_file
 from agent.models.client.transport import Transport
-from agent.models.dialects.anthropic_messages import headers_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object, object_of
@@ -38,9 +37,7 @@ class AnthropicBatches:
 
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
         self._silence_s = settings.attempt_timeout_s
-        self._transport = Transport(
-            settings.base_url, headers_of(settings, api_key), secret=api_key
-        )
+        self._transport = Transport(settings, api_key)
         self._others: set[str] = set()
         """Batches that were looked into and are none of ours."""
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from agent.models.batches.base import Batches
 from agent.models.dialects import registry as dialects
 from agent.models.model import Completion, ModelSettings, Request
+from agent.models.providers import provider_at
 from agent.models.resolve import SCRIPTED
 from toolsets import exact_json
 
 
 def has_batches(settings: ModelSettings) -> bool:
-    """Whether a model is asked by an API that has batches; its endpoint may still have none."""
-    return settings.api != SCRIPTED and settings.provider != "openrouter"
+    """Whether a model is asked by an API that has batches.
+
+    The providers' table says so of known ones; other endpoints of these APIs may still have none.
+    """
+    if settings.api == SCRIPTED or settings.connection.client is not None:
+        return False
+    known = provider_at(settings.base_url or "")
+    return known is None or known.has_batches
 
 
 def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:

@@ -17,7 +17,6 @@ import orjson
 from agent.models.batches.base import BatchState, ItemResult, LostBatch
 from agent.models.batches.transfer import get_lines, get_object, id_of
 from agent.models.client.transport import Transport
-from agent.models.dialects.openai_chat import headers_of
 from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
@@ -45,9 +44,7 @@ class OpenAIBatches:
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
         self._path = "/v1" + DIALECTS[settings.api].path
         self._silence_s = settings.attempt_timeout_s
-        self._transport = Transport(
-            settings.base_url, headers_of(settings, api_key), secret=api_key
-        )
+        self._transport = Transport(settings, api_key)
 
     def line(self, id: str, body: bytes) -> bytes:
         """See `Batches`."""

@@ -1,5 +1,7 @@
 """Calls over HTTP.
 
+key_command          keys that a command prints
+prepared             requests whose URL or credentials change
 transport            one request and its reply
 unsupported_options  options that an endpoint refuses are left out
 endpoint             a model at an endpoint, without retries

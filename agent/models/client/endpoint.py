@@ -1,9 +1,10 @@
-"""A model behind an endpoint, asked once per call: what is tried again is up to `patience`."""
+"""A model behind an endpoint; it sends each call once, and `retrying` decides what comes next."""
 
 from __future__ import annotations
 
 from functools import partial
 
+from agent.models.client.key_command import RenewableKey
 from agent.models.client.transport import Transport
 from agent.models.client.unsupported_options import UnsupportedOptions
 from agent.models.dialects.registry import DIALECTS, read_reply
@@ -13,11 +14,10 @@ from agent.models.model import Completion, ModelSettings, Request
 class EndpointModel:
     """Asks one model of one endpoint, in the dialect of its settings."""
 
-    def __init__(self, settings: ModelSettings, api_key: str) -> None:
+    def __init__(self, settings: ModelSettings, api_key: str | RenewableKey) -> None:
         self._dialect = DIALECTS[settings.api]
         self._refusals = UnsupportedOptions(settings)
-        headers = self._dialect.headers(settings, api_key)
-        self._transport = Transport(settings.base_url, headers, secret=api_key)
+        self._transport = Transport(settings, api_key)
 
     @property
     def settings(self) -> ModelSettings:

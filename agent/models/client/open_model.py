@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from agent.models.admission import CallAdmission
 from agent.models.client.endpoint import EndpointModel
+from agent.models.client.key_command import RenewableKey
 from agent.models.client.retrying import Retry, RetryingModel
 from agent.models.model import ModelSettings
 
@@ -13,10 +14,11 @@ from agent.models.model import ModelSettings
 def open_model(
     settings: ModelSettings,
     *,
-    api_key: str,
+    api_key: str | RenewableKey,
     on_retry: Callable[[Retry], None],
     gate: CallAdmission | None = None,
 ) -> RetryingModel:
     """A model ready to be asked, in the running event loop; see `RetryingModel`."""
     adapter = EndpointModel(settings, api_key)
-    return RetryingModel(adapter, settings, api_key=api_key, on_retry=on_retry, gate=gate)
+    known = api_key if isinstance(api_key, str) else ""
+    return RetryingModel(adapter, settings, api_key=known, on_retry=on_retry, gate=gate)

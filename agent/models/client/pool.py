@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agent.models.admission import CallAdmission
+from agent.models.client.key_command import RenewableKey
 from agent.models.client.open_model import open_model
 from agent.models.client.retrying import Retry, RetryingModel
 from agent.models.model import ModelSettings
 
-KeyOf = Callable[[ModelSettings], str]
+KeyOf = Callable[[ModelSettings], str | RenewableKey]
 OnRetry = Callable[[ModelSettings, Retry], None]
 
 

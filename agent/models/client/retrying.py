@@ -146,7 +146,7 @@ class RetryingModel:
         except ModelError as error:
             error.args = (self._key.out_of_text(str(error)),)
             error.endpoint = self._settings.base_url
-            error.key_env = self._settings.key_variable
+            error.key_source = self._settings.key_source
             if error.paid is not None and request.on_unreadable is not None:
                 request.on_unreadable(priced(error.paid, self._settings))
             raise

@@ -1,7 +1,7 @@
-"""The way to one endpoint: a request goes out, the body of its reply comes back, or `ModelError`.
+"""HTTP to one endpoint: sends a request and returns the body of its reply, or raises `ModelError`.
 
-aiohttp is asked directly. The clients of both APIs stand on it too, by way of two more layers that
-cost several times what it does; what they would add is in `patience` and here.
+This uses aiohttp directly. The providers' own clients can use it too, through two more layers that
+cost several times as much; what they would add is in `retrying` and here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import aiohttp
 import truststore
 from yarl import URL
 
+from agent.models.client.key_command import RenewableKey
+from agent.models.client.prepared import Preparer, fixed_headers, preparer_of, with_query
 from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
 from agent.models.parsing import error_behind_200, refusal_of
 from agent.models.proxies import proxy_for
+from agent.models.resolve import read_headers
 from toolsets import exact_json
 from toolsets.errors import HOST_ERRNOS, HostError, describe
 
@@ -44,6 +47,9 @@ _CONNECT_S = 60.0
 _TAIL_S = 0.1
 """For what follows the last event of a stream; without its end a connection is not used again."""
 
+_MOST_RENEWALS = 4
+"""Of the credentials of one attempt: new ones may be replaced before it arrives with them."""
+
 _OF_GATEWAYS = frozenset({502, 503, 504})
 """What a proxy says of an endpoint that it does not reach."""
 
@@ -53,21 +59,21 @@ _END_OF_STREAM = "[DONE]"
 class Transport:
     """The connections of one model to its endpoint, in the running event loop."""
 
-    def __init__(self, base_url: str | None, headers: Mapping[str, str], *, secret: str) -> None:
-        """`secret` is taken out of all that comes back, before it is read or cut to size."""
-        self._base_url = (base_url or "").rstrip("/")
-        self._key = Key(secret)
+    def __init__(self, settings: ModelSettings, api_key: str | RenewableKey) -> None:
+        """Secrets are removed from everything that comes back, before it is read or shortened."""
+        connection = settings.connection
+        self._base_url = (settings.base_url or "").rstrip("/")
+        self._query = connection.query
         self._was_echoed = False
-        self._proxy = proxy_for(self._base_url)
-        # Not the session's own: aiohttp tells those to a proxy too, in the clear, and so the key.
-        self._headers = {
-            "Accept": "application/json",
-            "Content-Type": "application/json",
-            **headers,
-        }
-        self._url_of = lru_cache(maxsize=8)(lambda path: URL(self._base_url + path))
+        self._proxy = proxy_for(self._base_url, connection.proxy)
+        self._preparer = preparer_of(settings, api_key)
+        known = api_key if isinstance(api_key, str) else ""
+        self._key = Key(known, *read_headers(connection).values())
+        # Not the session's own: aiohttp sends those to a proxy too, in the clear, with the key.
+        self._url_of = lru_cache(maxsize=8)(self._make_url)
+        self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)
         self._session = aiohttp.ClientSession(
-            # How many calls are in flight is decided at the gate.
+            # The limiter decides how many calls are in flight.
             connector=aiohttp.TCPConnector(
                 limit=0, ssl=truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             ),
@@ -89,14 +95,53 @@ class Transport:
         With an `assembly` the request must ask for a stream, whose parts it puts together. Raises
         `ModelError`, and `HostError` where this machine ran out of what a call needs.
         """
+        if self._preparer is not None:
+            return await self._post_prepared(self._preparer, path, request, settings, assembly)
+        url = self._url_of(path)
+        return await self._post(url, self._headers, exact_json.dumps(request), settings, assembly)
+
+    def _make_url(self, path: str) -> URL:
+        url = self._base_url + path
+        return with_query(url, self._query) if self._query else URL(url)
+
+    async def _post_prepared(
+        self,
+        preparer: Preparer,
+        path: str,
+        request: Mapping[str, Any],
+        settings: ModelSettings,
+        assembly: Assembly | None,
+    ) -> bytes:
+        """Send a request whose credentials can expire; once more where they have."""
+        renewals = 0
+        while True:
+            async with _ready_within(settings.attempt_timeout_s):
+                prepared = await preparer.prepare(path, request)
+            self._key = prepared.key
+            try:
+                return await self._post(
+                    prepared.url, prepared.headers, prepared.body, settings, assembly
+                )
+            except ModelError as error:
+                if not _is_expired(error) or renewals == _MOST_RENEWALS:
+                    raise
+                async with _ready_within(settings.attempt_timeout_s):
+                    if not await preparer.renew(prepared):
+                        raise
+                renewals += 1
+                log.info("%s: the credentials were rejected; sent again with others", error)
+
+    async def _post(
+        self,
+        url: URL,
+        headers: Mapping[str, str],
+        body: bytes,
+        settings: ModelSettings,
+        assembly: Assembly | None,
+    ) -> bytes:
         timeout_s = settings.attempt_timeout_s
         # A redirect would take the key along to wherever it points.
-        sending = self._session.post(
-            self._url_of(path),
-            data=exact_json.dumps(request),
-            headers=self._headers,
-            allow_redirects=False,
-        )
+        sending = self._session.post(url, data=body, headers=headers, allow_redirects=False)
         try:
             async with asyncio.timeout(timeout_s), sending as response:
                 if not 200 <= response.status < 300:
@@ -134,14 +179,19 @@ class Transport:
 
         It may take any time, but for a silence of more than `silence_s`. Raises as `post` does.
         """
-        told = {**self._headers, **(headers or {})}
+        url, fixed = with_query(self._base_url + path, self._query), self._headers
+        if self._preparer is not None:
+            async with _ready_within(silence_s):
+                prepared = await self._preparer.prepare(path, None)
+            url, fixed, self._key = prepared.url, prepared.headers, prepared.key
+        sent = {**fixed, **(headers or {})}
         if body is None:
-            del told["Content-Type"]
+            del sent["Content-Type"]
         sending = self._session.request(
             method,
-            URL(self._base_url + path),
+            url,
             data=body,
-            headers=told,
+            headers=sent,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s),
         )
@@ -156,6 +206,8 @@ class Transport:
     async def close(self) -> None:
         """Release all connections."""
         await self._session.close()
+        if self._preparer is not None:
+            await self._preparer.close()
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> ModelError:
         body = b"".join([part async for part in _parts(response, is_error=True)])
@@ -240,6 +292,23 @@ class Transport:
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             async with asyncio.timeout(_TAIL_S):
                 await response.content.readany()
+
+
+@contextlib.asynccontextmanager
+async def _ready_within(timeout_s: float) -> AsyncIterator[None]:
+    """Limits the time for credentials. Raises `ModelError("timeout")`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        words = f"no credentials within {timeout_s:g} s"
+        raise ModelError("timeout", words, was_sent=False) from error
+
+
+def _is_expired(error: ModelError) -> bool:
+    """Whether credentials were rejected; AWS says 403 of those that have expired."""
+    is_of_aws = error.kind == "forbidden" and "expired" in str(error).lower()
+    return error.kind == "auth" or is_of_aws
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

@@ -55,7 +55,7 @@ def _named(field: str) -> re.Pattern[str]:
 
 
 _NAMED = tuple(field for field in _OPTION_OF if field != "reasoning")
-"""Fields that a text may name. The one left out is a word that errors about other things use too:
+"""Fields that may be named in a text. "reasoning" is a word that errors about other things use too:
 it counts as a `param` alone."""
 
 

@@ -83,7 +83,9 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     """The JSON body of one request."""
     body: dict[str, Any] = {
         "model": settings.name,
-        "messages": to_api_messages(request.messages, blank_reasoning=settings.blank_reasoning),
+        "messages": to_api_messages(
+            request.messages, settings.reasoning_field, blank_reasoning=settings.blank_reasoning
+        ),
     }
     if is_openai(settings):
         body["prompt_cache_key"] = cache_key(request.messages)
@@ -95,9 +97,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         if (value := getattr(settings, key)) is not None:
             body[key] = value
     if settings.max_tokens is not None:
-        # OpenAI's own reasoning models refuse the older name, other servers know only that.
-        known = "max_completion_tokens" if is_openai(settings) else "max_tokens"
-        body[settings.max_tokens_name or known] = settings.max_tokens
+        body[settings.max_tokens_name or settings.usual_max_tokens_name] = settings.max_tokens
     body.update(_effort(settings))
     if request.on_delta is not None:
         body.update(stream=True, stream_options={"include_usage": True})
@@ -139,17 +139,21 @@ def _effort(settings: ModelSettings) -> dict[str, Any]:
 
 
 def to_api_messages(
-    messages: Sequence[Message], *, blank_reasoning: bool = False
+    messages: Sequence[Message],
+    reasoning_field: str | None = "reasoning_content",
+    *,
+    blank_reasoning: bool = False,
 ) -> list[dict[str, Any]]:
     """The messages as this API wants them, with roles in an order that every server takes."""
     views: list[dict[str, Any]] = []
-    for view in map(to_api, messages):
+    for message in messages:
+        view = to_api(message, reasoning_field)
         if views and _is_continued(views[-1], view["role"]):
             view = _joined(views.pop(), view)
         views.append(view)
     for view in views if blank_reasoning else ():
         if view["role"] == "assistant" and not view.keys() & set(_REASONING_FIELDS):
-            view["reasoning_content"] = " "
+            view[reasoning_field or "reasoning_content"] = " "
     return views
 
 
@@ -166,12 +170,12 @@ def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, A
     return {**earlier, **later, "content": content or later["content"]}
 
 
-def to_api(message: Message) -> dict[str, Any]:
+def to_api(message: Message, reasoning_field: str | None = "reasoning_content") -> dict[str, Any]:
     """One recorded message as this API wants it; the record is not altered.
 
     Reasoning goes back in the field that it came in, verbatim, so that signed or encrypted
     thoughts stay valid and no server sees a field that it does not know itself. Reasoning from
-    elsewhere goes as `reasoning_content`.
+    elsewhere goes as `reasoning_field`, and nowhere where that is None.
     """
     match message["role"]:
         case "assistant":
@@ -185,8 +189,8 @@ def to_api(message: Message) -> dict[str, Any]:
             if blocks is not None and blocks["api"] == API:
                 block = blocks["blocks"][0]
                 view.update((key, block[key]) for key in block if key not in _NOT_SENT)
-            elif reasoning := message.get("reasoning"):
-                view["reasoning_content"] = reasoning
+            elif reasoning_field and (reasoning := message.get("reasoning")):
+                view[reasoning_field] = reasoning
             return view
         case "tool":
             return {

@@ -7,6 +7,8 @@ test_streaming        streamed replies give the same record as whole ones
 test_unknown_fields   unknown fields of a reply are kept and sent back
 test_refusals         options that a model refuses
 test_sdk_requests     requests and error codes as in the providers' own clients
+test_clouds           clients of the SDKs against an endpoint whose tokens change
+cloud_clients         those clients and that endpoint
 test_keys             a key appears in no reply, message or file
 test_seeds_models     behaviours of the seed documents, in model clients
 """

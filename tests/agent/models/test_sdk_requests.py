@@ -1,7 +1,8 @@
 """What the providers' own clients know: how a request is sent, and which codes an error can have.
 
 The clients that are installed for the tests are asked to send what we send, to a server that
-takes down what comes.
+takes down what comes. They are imported where they are used: each pytest process imports this
+file, and they take seconds.
 """
 
 from __future__ import annotations
@@ -14,11 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from anthropic import APIStatusError as AnthropicStatusError
-from anthropic import AsyncAnthropic
-from anthropic._error_classes import ERROR_CLASSES
-from openai import APIStatusError as OpenAIStatusError
-from openai import AsyncOpenAI
 
 from agent.models.batches.calls import open_batches
 from agent.models.client.endpoint import EndpointModel
@@ -105,15 +101,19 @@ def theirs(dialect: str, body: dict[str, Any]) -> Sent:
 
     async def send(root: str) -> None:
         if dialect == "anthropic_messages":
+            from anthropic import APIStatusError, AsyncAnthropic
+
             async with AsyncAnthropic(base_url=root, api_key=KEY) as client:
-                with pytest.raises(AnthropicStatusError):
+                with pytest.raises(APIStatusError):
                     await client.messages.create(**body)
             return
-        async with AsyncOpenAI(base_url=root + "/v1", api_key=KEY) as openai:
-            create: Any = openai.responses.create
+        import openai
+
+        async with openai.AsyncOpenAI(base_url=root + "/v1", api_key=KEY) as asker:
+            create: Any = asker.responses.create
             if dialect == "openai_chat":
-                create = openai.chat.completions.create
-            with pytest.raises(OpenAIStatusError):
+                create = asker.chat.completions.create
+            with pytest.raises(openai.APIStatusError):
                 await create(**body)
 
     return taken_down(send)
@@ -152,13 +152,17 @@ def test_batches_are_asked_for_as_the_provider_s_own_client_asks(dialect: str) -
 
     async def send_theirs(root: str) -> None:
         if dialect == "anthropic_messages":
+            from anthropic import APIStatusError, AsyncAnthropic
+
             async with AsyncAnthropic(base_url=root, api_key=KEY) as client:
-                with pytest.raises(AnthropicStatusError):
+                with pytest.raises(APIStatusError):
                     await client.messages.batches.retrieve("b1")
             return
-        async with AsyncOpenAI(base_url=root + "/v1", api_key=KEY) as openai:
-            with pytest.raises(OpenAIStatusError):
-                await openai.batches.retrieve("b1")
+        import openai
+
+        async with openai.AsyncOpenAI(base_url=root + "/v1", api_key=KEY) as asker:
+            with pytest.raises(openai.APIStatusError):
+                await asker.batches.retrieve("b1")
 
     assert taken_down(send) == taken_down(send_theirs)
 
@@ -312,6 +316,8 @@ def told(code: str, type: str = "invalid_request_error") -> dict[str, Any]:
 
 
 def test_every_code_of_anthropic_s_client_has_its_consequence_here() -> None:
+    from anthropic._error_classes import ERROR_CLASSES
+
     known = {(status, code) for status, code in ERROR_CLASSES if code is not None}
     assert known - set(DUE) == set(), "new codes: decide what each of them means for a run"
     for (status, code), kind in DUE.items():
@@ -347,7 +353,11 @@ def test_codes_are_looked_for_where_the_clients_look(error: Any, kind: str) -> N
     ("status", "code", "type", "meaning"),
     [
         (429, "enforced_spend_limit_reached", "rate_limit_error", "a limit on its spending"),
-        (400, "organization_on_hold", "invalid_request_error", "takes no calls from this account"),
+        pytest.param(
+            *(400, "organization_on_hold", "invalid_request_error"),
+            "takes no calls from this account",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_account_that_is_stopped_stops_the_run(

@@ -7,11 +7,16 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from toolsets.sandbox.inside.outputs import HeadTail
+from toolsets.sandbox.inside.processes import close_descriptors, set_dumpable
+
+Program = list[str] | Callable[[], object]
+"""A command, or a function to be called in a fork of this process."""
 
 _CHUNK_BYTES = 1 << 16
 _DRAIN_BYTES = 1 << 20
@@ -34,7 +39,7 @@ class Watcher(Protocol):
 class Job:
     """A process of ours: a shell, an interpreter, or a single command; and its pipes."""
 
-    def __init__(self, server: Watcher, argv: list[str], control_at: int = 0, stdin: int = -1):
+    def __init__(self, server: Watcher, program: Program, control_at: int = 0, stdin: int = -1):
         self.control = -1
         self.unsent = b""
         self.status: bytes | None = None
@@ -43,33 +48,20 @@ class Job:
         self.pipes: dict[int, int] = {}
         self._server = server
         self._partial = b""
-        ends = [os.open("/dev/null", os.O_RDONLY) if stdin < 0 else stdin]
-        actions = [(os.POSIX_SPAWN_DUP2, ends[0], 0)]
+        theirs = {0: os.open("/dev/null", os.O_RDONLY) if stdin < 0 else stdin}
         for fd in (1, 2):
-            self.pipes[fd], end = os.pipe()
-            ends.append(end)
-            actions.append((os.POSIX_SPAWN_DUP2, end, fd))
+            self.pipes[fd], theirs[fd] = os.pipe()
         if control_at:
-            ours, theirs = socket.socketpair()
-            self.control = ours.detach()
-            ends.append(theirs.detach())
-            actions.append((os.POSIX_SPAWN_DUP2, ends[-1], control_at))
+            ours, end = socket.socketpair()
+            self.control, theirs[control_at] = ours.detach(), end.detach()
         try:
-            self.pid = os.posix_spawnp(
-                argv[0],
-                argv,
-                os.environ,
-                file_actions=actions,
-                setpgroup=0,
-                # What Python ignores its children would ignore too.
-                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT],
-            )
+            self.pid = _fork(program, theirs) if callable(program) else _spawn(program, theirs)
         except OSError:
             self.close()
             raise
         finally:
-            for end in ends:
-                os.close(end)
+            for end_fd in theirs.values():
+                os.close(end_fd)
         for fd, pipe in self.pipes.items():
             os.set_blocking(pipe, False)
             server.watch(pipe, select.POLLIN, partial(self.read_output, fd))
@@ -81,7 +73,9 @@ class Job:
         """Begin to send what is to be run."""
         self.status = None
         self.unsent += request
-        self._server.watch(self.control, select.POLLIN | select.POLLOUT, self._talk)
+        self._send_more()
+        if self.unsent:
+            self._server.watch(self.control, select.POLLIN | select.POLLOUT, self._talk)
 
     def read_output(self, fd: int) -> int:
         """Take what is in an output pipe, a piece at most; return how many bytes it was."""
@@ -114,10 +108,13 @@ class Job:
         self.pipes = {}
         self.control = -1
 
+    def _send_more(self) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            self.unsent = self.unsent[os.write(self.control, self.unsent[:_CHUNK_BYTES]) :]
+
     def _talk(self) -> None:
         if self.unsent:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-                self.unsent = self.unsent[os.write(self.control, self.unsent[:_CHUNK_BYTES]) :]
+            self._send_more()
             if not self.unsent:
                 self._server.watch(self.control, select.POLLIN, self._talk)
         try:
@@ -133,3 +130,34 @@ class Job:
             self.control = -1
         elif self._partial.endswith(b"\n"):
             self.status, self._partial = self._partial, b""
+
+
+def _spawn(argv: list[str], descriptors: dict[int, int]) -> int:
+    return os.posix_spawnp(
+        argv[0],
+        argv,
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in descriptors.items()],
+        setpgroup=0,
+        # What Python ignores its children would ignore too.
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT],
+    )
+
+
+def _fork(program: Callable[[], object], descriptors: dict[int, int]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for at, fd in descriptors.items():
+            os.dup2(fd, at)
+        close_descriptors(kept=set(descriptors))  # above all the socket to the host
+        set_dumpable(True)
+        program()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)

@@ -1,9 +1,9 @@
 """The interpreter that runs a task's cells, one after the other, in one namespace.
 
-Its source is started by the server, so it uses only the standard library of Python 3.8. It
-is told what to run on a descriptor that is given by number: four bytes of length, then the code.
-After each cell it says there, in a line of JSON, how it went: `exit_code` (1 for an exception),
-`value` (the `repr` of a last expression that is not None) and `plots` (files of open figures).
+It is a fork of the server, so that no Python has to be started. It reads what to run from a
+descriptor that is given by number: four bytes of length, then the code. After each cell it writes
+there a line of JSON: `exit_code` (1 for an exception), `value` (the `repr` of a last expression, if
+not None) and `plots` (files of open figures).
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ import warnings
 from typing import Any
 
 
-def main() -> None:
+def run_cells(control: int, max_chars: int) -> None:
     """Run cells until the other end of the descriptor is closed."""
-    control, max_chars = int(sys.argv[1]), int(sys.argv[2])
+    if sys.flags.no_site:
+        import site
+
+        site.main()
+    sys.meta_path.remove(__loader__)
     os.set_inheritable(control, False)
+    for name in [name for name in sys.modules if name.startswith("toolsets")]:
+        del sys.modules[name]
     # A new module, in which pickle finds the classes of cells, and no name of ours is.
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = [""]
@@ -42,13 +48,14 @@ def main() -> None:
     while (code := _receive(control)) is not None:
         number += 1
         outcome = _run(code.decode(), f"<cell {number}>", module.__dict__, max_chars)
-        if os.getpid() != own:
-            os._exit(
-                int(outcome["exit_code"])
-            )  # A child that the cell forked has its turn behind it.
+        if os.getpid() != own:  # a child that the cell forked, which has no other cell to run
+            os._exit(int(outcome["exit_code"]))
         outcome["plots"] = _save_plots(plots)
         plots += len(outcome["plots"])
         _send(control, json.dumps(outcome).encode() + b"\n")
+
+
+_OWN_FILE = run_cells.__code__.co_filename
 
 
 def _run(source: str, name: str, scope: dict[str, Any], max_chars: int) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def _evaluate(source: str, name: str, scope: dict[str, Any], max_chars: int) -> 
 def _show(error: BaseException) -> None:
     """Print a traceback without the frames of this program, as far as that is possible."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in ("<string>", ast.__file__):
+    while trace is not None and trace.tb_frame.f_code.co_filename in (_OWN_FILE, ast.__file__):
         trace = trace.tb_next
     try:
         traceback.print_exception(type(error), error, trace)
@@ -139,7 +146,3 @@ def _read(control: int, size: int) -> bytes | None:
 def _send(control: int, line: bytes) -> None:
     while line:
         line = line[os.write(control, line) :]
-
-
-if __name__ == "__main__":
-    main()

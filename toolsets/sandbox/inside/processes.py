@@ -6,9 +6,11 @@ import contextlib
 import errno
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 
 HAS_PROC = os.path.isdir("/proc/self")
+HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -26,25 +28,47 @@ def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
     None escape by losing their parent, for they then become children of this process. Without
     /proc there are none to be found.
     """
-    children: dict[int, list[tuple[int, int]]] = {}
-    for name in os.listdir("/proc") if HAS_PROC else ():
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()
-            if fields[0] != b"Z":
-                children.setdefault(int(fields[1]), []).append((int(name), int(fields[19])))
-    pending = [os.getpid() if root is None else root]
+    children = _children if HAS_CHILDREN else _children_by_parent().__getitem__
+    pending = [os.getpid() if root is None else root] if HAS_PROC else []
     while pending:
-        for pid, start in children.get(pending.pop(), ()):
-            pending.append(pid)
-            yield pid, start
+        for pid in children(pending.pop()):
+            with contextlib.suppress(OSError):
+                fields = _stat_fields(pid)
+                if fields[0] != b"Z":
+                    pending.append(pid)
+                    yield pid, int(fields[19])
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+                found += [int(child) for child in f.read().split()]
+    return found
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    """The children of all processes, where the system does not list those of each."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            found[int(_stat_fields(int(name))[1])].append(int(name))
+    return found
+
+
+def _stat_fields(pid: int) -> list[bytes]:
+    """What /proc says of a process, from its state on."""
+    with open(f"/proc/{pid}/stat", "rb") as f:
+        return f.read().rpartition(b")")[2].split()
 
 
 def count_tasks() -> int:
     """The processes and threads beneath this one."""
     total = 0
     for pid, _ in descendants():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as f:
-            total += int(f.read().rpartition(b")")[2].split()[17])
+        with contextlib.suppress(OSError):
+            total += int(_stat_fields(pid)[17])
     return total
 
 
@@ -53,7 +77,7 @@ def memory_of(enough: int) -> int:
 
     A first sum counts what several hold for each; only one above `enough` is made exact.
     """
-    pids = list(_beneath())
+    pids = [pid for pid, _ in descendants()]
     total = files = 0
     seen: set[tuple[int, int]] = set()
     for pid in pids:
@@ -86,19 +110,6 @@ def _shares(pids: list[int], files: int) -> int:
     return own + max(shared, files)
 
 
-def _beneath() -> Iterator[int]:
-    """As `descendants`, where the system tells of children without a look at all processes."""
-    pending = [os.getpid()]
-    while pending:
-        pid = pending.pop()
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
-                    found = [int(child) for child in f.read().split()]
-                yield from found
-                pending += found
-
-
 def size_of(root: str) -> int:
     """The bytes that files take on disk; each file and directory counts 4 KiB at least.
 
@@ -126,11 +137,27 @@ def size_of(root: str) -> int:
 
 def hold_descendants() -> None:
     """Keep processes that lose their parent as children, and this one out of others' reach."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    set_dumpable(False)
+
+
+def set_dumpable(allowed: bool) -> None:
+    """Allow processes of the same user to look into this one, or forbid it."""
+    _prctl(_PR_SET_DUMPABLE, int(allowed))
+
+
+def close_descriptors(kept: set[int]) -> None:
+    """Close all descriptors of this process but those."""
+    for name in os.listdir("/dev/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing itself had one
+                os.close(int(name))
+
+
+def _prctl(option: int, value: int) -> None:
     try:
         import ctypes
 
-        prctl = ctypes.CDLL(None).prctl
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     except (ImportError, OSError, AttributeError):
-        return
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        return  # only Linux has it

@@ -13,14 +13,13 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
-from toolsets.sandbox.inside.boot import BOOT, LENGTH, framed
+from toolsets.sandbox.inside.boot import LENGTH, framed
 from toolsets.sandbox.inside.job import Job
 from toolsets.sandbox.inside.processes import (
     HAS_PROC,
@@ -31,7 +30,7 @@ from toolsets.sandbox.inside.processes import (
     size_of,
     ticks,
 )
-from toolsets.sandbox.inside.shells import BASH, CONTROL, SH, in_background
+from toolsets.sandbox.inside.shells import BASH, CONTROL, SH, has_bash, in_background
 
 _CHUNK_BYTES = 1 << 16
 _INTERRUPT_GRACE_S = 2.0
@@ -67,7 +66,6 @@ class Server:
         self._max_bytes = begin["workspace_mb"] << 20
         self._max_memory = begin["memory_mb"] << 20
         """0 where something else bounds it."""
-        self._kernel = begin["kernel"]
         self._home = begin["home"]
         self._start_dir = begin["start_dir"]
         os.chdir(self._home)
@@ -132,30 +130,35 @@ class Server:
             job.close()
             if kind == "command":
                 self._kill(since)
-        reply["full_mb"] = self._full_mb()
+        if (full_mb := self._full_mb()) is not None:
+            reply["full_mb"] = full_mb
         for fd, name in ((1, "stdout"), (2, "stderr")):
-            reply[name] = [*map(_encoded, outputs[fd].kept()), outputs[fd].total]
+            if outputs[fd].total:
+                reply[name] = [*map(_encoded, outputs[fd].kept()), outputs[fd].total]
         return reply
 
     def _begin(self, request: dict[str, Any]) -> Job:
-        """Start what the request needs that is not there, and hand over what is to be run."""
+        """Start what the request needs that is not there, and send it what is to be run."""
         kind = request["kind"]
-        os.chdir(self._home)
         if kind == "command":
+            os.chdir(self._home)
             stdin = _file_with(binascii.a2b_base64(request["stdin"]))
             return self._add(kind, Job(self, request["argv"], stdin=stdin))
-        with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
-            os.chdir(self._start_dir)
-        job = self._jobs.get(kind)
+        if (job := self._jobs.get(kind)) is None:
+            os.chdir(self._home)
+            with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
+                os.chdir(self._start_dir)
         code = request["code"]
         if kind == "python":
             if job is None:
-                argv = [sys.executable, "-I", "-c", BOOT, str(CONTROL), str(request["max_chars"])]
-                job = self._add(kind, Job(self, argv, control_at=CONTROL))
-                job.send(framed(self._kernel))
+                # Only here, since many tasks run no Python.
+                from toolsets.sandbox.inside.kernel import run_cells
+
+                program = partial(run_cells, CONTROL, request["max_chars"])
+                job = self._add(kind, Job(self, program, control_at=CONTROL))
             job.send(framed(code))
             return job
-        shell = BASH if shutil.which("bash") is not None else SH
+        shell = BASH if has_bash() else SH
         if job is None:
             job = self._add(kind, Job(self, shell.argv, control_at=shell.control))
             job.send(shell.encode(shell.loop))
@@ -361,7 +364,3 @@ def main() -> None:
     server = Server(requests, replies)
     os.dup2(null, 2)  # which has said by now why it cannot begin
     server.serve()
-
-
-if __name__ == "__main__":
-    main()

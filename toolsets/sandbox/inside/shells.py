@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 CONTROL = 250
@@ -67,6 +69,12 @@ def _on_one_line(code: str) -> bytes:
 
 
 SH = Shell(["sh", "-c", _SH_START, "sh"], _SH_CONTROL, _SH_LOOP, _on_one_line)
+
+
+@lru_cache
+def has_bash() -> bool:
+    """Whether there is a bash on the PATH."""
+    return any(os.access(f"{place}/bash", os.X_OK) for place in os.get_exec_path())
 
 
 def in_background(code: str, path: str) -> str:

@@ -1,0 +1,122 @@
+"""Keys that change while they are used, and the command that prints them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import threading
+import time
+from functools import lru_cache
+from typing import Protocol
+
+from agent.models.connection import Connection
+from agent.models.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_MOST_S = 60.0
+"""For the command to print the key."""
+
+_RETRY_S = 10.0
+"""After a command has failed whose last key may still hold."""
+
+
+class KeyCommandError(Exception):
+    """The command gave no key; the message names it and says why, without what it printed."""
+
+
+class RenewableKey(Protocol):
+    """A key that is replaced from time to time."""
+
+    async def get(self) -> str:
+        """The key as it is now. Raises `ModelError`."""
+        ...
+
+    async def renew(self, rejected: str) -> bool:
+        """Whether there is another key than one that the endpoint rejected. Raises `ModelError`."""
+        ...
+
+
+class CommandKey:
+    """The key that a command prints, run in this process; its methods may be called by threads."""
+
+    def __init__(self, command: tuple[str, ...], refresh_s: float) -> None:
+        self._command = command
+        self._refresh_s = refresh_s
+        self._key = ""
+        self._due_at = 0.0
+        self._running = threading.Lock()
+
+    @property
+    def due_in_s(self) -> float:
+        """When the command should run next."""
+        return max(self._due_at - time.monotonic(), 0.0)
+
+    def read(self, rejected: str | None = None) -> str:
+        """The key, from the command where it is too old or `rejected`. Blocks.
+
+        Raises `KeyCommandError`; a key that is merely old is kept where there is no newer one.
+        """
+        with self._running:
+            if self._key and self._key != rejected and self.due_in_s > 0:
+                return self._key
+            try:
+                self._key = run_key_command(self._command)
+                self._due_at = time.monotonic() + self._refresh_s
+            except KeyCommandError as error:
+                if not self._key or self._key == rejected:
+                    raise
+                log.warning("%s; the last key is used on", error)
+                self._due_at = time.monotonic() + _RETRY_S
+            return self._key
+
+    async def get(self) -> str:
+        """See `RenewableKey`."""
+        if self._key and self.due_in_s > 0:
+            return self._key
+        return await self._read(None)
+
+    async def renew(self, rejected: str) -> bool:
+        """See `RenewableKey`."""
+        return await self._read(rejected) != rejected
+
+    async def _read(self, rejected: str | None) -> str:
+        try:
+            return await asyncio.to_thread(self.read, rejected)
+        except KeyCommandError as error:
+            raise ModelError("auth", str(error), was_sent=False) from error
+
+
+@lru_cache(maxsize=64)
+def command_key(command: tuple[str, ...], refresh_s: float) -> CommandKey:
+    """The one key of a command in this process, whichever models are asked with it."""
+    return CommandKey(command, refresh_s)
+
+
+def key_of_command(connection: Connection) -> CommandKey:
+    """The key of an endpoint with a `key_command`."""
+    return command_key(connection.key_command, connection.key_refresh_s)
+
+
+def run_key_command(command: tuple[str, ...]) -> str:
+    """Run a command and return the key that it prints. Raises `KeyCommandError`."""
+    name = f"key_command {command[0]!r}"
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_MOST_S, check=False
+        )
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise KeyCommandError(f"{name} cannot be run: {why}") from error
+    except subprocess.TimeoutExpired as error:
+        raise KeyCommandError(f"{name} printed no key within {_MOST_S:g} s") from error
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        said = f": {lines[-1][:300]}" if lines else ""
+        raise KeyCommandError(f"{name} failed with exit code {done.returncode}{said}")
+    key = done.stdout.decode(errors="replace").strip()
+    if not key or not (key.isascii() and key.isprintable()) or " " in key:
+        what = "nothing" if not key else "something that is not one key on one line"
+        raise KeyCommandError(f"{name} printed {what}")
+    return key

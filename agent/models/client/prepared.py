@@ -1,0 +1,326 @@
+"""Requests whose URL or credentials change: by a key command, or by the client of a cloud."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+from yarl import URL
+
+from agent.models.client.key_command import RenewableKey, key_of_command
+from agent.models.dialects.registry import DIALECTS
+from agent.models.errors import ModelError
+from agent.models.keys import Key
+from agent.models.model import ModelSettings
+from agent.models.providers import NO_KEY
+from agent.models.resolve import PLACEHOLDER, read_headers
+from agent.models.sdk_clients import UnusableClient, open_client, sdk_of
+from toolsets import exact_json
+from toolsets.text import clip
+
+_KEPT_S = 60.0
+"""For how long the headers that a client has prepared are used."""
+
+_CREDENTIALS = ("authorization", "api-key", "x-api-key", "x-amz-security-token")
+"""Headers that hold secrets. Signatures are none: each is good for one body."""
+
+_NOT_KEPT = frozenset({"host", "connection", "content-length", "user-agent"})
+"""Headers that are aiohttp's to send."""
+
+_SIGNED = "AWS4-"
+
+
+class Prepared(NamedTuple):
+    """A request as it is to be sent."""
+
+    url: URL
+    headers: Mapping[str, str]
+    body: bytes
+    key: Key
+    """Its secrets, to be taken out of what comes back."""
+
+
+class Preparer(Protocol):
+    """Prepares the requests of one model."""
+
+    async def prepare(self, path: str, body: Mapping[str, Any] | None) -> Prepared:
+        """A request to `path`, which may have a query. Raises `ModelError`."""
+        ...
+
+    async def renew(self, rejected: Prepared) -> bool:
+        """Whether a request that was rejected (401) would now be prepared otherwise."""
+        ...
+
+    async def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+def fixed_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The headers of every request of a model that is asked with this key."""
+    connection = settings.connection
+    headers = {"Accept": "application/json", "Content-Type": "application/json"}
+    headers |= DIALECTS[settings.api].headers(settings, api_key)
+    if connection.headers_env and api_key == PLACEHOLDER:
+        headers = {name: headers[name] for name in headers if name.lower() not in _CREDENTIALS}
+    for name, value in {**connection.headers, **read_headers(connection)}.items():
+        headers = {one: headers[one] for one in headers if one.lower() != name.lower()}
+        headers[name] = value
+    return headers
+
+
+def preparer_of(settings: ModelSettings, api_key: str | RenewableKey) -> Preparer | None:
+    """What prepares a model's requests; None where all of them have the same URL and headers."""
+    connection = settings.connection
+    if connection.client is not None:
+        return ClientPreparer(settings)
+    if not isinstance(api_key, str):
+        return KeyPreparer(settings, api_key)
+    if connection.key_command:
+        return KeyPreparer(settings, key_of_command(connection))
+    return None
+
+
+def with_query(url: str, query: Mapping[str, str]) -> URL:
+    """A URL with the parameters that an endpoint's requests have."""
+    return URL(url).extend_query(query) if query else URL(url)
+
+
+class KeyPreparer:
+    """Sends the key as it is at the time."""
+
+    def __init__(self, settings: ModelSettings, key: RenewableKey) -> None:
+        self._settings = settings
+        self._key = key
+        self._now = ""
+        self._headers: Mapping[str, str] = {}
+        self._secrets = Key()
+        self._base_url = (settings.base_url or "").rstrip("/")
+
+    async def prepare(self, path: str, body: Mapping[str, Any] | None) -> Prepared:
+        """See `Preparer`."""
+        key = await self._key.get()
+        if key != self._now:
+            # The last one may still come back, in replies that are under way.
+            self._secrets = Key(key, self._now, *read_headers(self._settings.connection).values())
+            self._headers, self._now = fixed_headers(self._settings, key), key
+        url = with_query(self._base_url + path, self._settings.connection.query)
+        content = b"" if body is None else exact_json.dumps(body)
+        return Prepared(url, self._headers, content, self._secrets)
+
+    async def renew(self, rejected: Prepared) -> bool:
+        """See `Preparer`."""
+        if rejected.headers is not self._headers:
+            return True  # another call was quicker
+        return await self._key.renew(self._now)
+
+    async def close(self) -> None:
+        """See `Preparer`."""
+
+
+class _Template(NamedTuple):
+    """What a client makes of the requests to one path and model."""
+
+    url: URL
+    headers: Mapping[str, str]
+    key: Key
+    dropped: frozenset[str]
+    """Fields that it takes out of the body."""
+    added: Mapping[str, Any]
+    """Fields that it puts in."""
+    until: float
+
+
+class ClientPreparer:
+    """Has the client of a cloud prepare requests, and takes over their URL and headers.
+
+    Those that are signed are prepared one by one, and sent in the very bytes that were signed.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        connection = settings.connection
+        client = open_client(connection, settings.name, settings.key_env or NO_KEY)
+        sdk = import_module(sdk_of(client))
+        self._what = f"client {connection.client}"
+        self._is_async = asyncio.iscoroutinefunction(client.post)
+        self._capture = _Capture()
+        make = sdk.DefaultAsyncHttpxClient if self._is_async else sdk.DefaultHttpxClient
+        self._client = client.with_options(
+            http_client=make(transport=self._capture),
+            max_retries=1,  # after a 401 some clients ask for another token
+            default_headers={**connection.headers, **read_headers(connection)},
+            default_query=dict(connection.query),
+        )
+        self._errors: type[Exception] = sdk.APIStatusError
+        self._fixed = tuple(read_headers(connection).values())
+        self._templates: dict[tuple[str, str, bool], _Template] = {}
+        self._lock = asyncio.Lock()
+        """One preparation at a time: it tells whose request was captured."""
+        self._signs = False
+        self._has_prepared = False
+
+    async def prepare(self, path: str, body: Mapping[str, Any] | None) -> Prepared:
+        """See `Preparer`."""
+        assert body is not None  # clients are not asked for batches
+        if self._signs:
+            async with self._lock:
+                return _signed(await self._send(path, body), self._fixed)
+        place = path, str(body.get("model")), bool(body.get("stream"))
+        template = self._templates.get(place)
+        if template is None or template.until < time.monotonic():
+            async with self._lock:
+                template = self._templates.get(place)
+                if template is None or template.until < time.monotonic():
+                    request = await self._send(path, _outline(body))
+                    if _is_signed(request):
+                        self._signs = True
+                        return _signed(await self._send(path, body), self._fixed)
+                    template = self._templates[place] = self._template(request, _outline(body))
+        if template.dropped or template.added:
+            kept = {name: body[name] for name in body if name not in template.dropped}
+            body = {**kept, **template.added}
+        return Prepared(template.url, template.headers, exact_json.dumps(body), template.key)
+
+    async def renew(self, rejected: Prepared) -> bool:
+        """See `Preparer`."""
+        if self._signs:
+            return False  # each request asks for the credentials as they are
+        async with self._lock:
+            for place, template in [*self._templates.items()]:
+                if template.headers is rejected.headers:
+                    path, model, is_streamed = place
+                    outline = _outline({"model": model, "stream": is_streamed})
+                    request = await self._send(path, outline, is_rejected=True)
+                    renewed = self._templates[place] = self._template(request, outline)
+                    return renewed.headers != rejected.headers
+        return True  # another call was quicker
+
+    async def close(self) -> None:
+        """See `Preparer`."""
+        if self._is_async:
+            await self._client.close()
+        else:
+            self._client.close()
+
+    async def _send(self, path: str, body: Mapping[str, Any], *, is_rejected: bool = False) -> Any:
+        """What the client would send. Raises `ModelError` where it has no credentials.
+
+        With `is_rejected` it first hears a 401, after which some clients drop what they have
+        cached and try again.
+        """
+        self._capture.rejects = is_rejected
+        try:
+            await self._post(path, body)
+        except self._errors as error:
+            if not is_rejected:
+                raise self._failure(error) from error
+            try:
+                await self._post(path, body)
+            except Exception as again:
+                raise self._failure(again) from again
+        except Exception as error:  # what a client, or its way to credentials, may raise
+            raise self._failure(error) from error
+        self._has_prepared = True
+        return self._capture.request
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        if self._is_async:
+            await self._client.post(path, body=dict(body), cast_to=object)
+        else:
+            await asyncio.to_thread(self._client.post, path, body=dict(body), cast_to=object)
+
+    def _failure(self, error: Exception) -> ModelError:
+        """Until it has had credentials once they are missing; later they may come back."""
+        words = clip(f"{self._what}: {type(error).__name__}: {error}", max_chars=500)
+        return ModelError("connection" if self._has_prepared else "auth", words, was_sent=False)
+
+    def _template(self, request: Any, outline: Mapping[str, Any]) -> _Template:
+        sent = exact_json.loads(request.content)
+        headers = _headers_of(request)
+        dropped = frozenset(outline.keys() - sent.keys())
+        added = {name: sent[name] for name in sent if sent[name] != outline.get(name, ...)}
+        secrets = Key(*_secrets_in(headers), *self._fixed)
+        until = time.monotonic() + _KEPT_S
+        url = URL(str(request.url), encoded=True)
+        return _Template(url, headers, secrets, dropped, added, until)
+
+
+def _outline(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A short body that a client prepares as it would the whole."""
+    outline: dict[str, Any] = {"model": body["model"], "messages": [], "max_tokens": 1}
+    return outline | {"stream": True} if body.get("stream") else outline
+
+
+def _is_signed(request: Any) -> bool:
+    return bool(request.headers.get("authorization", "").startswith(_SIGNED))
+
+
+def _signed(request: Any, fixed: tuple[str, ...]) -> Prepared:
+    """A signed request: every header that it has may be part of the signature."""
+    headers = {name: value for name, value in request.headers.items() if name not in _NOT_KEPT}
+    secrets = [*fixed, *filter(None, [headers.get("x-amz-security-token")])]
+    return Prepared(URL(str(request.url), encoded=True), headers, request.content, Key(*secrets))
+
+
+def _headers_of(request: Any) -> dict[str, str]:
+    """The headers that say what is asked for and by whom, without those about the package."""
+    return {
+        name: value
+        for name, value in request.headers.items()
+        if name not in _NOT_KEPT | {"accept-encoding"} and not name.startswith("x-stainless-")
+    }
+
+
+def _secrets_in(headers: Mapping[str, str]) -> list[str]:
+    found = (headers.get(name, "") for name in _CREDENTIALS)
+    return [value.removeprefix("Bearer ") for value in found if value]
+
+
+class _Capture:
+    """A transport for the clients of both packages that keeps the request and sends nothing."""
+
+    def __init__(self) -> None:
+        self.request: Any = None
+        self.rejects = False
+        """Answer the next request with a 401."""
+
+    async def handle_async_request(self, request: Any) -> Any:
+        """Take an asynchronous client's request."""
+        await request.aread()
+        return self._take(request)
+
+    def handle_request(self, request: Any) -> Any:
+        """Take a request."""
+        request.read()
+        return self._take(request)
+
+    def _take(self, request: Any) -> Any:
+        # Packages of different ages stand on httpx or on httpx2, and want their own responses.
+        response = import_module(type(request).__module__.partition(".")[0]).Response
+        status, self.rejects = (401 if self.rejects else 200), False
+        self.request = request
+        return response(status, headers={"retry-after-ms": "1"}, request=request)
+
+    def close(self) -> None:
+        """Part of what transports have."""
+
+    async def aclose(self) -> None:
+        """Part of what transports have."""
+
+    def __enter__(self) -> _Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Part of what transports have."""
+
+    async def __aenter__(self) -> _Capture:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Part of what transports have."""
+
+
+__all__ = ["Prepared", "Preparer", "UnusableClient", "fixed_headers", "preparer_of", "with_query"]

@@ -1,0 +1,182 @@
+"""Clients of the openai and anthropic packages, which know the URLs and credentials of clouds.
+
+Only endpoints with a `client` come here, and import a package then. The clients send nothing:
+`agent.models.client.prepared` has them prepare requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from typing import Any, Literal
+
+from agent.models.connection import Connection
+from agent.models.providers import NO_KEY, Api
+
+Sdk = Literal["openai", "anthropic"]
+
+_AZURE_SCOPE = "https://cognitiveservices.azure.com/.default"
+_FOUNDRY_SCOPE = "https://ai.azure.com/.default"
+
+
+class UnusableClient(ValueError):
+    """A client cannot be made or used; the message says what to do."""
+
+
+def open_client(connection: Connection, model: str, key_env: str | None) -> Any:
+    """The client that an endpoint names; its key is in `key_env`, if not in its own variables.
+
+    Raises `UnusableClient`.
+    """
+    if key_env is None or key_env == NO_KEY:
+        return _open(connection, model, None)
+    if not (key := os.environ.get(key_env, "").strip()):
+        msg = f"client {connection.client!r}: set the environment variable {key_env} to its key"
+        raise UnusableClient(msg)
+    return _open(connection, model, key)
+
+
+@lru_cache(maxsize=64)
+def _open(connection: Connection, model: str, api_key: str | None) -> Any:
+    name = connection.client or ""
+    options = dict(connection.client_options)
+    if api_key is not None:
+        options["api_key"] = api_key
+    try:
+        client = _MAKERS[name](options, model) if name in _MAKERS else _own(name, options)
+    except UnusableClient:
+        raise
+    except Exception as error:  # a package or a user's function may raise anything
+        words = f"client {name!r}: {type(error).__name__}: {error}"
+        if name in _MAKERS:
+            words += ". Arguments of the client go into client_options, or into its variables"
+        raise UnusableClient(words) from error
+    if sdk_of(client) == "anthropic" and _streams_in_aws_events(client):
+        msg = (
+            f"client {name!r}: {type(client).__name__} streams replies as AWS events, which are "
+            "not supported; use AsyncAnthropicBedrockMantle (client: bedrock)"
+        )
+        raise UnusableClient(msg)
+    return client
+
+
+def sdk_of(client: Any) -> Sdk:
+    """The package that a client is of. Raises `UnusableClient`."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(client).__mro__}
+    if "openai" in packages:
+        return "openai"
+    if "anthropic" in packages:
+        return "anthropic"
+    msg = (
+        f"client: {type(client).__name__} is no client of the openai or anthropic package; the "
+        "function must return one, such as AsyncOpenAI(...)"
+    )
+    raise UnusableClient(msg)
+
+
+def api_of(client: Any, api: Api | None) -> Api:
+    """The API that a client speaks, given what the user says. Raises `UnusableClient`."""
+    found = api or ("openai_chat" if sdk_of(client) == "openai" else "anthropic_messages")
+    if (found == "anthropic_messages") != (sdk_of(client) == "anthropic"):
+        msg = f"api: {type(client).__name__} does not speak {found}; leave api out"
+        raise UnusableClient(msg)
+    return found
+
+
+def base_url_of(client: Any) -> str:
+    """Where a client sends its requests."""
+    return str(client.base_url).rstrip("/")
+
+
+def _azure(options: dict[str, Any], model: str) -> Any:
+    import openai
+
+    has_key = options.get("api_key") or _is_set("AZURE_OPENAI_API_KEY", "AZURE_OPENAI_AD_TOKEN")
+    if not has_key:
+        options["azure_ad_token_provider"] = _entra("AZURE_OPENAI_API_KEY", _AZURE_SCOPE)
+    return openai.AsyncAzureOpenAI(**options)
+
+
+def _foundry(options: dict[str, Any], model: str) -> Any:
+    import anthropic
+
+    if not (options.get("api_key") or _is_set("ANTHROPIC_FOUNDRY_API_KEY")):
+        options["azure_ad_token_provider"] = _entra("ANTHROPIC_FOUNDRY_API_KEY", _FOUNDRY_SCOPE)
+    return anthropic.AsyncAnthropicFoundry(**options)
+
+
+def _bedrock(options: dict[str, Any], model: str) -> Any:
+    if "anthropic." in model:
+        import anthropic
+
+        if not hasattr(anthropic, "AsyncAnthropicBedrockMantle"):
+            raise _too_old("anthropic", anthropic.__version__, "AsyncAnthropicBedrockMantle")
+        return anthropic.AsyncAnthropicBedrockMantle(**options)
+    import openai
+
+    try:
+        from openai.providers import bedrock
+    except ImportError as error:
+        raise _too_old("openai", openai.__version__, "openai.providers.bedrock") from error
+    return openai.AsyncOpenAI(provider=bedrock(**options))
+
+
+def _vertex(options: dict[str, Any], model: str) -> Any:
+    if not model.startswith("claude"):
+        msg = (
+            f"client 'vertex': {model!r}: only Claude models are asked through it. For others give "
+            "an endpoint with base_url https://LOCATION-aiplatform.googleapis.com/v1/projects/"
+            "PROJECT/locations/LOCATION/endpoints/openapi and key_command [gcloud, auth, "
+            "print-access-token]"
+        )
+        raise UnusableClient(msg)
+    import anthropic
+
+    return anthropic.AsyncAnthropicVertex(**options)
+
+
+_MAKERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
+    "azure": _azure,
+    "bedrock": _bedrock,
+    "foundry": _foundry,
+    "vertex": _vertex,
+}
+
+
+def _own(place: str, options: dict[str, Any]) -> Any:
+    from toolsets.catalog.custom import import_place
+
+    return import_place(place, "client")(**options)
+
+
+def _streams_in_aws_events(client: Any) -> bool:
+    import anthropic
+
+    return isinstance(client, anthropic.AnthropicBedrock | anthropic.AsyncAnthropicBedrock)
+
+
+def _entra(key_variable: str, scope: str) -> Callable[[], Awaitable[str]]:
+    """Tokens of Microsoft Entra, by whatever way this machine has to get them."""
+    try:
+        from azure.identity import DefaultAzureCredential, get_bearer_token_provider
+    except ImportError as error:
+        msg = f"set {key_variable}, or install azure-identity to sign in with Microsoft Entra"
+        raise UnusableClient(msg) from error
+    ask = get_bearer_token_provider(DefaultAzureCredential(), scope)
+
+    async def token() -> str:
+        return await asyncio.to_thread(ask)
+
+    return token
+
+
+def _is_set(*names: str) -> bool:
+    return any(os.environ.get(name) for name in names)
+
+
+def _too_old(package: str, version: str, what: str) -> UnusableClient:
+    return UnusableClient(
+        f"client 'bedrock': {package} {version} has no {what}; install a newer one"
+    )

@@ -1,0 +1,146 @@
+"""What sandboxes cost: CPU of a start, of a first `python` call and of a further command; memory.
+
+    python -m benchmarks.sandboxes [--sandboxes bwrap,local] [--number 40] [--rounds 5]
+
+Each round measures everything once, so that ratios hold on a busy machine. The yardstick is
+`bwrap true` and a bare `python3 -I -S -c pass` together. CPU is that of a control group, so it
+counts every process, also those that nobody waits for; making one needs root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from benchmarks.throughput import Table
+from toolsets.sandbox.base import Limits, Sandbox
+from toolsets.sandbox.factory import make_sandbox
+from toolsets.sandbox.inside.processes import descendants
+from toolsets.workspace.workspace import Workspace
+
+PYTHON = str(Path(sys.base_prefix) / "bin" / "python3")
+YARDSTICK = {
+    "bwrap true": (
+        *("bwrap", "--unshare-all", "--unshare-user", "--as-pid-1", "--ro-bind", "/", "/"),
+        *("--proc", "/proc", "--dev", "/dev", "--", "true"),
+    ),
+    "bare python": (PYTHON, "-I", "-S", "-c", "pass"),
+}
+FURTHER = 20
+
+
+class Meter:
+    """The CPU time of this process and all that it starts."""
+
+    def __init__(self, group: Path) -> None:
+        self._usage = group / "cpuacct.usage"
+        self._stat = group / "cpu.stat"
+
+    def ms(self) -> float:
+        """So far."""
+        if self._usage.exists():
+            return int(self._usage.read_text()) / 1e6
+        return int(self._stat.read_text().split()[1]) / 1e3
+
+
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """Put this process into a control group of its own."""
+    root = Path("/sys/fs/cgroup/cpuacct")
+    group = (root if root.is_dir() else Path("/sys/fs/cgroup")) / f"benchmark-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text("0")
+        yield Meter(group)
+    finally:
+        (group.parent / "cgroup.procs").write_text("0")
+        group.rmdir()
+
+
+def run_alone(argv: Sequence[str]) -> None:
+    """Run a command with as little around it as possible."""
+    pid = os.posix_spawnp(argv[0], list(argv), {})
+    if os.waitpid(pid, 0)[1]:
+        raise RuntimeError(f"{argv[0]} failed")
+
+
+def private_mb(sandboxes: int, servers: set[int]) -> float:
+    """Private memory of all processes that were started since, per sandbox."""
+    total = 0
+    for pid, _ in descendants():
+        if pid not in servers:
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Private_"):
+                    total += int(line.split()[1])
+    return total / 1024 / sandboxes
+
+
+async def measure(name: str, number: int, meter: Meter, place: Path) -> dict[str, float]:
+    """One round of one sandbox, in ms of CPU and MB."""
+    limits = Limits()
+    spaces = [Workspace(place / f"{name}-{n}") for n in range(number + 1)]
+    first, *others = [make_sandbox(name, space, limits) for space in spaces]
+    await first.run("shell", "true")  # what a worker pays once
+    servers = {pid for pid, _ in descendants()}
+
+    async def all_run(session: str, code: str, among: Sequence[Sandbox]) -> float:
+        begun = meter.ms()
+        for sandbox in among:
+            result = await sandbox.run(session, code)  # type: ignore[arg-type]
+            if result.exit_code != 0:
+                raise RuntimeError(f"{code}: {result}")
+        return (meter.ms() - begun) / len(among)
+
+    figures = {"start and first command": await all_run("shell", "echo hi", others)}
+    figures["MB of an idle sandbox"] = private_mb(number, servers)
+    further = [await all_run("shell", "echo hi", others) for _ in range(FURTHER)]
+    figures["further command"] = sum(further) / FURTHER
+    figures["first python call"] = await all_run("python", "1 + 1", others)
+    figures["further cell"] = await all_run("python", "1 + 1", others)
+    begun = meter.ms()
+    await asyncio.gather(*(sandbox.stop() for sandbox in others))
+    figures["stop"] = (meter.ms() - begun) / number
+    figures["start, first command and stop"] = figures["start and first command"] + figures["stop"]
+    await first.stop()
+    return figures
+
+
+@click.command()
+@click.option("--sandboxes", default="bwrap,local", show_default=True)
+@click.option("--number", default=40, show_default=True, help="Sandboxes at a time.")
+@click.option("--rounds", default=5, show_default=True)
+def main(sandboxes: str, number: int, rounds: int) -> None:
+    """Measure in rounds."""
+    table = Table()
+    with metered() as meter, tempfile.TemporaryDirectory() as place:
+        for round_number in range(rounds):
+            sum_ms = 0.0
+            for title, argv in YARDSTICK.items():
+                begun = meter.ms()
+                for _ in range(number):
+                    run_alone(argv)
+                taken = (meter.ms() - begun) / number
+                sum_ms += taken
+                table.add(title, taken)
+            for name in sandboxes.split(","):
+                directory = Path(place, f"{name}-{round_number}")
+                directory.mkdir()
+                begun_s = time.monotonic()
+                for figure, value in asyncio.run(measure(name, number, meter, directory)).items():
+                    table.add(f"{name}: {figure}", value)
+                    if "start" in figure or "first" in figure:
+                        table.add(f"{name}: {figure}, over the yardstick", value / sum_ms)
+                print(f"{name}: {time.monotonic() - begun_s:.1f} s", file=sys.stderr)
+    table.show(f"ms of CPU, {number} sandboxes at a time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The command `look`: what a dataset holds, before anything is run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.exit_codes import errors_as_exit_codes
+from runs.process.console import show
+
+_EXAMINED = 1000
+_ROW_CHARS = 1500
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--columns", metavar="COLUMN=SOURCE_COLUMN,...", help="As for `run`.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=2,
+    help="How many rows to print.  [default: 2]",
+)
+def look(source: Path, columns: str | None, rows: int) -> None:
+    """Show the first rows of SOURCE, its columns, and how a run would use them.
+
+    SOURCE is what --dataset_file takes: a file, a directory, or hf:ORG/NAME.
+    """
+    from runs.config.option_types import parse_columns
+    from runs.errors import ConfigError
+    from runs.sources.columns import Renaming
+    from runs.sources.kept_dataset import rows_of_source
+    from runs.sources.source import source_of
+
+    with errors_as_exit_codes():
+        try:
+            names = parse_columns(columns or "")
+        except ValueError as error:
+            raise ConfigError(f"--columns: {error}") from error
+        renaming = Renaming(names)
+        found = islice(rows_of_source(source_of(source)), _EXAMINED)
+        lines = [line for line in map(renaming.line, found) if line.strip()]
+        renaming.check(str(source))
+        show(_described(source, lines, shown=rows, has_columns=bool(names)))
+
+
+def _described(source: Path, lines: list[bytes], *, shown: int, has_columns: bool) -> str:
+    from runs.dataset.row import RowRules, kind_of, usual_prompt
+    from toolsets import exact_json
+    from toolsets.text import clip
+
+    rules = RowRules()
+    kinds: dict[str, Counter[str]] = {}
+    reasons = Counter[str]()
+    proposed = Counter[str]()
+    printed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            columns = exact_json.loads(line)
+            if not isinstance(columns, dict):
+                raise ValueError(f"the row is {kind_of(columns)}; it must be a JSON object")
+        except ValueError as error:
+            reasons[f"row {number}: {error}"] += 1
+            continue
+        for name, value in columns.items():
+            kinds.setdefault(name, Counter())[kind_of(value)] += 1
+        try:
+            rules.read(columns)
+        except ValueError as error:
+            reasons[str(error)] += 1
+        if "prompt" not in columns and (usual := usual_prompt(columns)):
+            proposed[usual] += 1
+        if number <= shown:
+            text = exact_json.dumps(columns).decode()
+            printed.append(f"row {number}: {clip(text, max_chars=_ROW_CHARS)}")
+    usable = len(lines) - reasons.total()
+    first = "the first " if len(lines) == _EXAMINED else ""
+    words = [f"{source}: {usable:,} of {first}{len(lines):,} rows can be used"]
+    width = max(map(len, kinds), default=0)
+    for name, found in kinds.items():
+        rows = found.total()
+        share = "" if rows == len(lines) else f" in {rows:,} rows"
+        words.append(f"  {name:<{width}}  {' or '.join(found)}{share}; {_use_of(name, kinds)}")
+    words += [f"{count:,} rows: {reason}" for reason, count in reasons.most_common(5)]
+    words += printed
+    if proposed and not has_columns:
+        (usual, _), *_ = proposed.most_common(1)
+        words.append(f"To run it: --dataset_file={source} --columns prompt={usual}")
+    elif usable:
+        words.append(f"To run it: --dataset_file={source}")
+    return "\n".join(words)
+
+
+def _use_of(name: str, columns: dict[str, Any]) -> str:
+    """What a run does with a column of this name, when these columns are there."""
+    from runs.dataset.row import CHAT_COLUMNS, IMAGE_COLUMNS, MODEL_COLUMN
+    from runs.dataset.row_setup import TELLTALE_COLUMNS
+    from runs.dataset.scan import ID_COLUMNS
+
+    own_id = next((column for column in ID_COLUMNS if column in columns), None)
+    if name == "prompt":
+        return "the prompt"
+    if name in CHAT_COLUMNS and "prompt" not in columns:
+        return "the prompt: its system message and first user message"
+    if name == own_id:
+        return "the id of the row"
+    uses = {
+        "agent_options": "options of its conversation",
+        "expected": "compared with the answer, with --check_expected",
+        "user_replies": "answers of the user, with --awaiting_input",
+        "script": "turns of the scripted model",
+        "fork": "the beginning of the conversation, with --forks",
+        MODEL_COLUMN: "one of --models",
+        **dict.fromkeys(IMAGE_COLUMNS, "the image, with --sandbox=docker"),
+        **dict.fromkeys(TELLTALE_COLUMNS, "prepares or judges the workspace, with --row_setup"),
+    }
+    return uses.get(name, "kept with the record")

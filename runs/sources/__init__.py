@@ -1,0 +1,9 @@
+"""From what a user names as the dataset to the JSONL file that a run reads.
+
+source        what a name means: files, a saved directory, a dataset of the Hugging Face hub
+file_rows     rows of JSON, CSV and compressed files
+arrow_rows    rows of Parquet files and of what the `datasets` library reads
+hub           datasets of the hub, and directories written by `save_to_disk`
+columns       which column of a source becomes which column of a row
+kept_dataset  the source as JSONL, written once into the run directory
+"""

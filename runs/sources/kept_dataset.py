@@ -1,0 +1,264 @@
+"""A source as JSONL, written once into the run directory: the dataset of the run from then on.
+
+    dataset-KEY.jsonl  the rows
+    dataset-KEY.json   where they come from: revision, columns, files with sizes and hashes; written
+                       last, so that rows without it were left half written by a crash
+
+KEY is a digest of what was read and how: a source that has changed gets other files, and a start
+that is refused leaves those of a running one alone. Of a hub's dataset the revision that the first
+start found counts for all later ones, which need no network.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import orjson
+
+from runs.dataset.row import RowRules
+from runs.errors import DatasetError
+from runs.sources.columns import Renaming
+from runs.sources.source import DataSource, source_of
+from runs.store.files import (
+    open_temporary,
+    replace_file,
+    storage_error,
+    sync_directory,
+    temporary_for,
+)
+from toolsets import exact_json
+
+if TYPE_CHECKING:
+    from runs.sources.file_rows import Row
+
+_FORMAT = 1
+"""Raised when the same source is written in another way."""
+
+_SAY_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class KeptDataset:
+    """The JSONL file of a dataset; one in a temporary directory is removed with this object."""
+
+    path: Path
+    source: dict[str, Any] | None = None
+    """Where its rows come from; None where the file is the user's own."""
+
+
+def keep_dataset(
+    name: Path,
+    run_dir: Path,
+    *,
+    columns: Mapping[str, str],
+    rules: RowRules,
+    max_samples: int | None,
+    writes: bool,
+    say: Callable[[str], object],
+) -> KeptDataset:
+    """The dataset as a JSONL file: the user's own, or the one in the run directory.
+
+    Reads the source only where the run directory does not hold it yet, and of it no more than
+    `max_samples` rows that `rules` can use. Without `writes`, what is missing goes into a temporary
+    directory. Raises `DatasetError`, `StorageError`, and `EnvironmentStop` where a hub cannot be
+    reached.
+    """
+    source = source_of(name)
+    if source.plain_file is not None and not columns:
+        return KeptDataset(source.plain_file)
+    files = _digests_of(source)
+    key = _key_of(source, files, columns)
+    known = [_read(path) for path in sorted(run_dir.glob(f"dataset-{key}*.json"))]
+    names = [f"dataset-{key}", *([f"dataset-{key}-{max_samples}"] if max_samples else [])]
+    for stem in names:
+        told = _read(run_dir / f"{stem}.json")
+        path = run_dir / f"{stem}.jsonl"
+        if told and _is_as_written(path, told):
+            return KeptDataset(path, told)
+    revision = next((told["revision"] for told in known if told), None)
+    if source.hub is not None and revision is None:
+        from runs.sources.hub import revision_of
+
+        revision = revision_of(source.hub)
+    if writes:
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    else:
+        run_dir = Path(mkdtemp(prefix="batch-trajectories-"))
+    told = {
+        "source": source.name,
+        "revision": revision,
+        "columns": dict(columns),
+        "files": files,
+    }
+    writer = _Writer(source, Renaming(columns), rules, max_samples, say)
+    rows = rows_of_source(source, revision)
+    path, written = writer.write(rows, run_dir, f"dataset-{key}")
+    told |= written
+    replace_file(path.with_suffix(".json"), orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+    kept = KeptDataset(path, told)
+    if not writes:
+        finalize(kept, rmtree, run_dir, ignore_errors=True)
+    return kept
+
+
+def rows_of_source(source: DataSource, revision: str | None = None) -> Iterator[Row]:
+    """Read the rows of a source: dicts, or lines of JSON as they are in the file."""
+    if source.hub is not None:
+        from runs.sources.hub import hub_rows, revision_of
+
+        yield from hub_rows(source.hub, revision or revision_of(source.hub))
+    elif source.saved is not None:
+        from runs.sources.hub import saved_rows
+
+        yield from saved_rows(source.saved)
+    from runs.sources.file_rows import rows_of_file
+
+    for file in source.files:
+        yield from rows_of_file(file)
+
+
+def source_of_kept(path: Path) -> dict[str, Any] | None:
+    """Where the rows of a run's dataset come from; None where the file is the user's own."""
+    return _read(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
+
+
+def link_kept(path: Path, directory: Path) -> None:
+    """Have a kept dataset in `directory`, too. The files never change, so links will do."""
+    for file in (path, path.with_suffix(".json")):
+        try:
+            (directory / file.name).hardlink_to(file)
+        except OSError:  # another file system, or one without links
+            (directory / file.name).write_bytes(file.read_bytes())
+
+
+def remove_other_kept(run_dir: Path, path: Path) -> None:
+    """Remove the datasets of earlier starts. For the process that holds the lock of the run."""
+    for file in run_dir.glob("dataset-*.json*"):
+        if file.stem != path.stem:
+            file.unlink()
+
+
+class _Writer:
+    """Writes rows until there are enough that can be used."""
+
+    def __init__(
+        self,
+        source: DataSource,
+        renaming: Renaming,
+        rules: RowRules,
+        max_samples: int | None,
+        say: Callable[[str], object],
+    ) -> None:
+        self._source = source
+        self._renaming = renaming
+        self._rules = rules
+        self._max_samples = max_samples
+        self._say = say
+
+    def write(self, rows: Iterator[Row], directory: Path, stem: str) -> tuple[Path, dict[str, Any]]:
+        """Write the rows; return the file, and what its description says of it."""
+        path = directory / f"{stem}.jsonl"
+        temporary = temporary_for(path)
+        digest = blake2b(digest_size=32)
+        count = size = usable = 0
+        is_cut = False
+        say_at = time.monotonic() + _SAY_EVERY_S
+        try:
+            try:
+                with open_temporary(temporary, path) as file:
+                    for row in rows:
+                        line = self._renaming.line(row) + b"\n"
+                        file.write(line)
+                        digest.update(line)
+                        count, size = count + 1, size + len(line)
+                        if self._max_samples is not None and self._is_usable(line):
+                            usable += 1
+                            if usable == self._max_samples:
+                                is_cut = next(rows, None) is not None
+                                break
+                        if time.monotonic() > say_at:
+                            self._say(f"reading {self._source.name}: {count:,} rows so far")
+                            say_at += _SAY_EVERY_S
+                    if not is_cut:
+                        self._renaming.check(self._source.name)
+                    file.flush()
+                    os.fsync(file.fileno())
+                if is_cut:
+                    path = directory / f"{stem}-{self._max_samples}.jsonl"
+                temporary.replace(path)
+                sync_directory(directory)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise storage_error(path, error) from error
+        return path, {"rows": count, "bytes": size, "blake2b": digest.hexdigest()}
+
+    def _is_usable(self, line: bytes) -> bool:
+        try:
+            columns = exact_json.loads(line)
+            if not isinstance(columns, dict):
+                return False
+            self._rules.read(columns)
+        except ValueError:
+            return False
+        return True
+
+
+def _digests_of(source: DataSource) -> list[dict[str, Any]]:
+    """Name, size and hash of each file of a source that is on this machine."""
+    root = source.saved or Path(source.name)
+    if source.saved is not None:
+        paths = sorted(path for path in root.rglob("*") if path.is_file())
+    else:
+        paths = [file.path for file in source.files]
+    found = []
+    for path in paths:
+        name = path.name if path == root else path.relative_to(root).as_posix()
+        try:
+            with path.open("rb") as file:
+                digest = file_digest(file, _hash).hexdigest()
+                found.append({"path": name, "bytes": file.tell(), "blake2b": digest})
+        except FileNotFoundError:
+            msg = f"{path}: no such dataset file"
+            raise DatasetError(msg) from None
+        except OSError as error:
+            msg = f"{path}: cannot read the dataset: {error.strerror or error}"
+            raise DatasetError(msg) from error
+    return found
+
+
+def _key_of(source: DataSource, files: list[dict[str, Any]], columns: Mapping[str, str]) -> str:
+    """12 hex digits over what is read and how. Where local files are does not count."""
+    decides = [_FORMAT, source.name if source.hub else files, sorted(columns.items())]
+    return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
+
+
+def _is_as_written(path: Path, told: Mapping[str, Any]) -> bool:
+    try:
+        with path.open("rb") as file:
+            digest = file_digest(file, _hash).hexdigest()
+            return (file.tell(), digest) == (told["bytes"], told["blake2b"])
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        told = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None  # it is written again
+    return told if isinstance(told, dict) and "blake2b" in told else None
+
+
+def _hash() -> blake2b:
+    return blake2b(digest_size=32)

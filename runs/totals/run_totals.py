@@ -1,0 +1,216 @@
+"""The totals of a run: each row x sample is exactly one of done, failed, discarded, pending.
+
+Computed from the dataset and the run directory, never accumulated. So they are right after any
+crash, and another process can compute them during the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runs.config.run_config import RunConfig
+from runs.dataset.scan import Scan
+from runs.store.checks import Checks, CheckSums, describe
+from runs.store.failures import load_failed_attempts
+from runs.store.index import Index, IndexEntry
+from runs.store.journal import read_journaled_replies
+from runs.store.records import load_index
+from runs.store.settled import WORKER_DIED, Settled, is_settled
+from runs.totals.spending import sum_up_spending
+
+
+@dataclass(slots=True, kw_only=True)
+class RunTotals:
+    """The totals of a run."""
+
+    prompts: int
+    """Rows of the dataset, including bad ones, after `--max_samples`."""
+    samples: int
+    done: int = 0
+    """Tasks whose conversation has ended, by an answer or at a limit."""
+    failed: int = 0
+    """Tasks whose last attempt failed."""
+    to_retry: int = 0
+    """Failed tasks that the next start tries again."""
+    discarded: int
+    """Bad rows x samples."""
+    pending: int = 0
+    """Tasks that are not finished."""
+    under_way: int = 0
+    """Pending tasks with turns in the journal; the next start continues them."""
+    turns_under_way: int = 0
+    """Model replies in the journal of these."""
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    """Records by status."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Failed tasks by class."""
+    turns: int = 0
+    tool_calls: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    tokens_unknown: int = 0
+    """Records without token counts from the endpoint; the sums of tokens leave them out."""
+    cost_usd: float = 0.0
+    """Cost of the records that count."""
+    cost_unknown: int = 0
+    """Records of unknown cost; the sum leaves them out."""
+    spent_usd: float
+    """All that the run has spent; see `runs.totals.spending`."""
+    spent_unknown: int
+    """Records and replies of unknown cost; `spent_usd` leaves them out."""
+    checks: Checks
+    """Results of checks over the records that count; see `runs.store.checks`."""
+    prompts_checked: int = 0
+    """Prompts with a sample that was checked."""
+    prompts_passed: int = 0
+    """Prompts with a sample that passed: pass@k, where k is the number of samples."""
+    gone: int
+    """Records of tasks that the dataset no longer holds; no total includes them."""
+    shard: str | None
+    """The part of the dataset that the run works on, as i/n; None for all of it."""
+
+    @property
+    def total(self) -> int:
+        """All tasks: prompts x samples."""
+        return self.prompts * self.samples
+
+    def to_json(self) -> dict[str, Any]:
+        """For summary.json and `--json`."""
+        return {"tasks": self.total, **asdict(self)}
+
+
+def compute_totals(
+    run_dir: Path, scan: Scan, config: RunConfig, *, index: Index | None = None
+) -> RunTotals:
+    """Compute the totals; reads no row of the dataset and writes nothing.
+
+    `index` holds the records that count, if the caller has it.
+    """
+    # Before the records: a conversation that ends meanwhile is then in one of the two.
+    journaled = read_journaled_replies(run_dir / "inflight")
+    if index is None:
+        index = load_index(run_dir)
+    spent = sum_up_spending(run_dir, index, journaled, Settled(index, config.max_attempts))
+    failed_attempts = load_failed_attempts(run_dir)
+    statuses: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    checks = CheckSums()
+    checked_prompt = passed_prompt = -1
+    rows, gone = index.match(scan.keys)
+    totals = RunTotals(
+        prompts=scan.rows + len(scan.bad_rows),
+        samples=scan.num_samples,
+        discarded=len(scan.bad_rows) * scan.num_samples,
+        spent_usd=spent.usd,
+        spent_unknown=spent.unknown,
+        checks=checks.sums(),
+        gone=gone,
+        shard=None if scan.shard is None else str(scan.shard),
+    )
+    for number, row in enumerate(rows):
+        if not row:
+            key = scan.key(number)
+            if key in failed_attempts:
+                totals.failed += 1
+                totals.to_retry += 1
+                failures[failed_attempts[key]] += 1
+            else:
+                totals.pending += 1
+                if (replies := journaled.tasks.get(key)) is not None:
+                    totals.under_way += 1
+                    totals.turns_under_way += replies.turns
+            continue
+        entry = index.entry(row)
+        statuses[entry.status] += 1
+        if entry.status == "failed":
+            totals.failed += 1
+            totals.to_retry += not is_settled(entry, config.max_attempts)
+            failures[entry.error_class or "unknown"] += 1
+        else:
+            totals.done += 1
+        _add_work(totals, entry)
+        if entry.reward is None:
+            continue
+        checks.add(entry.passed, entry.reward)
+        prompt = number // scan.num_samples
+        totals.prompts_checked += prompt != checked_prompt
+        checked_prompt = prompt
+        if entry.passed:
+            totals.prompts_passed += prompt != passed_prompt
+            passed_prompt = prompt
+    totals.statuses = dict(sorted(statuses.items()))
+    totals.failures = dict(sorted(failures.items()))
+    totals.checks = checks.sums()
+    return totals
+
+
+def _add_work(totals: RunTotals, entry: IndexEntry) -> None:
+    totals.turns += entry.turns
+    totals.tool_calls += entry.tool_calls
+    totals.input_tokens += entry.input_tokens or 0
+    totals.output_tokens += entry.output_tokens or 0
+    totals.cost_usd += entry.cost_usd or 0.0
+    if entry.turns:
+        totals.tokens_unknown += entry.input_tokens is None or entry.output_tokens is None
+        totals.cost_unknown += entry.cost_usd is None
+
+
+def as_table(totals: RunTotals) -> str:
+    """The totals for a person: sums first, then their parts."""
+    lines = [
+        f"{totals.prompts} prompts x {totals.samples} = {totals.total} tasks"
+        + (f"  (shard {totals.shard} of the dataset)" if totals.shard else ""),
+        f"  done       {totals.done:>9,}{_listed(totals.statuses, leave_out='failed')}",
+        f"  failed     {totals.failed:>9,}{_listed(totals.failures)}",
+        f"  discarded  {totals.discarded:>9,}{'  bad rows' if totals.discarded else ''}",
+        f"  pending    {totals.pending:>9,}{_under_way(totals)}",
+        f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "
+        f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
+        + (f" (unknown for {totals.tokens_unknown:,} tasks)" if totals.tokens_unknown else ""),
+        _cost(totals),
+        *_checked(totals),
+    ]
+    if totals.to_retry:
+        lines.append(f"run the same command again to retry {totals.to_retry:,} failed tasks")
+    elif totals.failed > totals.failures.get(WORKER_DIED, 0):
+        lines.append("all attempts are used up; raise --max_attempts to retry the failed tasks")
+    if totals.gone:
+        lines.append(f"{totals.gone:,} records belong to rows that are no longer in the dataset")
+    return "\n".join(lines)
+
+
+def _under_way(totals: RunTotals) -> str:
+    if not totals.under_way:
+        return ""
+    return f"  {totals.under_way:,} in flight, {totals.turns_under_way:,} turns saved"
+
+
+def _checked(totals: RunTotals) -> list[str]:
+    line = describe(totals.checks)
+    if line and totals.samples > 1:
+        line += (
+            f"; {totals.prompts_passed:,} of {totals.prompts_checked:,} prompts passed at least "
+            "once"
+        )
+    return [line] if line else []
+
+
+def _cost(totals: RunTotals) -> str:
+    rows = _dollars(totals.cost_usd, totals.cost_unknown, "tasks")
+    spent = _dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
+    return f"cost of these tasks {rows}, spent in total {spent}"
+
+
+def _dollars(known: float, unknown: int, what: str) -> str:
+    if unknown and not known:
+        return "unknown"
+    return f"${known:,.4f}" + (f" (and unknown for {unknown:,} {what})" if unknown else "")
+
+
+def _listed(counts: Mapping[str, int], leave_out: str = "") -> str:
+    listed = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name != leave_out)
+    return f"  {listed}" if listed else ""

@@ -1,0 +1,428 @@
+"""Endpoints behind clients of the openai and anthropic packages, asked over our own connections.
+
+Which clients there are depends on the versions of the packages, and signing needs botocore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from agent.models.client.open_model import open_model
+from agent.models.errors import ModelError
+from agent.models.model import ModelSettings, Request
+from agent.models.resolve import read_key, resolve_model
+from agent.models.sdk_clients import UnusableClient
+from runs.config.endpoints import EndpointConfig
+from tests.agent.models import cloud_clients
+from tests.agent.models.cloud_clients import CALLS_PER_TOKEN, Seen, cloud
+
+CALLS = 300
+
+HELLO = Request([{"role": "user", "content": "Hello"}])
+
+
+def has(module: str, name: str) -> bool:
+    return find_spec(module) is not None and hasattr(import_module(module), name)
+
+
+NEEDS_BOTOCORE = pytest.mark.skipif(find_spec("botocore") is None, reason="botocore is missing")
+NEEDS_GOOGLE = pytest.mark.skipif(not find_spec("google.auth") if find_spec("google") else True,
+                                  reason="google-auth is missing")  # fmt: skip
+
+
+def needs(module: str, name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not has(module, name), reason=f"{module} is too old: no {name}")
+
+
+OPENAI_ON_BEDROCK = needs("openai.providers", "bedrock") if find_spec("openai.providers") else (
+    pytest.mark.skip(reason="openai is too old: no providers")
+)  # fmt: skip
+OPENAI_ON_VERTEX = needs("openai.providers", "vertex") if find_spec("openai.providers") else (
+    pytest.mark.skip(reason="openai is too old: no providers")
+)  # fmt: skip
+
+RENEWED = [
+    pytest.param("azure", None, id="azure"),
+    pytest.param("azure", "openai_responses", id="azure responses"),
+    pytest.param("azure_sync", None, id="azure sync"),
+    pytest.param("azure_v1", None, id="azure v1"),
+    pytest.param("openai_on_bedrock", None, id="openai on bedrock", marks=OPENAI_ON_BEDROCK),
+    pytest.param(
+        "openai_on_vertex", "openai_responses", id="openai on vertex", marks=OPENAI_ON_VERTEX
+    ),
+    pytest.param("foundry", None, id="foundry"),
+    pytest.param("foundry_sync", None, id="foundry sync"),
+    pytest.param("vertex", None, id="vertex", marks=NEEDS_GOOGLE),
+    pytest.param(
+        "google_cloud", None, id="google cloud",
+        marks=needs("anthropic", "AsyncAnthropicGoogleCloud"),
+    ),
+    pytest.param("anthropic_workload", None, id="anthropic workload"),
+]  # fmt: skip
+"""Clients that ask for a token again."""
+
+SIGNED = [
+    pytest.param(
+        "openai_on_bedrock_signed",
+        id="openai on bedrock",
+        marks=[NEEDS_BOTOCORE, OPENAI_ON_BEDROCK],
+    ),
+    pytest.param("mantle_signed", id="mantle", marks=NEEDS_BOTOCORE),
+    pytest.param(
+        "aws_signed", id="aws", marks=[NEEDS_BOTOCORE, needs("anthropic", "AsyncAnthropicAWS")]
+    ),
+]
+
+FIXED = [*SIGNED, pytest.param("mantle_with_key", id="mantle with key")]
+
+
+def settings_of(name: str, root: str, api: str | None = None, **given: Any) -> ModelSettings:
+    endpoint = EndpointConfig.model_validate(
+        {
+            "client": f"tests.agent.models.cloud_clients:{name}",
+            "client_options": {"root": root},
+            "api": api,
+            **given,
+        }
+    ).to_endpoint()
+    return resolve_model(
+        "cloud:m", base_url=None, api=None, key_env=None, endpoints={"cloud": endpoint}
+    )
+
+
+async def ask(settings: ModelSettings, times: int) -> list[str]:
+    model = open_model(settings, api_key=read_key(settings), on_retry=lambda retry: None)
+    try:
+        return [(await model.complete(HELLO)).message["content"] for _ in range(times)]
+    finally:
+        await model.close()
+
+
+@pytest.mark.parametrize(("name", "api"), RENEWED)
+def test_a_client_s_tokens_are_replaced_and_no_call_is_lost(name: str, api: str | None) -> None:
+    """One refusal for each change, and hardly more questions for a token than there are changes."""
+    with cloud() as (root, tokens):
+        said = asyncio.run(ask(settings_of(name, root, api), CALLS))
+        assert said == ["Yes."] * CALLS
+        assert tokens.refused == CALLS // CALLS_PER_TOKEN - 1
+        assert tokens.given <= 3 * CALLS // CALLS_PER_TOKEN
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_client_with_fixed_credentials_is_asked_as_often(name: str) -> None:
+    with cloud(rotates=False) as (root, tokens):
+        assert asyncio.run(ask(settings_of(name, root), CALLS)) == ["Yes."] * CALLS
+        assert tokens.refused == 0
+
+
+@NEEDS_BOTOCORE
+@OPENAI_ON_BEDROCK
+def test_signed_requests_take_up_new_credentials_by_themselves() -> None:
+    with cloud() as (root, tokens):
+        said = asyncio.run(ask(settings_of("openai_on_bedrock_signed", root), CALLS))
+        assert (len(said), tokens.refused) == (CALLS, 0)
+
+
+@NEEDS_BOTOCORE
+@pytest.mark.parametrize("name", SIGNED)
+def test_a_signature_is_that_of_the_bytes_that_were_sent(name: str) -> None:
+    """Computed again by botocore from what the endpoint got."""
+    with cloud(rotates=False) as (root, tokens):
+        asyncio.run(ask(settings_of(name, root), 1))
+        [seen] = tokens.seen
+    signed = signature_of(seen, root)
+    assert signed == seen.headers["authorization"]
+
+
+def signature_of(seen: Seen, root: str) -> str:
+    from botocore.auth import SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials
+
+    scope = seen.headers["authorization"].partition("Credential=")[2].partition(",")[0].split("/")
+    names = seen.headers["authorization"].partition("SignedHeaders=")[2].partition(",")[0]
+    wanted = {name: seen.headers[name] for name in names.split(";") if name != "x-amz-date"}
+    body = orjson_like(seen.body)
+    assert str(len(body)) == seen.headers["content-length"]
+    request = AWSRequest("POST", root + seen.target, headers=wanted, data=body)
+    request.context["timestamp"] = seen.headers["x-amz-date"]
+    signer = SigV4Auth(Credentials(scope[0], "secret-of-the-account-1"), scope[3], scope[2])
+    request.headers["X-Amz-Date"] = seen.headers["x-amz-date"]
+    text = signer.string_to_sign(request, signer.canonical_request(request))
+    return (
+        f"AWS4-HMAC-SHA256 Credential={'/'.join(scope)}, SignedHeaders={names}, "
+        f"Signature={signer.signature(text, request)}"
+    )
+
+
+def orjson_like(body: Any) -> bytes:
+    """The clients write JSON without blanks."""
+    return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+OF_THE_CONNECTION = frozenset(
+    {"host", "connection", "accept-encoding", "content-length", "user-agent", "x-amz-date"}
+)
+
+
+def essence(seen: Seen) -> Seen:
+    headers = {
+        name: value
+        for name, value in seen.headers.items()
+        if name not in OF_THE_CONNECTION and not name.startswith("x-stainless-")
+    }
+    if headers["authorization" if "authorization" in headers else "api-key"].startswith("AWS4-"):
+        del headers["authorization"]  # it holds the time; compared by another test
+        headers.pop("x-amz-content-sha256", None)
+    return seen._replace(headers=headers)
+
+
+async def theirs(client: Any, api: str, body: dict[str, Any]) -> None:
+    """The same call, made by the client itself."""
+    create: Callable[..., Any]
+    if api == "openai_chat":
+        create = client.chat.completions.create
+    elif api == "openai_responses":
+        create = client.responses.create
+    else:
+        create = client.messages.create
+    made = create(**body)
+    if asyncio.iscoroutine(made):
+        await made
+    closed = client.close()
+    if asyncio.iscoroutine(closed):
+        await closed
+
+
+@pytest.mark.parametrize(
+    ("name", "api"),
+    [*RENEWED, *(pytest.param(*one.values, None, id=one.id, marks=one.marks) for one in FIXED)],
+)  # fmt: skip
+def test_a_request_is_that_of_the_client(name: str, api: str | None) -> None:
+    """URL, headers and body are those that the client itself sends for the same call."""
+    with cloud(rotates=False) as (root, tokens):
+        settings = settings_of(name, root, api)
+        asyncio.run(ask(settings, 1))
+        [ours] = tokens.seen
+        tokens.seen.clear()
+        body = {"model": "m", **ours.body}
+        body.pop("anthropic_version", None)
+        asyncio.run(theirs(getattr(cloud_clients, name)(root), settings.api, body))
+        [other] = tokens.seen
+    assert essence(ours) == essence(other)
+
+
+def test_extra_headers_and_parameters_go_through_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GATEWAY_KEY", "gateway-key-0123456789")
+    with cloud(rotates=False) as (root, tokens):
+        settings = settings_of(
+            "azure", root, headers={"x-team": "data"}, headers_env={"x-gate": "GATEWAY_KEY"},
+            query={"trace": "on"},
+        )  # fmt: skip
+        asyncio.run(ask(settings, 1))
+        [seen] = tokens.seen
+    assert (seen.headers["x-team"], seen.headers["x-gate"]) == ("data", "gateway-key-0123456789")
+    assert seen.target.endswith("?api-version=2025-04-01-preview&trace=on")
+
+
+def test_a_client_that_only_gives_rejected_tokens_stops_the_run() -> None:
+    with cloud() as (root, tokens):
+        settings = settings_of("mantle_with_key", root)
+        tokens.answered = 5 * CALLS_PER_TOKEN
+        with pytest.raises(ModelError) as caught:
+            asyncio.run(ask(settings, 1))
+    assert (caught.value.kind, caught.value.action) == ("auth", "stop_run")
+    assert "client tests.agent.models.cloud_clients:mantle_with_key" in caught.value.key_source
+
+
+def test_a_client_without_credentials_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise RuntimeError("no identity on this machine")
+
+    with cloud() as (root, tokens):
+        monkeypatch.setattr(tokens, "give", broken)
+        with pytest.raises(ModelError, match="no identity on this machine") as caught:
+            asyncio.run(ask(settings_of("azure", root), 1))
+    assert caught.value.action == "stop_run"
+    assert not caught.value.may_have_cost
+
+
+NAMED = [
+    (
+        {"client": "azure", "client_options": {"api_version": "v", "azure_endpoint": "https://r"}},
+        {"AZURE_OPENAI_API_KEY": "k-1234567890"},
+        ("openai_chat", "https://r/openai", "azure"),
+    ),
+    (
+        {"client": "foundry", "client_options": {"resource": "r"}},
+        {"ANTHROPIC_FOUNDRY_API_KEY": "k-1234567890"},
+        ("anthropic_messages", "https://r.services.ai.azure.com/anthropic", "anthropic"),
+    ),
+    (
+        {"client": "vertex", "client_options": {"region": "us-east5", "project_id": "p"}},
+        {},
+        ("anthropic_messages", "https://us-east5-aiplatform.googleapis.com/v1", "google"),
+    ),
+    (
+        {"client": "bedrock", "client_options": {"aws_region": "us-east-1"}},
+        {"AWS_BEARER_TOKEN_BEDROCK": "k-1234567890"},
+        ("anthropic_messages", "https://bedrock-mantle.us-east-1.api.aws/anthropic", "aws"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "found"), NAMED, ids=[str(one[0]["client"]) for one in NAMED]
+)
+def test_a_named_client_knows_its_url(
+    given: dict[str, Any],
+    environment: dict[str, str],
+    found: tuple[str, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    endpoint = EndpointConfig.model_validate(given).to_endpoint()
+    name = "cloud:anthropic.claude-x" if given["client"] == "bedrock" else "cloud:claude-x"
+    settings = resolve_model(
+        name, base_url=None, api=None, key_env=None, endpoints={"cloud": endpoint}
+    )
+    assert (settings.api, settings.base_url, settings.provider) == found
+
+
+def test_a_prefix_of_a_cloud_needs_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_OPENAI_API_KEY", "azure-key-0123456789")
+    monkeypatch.setenv("OPENAI_API_VERSION", "2025-04-01-preview")
+    with cloud(rotates=False) as (root, tokens):
+        monkeypatch.setattr(tokens, "valid", lambda: "azure-key-0123456789")
+        monkeypatch.setenv("AZURE_OPENAI_ENDPOINT", root)
+        settings = resolve_model("azure:m", base_url=None, api=None, key_env=None, max_tokens=5)
+        assert asyncio.run(ask(settings, 2)) == ["Yes.", "Yes."]
+    first = tokens.seen[0]
+    assert first.target == "/openai/deployments/m/chat/completions?api-version=2025-04-01-preview"
+    assert (first.body["max_completion_tokens"], first.headers["api-key"]) == (
+        5,
+        "azure-key-0123456789",
+    )
+
+
+def service_account(path: Path, root: str) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(65537, 2048).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    account = {
+        **{"type": "service_account", "project_id": "p", "private_key_id": "k"},
+        **{"private_key": key.decode(), "client_email": "a@p", "token_uri": f"{root}/token"},
+    }
+    path.write_text(json.dumps(account))
+
+
+@pytest.mark.parametrize(
+    ("client", "needed", "options"),
+    [
+        ("azure", "azure.identity", {"api_version": "v"}),
+        ("foundry", "azure.identity", {}),
+        ("vertex", "google.auth", {"region": "us-east5", "project_id": "p"}),
+        ("bedrock", "botocore", {"aws_region": "us-east-1"}),
+    ],
+)
+def test_a_named_client_signs_in_with_the_identity_of_the_machine(
+    client: str,
+    needed: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the clouds' own packages, from what their hosts provide."""
+    pytest.importorskip(needed)
+    pytest.importorskip("cryptography")
+    with cloud(rotates=client != "bedrock") as (root, tokens):
+        service_account(tmp_path / "account.json", root)
+        environment = {
+            **{"IDENTITY_ENDPOINT": f"{root}/identity", "IDENTITY_HEADER": "h"},
+            **{"AWS_ACCESS_KEY_ID": tokens.valid(), "AWS_SECRET_ACCESS_KEY": "s"},
+            **{"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json")},
+        }
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        endpoint = EndpointConfig.model_validate(
+            {"client": client, "base_url": root, "client_options": options}
+        ).to_endpoint()
+        name = "cloud:anthropic.claude-x" if client == "bedrock" else "cloud:claude-x"
+        settings = resolve_model(
+            name, base_url=None, api=None, key_env=None, endpoints={"cloud": endpoint}
+        )
+        assert asyncio.run(ask(settings, CALLS)) == ["Yes."] * CALLS
+        assert tokens.refused == (0 if client == "bedrock" else CALLS // CALLS_PER_TOKEN - 1)
+
+
+def test_two_resources_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_ONE", "azure-key-of-one-0123")
+    options = {"api_version": "v", "azure_endpoint": "https://one"}
+    entry = EndpointConfig.model_validate(
+        {"client": "azure", "key_env": "KEY_OF_ONE", "client_options": options}
+    )
+    other = EndpointConfig.model_validate(
+        {"client": "azure", "key_env": "KEY_OF_TWO", "client_options": options}
+    )
+    endpoints = {"one": entry.to_endpoint(), "two": other.to_endpoint()}
+
+    def resolve(name: str) -> ModelSettings:
+        return resolve_model(name, base_url=None, api=None, key_env=None, endpoints=endpoints)
+
+    assert read_key(resolve("one:m")) == "azure-key-of-one-0123"
+    with pytest.raises(UnusableClient, match="KEY_OF_TWO"):
+        resolve("two:m")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"client": "azure", "client_options": {"azure_endpoint": "https://r"}}, "api_version"),
+        (
+            {
+                "client": "azure",
+                "api": "anthropic_messages",
+                "client_options": {"azure_endpoint": "https://r", "api_version": "v"},
+            },
+            "does not speak anthropic_messages",
+        ),
+        ({"client": "tests.agent.models.cloud_clients:nothing"}, "cannot import"),
+        ({"client": "tests.agent.models.cloud_clients:Tokens"}, "is no client of the openai or"),
+        (
+            {
+                "client": "tests.agent.models.cloud_clients:bedrock_classic",
+                "client_options": {"root": "http://127.0.0.1:1"},
+            },
+            "streams replies as AWS events",
+        ),
+        ({"client": "vertex", "client_options": {"region": "r"}}, "only Claude models"),
+    ],
+)
+def test_what_a_client_cannot_do_is_said_before_the_run(
+    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_OPENAI_API_KEY", "k-1234567890")
+    endpoint = EndpointConfig.model_validate(given).to_endpoint()
+    with pytest.raises(UnusableClient, match=words):
+        resolve_model("x:m", base_url=None, api=None, key_env=None, endpoints={"x": endpoint})
+
+
+def test_the_packages_are_within_their_bounds() -> None:
+    assert anthropic.__version__ >= "0.109"

@@ -1,0 +1,120 @@
+"""The first process of a sandbox, which was launched by this process or forked by a fork server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Protocol
+
+from toolsets.sandbox.inside.processes import descendants
+
+_LAST_WAIT_S = 0.5
+_KILL_ROUNDS = 100
+_CHECK_S = 0.002
+
+
+class FirstProcess(Protocol):
+    """A process to be ended with all beneath it."""
+
+    async def end(self, grace_s: float) -> None:
+        """Wait until it has ended by itself, and after `grace_s` end it by force."""
+
+
+class LaunchedProcess:
+    """A child of this process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    async def end(self, grace_s: float) -> None:
+        """See `FirstProcess`."""
+        try:
+            give_up = time.monotonic() + grace_s
+            while self._process.poll() is None and time.monotonic() < give_up:
+                await asyncio.sleep(_CHECK_S)
+        finally:
+            if self._process.poll() is None:
+                self._end_by_force()
+
+    def _end_by_force(self) -> None:
+        pid = self._process.pid
+        _kill_beneath(pid)
+        # One that a command has stopped cannot wait for its own.
+        os.kill(pid, signal.SIGCONT)
+        try:
+            self._process.wait(_LAST_WAIT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class ForkedProcess:
+    """A child of a fork server, known by a handle: its number could be that of another by now."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    async def end(self, grace_s: float) -> None:
+        """See `FirstProcess`."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await until_ready(self._handle)
+        finally:
+            if not self._has_ended(0):
+                self._end_by_force()
+            os.close(self._handle)
+
+    def _end_by_force(self) -> None:
+        if (pid := self._pid()) > 0:
+            _kill_beneath(pid)
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
+            if self._has_ended(_LAST_WAIT_S):
+                return
+        self._has_ended(None)
+
+    def _has_ended(self, within_s: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(None if within_s is None else within_s * 1000))
+
+    def _pid(self) -> int:
+        """The number of the process here; -1 when it has ended."""
+        shown = Path(f"/proc/self/fdinfo/{self._handle}").read_text()
+        return int(shown.partition("\nPid:")[2].split()[0])
+
+
+async def until_ready(fd: int, *, for_writing: bool = False) -> None:
+    """Wait until there is something to read from a descriptor, or room to write."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def note() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    (loop.add_writer if for_writing else loop.add_reader)(fd, note)
+    try:
+        await ready
+    finally:
+        (loop.remove_writer if for_writing else loop.remove_reader)(fd)
+
+
+def _kill_beneath(pid: int) -> None:
+    """Kill what a process has started, from below, so that each is still waited for."""
+    for _ in range(_KILL_ROUNDS):
+        found = [child for child, _ in descendants(pid)]
+        for child in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        if not found:
+            break

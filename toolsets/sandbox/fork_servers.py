@@ -1,0 +1,110 @@
+"""Processes that fork sandboxes, so that each sandbox starts warm; see `inside.fork_server`.
+
+An event loop has one for each kind of sandbox that it uses, from the first user to the last. Where
+a trial shows that forked sandboxes do not work, each is launched by itself instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolsets.errors import HOST_ERRNOS, HostError, describe
+from toolsets.per_loop import PerLoop
+from toolsets.sandbox.base import SandboxError
+from toolsets.sandbox.cgroup import Group
+from toolsets.sandbox.channel import Channel, Gone, Launch
+from toolsets.sandbox.inside.boot import BOOT
+from toolsets.sandbox.programs import program
+
+log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What the fork server of a kind of sandbox is started with, and asked for."""
+
+    key: tuple[object, ...]
+    """Sandboxes with the same come from one server."""
+    is_confined: bool
+    """The server runs inside bubblewrap, and separates the sandboxes that it forks."""
+    launch: Callable[[Sequence[str], ExitStack], Launch] = field(compare=False)
+    request: Mapping[str, Any] = field(compare=False)
+    """What a sandbox is to be."""
+
+
+class _Servers:
+    """The fork servers of one event loop."""
+
+    def __init__(self) -> None:
+        self._starting: dict[tuple[object, ...], asyncio.Task[Channel | None]] = {}
+
+    async def fork(
+        self, template: Template, group: Group | None, *, output_bytes: int
+    ) -> Channel | None:
+        """Have a sandbox forked; None where this kind cannot be.
+
+        Raises `SandboxError` and `HostError`.
+        """
+        for _ in range(2):
+            if (starting := self._starting.get(template.key)) is None:
+                starting = asyncio.create_task(_start(template))
+                self._starting[template.key] = starting
+            try:
+                if (server := await asyncio.shield(starting)) is None:
+                    return None
+                channel = Channel(group, output_bytes=output_bytes)
+                await channel.fork(server, template.request)
+            except (Gone, HostError) as error:
+                # Those that it forked live on or die with it; the next sandbox gets a new one.
+                if self._starting.get(template.key) is starting:
+                    del self._starting[template.key]
+                if isinstance(error, HostError):
+                    raise
+                await server.close(grace_s=0)
+            else:
+                return channel
+        raise SandboxError("the sandbox did not start: what forks it has ended twice")
+
+    async def close(self) -> None:
+        """End all servers, with what is left of the sandboxes that they forked."""
+        for starting in self._starting.values():
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, HostError):
+                if (server := await starting) is not None:
+                    await server.close()
+
+
+FORK_SERVERS = PerLoop(_Servers, _Servers.close)
+
+
+async def _start(template: Template) -> Channel | None:
+    """The channel to a new fork server; None where what it forks does not work."""
+    channel = Channel(None, output_bytes=0)
+    try:
+        with ExitStack() as stack:
+            channel.launch(template.launch(["python3", "-I", "-c", BOOT, "0"], stack))
+        terms = {"is_confined": template.is_confined, "trial": template.request}
+        reply = await channel.begin(terms, _START_TIMEOUT_S, program("fork_server"))
+    except asyncio.CancelledError:
+        await channel.close(grace_s=0)
+        raise
+    except SandboxError as error:
+        problem = str(error)
+    else:
+        if reply.refused is None:
+            return channel
+        await channel.close()
+        if reply.refused in HOST_ERRNOS:
+            raise HostError(f"cannot start a sandbox: {describe(reply.refused)}")
+        problem = os.strerror(reply.refused)
+    log.warning("sandboxes start slower here, each by itself: one cannot be forked (%s)", problem)
+    return None

@@ -1,0 +1,135 @@
+"""Forks sandboxes: what a sandbox needs of Python is started and imported once, not in each.
+
+It takes requests on its standard input: frames as the server's, each with the descriptors of a
+sandbox: its socket, its standard error, and files to write itself into control groups. For
+`bwrap` it runs inside bubblewrap, for `local` as a plain process. It runs no commands itself.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+from typing import Any, NoReturn
+
+from toolsets.sandbox.inside.boot import LENGTH, framed
+from toolsets.sandbox.inside.kernel import run_cells
+from toolsets.sandbox.inside.namespaces import enter, fork_as_first
+from toolsets.sandbox.inside.processes import close_descriptors, set_dumpable
+from toolsets.sandbox.inside.server import main as serve
+
+__all__ = ["main", "run_cells"]  # which is imported here once, for all
+
+_MAX_DESCRIPTORS = 16
+_OWN_NAMESPACE = "/proc/self/ns/pid"
+
+
+class ForkServer:
+    """The loop: one request after the other, each answered by the sandbox that it makes."""
+
+    def __init__(self) -> None:
+        self._requests = socket.socket(fileno=os.dup(0))
+        set_dumpable(False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        begin, _ = self._next_request()
+        self._is_confining = begin["is_confined"]
+        # Kept open, since for a moment after each fork it is not the namespace of our children.
+        self._namespace = os.open(_OWN_NAMESPACE, os.O_RDONLY) if self._is_confining else -1
+        self._reply({"id": 0, "refused": self._try(begin["trial"])})
+
+    def serve(self) -> NoReturn:
+        """Fork until the other end is closed."""
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no child has to be waited for
+        gc.freeze()  # what a collection does not visit stays shared with all children
+        while True:
+            request, descriptors = self._next_request()
+            try:
+                pid = self._fork()
+            except OSError as error:
+                os.write(descriptors[1], f"fork: {error.strerror}\n".encode())
+                pid = -1
+            if pid == 0:
+                self._become(request, descriptors)
+            for fd in descriptors:
+                os.close(fd)
+
+    def _fork(self) -> int:
+        return fork_as_first(self._namespace) if self._is_confining else os.fork()
+
+    def _become(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+        try:
+            control, errors, *groups = descriptors
+            for fd, at in ((control, 0), (control, 1), (errors, 2)):
+                os.dup2(fd, at)
+            for fd in groups:
+                with contextlib.suppress(OSError):
+                    os.write(fd, b"0")  # the process that writes
+            self._requests.detach()
+            close_descriptors(kept={0, 1, 2})
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._confine(request)
+            os.environ.update(request["env"])
+            self._introduce()
+            serve()
+        except BaseException as error:
+            os.write(2, f"{error}\n".encode())
+        finally:
+            os._exit(1)
+
+    def _confine(self, request: dict[str, Any]) -> None:
+        if self._is_confining:
+            enter(request["workspace"], request["tmp_bytes"], request["network"])
+
+    def _introduce(self) -> None:
+        """Send a handle to this process, whose number means nothing outside of its namespace."""
+        handle = os.pidfd_open(os.getpid())
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))
+        with socket.socket(fileno=os.dup(0)) as control:
+            control.sendmsg([b"\0"], [rights])
+        os.close(handle)
+
+    def _try(self, request: dict[str, Any]) -> int | None:
+        """What refuses a sandbox here, as an error number; None where nothing does."""
+        try:
+            pid = self._fork()
+        except OSError as error:
+            return error.errno
+        if pid == 0:
+            number = 255
+            try:
+                os.pidfd_open(os.getpid())
+                self._confine(request)
+                number = 0
+            except OSError as error:
+                number = error.errno or number
+            finally:
+                os._exit(number)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or None
+
+    def _next_request(self) -> tuple[dict[str, Any], list[int]]:
+        # All of a frame and its descriptors is sent at once, so they come with its first byte.
+        header, descriptors, _, _ = socket.recv_fds(self._requests, LENGTH.size, _MAX_DESCRIPTORS)
+        size = LENGTH.unpack(header + self._receive(LENGTH.size - len(header)))[0]
+        return json.loads(self._receive(size)), descriptors
+
+    def _receive(self, size: int) -> bytes:
+        raw = b""
+        while len(raw) < size:
+            chunk = self._requests.recv(size - len(raw))
+            if not chunk:
+                os._exit(0)
+            raw += chunk
+        return raw
+
+    def _reply(self, reply: dict[str, Any]) -> None:
+        self._requests.sendall(framed(json.dumps(reply)))
+
+
+def main() -> NoReturn:
+    """Fork sandboxes."""
+    ForkServer().serve()
