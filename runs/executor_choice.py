@@ -13,6 +13,7 @@ from runs.errors import ConfigError
 from runs.executors.base import Executor
 from runs.executors.local import LocalExecutor, fork_workers
 from runs.run_dir import RunDir
+from toolsets.catalog.registry import ALL, TOOLSETS
 from toolsets.extras import install
 
 
@@ -38,8 +39,12 @@ def fork_ahead(config: RunConfig) -> None:
                 lines = sum(1 for _ in islice(file, most))
         except OSError:
             return  # planning says what is wrong with it
+        wanted = config.enabled_toolsets or ALL
+        for name, toolset in TOOLSETS.items():
+            if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
+                len(toolset.tools)  # which imports them, once for all
         if config.model_weights().keys() != {SCRIPTED}:
-            load_table()  # once for all
+            load_table()
         fork_workers(min(most, lines * config.num_samples))
 
 
