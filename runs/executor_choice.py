@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from itertools import islice
 
@@ -30,10 +29,10 @@ def check_executor(config: RunConfig) -> None:
 def fork_ahead(config: RunConfig) -> None:
     """Fork the workers of a start before it is planned; see `fork_workers`.
 
-    No more than can be of use: one for each core, and for each task.
+    No more than there can be tasks.
     """
     if config.executor == "local":
-        most = min(config.num_workers, os.cpu_count() or 1)
+        most = config.num_workers
         try:
             with config.dataset_file.open("rb") as file:
                 lines = sum(1 for _ in islice(file, most))
@@ -42,7 +41,7 @@ def fork_ahead(config: RunConfig) -> None:
         wanted = config.enabled_toolsets or ALL
         for name, toolset in TOOLSETS.items():
             if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
-                len(toolset.tools)  # which imports them, once for all
+                pass  # which imports them, once for all
         if config.model_weights().keys() != {SCRIPTED}:
             load_table()
         fork_workers(min(most, lines * config.num_samples))
