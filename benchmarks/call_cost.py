@@ -1,4 +1,4 @@
-"""CPU that one model call takes in this process, beside what less would take.
+"""CPU per model call in this process, compared with aiohttp and the SDKs.
 
     python -m benchmarks.call_cost [--calls 256] [--rounds 5] [--in_flight 64]
 

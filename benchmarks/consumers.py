@@ -1,8 +1,8 @@
-"""What the consumers of exports make of them: the loading code of each, in a venv of its own.
+"""Exports read by the loading code of each consumer, in a virtual environment of its own.
 
     python -m benchmarks.consumers RUN_DIR --venvs DIR [--only trl,axolotl] [--torch SPEC]
 
-Exports a run into a temporary directory and hands it to `datasets` (the newest and an old one),
+Exports a run into a temporary directory and loads it with `datasets` (the newest and an old one),
 TRL's SFTTrainer, DPOTrainer and KTOTrainer, LLaMA-Factory's loader, Axolotl's chat-template
 strategy and the models of harbor.
 Environments are made in DIR the first time, which takes gigabytes and minutes, and kept. `--torch`

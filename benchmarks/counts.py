@@ -1,5 +1,5 @@
-"""What a turn takes, in counts that repeat: instructions, bytes on disk, blocks of memory; and what
-a sandbox takes: system calls of its start and of a command, and memory of its own.
+"""Repeatable counts per turn: instructions, bytes on disk, blocks of memory; and of sandboxes:
+system calls of a start and of a command, and memory of its own.
 
     python -m benchmarks.counts            compare with the committed counts; exit code 1 if above
     python -m benchmarks.counts --write    make these the committed counts
@@ -140,11 +140,11 @@ def instructions(url: str, conversations: int) -> int:
     # Hashes of texts decide the order of sets, and that some of what is done.
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    told = re.search(r"Collected : (\d+)", done.stderr)
-    if done.returncode or told is None:
+    counted = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode or counted is None:
         msg = f"valgrind ended with exit code {done.returncode}: {done.stderr[-2000:]}"
         raise RuntimeError(msg)
-    return int(told[1])
+    return int(counted[1])
 
 
 async def use_sandboxes(name: str, sandboxes: int, commands: int, directory: Path) -> float:

@@ -1,4 +1,4 @@
-"""What Ray costs: the same runs by local workers and by Ray actors, side by side.
+"""The cost of Ray: the same runs with local workers and with Ray actors.
 
     python -m benchmarks.executors [--prompts 1000] [--turns 5] [--latency_s 0.2] [--repeat 3]
 

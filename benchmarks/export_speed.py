@@ -1,4 +1,4 @@
-"""How fast records become training files, beside the least that reading and writing them takes.
+"""Export speed, compared with only reading and writing the records.
 
     python -m benchmarks.export_speed [--rows 4000] [--size small] [--format hermes] [--reps 5]
 
@@ -90,8 +90,8 @@ def _ratio(ours: list[float], theirs: list[float]) -> str:
 def _in_a_process(run_dir: Path, kind: str) -> tuple[float, float]:
     """Seconds of CPU and peak MB."""
     command = [sys.executable, "-m", "benchmarks.export_speed", "measure", str(run_dir), kind]
-    told = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-    cpu, peak = orjson.loads(told)
+    output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    cpu, peak = orjson.loads(output)
     return cpu, peak
 
 
@@ -145,9 +145,9 @@ def _floor(records: Path, rows: Path) -> float:
             for line in chunk:
                 orjson.loads(line)
             cpu += time.process_time() - before
-            told = [orjson.loads(row) for row in islice(made, _FLOOR_ROWS)]
+            kept = [orjson.loads(row) for row in islice(made, _FLOOR_ROWS)]
             before = time.process_time()
-            for row in told:
+            for row in kept:
                 orjson.dumps(row)
             cpu += time.process_time() - before
     return cpu
@@ -221,7 +221,7 @@ def _make_run(
 
 
 def _copies(found: Scan, templates: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for number, task in enumerate(tasks(found, num_samples=1)):
+    for number, task in enumerate(tasks(found)):
         record = templates[number % len(templates)]
         *messages, last = record["messages"]
         yield {

@@ -4,8 +4,8 @@
         --machines=10 --workers=8 --agents=128 [--split] [--capacity=5000] [--usd_per_call=0.01]
 
 An agent asks, waits for the endpoint, runs its tools, asks again; its record goes to the driver,
-which then deals it the next task. Queues form at the CPU of each worker, at the endpoint (calls in
-flight, requests per minute) and at the driver (CPU, one sync for all that waits). A run that is
+which then assigns it the next task. Queues form at the CPU of each worker, at the endpoint (calls
+in flight, requests per minute) and at the driver (CPU, one sync for all that waits). A run that is
 too long to simulate whole is simulated until it is steady, and the rest is counted at that rate.
 
 `benchmarks.fleet_check` compares it with runs.
@@ -220,7 +220,7 @@ class _Run:
             "asks": self._ask,
             "replied": self._reply,
             "read": self._read,
-            "goes on": self._go_on,
+            "tools done": self._go_on,
             "ended": self._end,
             "synced": self._sync,
         }
@@ -295,7 +295,7 @@ class _Run:
             return
         self._turn[agent] += 1
         if self._fleet.tool_s:
-            self._at(now + self._fleet.tool_s, "goes on", agent)
+            self._at(now + self._fleet.tool_s, "tools done", agent)
         else:
             self._go_on(now, agent)
 

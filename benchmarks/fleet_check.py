@@ -1,4 +1,4 @@
-"""Predictions of `benchmarks.fleet` beside runs of the real command.
+"""Predictions of `benchmarks.fleet`, compared with runs of the real command.
 
     python -m benchmarks.fleet_check [--prompts=600]
 

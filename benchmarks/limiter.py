@@ -3,7 +3,7 @@
     python -m benchmarks.limiter [--capacity 40] [--prompts 1200]
 
 A fake endpoint answers 429 beyond `capacity` requests in flight. The same prompts are run with
-the calls fixed at exactly that capacity (which nobody knows beforehand), and with 4 workers x 64
+the calls fixed at exactly that capacity (unknown beforehand), and with 4 workers x 64
 conversations that have to find it. Prints the wall times, their ratio, and which share of the
 calls was refused after the first 10 seconds.
 """

@@ -1,4 +1,4 @@
-"""Other runners of agents on the same work, each in an environment of its own.
+"""Other agent runners on the same work, each in its own virtual environment.
 
     python -m benchmarks.peers --venvs DIR [--agents 64,256] [--prompts 500] [--repeat 3]
     python -m benchmarks.peers --venvs DIR --commands [--agents 64] [--prompts 300]

@@ -45,7 +45,7 @@ class Sample(NamedTuple):
     """How large the processes of a run are once `tasks` have their record."""
 
     start: int
-    """Which start of the run: what is killed begins small again, and that is no growth."""
+    """Which start of the run: a killed process starts small again, which is not growth."""
     at: float
     tasks: int
     sizes: dict[str, float]

@@ -1,4 +1,4 @@
-"""Runs beside the least that could make their calls, and beside the naive way, in one go.
+"""Whole runs, compared with latency alone and with the engines of `benchmarks.engines`.
 
     python -m benchmarks.throughput [--parts latency,cpu,...] [--repeat 5] [--json FILE]
 
@@ -162,7 +162,7 @@ def measure(
     )
     with (
         tempfile.TemporaryDirectory() as cwd,
-        tempfile.TemporaryFile() as told,
+        tempfile.TemporaryFile() as output,
         QuickEndpoint(replies, latency_s=work.latency_s) as endpoint,
     ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -171,13 +171,13 @@ def measure(
             command(work, endpoint.url, Path(cwd)),
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
-            stderr=told,
+            stderr=output,
         )
         peaks = _peaks(process)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         stats = endpoint.stats()
-        told.seek(0)
-        words = told.read().decode(errors="replace")[-2000:]
+        output.seek(0)
+        words = output.read().decode(errors="replace")[-2000:]
     if process.returncode or not 0 <= stats["requests"] - work.calls <= may_repeat:
         msg = f"{work}: exit code {process.returncode} after {stats['requests']} requests:\n{words}"
         raise RuntimeError(msg)
@@ -228,7 +228,7 @@ def latency(repeat: int, prompts: int) -> Table:
 def cpu(repeat: int, prompts: int) -> Table:
     """CPU per call of the runner over that of each engine, without what starting takes."""
     table = Table()
-    contenders = {"aiohttp": engine("aiohttp"), "post": engine("post"), "typed": engine("typed")}
+    contenders = {name: engine(name) for name in ("journal", "aiohttp", "post", "typed")}
     for _ in range(repeat):
         for api in ("chat", "messages"):
             for turns in (5, 30):

@@ -1,4 +1,4 @@
-"""What writing costs a run: journal, records and index, of its bytes and of its CPU time.
+"""The share of writing (journal, records, index) in the bytes and CPU time of a run.
 
     python -m benchmarks.writing_share --turns=5
 

@@ -1,4 +1,4 @@
-"""The options with which the command `export` builds a dataset, and what they do."""
+"""The options of `export` for datasets, and what they do."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _RECIPE_FLAGS = {
     "system": "system",
     "empty_think": "empty_think",
     "max_tool_chars": "max_tool_chars",
+    "tools": "tools",
     "accept_rows": "accept_rows",
     "splits": "splits",
     "shard_mb": "shard_mb",
 }
 
 _OPTIONS = (
-    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, atif, dpo, kto, raw."),
+    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, raw."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
     (
@@ -39,6 +40,7 @@ _OPTIONS = (
     ("system", "saved|omit", "The system prompt that the model saw."),
     ("empty_think", "keep|omit", "The empty <think> block of turns without reasoning."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
+    ("tools", "text|list", "Tools as JSON text or as a list: openai, dpo, kto, hf."),
     ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
     ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
     ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
@@ -52,7 +54,7 @@ _OPTIONS = (
 
 
 def dataset_options(function: Any) -> Any:
-    """Options of a dataset for a command."""
+    """Add the options for datasets to a command."""
     flags = (
         click.option("--check", is_flag=True, help="Compare the dataset with the records."),
         click.option(
@@ -84,12 +86,12 @@ def dataset_options(function: Any) -> Any:
 
 
 def asks_for_dataset(flags: Mapping[str, Any]) -> bool:
-    """Whether any option of a dataset was given."""
+    """Whether any option for datasets was given."""
     return any(value not in (None, False) for value in flags.values())
 
 
 def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[str, Any]) -> int:
-    """Do what the options ask for; gives the exit code. Raises `RunError`."""
+    """Do what the options say; return the exit code. Raises `RunError`."""
     from export.dataset.build import Source
     from export.dataset.directory import export_dataset
     from export.dataset.rendering import load_template
@@ -102,10 +104,10 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
         if given or filters or flags["recipe"]:
-            msg = "--check takes the recipe of the dataset; give no other"
+            msg = "--check uses the recipe of the dataset; leave out other options for datasets"
             raise ConfigError(msg)
         if flags["render"] or flags["push_to_hub"]:
-            msg = "--check reads a dataset and does nothing else; leave out --render and the push"
+            msg = "--check only reads a dataset; leave out --render and --push_to_hub"
             raise ConfigError(msg)
         return _check(source, directory)
     if flags["push_for_real"] and not flags["push_to_hub"]:
@@ -133,13 +135,13 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
 def _check(source: Any, directory: Path) -> int:
     from export.dataset.checking import findings
 
-    is_right = True
+    is_valid = True
     for finding in findings(source, directory):
         say(finding)
-        is_right = False
-    if is_right:
-        show(f"{directory}: every file is what its manifest says and what the records give")
-    return 0 if is_right else 1
+        is_valid = False
+    if is_valid:
+        show(f"{directory}: all files match the manifest and the records")
+    return 0 if is_valid else 1
 
 
 def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
@@ -164,7 +166,7 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
 
 
 def _show_rows(
-    render: Any, directory: Path, manifest: Mapping[str, Any], asked: int | None
+    render: Any, directory: Path, manifest: Mapping[str, Any], limit: int | None
 ) -> None:
     from collections import Counter
 
@@ -175,22 +177,22 @@ def _show_rows(
     for total, row in enumerate(rows_of(directory, manifest), start=1):
         text, trained, dropped = render(row)
         kinds.update({_kind(place) for place in dropped})
-        if total <= (3 if asked is None else asked):
+        if total <= (3 if limit is None else limit):
             show(f"=== {row['id']}\n{text}")
             spans = ", ".join(f"{begin}-{end}" for begin, end in trained)
             count = sum(end - begin for begin, end in trained)
             show(
                 f"carry loss: {count:,} of {len(text):,} characters, at {spans}"
                 if trained
-                else "carry loss: the template does not say (it has no generation block)"
+                else "carry loss: unknown (the template has no generation block)"
             )
             show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
-    show(f"=== of {total:,} rows the template drops:")
+    show(f"=== dropped by the template in {total:,} rows:")
     show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")
 
 
 def _kind(place: str) -> str:
-    """A place without its numbers, to be counted over rows."""
+    """A place without its numbers, for counting over rows."""
     words = place.split(", argument ")[0]
     kind = "".join(letter for letter in words if not letter.isdigit()).replace(" ,", ",")
     return " ".join(kind.split()) + (", argument" if ", argument " in place else "")

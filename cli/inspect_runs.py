@@ -11,7 +11,7 @@ import click
 from cli.exit_codes import errors_as_exit_codes
 from cli.export_options import asks_for_dataset, dataset_options, make_dataset
 from cli.shared import run_dir_argument, show_run
-from runs.process.console import show
+from runs.process.console import say, show
 
 PROBLEMS = 6
 """The exit code of `verify` if it found problems."""
@@ -57,7 +57,7 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
         refuse_narrowing(path, scan, config, stored.identity, accepted=())
         totals = write_results(path, scan, config)
     if totals.pending:
-        click.echo(f"{totals.pending} tasks are pending and not in the files", err=True)
+        say(f"warning: {totals.pending:,} tasks are pending and not in the training file")
     show_run(path, totals)
 
 

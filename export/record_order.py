@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from runs.dataset.scan import Scan
-from runs.store.reader import Stored, open_records, read_record
+from runs.store.reader import SharedTools, Stored, open_records, read_record
 from runs.store.records import UnreadableRecord, load_index
 
 _FEW = 8
@@ -62,8 +62,9 @@ class RecordOrder:
         """
         try:
             with open_records(self._run_dir) as records:
+                loads = SharedTools().loads
                 yield lambda number: read_record(
-                    records, self._offsets[number], self._lengths[number], self._key(number)
+                    records, self._offsets[number], self._lengths[number], self._key(number), loads
                 )
         except UnreadableRecord:
             # Without the records the index is all that tells of them.

@@ -15,6 +15,7 @@ from typing import Any
 from export.conversation.own_work import Own, own_of
 from export.conversation.reading import read_conversation
 from export.conversation.style import Style
+from export.conversation.tools import names_of, tools_of
 from export.conversation.validity import Rejected
 from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
@@ -64,7 +65,7 @@ class RunStatistics:
         for name, number in found.items():
             if number is not None:
                 self._spreads[name].append(number)
-        offered = {tool["function"]["name"] for tool in record["tools"] or ()}
+        offered = names_of(tools_of(record))
         for call in calls:
             # Names that a model invents have no end.
             if call["name"] in offered and call.get("duration_s") is not None:
@@ -156,7 +157,7 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
             told += f", ${cost['per_kept']:.4f} per kept trajectory"
         if unknown := cost["records_of_unknown_cost"]:
             told += f"; unknown for {unknown:,} records"
-        yield f"{told}; the run has spent ${cost['spent_in_all']:.4f} in all"
+        yield f"{told}; spent in total ${cost['spent_in_all']:.4f}"
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)

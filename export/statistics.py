@@ -9,12 +9,13 @@ like.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from agent.messages import MOST_TOKENS
 from export.conversation.own_work import Own, has_reasoning, hidden_reasoning
+from export.conversation.tools import names_of, tools_of
 from runs.store.checks import CheckSums, judgement_of
 
 _UNNAMED_FAILURE = "reported"
@@ -60,7 +61,7 @@ class Statistics:
             self._toolsets[toolset] += 1
         self._turns += len(turns)
         self._most_turns = max(self._most_turns, len(turns))
-        self._add_replies(record["tools"] or [], own)
+        self._add_replies(names_of(tools_of(record)), own)
         self._add_times(turns)
         usage = record["usage"] or {}
         for key, count in usage.items():
@@ -113,8 +114,7 @@ class Statistics:
             },
         }
 
-    def _add_replies(self, tools: Iterable[Mapping[str, Any]], own: Own) -> None:
-        offered = {tool["function"]["name"] for tool in tools}
+    def _add_replies(self, offered: frozenset[str], own: Own) -> None:
         self._offered |= offered
         for stats in own.tools:
             # Names that a model invents have no end; they are errors, not tools.

@@ -1,4 +1,4 @@
-"""Where the workers of a run work."""
+"""The executor that a config names: local processes or Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolsets.extras import install
 
 
 def check_executor(config: RunConfig) -> None:
-    """Raise `ConfigError` where what the executor needs is not installed."""
+    """Raise `ConfigError` if the packages of the executor are not installed."""
     if config.executor == "ray" and find_spec("ray") is None:
         msg = (
             f"executor: ray is not installed: {install('ray')}, here and on every node, or leave "
@@ -44,9 +44,9 @@ def fork_ahead(config: RunConfig) -> None:
 
 
 def open_executor(config: RunConfig, run_dir: RunDir) -> Executor:
-    """What starts the workers of a run. Raises `ConfigError`."""
+    """Open the executor that starts the workers of a run. Raises `ConfigError`."""
     if config.executor == "local":
         return LocalExecutor()
-    from runs.executors.ray.executor import RayExecutor  # takes seconds, and is an extra
+    from runs.executors.ray.executor import RayExecutor  # slow, and an extra
 
     return RayExecutor(config, run_dir)

@@ -2,10 +2,9 @@
 
     python -m testing.bit_flips [--flips 2000] [--file records.jsonl] [--seed 1]
 
-A small run is made once. Then, as often as asked for, one bit of one of its files is flipped, and
-the run is looked at and exported, by the commands that a user gives. Printed is how many flips each
-command noticed, how many ended in a defect of the program (exit 70), and how many went into a
-training row without a word.
+Makes a small run once. Then flips one bit of one of its files, `--flips` times, and runs the
+commands that check, show and export the run. Prints how many flips each command noticed, how many
+ended in a bug of the program (exit 70), and how many reached a training row unnoticed.
 """
 
 from __future__ import annotations
@@ -93,11 +92,11 @@ def attack(whole: Path, name: str, bit: int, *, look: bool = False) -> Seen:
         file.write_bytes(content)
         right = whole.with_suffix(".jsonl").read_bytes()
         with chdir(cwd):
-            verify, told = run("verify", "r")
+            verify, output = run("verify", "r")
             others = tuple(run(*one)[0] for one in _LOOKS) if look else ()
             export, _ = run("export", "r")
         after = (cwd / "trajectories" / "r.jsonl").read_bytes()
-        return Seen(verify, export, others, after != right, name in told)
+        return Seen(verify, export, others, after != right, name in output)
 
 
 def run(*args: str) -> tuple[int, str]:
@@ -133,9 +132,9 @@ def main(count: int, name: str, seed: int, look: bool) -> None:
         ("export", Counter(one.export for one in seen)),
         ("others", Counter(code for one in seen for code in one.others)),
     ):
-        told = ", ".join(f"{code}: {times:,}" for code, times in sorted(codes.items()))
-        click.echo(f"  {label} ended with         {told}")
-    click.echo(f"  a defect (exit {DEFECT})         {sum(one.has_defect() for one in seen):7,}")
+        codes_seen = ", ".join(f"{code}: {times:,}" for code, times in sorted(codes.items()))
+        click.echo(f"  {label} ended with         {codes_seen}")
+    click.echo(f"  a bug (exit {DEFECT})         {sum(one.has_defect() for one in seen):7,}")
     silent = [bit for bit, one in found if one.is_silent()]
     click.echo(f"  silently in a training row {len(silent):7,}")
     for bit, one in found:

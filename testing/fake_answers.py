@@ -105,7 +105,7 @@ def _refuse(ask: Ask) -> bytes:
 
 
 def _break(ask: Ask, options: Options) -> Iterator[Step]:
-    """An answer that is no whole reply."""
+    """An answer that is not a complete reply."""
     fault = ask.fault or ""
     match fault:
         case "hang":
@@ -191,7 +191,7 @@ def _parts(ask: Ask, reply: Reply) -> list[bytes]:
 
 
 def _with_unknown_fields(value: Any) -> Any:
-    """Every object of a body with a field that nobody knows, but for the arguments of calls."""
+    """Every object of a body with an unknown field, except the arguments of calls."""
     if isinstance(value, list):
         return [_with_unknown_fields(item) for item in value]
     if not isinstance(value, dict):

@@ -276,7 +276,7 @@ class FakeEndpoint(Options):
         return self._fetch("/journal?full=1" if full else "/journal", None)
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Reset the counters."""
         self._fetch("/reset", b"")
 
     def _fetch(self, path: str, body: bytes | None) -> JSON:

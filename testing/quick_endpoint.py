@@ -1,6 +1,6 @@
 """A model endpoint on loopback that does as little as it can, so that it hides no client's cost.
 
-Replies are made before the first request comes. Which turn a request is for is told by counting the
+Replies are made before the first request comes. The turn of a request is found by counting the
 assistant messages in its bytes; nothing else of it is read. For scripted conversations, faults
 and exact accounts of who asked for what there is `testing.fake_endpoint`.
 """

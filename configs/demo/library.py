@@ -1,4 +1,4 @@
-"""Tools of the demo's own: the catalogue of a small library. Any typed function can be a tool."""
+"""The demo's own tools: the catalogue of a small library. Any typed function can be a tool."""
 
 from __future__ import annotations
 

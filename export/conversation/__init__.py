@@ -8,5 +8,6 @@ ending     final answers given by a call, as text
 own_work   what the model itself did
 row_json   JSON as it stands in rows
 style      reasoning, parallel calls and long results, as asked for
+tools      what is made once of tools that many conversations share
 texts      the texts of a conversation, for filters
 """

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from agent.reasoning import split_inline_reasoning
 from agent.state.final_answer import RESERVED
 from export.conversation.row_json import read_arguments
+from export.conversation.tools import Tools, names_of, tools_of, without_reserved
 from export.conversation.validity import Reason, Rejected, check_conversation, final_answer_call
 from runs.store.checks import ended_by_wrong_answer
 
@@ -20,7 +21,7 @@ class Told(NamedTuple):
     """A conversation as a row tells it."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]]
+    tools: Tools
     """Those on offer, without the reserved ones where the messages hold no call of either."""
     completion: Literal["final_answer", "text"] | None
     """How the answer was given; None without one."""
@@ -30,7 +31,7 @@ class Told(NamedTuple):
 
 def plain_ending(
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
+    tools: Tools,
     *,
     answered: bool,
 ) -> Told:
@@ -41,10 +42,10 @@ def plain_ending(
     call = final_answer_call(messages) if answered else None
     invented: Sequence[str] = ()
     if call is not None:
-        invented = check_conversation(messages, {tool["function"]["name"] for tool in tools})
+        invented = check_conversation(messages, names_of(tools))
         messages = _with_answer_as_text(messages, call)
-    others = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
-    if len(others) < len(tools) and not _call_reserved(messages):
+    others = without_reserved(tools)
+    if others is not tools and not _call_reserved(messages):
         tools = others
     if not answered:
         return Told(messages, tools, None)
@@ -68,7 +69,7 @@ def answer_of(record: Mapping[str, Any]) -> str | None:
     """The words that a conversation ends with, None where it does not end with the model's."""
     answered = is_answered(record)
     try:
-        told = plain_ending(record["messages"], record["tools"] or [], answered=answered)
+        told = plain_ending(record["messages"], tools_of(record), answered=answered)
     except Rejected:
         return None
     last = told.messages[-1]

@@ -18,6 +18,7 @@ from export.conversation.ending import is_answered, plain_ending
 from export.conversation.own_work import Own, own_of, tool_stats
 from export.conversation.row_json import Token, control_token, read_arguments, write_json
 from export.conversation.tolerance import Flaw, Tolerance
+from export.conversation.tools import Tools, names_of, tools_of
 from export.conversation.validity import Reason, Rejected, check_conversation, check_finished
 from export.conversation.views import views_of
 from runs.store.checks import judgement_of
@@ -81,7 +82,7 @@ class Conversation(NamedTuple):
     system: str
     """The system prompt that the model saw; blank where there was none."""
     entries: Sequence[Entry]
-    tools: Sequence[Mapping[str, Any]]
+    tools: Tools
     completed: bool
     record: Mapping[str, Any]
     own: Own
@@ -113,7 +114,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
     completed, answered = record["status"] == "completed", is_answered(record)
     messages, tools, completion, invented = plain_ending(
-        record["messages"], record["tools"] or [], answered=answered
+        record["messages"], tools_of(record), answered=answered
     )
     flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
     entries = read_entries(messages, tools, flaws)
@@ -156,7 +157,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
 
 def read_entries(
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
+    tools: Tools,
     flaws: list[Flaw],
 ) -> list[Entry]:
     """The messages but those of the system, as entries; raises Rejected.
@@ -164,7 +165,7 @@ def read_entries(
     A turn that the provider paused is one entry with its continuation. What not every format holds
     is added to `flaws`.
     """
-    for detail in check_conversation(messages, {tool["function"]["name"] for tool in tools}):
+    for detail in check_conversation(messages, names_of(tools)):
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
     number = 1

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from export.conversation.ending import answer_of
 from export.conversation.own_work import has_reasoning, hidden_reasoning, own_of
 from export.conversation.texts import texts_of
+from export.conversation.tools import names_of, tools_of
 from export.conversation.views import views_of
 from export.filters.contamination import Questions, load_questions
 from export.filters.secrets import Scanner, make_scanner
@@ -165,7 +166,7 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
         yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
     calls = [call for message in replies for call in message.get("tool_calls") or ()]
     if filters.invented_tools == "reject":
-        offered = {tool["function"]["name"] for tool in record["tools"] or ()}
+        offered = names_of(tools_of(record))
         for call in calls:
             if (name := call["function"]["name"]) not in offered:
                 yield Rejection("invented_tools", f"{name!r} was not on offer")

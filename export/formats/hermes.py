@@ -12,12 +12,10 @@ Models were trained on this wording: it belongs to the format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-import orjson
+from typing import Any
 
 from export.conversation.own_work import Own
 from export.conversation.reading import (
@@ -39,8 +37,7 @@ from export.conversation.row_json import (
 )
 from export.conversation.style import Style
 from export.conversation.tolerance import Flaw
-
-T = TypeVar("T")
+from export.conversation.tools import Tools, once
 
 _NO_REASONING = "<think>\n</think>\n"
 """Stands in front of a turn without reasoning, so that every turn opens with a think block."""
@@ -125,21 +122,7 @@ def _conversations(
     return conversations
 
 
-def once(tools: Sequence[Mapping[str, Any]], make: Callable[[Sequence[Mapping[str, Any]]], T]) -> T:
-    """What `make` makes of tools: most records of a run are offered the same ones."""
-    try:
-        made: T = _cached(orjson.dumps(tools), make)
-    except TypeError:  # halves of surrogate pairs, or numbers beyond 64 bits
-        return make(tools)
-    return made
-
-
-@lru_cache(maxsize=256)
-def _cached(tools: bytes, make: Callable[[Sequence[Mapping[str, Any]]], Any]) -> Any:
-    return make(orjson.loads(tools))
-
-
-def _tools_and_preamble(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def _tools_and_preamble(tools: Tools) -> tuple[str, str]:
     """The tools on offer as a JSON list, and the system message that offers them."""
     signatures = [
         {

@@ -6,7 +6,7 @@ want them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from export.conversation.reading import Conversation, Entry, Turn, refuse_control_tokens
@@ -21,18 +21,20 @@ from export.conversation.row_json import (
 )
 from export.conversation.style import Style
 from export.conversation.tolerance import Flaw, Tolerance
+from export.conversation.tools import Tools, once
 from export.conversation.validity import Reason, Rejected
-from export.formats import hermes
+from export.formats.hermes import common_columns
+from toolsets.exact_json import within_64_bits
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
-    """One row of `messages`, `tools` (a JSON string) and the common columns; raises Rejected."""
+    """One row of `messages`, `tools` and the common columns; raises Rejected."""
     return {
         "id": conversation.record["id"],
         "messages": messages_of(conversation, style),
-        "tools": tools_json(conversation, style.tolerance),
+        "tools": tools_column(conversation, style),
         "completed": conversation.completed,
-        **hermes.common_columns(conversation),
+        **common_columns(conversation),
     }
 
 
@@ -49,15 +51,21 @@ def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]
     return messages
 
 
+def tools_column(conversation: Conversation, style: Style) -> str | Tools:
+    """The tools on offer, as JSON text or as a list; raises Rejected."""
+    text = tools_json(conversation, style.tolerance)
+    return once(conversation.tools, within_64_bits) if style.tools == "list" else text
+
+
 def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:
     """The tools on offer as a JSON list in a string; raises Rejected."""
-    text, token = hermes.once(conversation.tools, _tools_and_token)
+    text, token = once(conversation.tools, _tools_and_token)
     if token and tolerance.minds(token):
         raise Rejected(Reason.CONTROL_TOKEN, f"tools: {token.text!r}")
     return text
 
 
-def _tools_and_token(tools: Sequence[Mapping[str, Any]]) -> tuple[str, Token | None]:
+def _tools_and_token(tools: Tools) -> tuple[str, Token | None]:
     text = write_json(tools)
     return Repeated(text), control_token(text)
 

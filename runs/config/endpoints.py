@@ -243,7 +243,7 @@ class EndpointConfig(BaseModel):
 
     def to_endpoint(self) -> Endpoint:
         """For `resolve_model`."""
-        known = self._known
+        known = self.provider_row
         options = {name: value for name in _OF_MODELS if (value := getattr(self, name)) is not None}
         if known:
             options |= habits_of(known)
@@ -284,7 +284,7 @@ class EndpointConfig(BaseModel):
         return {"api": self._api, **{name: getattr(self, name) for name in _OF_MODELS}}
 
     @property
-    def _known(self) -> Provider | None:
+    def provider_row(self) -> Provider | None:
         """The row of the table that it is an endpoint of."""
         return PROVIDERS.get(self.client) if self.client else provider_at(self.base_url or "")
 
@@ -292,4 +292,4 @@ class EndpointConfig(BaseModel):
     def _api(self) -> Api | None:
         if self.api is not None or self.client is not None:
             return self.api
-        return self._known.api if self._known else "openai_chat"
+        return self.provider_row.api if self.provider_row else "openai_chat"

@@ -284,7 +284,7 @@ class RunConfig(AgentOptions):
             msg = f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'"
             raise ValueError(msg)
         if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
-            msg = f"endpoints: {taken[0]!r} is the name of a known provider; choose another"
+            msg = f"endpoints: {taken[0]!r} is the name of a built-in endpoint; choose another"
             raise ValueError(msg)
         if self.distribution is not None and self.enabled_toolsets is not None:
             msg = "distribution and enabled_toolsets both select toolsets; give one of them"

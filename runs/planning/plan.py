@@ -1,4 +1,4 @@
-"""What a run is going to do, checked before anything is written or paid for."""
+"""Plan a start: check everything before anything is written or paid for."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _BAD_ROWS_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a start would do: everything checked, nothing begun."""
+    """A checked start that has not begun."""
 
     config: RunConfig
     setups: Setups
     sandbox: str | None
-    """None where no tool runs commands."""
+    """None if no tool runs commands."""
     script: list[ScriptedTurn] | None
     dataset: KeptDataset
     scan: Scan
 
     @property
     def api(self) -> str:
-        """The dialect of the models; of several, that of the first."""
+        """The dialect of the model; if there are several, of the first."""
         return next(iter(self.setups.values())).settings.api
 
     @property
@@ -113,8 +113,8 @@ def _keep_dataset(config: RunConfig) -> None:
         and training.samefile(config.dataset_file)
     ):
         msg = (
-            f"{config.dataset_file}: the training file of this run goes there, in the place of the "
-            "prompts; take another --run_name or --output_dir"
+            f"{config.dataset_file}: the training file of this run would overwrite this dataset; "
+            "choose another --run_name or --output_dir"
         )
         raise ConfigError(msg)
 
@@ -123,10 +123,10 @@ def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -
     names = ",".join(toolsets)
     msg = f"{problem.rstrip('.')}. "
     if toolsets:
-        msg += f"The toolsets {names} run commands and are not loaded without it. "
+        msg += f"The toolsets {names} run commands and need a sandbox. "
     if config.row_setup:
-        msg += "The rows' `setup` and `check` are commands too (--row_setup). "
-    msg += "Or choose --sandbox local (commands then run with your own rights, not isolated)"
+        msg += "The rows' `setup` and `check` are commands, too (--row_setup). "
+    msg += "Or choose --sandbox local (commands then run with your rights, NOT isolated)"
     return msg + (f", or --disabled_toolsets {names}." if toolsets else ".")
 
 
@@ -159,7 +159,7 @@ def describe(plan: Plan) -> str:
             *(f"model      {model}" for model in models),
             f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})",
             f"sandbox    {plan.sandbox or 'not needed'}",
-            f"bounds     {config.max_turns} turns, {config.max_attempts} attempts",
+            f"limits     {config.max_turns} turns, {config.max_attempts} attempts",
             f"workers    {config.num_workers} x {config.agents_per_worker} conversations",
         ]
     )
@@ -173,18 +173,18 @@ def _describe(settings: ModelSettings, weight: float | None) -> str:
 
 
 def _own_price(price: Price) -> str:
-    """So that a slip in it is seen before it is paid for."""
+    """The user's own price, shown so that mistakes are seen before they cost."""
     cached = ", ".join(
         f"${dollars:g} {what}"
         for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
         if dollars != price.input
     )
-    words = f"prices: yours, ${price.input:g} in and ${price.output:g} out per million tokens"
+    words = f"your prices: ${price.input:g} in and ${price.output:g} out per million tokens"
     return f"{words} ({cached})" if cached else words
 
 
 def _shares(plan: Plan) -> str:
-    """The toolsets, with their percentages where each conversation draws its own."""
+    """The toolsets, with percentages if conversations draw them."""
     drawn = plan.config.toolset_percentages()
     return ", ".join(
         name if drawn is None else f"{name} {drawn[name]:g}%" for name in plan.toolsets
@@ -199,21 +199,21 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
         url = urlsplit(base_url)
         if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
             say(
-                f"warning: {base_url} is not encrypted: whoever is on the way can read the "
-                "prompts, the replies and the API key, if there is one; use https"
+                f"warning: {base_url} is not encrypted: others on the network can read prompts, "
+                "replies and the API key; use https"
             )
 
     if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
         say(
-            f"warning: sandbox {plan.sandbox}: no control group for memory can be made here, so "
-            "the memory of commands is looked at ten times a second and may exceed "
-            "--command_memory_mb for a moment; a writable /sys/fs/cgroup changes that"
+            f"warning: sandbox {plan.sandbox}: cannot create a control group, so memory is checked "
+            "ten times a second and may briefly exceed --command_memory_mb; make /sys/fs/cgroup "
+            "writable for a strict limit"
         )
     if not plan.config.row_setup and (columns := plan.scan.setup_columns):
         named = ", ".join(f"{name} ({count:,} rows)" for name, count in columns.items())
         say(
-            f"warning: {plan.scan.path}: these columns do nothing without --row_setup: {named}; "
-            "with it, workspaces are set up and judged by them (docs/tools.md)"
+            f"warning: {plan.scan.path}: columns ignored without --row_setup: {named}; see "
+            "docs/tools.md"
         )
 
 
@@ -231,7 +231,7 @@ def refuse_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
         where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
         msg = (
-            f"{plan.scan.path}: {plan.scan.all_bad} bad rows{where} and --on_bad_row fail; "
+            f"{plan.scan.path}: {plan.scan.all_bad} bad rows{where}, refused by --on_bad_row=fail; "
             "no model call was made"
         )
         raise DatasetError(msg)
@@ -243,7 +243,7 @@ def name_bad_rows(scan: Scan, say: Callable[[str], object]) -> None:
         say(f"{scan.path}:{row.line}: skipped: {row.reason}")
     more = len(scan.bad_rows) - _BAD_ROWS_SHOWN
     if more > 0:
-        say(f"{scan.path}: {more} more bad rows, all in failures.jsonl")
+        say(f"{scan.path}: {more} more bad rows; a run lists all in failures.jsonl")
 
 
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:

@@ -1,4 +1,4 @@
-"""What a dry run shows: where an existing run stands, and the first request of a conversation."""
+"""The preview of a dry run: the state of an existing run, and the first request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agent.runner import ConversationRunner
 from agent.setup import Home
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import unused_turns
-from runs.dataset.scan import tasks_at
+from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, cached_keys
 from runs.planning.plan import Plan
 from runs.run_dir import check_reopening
@@ -29,14 +29,14 @@ _ROWS_READ = 1000
 
 
 def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
-    """Where the run stands that a start of `plan` would go on with, and its first prompt.
+    """The state of the run that a start of `plan` would continue, and its first request.
 
-    Writes nothing. Raises what the start would refuse: `ConfigError`, `RunDirError`, `RunLocked`.
+    Writes nothing. Raises what the start would raise: `ConfigError`, `RunDirError`, `RunLocked`.
     """
     path = plan.config.run_dir
     lines = []
     if (path / "run.json").exists() and fresh:
-        lines.append(f"on disk    --fresh moves {path} aside; all tasks run anew")
+        lines.append(f"on disk    --fresh moves {path} aside; all tasks run again")
     elif check_reopening(plan.config, plan.scan, accept_changes):
         refuse_held(path)
         lines += _standing(plan)
@@ -46,16 +46,17 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
 def _standing(plan: Plan) -> list[str]:
     found = compute_totals(plan.config.run_dir, plan.scan, plan.config)
     failed = found.failed - found.to_retry
-    for_good = f", {failed:,} failed for good" if failed else ""
-    lines = [
-        f"on disk    {found.done:,} tasks done{for_good}; ${found.spent_usd:,.4f} spent so far"
-    ]
+    for_good = f", {failed:,} failed with no attempts left" if failed else ""
+    spent = f"${found.spent_usd:,.4f}"
+    if found.spent_unknown:
+        spent = f"{spent} + unknown" if found.spent_usd else "unknown cost"
+    lines = [f"on disk    {found.done:,} tasks done{for_good}; {spent} spent so far"]
     owed = found.pending + found.to_retry
     lines.append(f"to do      {owed:,} tasks{_owed_in_words(plan, found)}")
     if found.gone:
         lines.append(
-            f"gone       {found.gone:,} finished tasks are no longer asked for; they leave the "
-            "training file, their records stay"
+            f"removed    {found.gone:,} finished tasks are no longer part of the run; they leave "
+            "the training file, their records stay"
         )
     return lines
 
@@ -63,16 +64,16 @@ def _standing(plan: Plan) -> list[str]:
 def _owed_in_words(plan: Plan, found: RunTotals) -> str:
     parts = []
     if found.under_way:
-        parts.append(f"{found.under_way:,} under way with {found.turns_under_way:,} turns kept")
+        parts.append(f"{found.under_way:,} in flight with {found.turns_under_way:,} turns saved")
     if found.to_retry:
-        parts.append(f"{found.to_retry:,} failed and are tried again")
+        parts.append(f"{found.to_retry:,} failed, to be retried")
     if new := _new_tasks(plan):
         parts.append(f"{new:,} new since the last start")
     return f": {', '.join(parts)}" if parts else ""
 
 
 def _new_tasks(plan: Plan) -> int:
-    """How many tasks without a record the last start did not have; 0 where nobody can tell."""
+    """Number of tasks without a record that the last start did not have; 0 if unknown."""
     if (before := cached_keys(plan.config.run_dir / NAME)) is None:
         return 0
     known = {before[start : start + 16] for start in range(0, len(before), 16)}
@@ -83,10 +84,10 @@ def _new_tasks(plan: Plan) -> int:
 def _first_prompt(plan: Plan) -> list[str]:
     if not plan.scan.rows:  # none of them belongs to the shard
         return []
-    task = next(tasks_at(plan.scan, [0]))
+    task = next(tasks(plan.scan, [0]))
     request = asyncio.run(_request_of(plan, task))
     names = [tool["function"]["name"] for tool in request.tools]
-    lines = [f"first      {_plain(task.id)}, as the model gets it:"]
+    lines = [f"first      {_plain(task.id)}, as sent to the model:"]
     for message in request.messages:
         text = _plain(clip(message["content"], max_chars=_SHOWN_CHARS))
         lines.append(f"  {message['role']}: " + text.replace("\n", "\n    "))
@@ -95,7 +96,7 @@ def _first_prompt(plan: Plan) -> list[str]:
 
 
 async def _request_of(plan: Plan, task: Task) -> Request:
-    """The first request of a task: what stands between a conversation and its model has its say."""
+    """The first request of a task, after everything between conversation and model."""
     config = plan.config
     row = config.row_rules(plan.api).read(task.columns)
     setup = setup_of_task(plan.setups, config, task)
@@ -106,7 +107,7 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     conversation = ConversationRunner(
         trajectory=row.trajectory([]),
         spec=row.spec,
-        model=_Listening(),
+        model=_CapturingModel(),
         toolbox=home.toolbox(),
         journal=lambda event: None,
         host=home,
@@ -114,33 +115,33 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     )
     try:
         await conversation.run()
-    except _Heard as heard:
-        return heard.request
+    except _Captured as captured:
+        return captured.request
     return Request(row.opening)  # it ends without any call
 
 
-class _Heard(Exception):
+class _Captured(Exception):
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.request = request
 
 
-class _Listening:
-    """A model that only listens."""
+class _CapturingModel:
+    """A model that only captures the request."""
 
     async def complete(self, request: Request) -> Completion:
-        raise _Heard(request)
+        raise _Captured(request)
 
     async def close(self) -> None:
         """Nothing is open."""
 
 
 def _unused_turns(plan: Plan) -> list[str]:
-    """What rows hold behind their first user message, and no model is asked with."""
+    """A line about rows with turns after their first user message, which are not sent."""
     numbers = range(0, plan.scan.tasks, plan.scan.num_samples)
     found: dict[str, int] = {}
     read = 0
-    for task in islice(tasks_at(plan.scan, numbers), _ROWS_READ):
+    for task in islice(tasks(plan.scan, numbers), _ROWS_READ):
         read += 1
         if (turns := unused_turns(task.columns)) is not None:
             found[task.prompt_id] = turns
@@ -149,12 +150,12 @@ def _unused_turns(plan: Plan) -> list[str]:
     first, turns = next(iter(found.items()))
     of = f"of the first {read:,} rows" if read < plan.scan.rows else "rows"
     return [
-        f"unused     {len(found):,} {of} hold turns behind their first user message, which are not "
-        f"sent: {sum(found.values()):,} of them the user's ({_plain(first)}: {turns:,}). The model "
-        "answers the first one alone; for a history that is sent, give `prompt` as a list"
+        f"unused     {len(found):,} {of} have turns after their first user message, which are not "
+        f"sent: {sum(found.values()):,} user turns ({_plain(first)}: {turns:,}). The model answers "
+        "only the first message; to send a history, give `prompt` as a list"
     ]
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Without control characters."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)

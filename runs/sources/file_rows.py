@@ -87,37 +87,45 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 def _elements(path: Path, stream: BinaryIO) -> Iterator[bytes]:
     """The elements of a JSON array, each as a line of JSON."""
-    text = TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    buffer = text.read(_BLOCK).lstrip()
-    if not buffer.startswith("["):
-        # JSONL under the name .json.gz.
-        stream.seek(0)
-        yield from _lines(stream)
-        return
-    position, step, number = 1, _BLOCK, 0
-    while True:
-        position = _after_blanks(buffer, position)
-        try:
-            _, end = _decoder.raw_decode(buffer, position)
-            after = _after_blanks(buffer, end)
-            is_whole = after < len(buffer)
-        except (ValueError, RecursionError):
-            is_whole = False
+    with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+        buffer = text.read(_BLOCK).lstrip()
+        if not buffer.startswith("["):
+            # JSONL under the name .json.gz.
+            stream.seek(0)
+            yield from _lines(stream)
+            return
+        position, number = 1, 0
+        while True:
+            position = _after_blanks(buffer, position)
             if buffer[position : position + 1] == "]":
-                _refuse_more(path, buffer[position + 1 :] + text.read(_BLOCK))
+                if (buffer[position + 1 :] + text.read(_BLOCK)).strip():
+                    msg = f"{path}: not a JSON array of rows: there is more after its end"
+                    raise DatasetError(msg)
                 return
-        if is_whole and buffer[after] in ",]":
-            number += 1
-            yield buffer[position:end].replace("\r", " ").replace("\n", " ").encode()
-            position = after + (buffer[after] == ",")
-            continue
-        more = text.read(step) if len(buffer) - position < MAX_LINE_BYTES else ""
-        if not more:
-            msg = f"{path}: not a JSON array of rows: cannot read element {number + 1}"
-            raise DatasetError(msg)
-        # Twice as much each time: what is incomplete is read again from its beginning.
-        step = max(_BLOCK, 2 * (len(buffer) - position))
-        buffer, position = buffer[position:] + more, 0
+            end = _end_of_element(buffer, position)
+            if end is not None:
+                number += 1
+                yield buffer[position:end].replace("\r", " ").replace("\n", " ").encode()
+                position = _after_blanks(buffer, end)
+                position += buffer[position] == ","
+                continue
+            rest = buffer[position:]
+            # Twice as much each time: what is incomplete is read again from its beginning.
+            more = text.read(max(_BLOCK, 2 * len(rest))) if len(rest) < MAX_LINE_BYTES else ""
+            if not more:
+                msg = f"{path}: not a JSON array of rows: cannot read element {number + 1}"
+                raise DatasetError(msg)
+            buffer, position = rest + more, 0
+
+
+def _end_of_element(buffer: str, position: int) -> int | None:
+    """Where an element ends that is in `buffer` together with what follows it, else None."""
+    try:
+        _, end = _decoder.raw_decode(buffer, position)
+    except (ValueError, RecursionError):
+        return None
+    after = _after_blanks(buffer, end)
+    return end if buffer[after : after + 1] in (",", "]") else None
 
 
 def _after_blanks(buffer: str, position: int) -> int:
@@ -126,32 +134,25 @@ def _after_blanks(buffer: str, position: int) -> int:
     return position
 
 
-def _refuse_more(path: Path, rest: str) -> None:
-    if rest.strip():
-        msg = f"{path}: not a JSON array of rows: there is more after its end"
-        raise DatasetError(msg)
-
-
 def _table(path: Path, stream: BinaryIO, delimiter: str) -> Iterator[dict[str, str]]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    text = TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    reader = csv.reader(text, delimiter=delimiter)
-    try:
-        names = next(reader, [])
-        repeated = [name for name, count in Counter(names).items() if count > 1]
-        if repeated:
-            msg = f"{path}:1: two columns have the name {repeated[0]!r}"
-            raise DatasetError(msg)
-        for cells in reader:
-            if len(cells) > len(names):
-                msg = (
-                    f"{path}:{reader.line_num}: {len(cells)} cells, but the header names "
-                    f"{len(names)} columns; is a quote or a delimiter wrong?"
-                )
+    with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, [])
+            if repeated := [name for name, count in Counter(names).items() if count > 1]:
+                msg = f"{path}:1: two columns have the name {repeated[0]!r}"
                 raise DatasetError(msg)
-            row = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
-            if row:
-                yield row
-    except csv.Error as error:
-        msg = f"{path}:{reader.line_num}: not CSV: {error}"
-        raise DatasetError(msg) from error
+            for cells in reader:
+                if len(cells) > len(names):
+                    msg = (
+                        f"{path}:{reader.line_num}: {len(cells)} cells, but the header names "
+                        f"{len(names)} columns; is a quote or a delimiter wrong?"
+                    )
+                    raise DatasetError(msg)
+                row = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
+                if row:
+                    yield row
+        except csv.Error as error:
+            msg = f"{path}:{reader.line_num}: not CSV: {error}"
+            raise DatasetError(msg) from error

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import orjson
 
@@ -35,8 +38,6 @@ from runs.store.files import (
 from toolsets import exact_json
 
 if TYPE_CHECKING:
-    from tempfile import TemporaryDirectory
-
     from runs.sources.file_rows import Row
 
 _FORMAT = 1
@@ -45,15 +46,13 @@ _FORMAT = 1
 _SAY_EVERY_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class KeptDataset:
-    """The JSONL file of a dataset."""
+    """The JSONL file of a dataset; one in a temporary directory is removed with this object."""
 
     path: Path
     source: dict[str, Any] | None = None
     """Where its rows come from; None where the file is the user's own."""
-    temporary: TemporaryDirectory[str] | None = None
-    """Removed together with this object."""
 
 
 def keep_dataset(
@@ -90,15 +89,10 @@ def keep_dataset(
         from runs.sources.hub import revision_of
 
         revision = revision_of(source.hub)
-    temporary = None
     if writes:
-        directory = run_dir
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     else:
-        from tempfile import TemporaryDirectory
-
-        temporary = TemporaryDirectory(prefix="batch-trajectories-")
-        directory = Path(temporary.name)
+        run_dir = Path(mkdtemp(prefix="batch-trajectories-"))
     told = {
         "source": source.name,
         "revision": revision,
@@ -107,10 +101,13 @@ def keep_dataset(
     }
     writer = _Writer(source, Renaming(columns), rules, max_samples, say)
     rows = rows_of_source(source, revision)
-    path, written = writer.write(rows, directory, f"dataset-{key}")
+    path, written = writer.write(rows, run_dir, f"dataset-{key}")
     told |= written
     replace_file(path.with_suffix(".json"), orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
-    return KeptDataset(path, told, temporary)
+    kept = KeptDataset(path, told)
+    if not writes:
+        finalize(kept, rmtree, run_dir, ignore_errors=True)
+    return kept
 
 
 def rows_of_source(source: DataSource, revision: str | None = None) -> Iterator[Row]:

@@ -12,6 +12,7 @@ checksum counts as one whose checksum was damaged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import eq
 from typing import Any
 from zlib import crc32
@@ -44,8 +45,8 @@ def without_checksum(line: bytes) -> bytes:
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
 
-def read_object(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line, without its checksum.
+def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -> dict[str, Any]:
+    """The JSON object of a line, parsed by `loads`, without its checksum.
 
     Raises `DamagedLine` if the line is not as it was written.
     """
@@ -59,7 +60,7 @@ def read_object(line: bytes) -> dict[str, Any]:
     elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
         raise DamagedLine(_CHANGED)
     try:
-        found: Any = exact_json.loads(line)
+        found = loads(line)
     except exact_json.JSONDecodeError as error:
         msg = f"not JSON: {error}"
         raise DamagedLine(msg) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -15,9 +15,16 @@ from runs.store.files import refuse_strange_files
 from runs.store.index import Index
 from runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
 from runs.tasks import task_key
+from toolsets import exact_json
 
 _DIGEST = b',"input_digest":"'
 _HEAD_BYTES = 512
+
+_TOOLS = b',"tools":'
+_AFTER_TOOLS = b',"options":'
+"""Bytes before and after the tools of a record, see `runs/record.py`."""
+_CUT = "\0tools"
+_CUT_JSON = orjson.dumps(_CUT)
 
 
 class Stored(NamedTuple):
@@ -35,11 +42,50 @@ def open_records(run_dir: Path) -> Iterator[BinaryIO]:
         yield records
 
 
-def read_record(records: BinaryIO, offset: int, length: int, key: bytes) -> Stored:
-    """Read the record of the task with this key at this place. Raises `UnreadableRecord`."""
+class SharedTools:
+    """Parses records of one run; a list of tools that many of them hold is parsed once.
+
+    These records share one list, which must not be changed in place.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, list[Any]] = {}
+        """Lists of tools by their JSON."""
+
+    def loads(self, line: bytes) -> Any:
+        """What `exact_json.loads` gives."""
+        begin, end = line.rfind(_TOOLS) + len(_TOOLS), line.rfind(_AFTER_TOOLS)
+        if (tools := self._known.get(line[begin:end])) is not None:
+            record = exact_json.loads(b"".join((line[:begin], _CUT_JSON, line[end:])))
+            if record.get("tools") == _CUT:  # else another part of the record was cut out
+                record["tools"] = tools
+                return record
+        record = exact_json.loads(line)
+        if isinstance(record, dict) and isinstance(record.get("tools"), list):
+            record["tools"] = self._shared(record["tools"])
+        return record
+
+    def _shared(self, tools: list[Any]) -> list[Any]:
+        try:
+            return self._known.setdefault(orjson.dumps(tools), tools)
+        except TypeError:  # integers beyond 64 bits
+            return tools
+
+
+def read_record(
+    records: BinaryIO,
+    offset: int,
+    length: int,
+    key: bytes,
+    loads: Callable[[bytes], Any] = exact_json.loads,
+) -> Stored:
+    """Read the record of the task with this key at this place; `loads` parses it.
+
+    Raises `UnreadableRecord`.
+    """
     line = os.pread(records.fileno(), length, offset)
     try:
-        record = read_object(line)
+        record = read_object(line, loads)
         if task_key(record["id"], record["input_digest"]) != key:
             msg = "the index names another record for this place"
             raise DamagedLine(msg)
@@ -82,6 +128,7 @@ def stored_records(run_dir: Path) -> Iterator[Stored]:
 
     Raises `UnreadableRecord`, and `RunDirError` as `open_index` does.
     """
+    loads = SharedTools().loads
     with open_index(run_dir) as (index, records):
         for key, entry in index.counting():
-            yield read_record(records, entry.offset, entry.length, key)
+            yield read_record(records, entry.offset, entry.length, key, loads)

@@ -13,7 +13,7 @@ from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 from runs.amounts import EndpointLimits
-from runs.dataset.scan import Scan, tasks
+from runs.dataset.scan import Scan
 from runs.store.failures import load_failed_attempts
 from runs.store.index import IndexEntry, own_work
 from runs.store.reader import open_records, read_record
@@ -60,13 +60,13 @@ class Forecast:
         return asdict(self)
 
 
-def sample_tasks(scan: Scan, *, num_samples: int, count: int, seed: int) -> frozenset[bytes]:
+def sample_tasks(scan: Scan, *, count: int, seed: int) -> frozenset[bytes]:
     """The keys of `count` random tasks: the same for the same file and seed."""
 
     def draw(key: bytes) -> bytes:
         return hashlib.blake2b(f"{seed}/pilot/".encode() + key, digest_size=8).digest()
 
-    keys = (task.key for task in tasks(scan, num_samples=num_samples))
+    keys = map(scan.key, range(scan.tasks))
     return frozenset(heapq.nsmallest(count, keys, key=draw))
 
 
@@ -140,18 +140,18 @@ def as_table(found: Forecast) -> str:
         ("failures %", found.failure_percent, "{:.1f}"),
     ]
     lines = [
-        f"forecast for {found.tasks:,} tasks by a random {found.pilot:,} of them "
+        f"forecast for {found.tasks:,} tasks from a random sample of {found.pilot:,} "
         f"({found.pilot_failed:,} failed), with 95 % intervals"
     ]
     for name, figure, form in rows:
         if figure is None:
-            lines.append(f"  {name:<11} unknown: no price, or no counts, for some of them")
+            lines.append(f"  {name:<11} unknown: some tasks have no price or no token counts")
             continue
         interval = f"({form.format(figure.low)} to {form.format(figure.high)})"
         lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
     lines.append(
-        f"hours hold if the endpoint answers {found.conversations:,} conversations at a time as "
-        "fast as these, and leave retries out"
+        f"hours assume that the endpoint answers {found.conversations:,} conversations at a time "
+        "as fast as the sample, without retries"
     )
     return "\n".join(lines)
 

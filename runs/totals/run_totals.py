@@ -175,26 +175,26 @@ def as_table(totals: RunTotals) -> str:
         *_checked(totals),
     ]
     if totals.to_retry:
-        lines.append(f"the same command tries {totals.to_retry:,} failed tasks again")
+        lines.append(f"run the same command again to retry {totals.to_retry:,} failed tasks")
     elif totals.failed > totals.failures.get(WORKER_DIED, 0):
-        lines.append("failed for good; a larger --max_attempts tries them again")
+        lines.append("all attempts are used up; raise --max_attempts to retry the failed tasks")
     if totals.gone:
-        lines.append(f"{totals.gone:,} records belong to rows that the dataset no longer holds")
+        lines.append(f"{totals.gone:,} records belong to rows that are no longer in the dataset")
     return "\n".join(lines)
 
 
 def _under_way(totals: RunTotals) -> str:
     if not totals.under_way:
         return ""
-    return f"  {totals.under_way:,} under way, {totals.turns_under_way:,} turns kept"
+    return f"  {totals.under_way:,} in flight, {totals.turns_under_way:,} turns saved"
 
 
 def _checked(totals: RunTotals) -> list[str]:
     line = describe(totals.checks)
     if line and totals.samples > 1:
         line += (
-            f"; of {totals.prompts_checked:,} prompts {totals.prompts_passed:,} passed in "
-            "some sample"
+            f"; {totals.prompts_passed:,} of {totals.prompts_checked:,} prompts passed at least "
+            "once"
         )
     return [line] if line else []
 
@@ -202,7 +202,7 @@ def _checked(totals: RunTotals) -> list[str]:
 def _cost(totals: RunTotals) -> str:
     rows = _dollars(totals.cost_usd, totals.cost_unknown, "tasks")
     spent = _dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
-    return f"cost {rows} for these, {spent} spent by the run in all"
+    return f"cost of these tasks {rows}, spent in total {spent}"
 
 
 def _dollars(known: float, unknown: int, what: str) -> str:

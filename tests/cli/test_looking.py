@@ -74,21 +74,23 @@ def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
     assert text.count("⟨U+001B⟩[31mred⟨U+001B⟩]0;title⟨U+0007⟩ ⟨U+202E⟩back") >= 7
 
 
-def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
+def test_a_prefix_of_an_id_is_enough_if_it_is_unique(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
-    with pytest.raises(RunDirError, match="no record has the id 'nobody', or one that begins so"):
+    with pytest.raises(RunDirError, match="no record with id or id prefix 'nobody'"):
         StoredRun(run_dir).record("nobody")
-    with pytest.raises(RunDirError, match=r"several ids: .*plain"):
+    with pytest.raises(RunDirError, match=r"several ids begin with .*plain"):
         StoredRun(run_dir).record("")
     missing = run(cwd, "show", "r", "nobody")
     assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.startswith("error: trajectories/r: no record has the id 'nobody'")
+    assert missing.stderr.startswith(
+        "error: trajectories/r: no record with id or id prefix 'nobody'"
+    )
 
 
 def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> None:
     head, *listed = shown(cwd, "r").splitlines()
-    assert head == f"trajectories/r: {len(ROWS)} conversations with a record, the last first"
+    assert head == f"trajectories/r: {len(ROWS)} finished conversations, latest first"
     assert sorted(line.split()[0] for line in listed if "⟨" not in line) == sorted(
         row["id"] for row in ROWS if row["id"] != HOSTILE_ID
     )
@@ -113,7 +115,7 @@ def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
     assert run(tmp_path, **SCRIPTED).returncode == 1
     text = run(tmp_path, "status", "r").stdout
     assert "in flight" not in text
-    assert "\nbegun and not finished 1, the next start goes on with them\n  short " in text
+    assert "\nunfinished 1, the next start continues them\n  short " in text
 
 
 @pytest.mark.parametrize("name", ["status", "report", "export", "show"])
@@ -122,7 +124,7 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name
     assert (done.returncode, done.stderr) == (
         2,
         "error: trajectories/nope: no such run; runs there: other, r; "
-        "--output_dir says where runs are\n",
+        "give their directory by --output_dir\n",
     )
 
 
@@ -137,7 +139,7 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
     (copy / "run.json").write_text(json.dumps(written))
     head = run(tmp_path, "status", "r").stdout.splitlines()[0]
     assert head == (
-        "trajectories/r: not running; the command of the run goes on with what is pending"
+        "trajectories/r: not running; the command of the run continues the pending tasks"
     )
 
 
@@ -185,7 +187,7 @@ def test_json_is_the_record(cwd: Path) -> None:
     assert StoredRun(cwd / "trajectories" / "r").record(HOSTILE_ID) == record
 
 
-def test_what_happened_inside_and_beside_a_conversation_is_shown(tmp_path: Path) -> None:
+def test_subagents_and_summaries_of_a_conversation_are_shown(tmp_path: Path) -> None:
     """Preparation first, a subagent under its call, notes and replies set aside where they were."""
     look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
     script = [
@@ -279,7 +281,7 @@ def test_compare_shows_what_ended_differently(cwd: Path) -> None:
     assert "completed -> max_turns: 1: x/<b>#?%</b> ⟨U+001B⟩[1m" in text
     assert "option max_turns: 3 -> 2" in text
     run_dir = cwd / "trajectories" / "r"
-    assert "every one of them has the same status" in as_text(
+    assert "all of them have the same status" in as_text(
         compare(StoredRun(run_dir), StoredRun(run_dir))
     )
 
@@ -321,7 +323,7 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
         text = run(tmp_path, "status", "r").stdout
         assert "\nthis start: left " in text
         assert "done 1, failed 0, running 1, " in text
-        assert "in flight 1, the longest silent first\n  held " in text
+        assert "in flight: 1, longest without an event first\n  held " in text
         assert "2 turns  runs hold, " in text
         watching = subprocess.Popen(
             command("status", "r", "--json", "--watch", "0.1"), cwd=tmp_path, stdout=subprocess.PIPE
@@ -339,7 +341,7 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     assert {task["id"] for task in rest[-1]["slowest"]} == {"held", "quick"}
 
 
-def test_status_goes_on_where_a_record_is_unreadable(cwd: Path, tmp_path: Path) -> None:
+def test_status_skips_an_unreadable_record(cwd: Path, tmp_path: Path) -> None:
     """It is left out of the slowest tasks, and named by the commands that need it."""
     for path in (cwd / "trajectories" / "other").glob("r*.*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -27,28 +27,28 @@ def training(directory: Path) -> int:
 
 class TestNarrowing:
     @pytest.mark.parametrize("dry", [("--dry_run",), pytest.param((), marks=pytest.mark.slow)])
-    def test_a_bound_for_a_trial_takes_no_row_away(
+    def test_max_samples_below_the_finished_tasks_is_refused(
         self, finished: Path, dry: tuple[str, ...]
     ) -> None:
         refused = run(finished, *dry, **SCRIPTED, max_samples=2)
         assert refused.returncode == 2
         assert "--max_samples=2 leaves out 6 of the 8 finished tasks" in refused.stderr
-        assert "give max_samples as before (not at all)" in refused.stderr
+        assert "leave max_samples out" in refused.stderr
         assert "--accept_config_change=max_samples" in refused.stderr
         assert training(finished) == 8
         assert run(finished, **SCRIPTED).returncode == 0
 
     @pytest.mark.slow
-    def test_fewer_samples_are_no_less(self, tmp_path: Path) -> None:
+    def test_fewer_samples_than_finished_are_refused(self, tmp_path: Path) -> None:
         write_rows(tmp_path / "p.jsonl", *ROWS)
         assert run(tmp_path, **SCRIPTED, num_samples=3).returncode == 0
         refused = run(tmp_path, **SCRIPTED, num_samples=2)
         assert "--num_samples=2 leaves out 8 of the 24 finished" in refused.stderr
-        assert "as before (3)" in refused.stderr
+        assert "leave num_samples at 3" in refused.stderr
         assert training(tmp_path) == 24
 
     @pytest.mark.slow
-    def test_who_wants_it_says_so_once(self, finished: Path) -> None:
+    def test_a_smaller_dataset_is_accepted_once(self, finished: Path) -> None:
         wanted: dict[str, Any] = {**SCRIPTED, "max_samples": 5}
         accepted = run(finished, **wanted, accept_config_change="max_samples")
         assert accepted.returncode == 0, accepted.stderr
@@ -62,21 +62,21 @@ class TestNarrowing:
         assert training(finished) == 8
 
     @pytest.mark.slow
-    def test_a_bound_that_leaves_out_nothing_finished_is_none(self, tmp_path: Path) -> None:
+    def test_max_samples_above_the_finished_tasks_is_accepted(self, tmp_path: Path) -> None:
         write_rows(tmp_path / "p.jsonl", *ROWS)
         assert run(tmp_path, **SCRIPTED, max_samples=3).returncode == 0
         assert run(tmp_path, **SCRIPTED, max_samples=5).returncode == 0
         assert training(tmp_path) == 5
 
     @pytest.mark.slow
-    def test_an_edit_of_the_dataset_is_one_and_a_cut_file_is_not(self, finished: Path) -> None:
+    def test_an_edited_dataset_is_accepted_and_a_cut_one_refused(self, finished: Path) -> None:
         write_rows(finished / "p.jsonl", *ROWS[2:])
         assert run(finished, **SCRIPTED).returncode == 0
         assert training(finished) == 6
         write_rows(finished / "p.jsonl", *ROWS[2:4])
         for refused in (run(finished, **SCRIPTED), run(finished, "export", "r")):
             assert refused.returncode == 2
-            assert "it no longer holds 4 of the 6 finished tasks" in refused.stderr
+            assert "4 of the 6 finished tasks of this run are no longer in it" in refused.stderr
             assert "was it cut off?" in refused.stderr
         assert training(finished) == 6
         given = {**SCRIPTED, "accept_config_change": "dataset_file"}
@@ -84,7 +84,7 @@ class TestNarrowing:
         assert training(finished) == 2
 
     @pytest.mark.slow
-    def test_a_run_anew_is_nobodys_loss(self, finished: Path) -> None:
+    def test_a_fresh_run_may_have_fewer_rows(self, finished: Path) -> None:
         seen = run(finished, "--dry_run", "--fresh", **SCRIPTED, max_samples=2)
         assert "moves trajectories/r aside" in seen.stdout
         assert run(finished, "--fresh", **SCRIPTED, max_samples=2).returncode == 0
@@ -92,7 +92,7 @@ class TestNarrowing:
 
 
 class TestDryRun:
-    def test_of_an_existing_run_it_says_what_is_done_owed_new_and_gone(
+    def test_it_shows_what_of_an_existing_run_is_done_pending_new_and_gone(
         self, tmp_path: Path
     ) -> None:
         reads = {"name": "read_file", "arguments": {"path": "x"}}
@@ -105,9 +105,9 @@ class TestDryRun:
         seen = run(tmp_path, "--dry_run", **SCRIPTED)
         assert seen.returncode == 0, seen.stderr
         assert "on disk    5 tasks done; $0.0000 spent so far" in seen.stdout
-        tried = "2 tasks: 1 failed and are tried again, 1 new since the last start"
+        tried = "2 tasks: 1 failed, to be retried, 1 new since the last start"
         assert f"to do      {tried}" in seen.stdout
-        assert "gone       3 finished tasks are no longer asked for" in seen.stdout
+        assert "removed    3 finished tasks are no longer part of the run" in seen.stdout
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
     @pytest.mark.slow
@@ -115,7 +115,7 @@ class TestDryRun:
         for option in ("--dry_run", "--on_bad_row=skip"):
             refused = run(finished, option, **SCRIPTED, temperature=0.5)
             assert refused.returncode == 2
-            assert "temperature: the run has None, now asked: 0.5" in refused.stderr
+            assert "temperature: the run has None, now 0.5" in refused.stderr
 
     def test_it_shows_the_first_prompt_as_the_model_gets_it(self, tmp_path: Path) -> None:
         turns = ("user", "first"), ("assistant", "no"), ("user", "second"), ("user", "third")
@@ -128,12 +128,12 @@ class TestDryRun:
         flags = ("--dry_run", "--state_max_turns")
         seen = run(tmp_path, *flags, **SCRIPTED, system_prompt="Be\x1b brief.")
         assert seen.returncode == 0, seen.stderr
-        assert "first      a, as the model gets it:\n  system: Be  brief." in seen.stdout
+        assert "first      a, as sent to the model:\n  system: Be  brief." in seen.stdout
         assert "20" in seen.stdout.partition("system: ")[2].partition("  user: ")[0]
         assert "  user: first\n  tools offered: " in seen.stdout
         assert "read_file" in seen.stdout.partition("tools offered: ")[2]
-        assert "1 rows hold turns behind their first user message, which are" in seen.stdout
-        assert "not sent: 2 of them the user's (a: 2)" in seen.stdout
+        assert "1 rows have turns after their first user message, which are" in seen.stdout
+        assert "not sent: 2 user turns (a: 2)" in seen.stdout
         assert not (tmp_path / "trajectories").exists()
         react = run(tmp_path, "--dry_run", **SCRIPTED, text_protocol="react")
         assert "Action:" in react.stdout

@@ -203,7 +203,7 @@ def test_killing_the_process_group_20_times(
         print(f"\n{figures}")
 
 
-def test_a_crash_leaves_a_trajectory_that_goes_on_at_its_turn(tmp_path: Path) -> None:
+def test_after_a_crash_a_conversation_resumes_at_its_turn(tmp_path: Path) -> None:
     """The records of conversations that were cut say so, and no turn in them is doubled."""
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=5, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
@@ -299,7 +299,9 @@ def stack_of(pid: int) -> str:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_one_signal_stops_in_good_order(tmp_path: Path, number: signal.Signals) -> None:
+def test_one_signal_stops_the_run_after_the_turns_in_flight(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """Running turns are finished and journaled: the next start repeats no call at all."""
     write_prompts(tmp_path / "p.jsonl", 40)
     with FakeEndpoint(turns=4, latency_s=0.2, **WRITE_A_NOTE) as endpoint:
@@ -309,7 +311,9 @@ def test_one_signal_stops_in_good_order(tmp_path: Path, number: signal.Signals) 
             assert process.wait(timeout=30) == 128 + number
         output = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in output
-        assert f"interrupted by {number.name}; nothing is lost: run the same command" in output
+        assert (
+            f"interrupted by {number.name}; finished work is safe: run the same command" in output
+        )
         assert_sums_agree(tmp_path)
         assert summary(tmp_path)["pending"] > 0
         resume_and_judge(tmp_path, options(endpoint, batch_size=8), tasks=40, endpoint=endpoint)
@@ -317,8 +321,7 @@ def test_one_signal_stops_in_good_order(tmp_path: Path, number: signal.Signals) 
     assert_sums_agree(tmp_path)
 
 
-@pytest.mark.slow
-def test_two_signals_stop_at_once(tmp_path: Path) -> None:
+def test_two_signals_stop_the_run_at_once(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 8)
     with (
         FakeEndpoint(turns=2, latency_s=60.0, **WRITE_A_NOTE) as endpoint,
@@ -394,7 +397,7 @@ def test_an_endpoint_that_others_can_listen_to_is_warned_of(
     assert ("is not encrypted" in done.stderr) is warned
 
 
-def test_passing_faults_are_waited_out(tmp_path: Path) -> None:
+def test_temporary_faults_are_retried(tmp_path: Path) -> None:
     """One call in eight fails in some way; every conversation still completes."""
     write_prompts(tmp_path / "p.jsonl", 20)
     kinds = ["http500", "http429", "disconnect", "html", "cut", "no_finish", "null", "empty"]
@@ -408,7 +411,7 @@ def test_passing_faults_are_waited_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failed_attempts_are_told_retried_by_the_next_start_and_given_up_at_last(
+def test_failed_attempts_are_reported_retried_and_finally_given_up(
     tmp_path: Path,
 ) -> None:
     write_prompts(tmp_path / "p.jsonl", 1)
@@ -482,7 +485,7 @@ def test_passing_failures_fail_their_tasks_once_the_endpoint_has_answered(tmp_pa
 
 
 @pytest.mark.slow
-def test_deaths_over_several_starts_convict_nobody_that_was_not_alone(tmp_path: Path) -> None:
+def test_deaths_over_several_starts_fail_no_task_that_was_not_alone(tmp_path: Path) -> None:
     """An operator who kills a worker in each start convicts at most the one task held alone."""
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=6, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
@@ -524,8 +527,7 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
         assert [turn["turn"] for turn in record["turns"]] == list(range(1, 13))
 
 
-@pytest.mark.slow
-def test_a_closed_terminal_stops_in_good_order(tmp_path: Path) -> None:
+def test_a_closed_terminal_stops_the_run_after_the_turns_in_flight(tmp_path: Path) -> None:
     """SIGHUP goes to the whole group; running turns are finished and journaled all the same."""
     write_prompts(tmp_path / "p.jsonl", 8)
     with FakeEndpoint(turns=3, latency_s=0.3, **WRITE_A_NOTE) as endpoint:
@@ -533,7 +535,7 @@ def test_a_closed_terminal_stops_in_good_order(tmp_path: Path) -> None:
             wait_until(lambda: endpoint.journal()["in_flight"] >= 8)
             os.killpg(process.pid, signal.SIGHUP)
             assert process.wait(timeout=30) == 128 + signal.SIGHUP
-        assert "8 under way" in (tmp_path / "output.txt").read_text()
+        assert "8 in flight" in (tmp_path / "output.txt").read_text()
         assert run(tmp_path, **options(endpoint)).returncode == 0
         assert endpoint.journal()["requests"] == 24
 
@@ -580,7 +582,7 @@ def test_strange_files_in_the_run_directory_stop_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_conversation_that_begins_anew_finds_an_empty_workspace(tmp_path: Path) -> None:
+def test_a_conversation_that_starts_over_has_an_empty_workspace(tmp_path: Path) -> None:
     """What is left of one whose journal was lost belongs to nobody."""
     look = {"name": "list_files", "arguments": {}}
     write_rows(
@@ -606,7 +608,7 @@ def test_a_conversation_that_begins_anew_finds_an_empty_workspace(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", ">/dev/full", "2>/dev/full"])
-def test_a_run_without_anybody_who_listens_is_not_lost(tmp_path: Path, closed: str) -> None:
+def test_a_run_with_closed_output_completes(tmp_path: Path, closed: str) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]}, {})
     line = " ".join(command(**{**RUN, "model": "scripted"})) + " " + closed
     assert subprocess.run(["sh", "-c", line], cwd=tmp_path).returncode == 0
@@ -665,7 +667,7 @@ def test_a_changed_meaning_is_refused_and_named(tmp_path: Path) -> None:
     assert run(tmp_path, **given, concurrency=3).returncode == 0, "not part of the meaning"
     refused = run(tmp_path, **given, temperature=0.5)
     assert refused.returncode == 2
-    assert "temperature: the run has None, now asked: 0.5" in refused.stderr
+    assert "temperature: the run has None, now 0.5" in refused.stderr
     accepted = run(tmp_path, **given, temperature=0.5, accept_config_change="temperature")
     assert accepted.returncode == 0
     assert run(tmp_path, "--fresh", **given).returncode == 0
@@ -674,7 +676,7 @@ def test_a_changed_meaning_is_refused_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_the_run_and_it_goes_on_later(tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_run_and_the_next_start_resumes(tmp_path: Path) -> None:
     """Files may grow to 40 KB: one message, exit 4, and after that a clean resume."""
     write_prompts(tmp_path / "p.jsonl", 60)
     with FakeEndpoint(turns=3, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
@@ -755,7 +757,7 @@ def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> No
         tmp_path, dataset_file="mine.jsonl", model="scripted", run_name="mine", output_dir="."
     )
     assert done.returncode == 2
-    assert "mine.jsonl: the training file of this run goes there" in done.stderr
+    assert "mine.jsonl: the training file of this run would overwrite" in done.stderr
     assert (tmp_path / "mine.jsonl").read_bytes() == before
 
 
@@ -780,7 +782,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         "import sys; sys.argv = ['batch_runner.py', '--help']; import batch_runner\n"
         "try: batch_runner.main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'httpx2', 'aiohttp', 'genai_prices', 'asyncio'}\n"
+        "heavy = {'httpx2', 'aiohttp', 'genai_prices', 'asyncio', 'openai', 'anthropic'}\n"
         "print('LOADED', sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -162,7 +162,7 @@ def test_a_budget_in_dollars_works_where_only_the_user_knows_the_price(tmp_path:
         # Of nobody's table: dollars per token, so that the sums are plain to see.
         own = orjson.dumps({"m": {"input": 1_000, "output": 100_000, "cache_read": 0}}).decode()
         seen = run(tmp_path, "--dry_run", **asked_for, prices=own)
-        assert "prices: yours, $1000 in and $100000 out per million tokens ($0 cache" in seen.stdout
+        assert "your prices: $1000 in and $100000 out per million tokens ($0 cache" in seen.stdout
         stopped = run(tmp_path, **asked_for, prices=own)
     assert stopped.returncode == 3, stopped.stderr
     assert "(max_run_cost_usd) are spent" in stopped.stderr

@@ -87,7 +87,7 @@ def test_an_unknown_cost_is_no_forecast(progress: Progress) -> None:
     progress.task_ended(failure=None)
     progress.add(counters(turns=1, cost_usd=0.5, cost_unknown=True))
     words = describe(state_of(progress, running=1, limit="limit 9 (endpoint)"))
-    assert "$1.50 and unknown, limit 9 (endpoint), " in words
+    assert "$1.50 + unknown, limit 9 (endpoint), " in words
     assert "~" not in words
 
 

@@ -133,15 +133,15 @@ def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Pat
         assert (summary["done"], summary["gone"]) == (7, 1)
         assert summary["spent_usd"] == endpoint.charged
         assert summary["cost_usd"] == endpoint.charged - 300
-    in_all = f"${endpoint.charged:,.4f} spent by the run in all"
-    assert f"cost ${endpoint.charged - 300:,.4f} for these, {in_all}" in done.stdout
+    in_all = f"spent in total ${endpoint.charged:,.4f}"
+    assert f"cost of these tasks ${endpoint.charged - 300:,.4f}, {in_all}" in done.stdout
 
     # Wherever the cost is shown.
     stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
     assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
-    assert f"spent ${endpoint.charged:.4f} in all" in run(tmp_path, "stats", "r").stdout
+    assert f"spent in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
     compared = run(tmp_path, "compare", "r", "r")
-    assert re.search(r"spent in all +\$1,?500", compared.stdout), compared.stdout
+    assert re.search(r"total spent +\$1,?500", compared.stdout), compared.stdout
     run(tmp_path, "report", "r")
     assert b'"spent":{"usd":1500.0,"unknown":0}' in (run_dir / "report.html").read_bytes()
     assert run(tmp_path, "verify", "r", "--read_data").returncode == 0
@@ -155,7 +155,7 @@ def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("api", DIALECTS)
-def test_an_unreadable_reply_tells_what_it_cost_in_every_dialect(api: str) -> None:
+def test_the_cost_of_an_unreadable_reply_is_known_in_every_dialect(api: str) -> None:
     told = {
         "openai_chat": {"prompt_tokens": 7, "completion_tokens": 3, "cost": 0.5},
         "openai_responses": {"input_tokens": 7, "output_tokens": 3},

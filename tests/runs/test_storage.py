@@ -28,10 +28,12 @@ from runs.store.journal import (
     usable_prefix,
 )
 from runs.store.journal_writer import JournalWriter
+from runs.store.reader import SharedTools
 from runs.store.records import RecordFile, load_index
 from runs.supervisor.budget import BudgetLog
 from runs.supervisor.damaged import set_aside_damaged
 from runs.tasks import BadRow, task_key
+from toolsets import exact_json
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def test_the_last_record_of_a_task_counts(records: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(2, 60))
-def test_a_torn_last_record_is_set_aside_and_nothing_is_glued_to_it(
+def test_a_torn_last_record_is_quarantined_and_nothing_is_appended_to_it(
     records: Path, cut: int
 ) -> None:
     """However many bytes of the last record are missing, its task alone is to be done again."""
@@ -170,7 +172,9 @@ ODD_RECORDS = [
         *[orjson.dumps(odd) + b"\n" for odd in ODD_RECORDS],
     ],
 )
-def test_unreadable_records_are_set_aside_and_the_rest_stays(records: Path, garbage: bytes) -> None:
+def test_unreadable_records_are_quarantined_and_the_rest_stays(
+    records: Path, garbage: bytes
+) -> None:
     path = records / "records.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     whole_garbage = garbage if garbage.endswith(b"\n") else garbage + b"\n"
@@ -391,7 +395,7 @@ def test_full_segments_are_followed_by_new_ones(
     assert not list(tmp_path.iterdir())
 
 
-def test_segments_that_are_removed_under_their_writer_are_written_anew(
+def test_segments_removed_during_a_run_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full ones too, by the next event or, where none comes, at the end; the run is stopped."""
@@ -412,7 +416,7 @@ def test_segments_that_are_removed_under_their_writer_are_written_anew(
     assert turns_of(read_back(inflight, "a")) == [*range(1, 11)]
 
 
-def test_a_writer_whose_run_was_removed_closes_all_it_has_open_and_says_so(tmp_path: Path) -> None:
+def test_a_writer_whose_run_was_removed_closes_its_files_and_raises(tmp_path: Path) -> None:
     inflight = tmp_path / "run" / "inflight"
     inflight.mkdir(parents=True)
     errors: list[StorageError] = []
@@ -532,3 +536,32 @@ def test_a_file_that_was_removed_under_its_writer_is_noticed(tmp_path: Path) -> 
         with pytest.raises(StorageError, match="removed or replaced"):
             append(file, record("b"))
         file.close()
+
+
+TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"options": {"tools": []}}}}]
+
+
+def test_tools_that_many_records_offer_are_one_object() -> None:
+    loads = SharedTools().loads
+    lines = [orjson.dumps({"id": n, "tools": TOOLS, "options": {}, "model": n}) for n in range(3)]
+    first, *others = map(loads, lines)
+    assert [first, *others] == list(map(orjson.loads, lines))
+    assert all(other["tools"] is first["tools"] for other in others)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"tools": [], "options": {"x": 1, "tools": TOOLS, "options": {}}},
+        {"id": "p", "row": {"x": 1, "tools": TOOLS, "options": 2}},
+        {"id": "p", "inner": [{"x": 1, "tools": TOOLS, "options": {}}], "tools": [{"b": 1}]},
+        {"id": "p", "text": ',"tools":' + orjson.dumps(TOOLS).decode() + ',"options":'},
+        {"id": "p", "tools": [{"n": 2**70}], "options": {}},
+        {"id": "p", "tools": TOOLS},
+    ],
+    ids=["in the options", "in the row", "of a subagent", "in a text", "beyond 64 bits", "last"],
+)
+def test_tools_elsewhere_in_a_record_are_left_where_they_are(record: dict[str, Any]) -> None:
+    loads = SharedTools().loads
+    loads(orjson.dumps({"id": "p", "tools": TOOLS, "options": {}}))
+    assert loads(exact_json.dumps(record)) == record

@@ -1,0 +1,368 @@
+"""Datasets that are not plain JSONL: what is read of them, and that a run keeps them."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+import os
+import signal
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from batch_runner import main
+from runs.dataset.row import RowRules
+from runs.errors import DatasetError
+from runs.sources import file_rows
+from runs.sources.kept_dataset import KeptDataset, keep_dataset, rows_of_source
+from runs.sources.source import source_of
+from testing.fake_endpoint import FakeEndpoint
+from testing.fake_hub import REPOSITORY, REVISION, fake_hub
+from tests.running import SCRIPTED, WRITE_A_NOTE, run, started, wait_until
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "What is 2 + 2?", "expected": "4"},
+    {"id": "b", "prompt": "Zürich, \u2028 or\nBern?"},
+    {"prompt": "no id", "expected": "007"},
+]
+"""Text only, so that CSV can hold them."""
+
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+
+CSV = 'id,prompt,expected\na,What is 2 + 2?,4\nb,"Zürich, \u2028 or\nBern?",\n,no id,007\n'
+
+
+def write_jsonl(path: Path) -> None:
+    path.write_text(LINES)
+
+
+def write_list(path: Path) -> None:
+    path.write_text("\ufeff" + json.dumps(ROWS, indent=2))
+
+
+def write_gzip(path: Path) -> None:
+    path.write_bytes(gzip.compress(LINES[:40].encode()) + gzip.compress(LINES[40:].encode()))
+
+
+def write_zstd(path: Path) -> None:
+    with pa.output_stream(str(path), compression="zstd") as stream:
+        stream.write(LINES.encode())
+
+
+def write_csv(path: Path) -> None:
+    path.write_text("\ufeff" + CSV, newline="")
+
+
+def write_tsv(path: Path) -> None:
+    path.write_text(CSV.replace(",", "\t").replace("Zürich\t", "Zürich,"), newline="")
+
+
+def write_parquet(path: Path) -> None:
+    columns = {name: [row.get(name) for row in ROWS] for name in ("id", "prompt", "expected")}
+    pq.write_table(pa.table({**columns, "empty": pa.nulls(len(ROWS))}), path)
+
+
+def write_directory(path: Path) -> None:
+    (path / "more").mkdir(parents=True)
+    (path / "README.md").write_text("not data")
+    (path / ".hidden.jsonl").write_text("not data")
+    (path / "1.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (path / "more" / "1.json").write_text(json.dumps(ROWS[1:]))
+
+
+def write_saved(path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = {name: [row.get(name) for row in ROWS] for name in ("id", "prompt", "expected")}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(whole)}).save_to_disk(path)
+
+
+SOURCES = {
+    "p.jsonl": write_jsonl,
+    "p.json": write_list,
+    "p.jsonl.gz": write_gzip,
+    "p.jsonl.zst": write_zstd,
+    "p.csv": write_csv,
+    "p.tsv": write_tsv,
+    "p.parquet": write_parquet,
+    "files": write_directory,
+    "saved": write_saved,
+}
+
+every_source = pytest.mark.parametrize("name", SOURCES)
+
+
+def read(path: Path) -> list[Any]:
+    """The rows of a source, read."""
+    rows = rows_of_source(source_of(path))
+    return [json.loads(row) if isinstance(row, bytes) else row for row in rows]
+
+
+def keep(source: Path, run_dir: Path, **options: Any) -> KeptDataset:
+    given: dict[str, Any] = {
+        "columns": {}, "rules": RowRules(), "max_samples": None, "writes": True, "say": print,
+    }  # fmt: skip
+    return keep_dataset(source, run_dir, **{**given, **options})
+
+
+@every_source
+def test_each_kind_of_source_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    SOURCES[name](tmp_path / name)
+    assert read(tmp_path / name) == ROWS
+
+
+def test_a_json_list_is_read_across_the_borders_of_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_rows, "_BLOCK", 7)
+    rows = [{"prompt": "x" * n, "n": [n, -1.5e3, None, {"": "]},{"}]} for n in range(40)]
+    (tmp_path / "p.json").write_text(json.dumps(rows, indent=1))
+    assert read(tmp_path / "p.json") == rows
+
+
+def test_a_json_list_keeps_long_integers_and_elements_that_are_not_rows(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('[{"n": 123456789012345678901234567890}, 12, "x", []]')
+    rows = list(rows_of_source(source_of(tmp_path / "p.json")))
+    assert rows == [b'{"n": 123456789012345678901234567890}', b"12", b'"x"', b"[]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.json", b'[{"prompt": "a"}, {"prompt"', "cannot read element 2"),
+        ("p.json", b'[{"prompt": "a"}] {}', "there is more after its end"),
+        ("p.json", b'[{"prompt": "\xff"}]', "not UTF-8"),
+        ("p.json", b"[" * 100_000, "cannot read element 1"),
+        ("p.csv", b"prompt,prompt\na,b\n", "p.csv:1: two columns have the name 'prompt'"),
+        ("p.csv", b"prompt\na,b\n", "p.csv:2: 2 cells, but the header names 1 columns"),
+        ("p.csv", b'prompt\n"a\n', "not CSV"),
+        ("p.csv", "prompt\nä\n".encode("utf-16"), "not UTF-8"),
+        ("p.parquet", b"PAR1 and then nothing", "cannot read it as Parquet"),
+        ("p.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:30], "cannot read the dataset"),
+        ("p.jsonl.gz", b"not compressed", "cannot read the dataset"),
+        ("p.jsonl.zst", b"not compressed", "cannot read the dataset"),
+    ],
+)
+def test_a_damaged_source_is_one_error_that_names_it(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=f"{name}.*") as raised:
+        read(tmp_path / name)
+    assert message in str(raised.value)
+
+
+def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(DatasetError, match="no dataset in this directory"):
+        source_of(tmp_path)
+
+
+def test_values_that_json_does_not_have(tmp_path: Path) -> None:
+    kind = pa.struct([("a", pa.int64()), ("b", pa.string())])
+    table = pa.table(
+        {
+            "prompt": ["x"],
+            "nested": pa.array([{"a": 1}], kind),
+            "list": pa.array([[{"a": None, "b": "y"}, None]], pa.list_(kind)),
+            "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),
+            "day": [datetime.date(2026, 1, 2)],
+            "price": [Decimal("1.10")],
+            "nan": [float("nan")],
+            "picture": [{"bytes": b"\x00", "path": "a.png"}],
+        }
+    )
+    pq.write_table(table, tmp_path / "p.parquet")
+    assert read(tmp_path / "p.parquet") == [
+        {
+            "prompt": "x",
+            "nested": {"a": 1},
+            "list": [{"b": "y"}, None],
+            "map": {"k": 1},
+            "day": "2026-01-02",
+            "price": "1.10",
+            "picture": {"path": "a.png"},
+        }
+    ]
+
+
+class TestKeeping:
+    def test_a_plain_file_is_read_where_it_is(self, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / "p.jsonl")
+        kept = keep(tmp_path / "p.jsonl", tmp_path / "run")
+        assert (kept.path, kept.source) == (tmp_path / "p.jsonl", None)
+        assert not (tmp_path / "run").exists()
+
+    def test_a_source_is_written_once(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "p.csv")
+        first = keep(tmp_path / "p.csv", tmp_path)
+        written = first.path.stat().st_ino
+        again = keep(tmp_path / "p.csv", tmp_path)
+        assert (again.path, again.path.stat().st_ino) == (first.path, written)
+        assert [json.loads(line) for line in first.path.read_text().split("\n")[:-1]] == ROWS
+        assert first.source is not None
+        (file,) = first.source["files"]
+        assert (file["path"], file["bytes"]) == ("p.csv", (tmp_path / "p.csv").stat().st_size)
+
+    def test_a_source_that_changed_is_written_beside_the_old_one(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "p.csv")
+        before = keep(tmp_path / "p.csv", tmp_path).path
+        with (tmp_path / "p.csv").open("a") as file:
+            file.write("c,new,\n")
+        after = keep(tmp_path / "p.csv", tmp_path).path
+        assert before.exists()
+        assert len(after.read_text().split("\n")) == len(before.read_text().split("\n")) + 1
+
+    def test_a_damaged_file_is_written_again(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "p.csv")
+        path = keep(tmp_path / "p.csv", tmp_path).path
+        whole = path.read_bytes()
+        path.write_bytes(whole.replace(b"Bern", b"Born"))
+        assert keep(tmp_path / "p.csv", tmp_path).path.read_bytes() == whole
+
+    def test_a_dry_run_leaves_nothing(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "p.csv")
+        kept = keep(tmp_path / "p.csv", tmp_path / "run", writes=False)
+        place = kept.path
+        assert place.read_text().count("\n") == len(ROWS)
+        del kept
+        assert not place.exists()
+        assert not (tmp_path / "run").exists()
+
+    def test_no_more_is_read_than_the_samples_need(self, tmp_path: Path) -> None:
+        rows = [{"prompt": ""}, *({"prompt": str(n)} for n in range(9))]
+        (tmp_path / "p.json").write_text(json.dumps(rows))
+        some = keep(tmp_path / "p.json", tmp_path, max_samples=3).path
+        assert some.read_text().count("\n") == 4  # one of them is unusable
+        assert keep(tmp_path / "p.json", tmp_path, max_samples=3).path == some
+        assert keep(tmp_path / "p.json", tmp_path, max_samples=5).path != some
+        whole = keep(tmp_path / "p.json", tmp_path).path
+        assert whole.read_text().count("\n") == len(rows)
+        assert keep(tmp_path / "p.json", tmp_path, max_samples=3).path in (some, whole)
+
+    def test_columns_are_renamed(self, tmp_path: Path) -> None:
+        rows = [{"problem": "x", "answer": 123456789012345678901, "prompt": "old", "k": 1}, 7]
+        text = "".join(json.dumps(row) + "\n" for row in rows) + "not JSON\n"
+        (tmp_path / "p.jsonl").write_text(text)
+        columns = {"prompt": "problem", "expected": "answer"}
+        path = keep(tmp_path / "p.jsonl", tmp_path, columns=columns).path
+        first, *rest = path.read_text().split("\n")
+        expected = {"prompt": "x", "expected": 123456789012345678901, "k": 1}
+        assert json.loads(first) == expected
+        assert rest == ["7", "not JSON", ""]
+
+    def test_a_column_that_no_row_has_is_named(self, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / "p.jsonl")
+        with pytest.raises(DatasetError, match=r"has no column 'promt'; did you mean 'prompt'"):
+            keep(tmp_path / "p.jsonl", tmp_path, columns={"question": "promt"})
+
+
+class TestTheHub:
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> dict[str, bytes]:
+        pytest.importorskip("datasets")
+        write_parquet(tmp_path / "p.parquet")
+        return {"data/train-0.parquet": (tmp_path / "p.parquet").read_bytes()}
+
+    def test_a_run_needs_the_hub_once(self, tmp_path: Path, files: dict[str, bytes]) -> None:
+        options = {**SCRIPTED, "enabled_toolsets": "none", "script_file": "s.json"}
+        (tmp_path / "s.json").write_text('[{"content": "done"}]')
+        home = {"HF_HOME": str(tmp_path / "home")}
+        with fake_hub(files) as (environment, asked):
+            env = {**home, **environment}
+            hub = {**options, "dataset_file": f"hf:{REPOSITORY}:train"}
+            first = run(tmp_path, env=env, **hub)
+            assert asked
+        assert first.returncode == 0, first.stderr
+        result = (tmp_path / "trajectories" / "r.jsonl").read_bytes()
+        again = run(tmp_path, env=env, **hub)
+        assert again.returncode == 0, again.stderr
+        (kept,) = (tmp_path / "trajectories" / "r").glob("dataset-*.json")
+        assert json.loads(kept.read_text())["revision"] == REVISION
+        write_jsonl(tmp_path / "p.jsonl")
+        twin = run(tmp_path, **{**options, "run_name": "twin"})
+        assert twin.returncode == 0, twin.stderr
+        assert (tmp_path / "trajectories" / "twin.jsonl").read_bytes() == result
+
+    def test_what_is_not_there_is_said(self, tmp_path: Path, files: dict[str, bytes]) -> None:
+        with fake_hub(files) as (environment, _):
+            env = {**environment, "HF_HOME": str(tmp_path / "home")}
+            unknown = run(tmp_path, "look", "hf:org/other", env=env)
+            split = run(tmp_path, "look", f"hf:{REPOSITORY}:test", env=env)
+        gone = run(tmp_path, "look", f"hf:{REPOSITORY}", env=env)
+        assert (unknown.returncode, split.returncode, gone.returncode) == (2, 2, 4)
+        assert "the hub refuses it" in unknown.stderr
+        assert "Available splits: ['train']" in split.stderr
+        assert "cannot reach the hub" in gone.stderr
+        assert "Traceback" not in unknown.stderr + split.stderr + gone.stderr
+
+    @pytest.mark.parametrize("name", ["hf:", "hf:org", "hf:a/b:train[:10]", "hf:a/b@", "hf:../b:"])
+    def test_a_name_that_is_none_is_refused(self, name: str) -> None:
+        with pytest.raises(DatasetError, match=r"hf:ORG/NAME|name of a split"):
+            source_of(Path(name))
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_each_source_resumes_to_the_same_training_file(tmp_path: Path) -> None:
+    with FakeEndpoint(turns=3, latency_s=0.2, **WRITE_A_NOTE) as endpoint:
+        options: dict[str, Any] = {
+            "model": "m", "base_url": endpoint.openai_url, "key_env": "none", "run_name": "r",
+            "enabled_toolsets": "file", "num_workers": 1,
+        }  # fmt: skip
+        results = {}
+        for name, write in SOURCES.items():
+            folder = tmp_path / f"of {name}"
+            folder.mkdir()
+            write(folder / name)
+            before = endpoint.journal()["replies"]
+            with started(folder, **options, dataset_file=name) as process:
+                wait_until(lambda count=before: endpoint.journal()["replies"] > count)
+                os.killpg(process.pid, signal.SIGKILL)
+            ended = run(folder, **options, dataset_file=name)
+            assert ended.returncode == 0, ended.stderr
+            verified = run(folder, "verify", "r")
+            assert verified.returncode == 0, verified.stdout + verified.stderr
+            results[name] = (folder / "trajectories" / "r.jsonl").read_bytes()
+    assert results["p.jsonl"].count(b"\n") == len(ROWS)
+    assert {name for name, result in results.items() if result != results["p.jsonl"]} == set()
+
+
+@pytest.mark.slow
+def test_a_run_of_a_csv_file_is_started_over_merged_and_forked(tmp_path: Path) -> None:
+    write_csv(tmp_path / "p.csv")
+    call = {"name": "list_files", "arguments": {}}
+    script = [{"tool_calls": [call]}, {"content": "done"}]
+    (tmp_path / "s.json").write_text(json.dumps(script))
+    options = {**SCRIPTED, "script_file": "s.json", "dataset_file": "p.csv"}
+    for fresh in ((), ("--fresh",)):
+        ended = run(tmp_path, *fresh, **options)
+        assert ended.returncode == 0, ended.stderr
+    for shard in ("0/2", "1/2"):
+        one = {**options, "run_name": f"s{shard[0]}", "shard": shard}
+        assert run(tmp_path, **one).returncode in (0, 2)
+    merged = run(tmp_path, "merge", "s0", "s1", into="whole")
+    assert merged.returncode == 0, merged.stderr
+    trajectories = tmp_path / "trajectories"
+    assert (trajectories / "whole.jsonl").read_bytes() == (trajectories / "r.jsonl").read_bytes()
+    resumed = run(tmp_path, **{**options, "run_name": "whole"})
+    assert resumed.returncode == 0, resumed.stderr
+    forked = run(tmp_path, "fork", "r", at_turn=1, n=1, run_name="f")
+    assert forked.returncode == 0, forked.stderr
+
+
+def test_look_shows_columns_and_proposes_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("problem,answer\nWhat is 2 + 2?,4\n")
+    shown = CliRunner().invoke(main, ["look", str(tmp_path / "p.csv")])
+    assert shown.exit_code == 0, shown.output
+    assert "0 of 1 rows can be used" in shown.output
+    assert f"--dataset_file={tmp_path / 'p.csv'} --columns prompt=problem" in shown.output
+    renamed = CliRunner().invoke(
+        main, ["look", str(tmp_path / "p.csv"), "--columns=prompt=problem,expected=answer"]
+    )
+    assert "1 of 1 rows can be used" in renamed.output
+    assert '{"prompt":"What is 2 + 2?","expected":"4"}' in renamed.output
