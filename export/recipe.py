@@ -24,15 +24,24 @@ from pydantic import (
 
 from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, Seed, split_commas
 from agent.state.trajectory import Status
-from export.conversation.style import CallStyle, EmptyThink, ReasoningStyle, Style, SystemStyle
+from export.conversation.style import (
+    CallStyle,
+    EmptyThink,
+    ReasoningStyle,
+    Style,
+    SystemStyle,
+    ToolsForm,
+)
 from export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
-from export.formats.registry import GROUP_FORMATS, KNOWN, ROW_FORMATS, TWINNED
+from export.formats.registry import COPIED, COPIES, GROUP_FORMATS, KNOWN, ROW_FORMATS
 from runs.config.loading import read_mapping
 from runs.config.option_types import AcceptedRows
 from runs.errors import ConfigError
 from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 
-FormatName = Literal["hermes", "llamafactory", "openai", "atif", "parquet", "dpo", "kto", "raw"]
+FormatName = Literal[
+    "hermes", "llamafactory", "openai", "atif", "parquet", "hf", "dpo", "kto", "raw"
+]
 assert set(get_args(FormatName)) == set(KNOWN)
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -231,6 +240,7 @@ class Recipe(_Part):
     system: SystemStyle | None = None
     empty_think: EmptyThink = "keep"
     max_tool_chars: PositiveInt | None = None
+    tools: ToolsForm | None = None
     accept_rows: AcceptedRows = ()
     """What rows are not refused for, by the reasons in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
@@ -270,16 +280,27 @@ class Recipe(_Part):
             self.system,
             self.empty_think,
             self.max_tool_chars,
+            self.tools,
             Tolerance(accepted(self.accept_rows), self.filters.control_tokens),
         )
 
     @property
     def row_formats(self) -> list[str]:
-        """The formats without their twins; where there is nothing else, those of `openai`."""
+        """The formats without copies; `openai` where only copies are asked for."""
         names = dict.fromkeys(self.formats)
-        if "parquet" in names and names.keys().isdisjoint(TWINNED):
-            names = dict.fromkeys("openai" if name == "parquet" else name for name in names)
-        return [name for name in names if name != "parquet"]
+        if not self.writes_lines:
+            names = dict.fromkeys("openai" if name in COPIES else name for name in names)
+        return [name for name in names if name not in COPIES]
+
+    @property
+    def writes_lines(self) -> bool:
+        """Whether a format that can be copied was asked for itself."""
+        return not COPIED.isdisjoint(self.formats)
+
+    @property
+    def copies_list_tools(self) -> bool:
+        """Whether tools are a list in directories of `datasets`, which need no flag for it."""
+        return self.tools != "text"
 
     @property
     def tolerances(self) -> list[Tolerance]:

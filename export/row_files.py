@@ -205,12 +205,15 @@ class SplitFiles:
         make: MakeWriter,
         *,
         shard_bytes: int | None,
+        name: str | None = None,
     ) -> None:
+        """Files of a split lie in a folder of its own if it has shards, or a `name` for them."""
         self._place = place
         self._folder = folder
         self._suffix = suffix
         self._make = make
         self._shard_bytes = shard_bytes
+        self._file_name = name
         self._splits: dict[str, _Shards] = {}
 
     def write(self, split: str, line: bytes) -> None:
@@ -246,9 +249,9 @@ class SplitFiles:
         count = len(shards.done)
         for number, (path, rows, size, digest) in enumerate(shards.done):
             final = f"{self._folder}/{split}.{self._suffix}"
-            if self._shard_bytes is not None:
+            if self._shard_bytes is not None or self._file_name is not None:
                 # A folder of its own, for loaders that are given a folder and read all in it.
-                name = f"{split}-{number:05}-of-{count:05}.{self._suffix}"
+                name = f"{self._file_name or split}-{number:05}-of-{count:05}.{self._suffix}"
                 final = f"{self._folder}/{split}/{name}"
             self._place.rename(path, final)
             written.append(Written(final, rows, size, digest))

@@ -80,6 +80,9 @@ class Tool:
     """The function's first argument is the `ToolContext`."""
     check: Callable[[dict[str, Any]], None] | None = None
     """Checks the arguments if there is no model; raises `ArgumentsError`."""
+    quick: bool = False
+    """A plain function that takes microseconds and waits for nothing: it runs in the event loop,
+    while others run in a thread. All conversations of the worker wait for it."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -123,7 +126,11 @@ class Tool:
 
 
 def tool(
-    *, name: str | None = None, idempotent: bool = False, sequential: bool = False
+    *,
+    name: str | None = None,
+    idempotent: bool = False,
+    sequential: bool = False,
+    quick: bool = False,
 ) -> Callable[[F], Tool]:
     """Make a `Tool` from a typed function.
 
@@ -156,6 +163,7 @@ def tool(
             idempotent=idempotent,
             sequential=sequential,
             takes_context=takes_context,
+            quick=quick,
         )
 
     return build

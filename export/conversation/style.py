@@ -14,6 +14,7 @@ ReasoningStyle = Literal["inline", "field", "last", "none"]
 CallStyle = Literal["keep", "split"]
 SystemStyle = Literal["saved", "omit"]
 EmptyThink = Literal["keep", "omit"]
+ToolsForm = Literal["text", "list"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Style:
     """Whether a turn of `hermes` without reasoning opens with an empty think block."""
     max_tool_chars: int | None = None
     """Longest tool result, in characters; of longer ones the middle is cut."""
+    tools: ToolsForm | None = None
+    """Whether formats with messages hold tools as JSON text or as a list."""
     tolerance: Tolerance = STRICT
     """Which flaws of a conversation are let pass."""
 

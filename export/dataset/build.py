@@ -23,6 +23,7 @@ from export.dataset.splits import Splits
 from export.filters.duplicates import NearDuplicates, said_in
 from export.filters.filters import RecordFilters
 from export.filters.verdicts import Verdicts
+from export.formats.registry import COPIES
 from export.recipe import Recipe
 from export.record_order import RecordOrder, Seen
 from export.row_files import FileTarget, Hashing, Written
@@ -305,8 +306,10 @@ def _by_reward(candidate: Candidate) -> float:
 
 def _versions(recipe: Recipe) -> dict[str, str]:
     names = ["batch-trajectories"]
-    if "parquet" in recipe.formats:
+    if not COPIES.isdisjoint(recipe.formats):
         names.append("pyarrow")
+    if "hf" in recipe.formats:
+        names.append("datasets")
     if recipe.filters.near_duplicates is not None:
         names.append("rensa")
     if recipe.filters.secrets == "all":

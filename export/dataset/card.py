@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import yaml
 
+from export.formats.columns import columns_of
 from export.recipe import Recipe
 
-_TURNS = {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]}
-_MESSAGES = {"list": "json"}
+_LISTS: dict[str, dict[str, Any]] = {
+    "turns": {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]},
+    "messages": {"list": "json"},
+}
 
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
 
@@ -61,8 +65,8 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
                 **({} if configs else {"default": True}),
             }
         )
-        if not _has_twins(manifest):  # a Parquet file says what its columns are
-            infos.append({"config_name": name, "features": _features(name)})
+        if _suffix(manifest) == ".jsonl":  # other files say what their columns are
+            infos.append({"config_name": name, "features": _features(name, recipe)})
     rows = max((part["rows"] for part in manifest["formats"]), default=0)
     size = next((name for bound, name in _SIZES if rows < bound), "n>1M")
     return {
@@ -80,10 +84,9 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
     """The configs of the hub, each with its files by split.
 
-    Its loader takes all configs of a repository for one kind of file, so where there are Parquet
-    twins it is given these alone.
+    Its loader takes all configs of a repository for one kind of file.
     """
-    suffix = ".parquet" if _has_twins(manifest) else ".jsonl"
+    suffix = _suffix(manifest)
     for part in manifest["formats"]:
         found: dict[str, list[str]] = {}
         for file in part["files"]:
@@ -99,36 +102,17 @@ def _pattern(path: str) -> str:
     return f"{folder}/*.{name.rpartition('.')[2]}" if "-of-" in name else path
 
 
-def _has_twins(manifest: Mapping[str, Any]) -> bool:
-    paths = (file["path"] for part in manifest["formats"] for file in part["files"])
-    return any(path.endswith(".parquet") for path in paths)
+def _suffix(manifest: Mapping[str, Any]) -> str:
+    """The kind of file that the hub is to load: Parquet, else JSON lines, else Arrow."""
+    files = (file["path"] for part in manifest["formats"] for file in part["files"])
+    written = {PurePath(path).suffix for path in files}
+    return next((kind for kind in (".parquet", ".jsonl") if kind in written), ".arrow")
 
 
-def _features(name: str) -> list[dict[str, Any]]:
-    def column(name: str, dtype: str = "string") -> dict[str, Any]:
-        return {"name": name, "dtype": dtype}
-
-    def messages(*names: str) -> list[dict[str, Any]]:
-        return [{"name": name, **_MESSAGES} for name in names]
-
-    if name == "dpo":
-        columns = [*messages("prompt", "chosen", "rejected"), column("tools")]
-        return [column("id"), *columns, column("metadata")]
-    if name == "kto":
-        columns = [*messages("prompt", "completion"), column("label", "bool"), column("tools")]
-        return [column("id"), *columns, column("metadata")]
-    turns = {"name": "conversations", **_TURNS}
-    own = [column("partial", "bool"), column("api_calls", "int64")] if name == "hermes" else []
+def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
+    columns = columns_of(name, lists_tools=recipe.tools == "list")
     return [
-        column("id"),
-        *(messages("messages") if name == "openai" else [turns]),
-        column("tools"),
-        column("completed", "bool"),
-        *own,
-        column("num_turns", "int64"),
-        column("num_tool_calls", "int64"),
-        column("has_reasoning", "bool"),
-        column("metadata"),
+        {"name": column, **_LISTS.get(kind, {"dtype": kind})} for column, kind in columns.items()
     ]
 
 

@@ -1,7 +1,8 @@
 """The directory of a dataset: rows, card, manifest; replaced together, and checked again at will.
 
     <format>/<split>.jsonl          rows; with shards <format>/<split>/<split>-00000-of-00003.jsonl
-    <format>_parquet/...            their Parquet twins
+    <format>_parquet/...            copies as Parquet
+    <format>_hf/                    copies that `datasets.load_from_disk` loads
     llamafactory/dataset_info.json  how LLaMA-Factory is to read its rows
     rejects.jsonl                   {"id", "status", "format" (null: in none), "reason", "detail"}
     README.md                       the card
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from export.dataset.build import SCHEMA_VERSION, Source, judge_answers, write_rows
 from export.dataset.card import card
+from export.formats.arrow import datasets_frame
 from export.formats.llamafactory import dataset_info
 from export.recipe import Recipe
 from export.row_files import FileTarget, Nowhere, Staging, Written
@@ -163,6 +165,8 @@ def _make(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
         if part["format"] == "llamafactory":
             content = dataset_info(_loaded_by_llamafactory(manifest["run"]["name"], part))
             others.append(_write(place, "llamafactory/dataset_info.json", _indented(content)))
+        for path, content in _loaded_by_datasets(part, recipe).items():
+            others.append(_write(place, path, _indented(content)))
     others.append(_write(place, "README.md", card(manifest, recipe).encode()))
     return {**manifest, "other_files": [file.to_json() for file in others]}
 
@@ -175,6 +179,16 @@ def _loaded_by_llamafactory(name: str, part: Mapping[str, Any]) -> dict[str, str
         if folder == "llamafactory":
             found[f"{name}_{file['split']}"] = rest.partition("/")[0]
     return found
+
+
+def _loaded_by_datasets(part: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """What a directory of `datasets` holds beside its rows, by path."""
+    files = [file for file in part["files"] if file["path"].endswith(".arrow")]
+    if not files:
+        return {}
+    name = part["format"]
+    frame = datasets_frame(name, files, lists_tools=recipe.copies_list_tools)
+    return {f"{name}_hf/{path}": content for path, content in frame.items()}
 
 
 def _write(place: FileTarget, path: str, content: bytes) -> Written:

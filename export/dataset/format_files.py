@@ -12,11 +12,11 @@ from export.conversation.reading import Conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import styled
 from export.conversation.validity import Reason, Rejected
-from export.formats.parquet import parquet_writer
+from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
-from export.formats.registry import GROUP_FORMATS, ROW_FORMATS, TWINNED, Format
+from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
 from export.recipe import Recipe
-from export.row_files import FileTarget, LineWriter, SplitFiles
+from export.row_files import FileTarget, LineWriter, MakeWriter, SplitFiles
 from runs.store.checksum import without_checksum
 
 Why = tuple[str, str]
@@ -90,24 +90,25 @@ class _Lengths:
 
 
 class _Files:
-    """Lines and, where asked for, their twin; and the counts."""
+    """JSON lines and the copies asked for, by split and with their counts."""
 
-    def __init__(
-        self, name: str, place: FileTarget, recipe: Recipe, *, lines: bool, twin: bool
-    ) -> None:
+    def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
+        """Raises `ConfigError` where a package is missing."""
         self.name = name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
+
+        def files(folder: str, suffix: str, make: MakeWriter, **named: str) -> SplitFiles:
+            return SplitFiles(place, folder, suffix, make, shard_bytes=shard_bytes, **named)
+
         self._outputs = []
-        if lines:
-            self._outputs.append(
-                SplitFiles(place, name, "jsonl", LineWriter, shard_bytes=shard_bytes)
-            )
-        if twin:
-            folder = f"{name}_parquet"
-            make = parquet_writer(name)
-            self._outputs.append(
-                SplitFiles(place, folder, "parquet", make, shard_bytes=shard_bytes)
-            )
+        copies = recipe.formats if name in COPIED else ()
+        if recipe.writes_lines or not copies:
+            self._outputs.append(files(name, "jsonl", LineWriter))
+        if "parquet" in copies:
+            self._outputs.append(files(f"{name}_parquet", "parquet", parquet_writer(name)))
+        if "hf" in copies:
+            make = datasets_writer(name, lists_tools=recipe.copies_list_tools)
+            self._outputs.append(files(f"{name}_hf", "arrow", make, name="data"))
         self._splits = list(recipe.splits)
         self._rows = 0
         self._used = 0
@@ -145,8 +146,8 @@ class _Files:
 class _RowFiles(_Files):
     """A format with one row per record."""
 
-    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, **outputs: bool) -> None:
-        super().__init__(format.name, place, recipe, **outputs)
+    def __init__(self, format: Format, place: FileTarget, recipe: Recipe) -> None:
+        super().__init__(format.name, place, recipe)
         self._format = format
         style = recipe.style.of(format.name)
         self._style = style if format.splits_calls else style.with_calls("keep")
@@ -183,8 +184,8 @@ class _RawFiles(_Files):
 class _PreferenceFiles(_Files):
     """Rows out of the samples of one prompt."""
 
-    def __init__(self, name: str, place: FileTarget, recipe: Recipe, **outputs: bool) -> None:
-        super().__init__(name, place, recipe, **outputs)
+    def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
+        super().__init__(name, place, recipe)
         self._style = recipe.style.of(name)
         self._preference = recipe.preference
 
@@ -214,17 +215,13 @@ class _PreferenceFiles(_Files):
 
 
 def open_formats(recipe: Recipe, place: FileTarget) -> list[FormatFiles]:
-    """Begin the files of all formats of a recipe. Raises `ConfigError` without pyarrow."""
-    has_twins = "parquet" in recipe.formats
-    alone = has_twins and set(recipe.formats).isdisjoint(TWINNED)
+    """Begin the files of all formats of a recipe. Raises `ConfigError` without a package."""
     formats: list[FormatFiles] = []
     for name in recipe.row_formats:
-        twin = has_twins and name in TWINNED
-        outputs = {"lines": not (alone and twin), "twin": twin}
         if name in ROW_FORMATS:
-            formats.append(_RowFiles(ROW_FORMATS[name], place, recipe, **outputs))
+            formats.append(_RowFiles(ROW_FORMATS[name], place, recipe))
         elif name in GROUP_FORMATS:
-            formats.append(_PreferenceFiles(name, place, recipe, **outputs))
-        elif name == "raw":
-            formats.append(_RawFiles(name, place, recipe, **outputs))
+            formats.append(_PreferenceFiles(name, place, recipe))
+        else:
+            formats.append(_RawFiles(name, place, recipe))
     return formats

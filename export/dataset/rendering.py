@@ -89,7 +89,9 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
         return text
 
     def render(row: Mapping[str, Any]) -> Rendered:
-        tools = json.loads(row["tools"])
+        tools = row["tools"]
+        if isinstance(tools, str):
+            tools = json.loads(tools)
         try:
             text = apply(row["messages"], tools)
             marks = _Marks()

@@ -24,14 +24,15 @@ from export.conversation.tolerance import Flaw, Tolerance
 from export.conversation.tools import Tools, once
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import common_columns
+from toolsets.exact_json import within_64_bits
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
-    """One row of `messages`, `tools` (a JSON string) and the common columns; raises Rejected."""
+    """One row of `messages`, `tools` and the common columns; raises Rejected."""
     return {
         "id": conversation.record["id"],
         "messages": messages_of(conversation, style),
-        "tools": tools_json(conversation, style.tolerance),
+        "tools": tools_column(conversation, style),
         "completed": conversation.completed,
         **common_columns(conversation),
     }
@@ -48,6 +49,12 @@ def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]
     for entry in conversation.entries:
         messages.extend(_messages(entry, style.tolerance, inline=inline))
     return messages
+
+
+def tools_column(conversation: Conversation, style: Style) -> str | Tools:
+    """The tools on offer, as JSON text or as a list; raises Rejected."""
+    text = tools_json(conversation, style.tolerance)
+    return once(conversation.tools, within_64_bits) if style.tools == "list" else text
 
 
 def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 from export.conversation.reading import Conversation, Turn, lineage_of, metadata_of
 from export.conversation.row_json import compact_json
 from export.conversation.style import Style
+from export.conversation.tools import Tools
 from export.conversation.validity import Reason, Rejected
 from export.conversation.views import COUNTS
-from export.formats.openai_chat import messages_of, tools_json
+from export.formats.openai_chat import messages_of, tools_column
 from runs.store.checks import judgement_of
 
 
@@ -26,7 +27,7 @@ class Sample:
     conversation: Conversation
     prompt: Sequence[dict[str, Any]]
     completion: Sequence[dict[str, Any]]
-    tools: str
+    tools: str | Tools
     reward: float
 
     @property
@@ -54,7 +55,7 @@ def sample_of(conversation: Conversation, style: Style) -> Sample:
     )
     said = sum(isinstance(entry, str) for entry in conversation.entries[first:])
     cut = len(messages) - own - said
-    tools = tools_json(conversation, style.tolerance)
+    tools = tools_column(conversation, style)
     return Sample(conversation, messages[:cut], messages[cut:], tools, reward)
 
 

@@ -10,6 +10,7 @@ from export.conversation.reading import Conversation
 from export.conversation.style import Style
 from export.formats import atif, hermes, llamafactory
 from export.formats import openai_chat as chat
+from export.formats.columns import COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,11 @@ ROW_FORMATS: Mapping[str, Format] = {
 GROUP_FORMATS = ("dpo", "kto")
 """Formats whose rows are made of the samples of one prompt."""
 
-TWINNED = ("hermes", "llamafactory", "openai", "dpo", "kto")
-"""Formats that have a Parquet twin."""
+COPIED = frozenset(COLUMNS)
+"""Formats whose rows can be copied to other files."""
 
-KNOWN = (*ROW_FORMATS, "parquet", *GROUP_FORMATS, "raw")
+COPIES = frozenset({"parquet", "hf"})
+"""Names for such copies."""
+
+KNOWN = (*ROW_FORMATS, *sorted(COPIES, reverse=True), *GROUP_FORMATS, "raw")
 """All names, as a user may give them."""

@@ -10,6 +10,7 @@ test_hidden_reasoning     reasoning that nobody can read
 test_export_statistics    `stats`
 test_export_rendering     rows through chat templates
 test_export_dataset       datasets by recipe
+test_export_hf            directories of `datasets`
 test_export_judge         the judge of answers
 test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes

@@ -58,9 +58,19 @@ def test_written_json_reads_back_equal(value: Any) -> None:
     assert exact_json.loads(json.dumps(value)) == value
 
 
-@given(st.text("0123456789 a:", max_size=90) | st.from_regex(r"[a-z]{0,30}[0-9]{15,25}[a-z]{0,30}"))
+@given(
+    st.text('0123456789 a:."_', max_size=90) | st.from_regex(r"[a-z]{0,30}[0-9]{15,25}[a-z]{0,30}")
+)
 def test_long_digits_are_found_wherever_they_stand(text: str) -> None:
-    assert exact_json.has_long_digits(text) == bool(re.search("[0-9]{19}", text))
+    longest = re.search('(?<![0-9A-Za-z_."])[0-9]{19}', text)
+    assert exact_json.has_long_digits(text) == bool(longest)
+
+
+def test_digits_of_a_fraction_or_a_name_are_no_integer() -> None:
+    """Times of quick tools and prices have such fractions, and reading slowly takes ten times."""
+    text = '{"s": 0.0001239776611328125, "id": "call_1234567890123456789", "n": %s}'
+    assert not exact_json.has_long_digits(text % 1 * 20)
+    assert exact_json.has_long_digits(text % 1 * 20 + text % -LONG)
 
 
 def test_many_short_numbers_do_not_hide_a_long_one() -> None:

@@ -321,7 +321,6 @@ def test_one_signal_stops_the_run_after_the_turns_in_flight(
     assert_sums_agree(tmp_path)
 
 
-@pytest.mark.slow
 def test_two_signals_stop_the_run_at_once(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 8)
     with (
@@ -528,7 +527,6 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
         assert [turn["turn"] for turn in record["turns"]] == list(range(1, 13))
 
 
-@pytest.mark.slow
 def test_a_closed_terminal_stops_the_run_after_the_turns_in_flight(tmp_path: Path) -> None:
     """SIGHUP goes to the whole group; running turns are finished and journaled all the same."""
     write_prompts(tmp_path / "p.jsonl", 8)

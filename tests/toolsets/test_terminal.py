@@ -397,6 +397,15 @@ def test_an_interpreter_that_crashes_is_replaced(task: Task, code: str, exit_cod
     assert task.py("1 + 1")["value"] == "2"
 
 
+def test_an_interpreter_that_ended_between_calls_says_so(task: Task) -> None:
+    task.py("import os, threading\nthreading.Timer(0.1, os._exit, [3]).start()")
+    wait_until(lambda: "python3" not in task.out("ps -o comm --ppid $PPID").split())
+    late = task.py("1")
+    assert late["exit_code"] == 3
+    assert late["note"].startswith("[the interpreter ended; ")
+    assert task.py("1 + 1")["value"] == "2"
+
+
 def test_cells_that_fork_thread_or_return_floods(task: Task) -> None:
     code = (
         "import os\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait(); print('parent')"

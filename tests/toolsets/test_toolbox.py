@@ -110,6 +110,18 @@ def test_stop_iteration_from_a_thread_does_not_hang(context: ToolContext) -> Non
     assert call(toolbox, "fail").content == "Error executing fail: end"
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_quick_function_runs_in_the_thread_of_the_event_loop(
+    context: ToolContext, quick: bool
+) -> None:
+    @tool(quick=quick)
+    def where() -> bool:
+        """Say whether this is the main thread."""
+        return threading.current_thread() is threading.main_thread()
+
+    assert call(Toolbox([where], context), "where").content == str(quick).lower()
+
+
 def test_messages_are_cut_and_hide_the_real_root(context: ToolContext) -> None:
     secret = f"{context.workspace.root}/a.txt is " + "long " * 2000
     result = call(Toolbox([raising(OSError(secret))], context), "fail")
