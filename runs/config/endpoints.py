@@ -19,10 +19,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from agent.models.connection import KEY_REFRESH_S, Connection
+from agent.models.connection import DIRECT, KEY_REFRESH_S, Connection
 from agent.models.model import ModelSettings, Price, endpoint_id
 from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
-from agent.models.proxies import DIRECT, proxy_for
 from agent.models.resolve import Endpoint, habits_of, root_of
 from agent.options import PositiveFloat, PositiveInt
 from runs.config.plain_secrets import is_secret, names_secret
@@ -63,6 +62,8 @@ def _check_proxy(value: str) -> str:
             "HTTPS_PROXY in the environment"
         )
         raise PydanticCustomError(HOLDS_SECRET, msg)
+    from agent.models.proxies import proxy_for  # what it imports would slow down `--help`
+
     proxy_for("http://localhost", value)  # raises where that is no HTTP proxy
     return value
 
@@ -281,7 +282,8 @@ class EndpointConfig(BaseModel):
 
     def meaning(self) -> dict[str, Any]:
         """The options that affect the data, JSON-ready."""
-        return {"api": self._api, **{name: getattr(self, name) for name in _OF_MODELS}}
+        api = self._api or (self.provider_row.api if self.provider_row else None)
+        return {"api": api, **{name: getattr(self, name) for name in _OF_MODELS}}
 
     @property
     def provider_row(self) -> Provider | None:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -785,13 +786,34 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         "import sys; sys.argv = ['batch_runner.py', '--help']; import batch_runner\n"
         "try: batch_runner.main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'httpx2', 'aiohttp', 'genai_prices', 'asyncio', 'openai', 'anthropic'}\n"
+        "heavy = {'httpx2', 'aiohttp', 'genai_prices', 'asyncio', 'urllib.request'}\n"
+        "heavy |= {'openai', 'anthropic'}\n"
         "print('LOADED', sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "LOADED []" in done.stdout
+
+
+def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None:
+    """What a worker imports itself, each of them imports: here none is imported twice."""
+    write_prompts(tmp_path / "p.jsonl", 8)
+    with FakeEndpoint(turns=2, **WRITE_A_NOTE) as endpoint:
+        python, *arguments = command(**options(endpoint))
+        done = subprocess.run(
+            [python, "-X", "importtime", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    imported = Counter(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE))
+    ours = {"agent", "export", "runs", "toolsets", "aiohttp", "genai_prices", "pydantic"}
+    named = {name: times for name, times in imported.items() if name.split(".")[0] in ours}
+    assert "runs.worker.worker" in named
+    assert set(named.values()) == {1}
+    assert not {"httpx2", "toolsets.browser.browser_tools", "ray"} & imported.keys()
 
 
 @pytest.mark.slow

@@ -199,6 +199,24 @@ def test_a_request_is_that_of_the_client(name: str, api: str | None) -> None:
     assert essence(ours) == essence(other)
 
 
+def test_a_stream_is_asked_for_where_the_client_asks() -> None:
+    async def ask_for_stream(settings: ModelSettings) -> str:
+        model = open_model(settings, api_key=read_key(settings), on_retry=lambda retry: None)
+        try:
+            request = Request(HELLO.messages, on_delta=lambda event: None)
+            return (await model.complete(request)).message["content"]
+        finally:
+            await model.close()
+
+    with cloud(rotates=False) as (root, tokens):
+        assert asyncio.run(ask_for_stream(settings_of("vertex", root))) == "Yes."
+        [seen] = tokens.seen
+    assert seen.target.endswith("/publishers/anthropic/models/m:streamRawPredict")
+    assert seen.body["stream"] is True
+    assert "anthropic_version" in seen.body
+    assert "model" not in seen.body
+
+
 def test_extra_headers_and_parameters_go_through_the_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
