@@ -36,7 +36,7 @@ def fork_ahead(config: RunConfig) -> None:
         wanted = config.enabled_toolsets or ALL
         for name, toolset in TOOLSETS.items():
             if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
-                pass  # which imports them, once for all
+                len(toolset.tools)  # which imports them, once for all
         if config.model_weights().keys() != {SCRIPTED}:
             load_table()
         fork_workers(min(config.num_workers, _most_tasks(config)))
