@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
@@ -36,6 +37,7 @@ from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
 from benchmarks.engines import SYSTEM
+from benchmarks.throughput import ROOT, Work, runner
 from runs.protocol.messages import pack
 from runs.record import Provenance, dump_record, make_record
 from runs.store.files import AppendFile
@@ -48,6 +50,7 @@ from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.sandbox.inside.processes import descendants
 from toolsets.tool import tool
+from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
 
 KEPT = Path(__file__).with_suffix(".json")
@@ -131,20 +134,42 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
     }
 
 
-def instructions(url: str, conversations: int) -> int:
-    """How many instructions it takes to start and to play conversations, under valgrind."""
-    command = [
-        *("valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"),
-        *(sys.executable, "-m", "benchmarks.counts", f"--play={conversations}", f"--url={url}"),
-    ]
-    # Hashes of texts decide the order of sets, and that some of what is done.
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+async def call_tool(calls: int, directory: Path) -> None:
+    """Call one small tool many times, as a conversation does."""
+    toolbox = Toolbox([step], ToolContext(Workspace(directory / "w")))
+    for number in range(calls):
+        if (await toolbox.call("step", f'{{"number": {number}}}')).is_error:
+            msg = "the tool failed"
+            raise RuntimeError(msg)
+
+
+def instructions(command: Sequence[str], bytecode: Path) -> int:
+    """How many instructions a command takes, all its processes, under valgrind."""
+    done = _run(
+        ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *command], bytecode
+    )
+    return sum(map(int, re.findall(r"Collected : (\d+)", done)))
+
+
+def modules(command: Sequence[str], bytecode: Path) -> int:
+    """How many modules all processes of a Python command import."""
+    python, *arguments = command
+    return _run([python, "-X", "importtime", *arguments], bytecode).count("\nimport time:")
+
+
+def _run(command: Sequence[str], bytecode: Path) -> str:
+    """What a command says on standard error. Raises `RuntimeError` where it fails."""
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "0",  # hashes of texts decide the order of sets, and so what is done
+        "PYTHONPYCACHEPREFIX": str(bytecode),
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    counted = re.search(r"Collected : (\d+)", done.stderr)
-    if done.returncode or counted is None:
-        msg = f"valgrind ended with exit code {done.returncode}: {done.stderr[-2000:]}"
+    if done.returncode:
+        msg = f"{command[0]} ended with exit code {done.returncode}: {done.stderr[-2000:]}"
         raise RuntimeError(msg)
-    return int(counted[1])
+    return done.stderr
 
 
 async def use_sandboxes(name: str, sandboxes: int, commands: int, directory: Path) -> float:
@@ -195,16 +220,36 @@ def count_sandboxes(name: str) -> dict[str, float]:
 
 def count() -> dict[str, float]:
     """All counts."""
+    with tempfile.TemporaryDirectory() as bytecode:
+        return {name: round(value) for name, value in _count(Path(bytecode)).items()}
+
+
+def _count(bytecode: Path) -> dict[str, float]:
+    this = (sys.executable, "-m", "benchmarks.counts")
     with QuickEndpoint(scripted_replies(TURNS)) as endpoint:
         counts = play_in(endpoint.url, MANY)
-        few, many = (instructions(endpoint.url, n) for n in (FEW, MANY))
+        url = f"--url={endpoint.url}"
+        _run([*this, f"--play={FEW}", url], bytecode)  # compiles
+        few, many = (instructions([*this, f"--play={n}", url], bytecode) for n in (FEW, MANY))
     counts["instructions per turn"] = (many - few) / ((MANY - FEW) * TURNS)
+    few, many = (instructions([*this, f"--tool_calls={n}"], bytecode) for n in (100, 1100))
+    counts["instructions per tool call"] = (many - few) / 1000
+    command = [sys.executable, str(ROOT / "batch_runner.py"), "--help"]
+    counts["modules of --help"] = modules(command, bytecode)
+    with (
+        QuickEndpoint(scripted_replies(1)) as endpoint,
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        command = runner(Work(prompts=1, turns=1, agents=1), endpoint.url, Path(directory))
+        _run(command, bytecode)  # compiles
+        counts["modules of a run of one prompt"] = modules(command, bytecode)
+        counts["instructions of a run of one prompt"] = instructions(command, bytecode)
     for name in ("bwrap", "local"):
         if (problem := sandbox_problem(name)) is None:
             counts |= count_sandboxes(name)
         else:
             print(problem)
-    return {name: round(value) for name, value in counts.items()}
+    return counts
 
 
 def play_in(url: str, conversations: int) -> dict[str, float]:
@@ -221,6 +266,7 @@ def main() -> int:
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--sandbox", help=argparse.SUPPRESS)
     parser.add_argument("--commands", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--tool_calls", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.sandbox:
         with tempfile.TemporaryDirectory() as directory:
@@ -228,6 +274,10 @@ def main() -> int:
         return 0
     if args.play:
         play_in(args.url, args.play)
+        return 0
+    if args.tool_calls:
+        with tempfile.TemporaryDirectory() as directory:
+            asyncio.run(call_tool(args.tool_calls, Path(directory)))
         return 0
     for program in ("valgrind", "strace"):
         if shutil.which(program) is None:
@@ -241,7 +291,7 @@ def main() -> int:
     known = committed.get(version, {})
     for name, value in counts.items():
         ratio = f"{value / known[name]:6.3f} x {known[name]:,}" if name in known else "no count yet"
-        print(f"{name:<36} {value:>12,}   {ratio}")
+        print(f"{name:<36} {value:>13,}   {ratio}")
     if args.write:
         committed[version] = counts
         KEPT.write_bytes(orjson.dumps(committed, option=orjson.OPT_INDENT_2) + b"\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from itertools import islice
 
@@ -13,6 +12,7 @@ from runs.errors import ConfigError
 from runs.executors.base import Executor
 from runs.executors.local import LocalExecutor, fork_workers
 from runs.run_dir import RunDir
+from toolsets.catalog.registry import ALL, TOOLSETS
 from toolsets.extras import install
 
 
@@ -29,17 +29,21 @@ def check_executor(config: RunConfig) -> None:
 def fork_ahead(config: RunConfig) -> None:
     """Fork the workers of a start before it is planned; see `fork_workers`.
 
-    No more than can be of use: one for each core, and for each task.
+    No more than there can be tasks.
     """
     if config.executor == "local":
-        most = min(config.num_workers, os.cpu_count() or 1)
+        most = config.num_workers
         try:
             with config.dataset_file.open("rb") as file:
                 lines = sum(1 for _ in islice(file, most))
         except OSError:
             return  # planning says what is wrong with it
+        wanted = config.enabled_toolsets or ALL
+        for name, toolset in TOOLSETS.items():
+            if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
+                pass  # which imports them, once for all
         if config.model_weights().keys() != {SCRIPTED}:
-            load_table()  # once for all
+            load_table()
         fork_workers(min(most, lines * config.num_samples))
 
 

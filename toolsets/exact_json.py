@@ -135,9 +135,14 @@ def has_long_digits(text: str | bytes) -> bool:
         ):
             return True
         looks -= 1
+        if not looks:
+            return _holds_long_integer(raw)
         at = sample.find(b"000", at + 1)
-    if at < 0:
-        return False
+    return False
+
+
+def _holds_long_integer(raw: bytes) -> bool:
+    """The same for a text that holds many digits: looks at all bytes."""
     digits = raw.translate(_DIGITS_AS_ZERO)
     at = digits.find(b"0" * _DIGITS)
     while at >= 0:
@@ -145,19 +150,6 @@ def has_long_digits(text: str | bytes) -> bool:
             return True
         at = digits.find(b"0" * _DIGITS, _RUN.match(raw, at).end())  # type: ignore[union-attr]
     return False
-
-
-def _read_slowly(text: str | bytes) -> Any:
-    try:
-        return _exact_decoder.decode(text if isinstance(text, str) else text.decode())
-    except (ValueError, RecursionError) as error:
-        raise orjson.JSONDecodeError(str(error), "", 0) from None
-
-
-def _checked(value: Any) -> Any:
-    """The value; raises `TypeError` where it holds what JSON cannot, such as half an emoji."""
-    dumps(value)
-    return value
 
 
 def _with_long_integers(value: Any) -> Any:

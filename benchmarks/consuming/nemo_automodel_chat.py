@@ -10,14 +10,14 @@ from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
 
 from benchmarks.consuming import tiny
 from benchmarks.consuming.rows import rows as rows_of
-from benchmarks.consuming.templates import PER_MESSAGE, with_generation
+from benchmarks.consuming.templates import PER_MESSAGE
 
 _IGNORED = -100
 
 
 def main(directory: Path) -> None:
-    """Tokenize the JSON lines, with a template that marks what is trained on."""
-    tokenizer = tiny.tokenizer_for(directory, with_generation(PER_MESSAGE))
+    """Tokenize the JSON lines."""
+    tokenizer = tiny.tokenizer_for(directory, PER_MESSAGE)
     files = sorted(map(str, (directory / "openai").glob("*.jsonl")))
     data = ChatDataset(files, tokenizer)
     ours = list(rows_of(directory))

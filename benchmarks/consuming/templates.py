@@ -16,13 +16,3 @@ PER_MESSAGE = """{%- if tools %}<|im_start|>system
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 """Each message looks the same alone as among others."""
-
-
-def with_generation(template: str) -> str:
-    """The template with `{% generation %}` around what the model says."""
-    begin, end = "{% if m.reasoning_content %}", "<|im_end|>\n{% endfor %}{% if add"
-    marked = template.replace(begin, "{% if m.role == 'assistant' %}{% generation %}" + begin, 1)
-    said = marked.partition("{% generation %}")[2].partition(end)[0]
-    return marked.replace(
-        said + end, f"{said}{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{{% endif %}}{end}"
-    )

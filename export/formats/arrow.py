@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,27 @@ def datasets_frame(
     for split, written in splits.items():
         digest = hashlib.sha256("".join(file["sha256"] for file in written).encode()).hexdigest()
         rows = datasets.Dataset(one_row, split=datasets.NamedSplit(split), fingerprint=digest[:16])
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _without_progress_bars():
             rows.save_to_disk(folder)
             for path in sorted(Path(folder).glob("*.json")):
                 frame[f"{split}/{path.name}"] = orjson.loads(path.read_bytes())
         names = [Path(file["path"]).name for file in written]
         frame[f"{split}/state.json"]["_data_files"] = [{"filename": name} for name in names]
     return frame
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    import datasets
+
+    if datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
 
 
 class _Rows:

@@ -187,7 +187,7 @@ def test_a_run_directory_that_vanishes_stops_the_run_and_nothing_is_written_else
             assert process.wait(timeout=60) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in said
-        assert "the run directory was moved or removed" in said
+        assert "the run directory has vanished: it was moved or removed" in said
         assert_gone(process.pid)
         assert not list((tmp_path / "trajectories").iterdir()), "nothing is made where it was"
         (tmp_path / "away").rename(tmp_path / "trajectories" / "r")

@@ -339,7 +339,7 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
     assert [record["id"] for record in records(tmp_path, "b")] == ["fork.cut@2"]
     for line, words in (
         (["--at_turn=1", "--run_name=b"], "it has other branches; use another --run_name"),
-        (["--at_turn=4", "--run_name=n"], "1 left out: it does not go on after turn 4"),
+        (["--at_turn=4", "--run_name=n"], "1 left out: it does not continue after turn 4"),
     ):
         refused = run(tmp_path, "fork", "r", *line, "--n=1", "--status=max_turns")
         assert refused.returncode == 2

@@ -164,7 +164,7 @@ def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
         (["s0", "s1", "s2", "twin"], "s0 and {place}/twin are both shard 0/3; merge one of them"),
         (["s0", "other", "s2"], "other: its config differs"),
         (["s0", "edited", "s2"], "edited: its dataset has other rows"),
-        (["s0", "halves", "s2"], "halves is shard 1/2, {place}/s0 one of 3"),
+        (["s0", "halves", "s2"], "halves is shard 1/2 but {place}/s0 one of 3"),
         (["s0", "whole"], "whole is not a shard but others are"),
     ):
         place = cwd / "trajectories"

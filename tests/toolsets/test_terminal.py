@@ -101,6 +101,13 @@ def test_a_shell_keeps_directory_variables_functions_and_options(task: Task) -> 
     assert task.out("echo $?") == "1\n"
 
 
+def test_a_command_reaches_the_shell_as_it_is_in_any_locale(task: Task) -> None:
+    odd = "\\n \\\\ \\c é日𝄞 %s %b 'x' " + "y" * 5000
+    for locale in ("", "export LC_ALL=C", "export LC_ALL=POSIX; set -o posix"):
+        task.sh(locale)
+        assert task.out(f"cat <<'END'\n{odd}\nEND\n") == f"{odd}\n"
+
+
 def test_redirections_and_traces_do_not_outlast_a_call(task: Task) -> None:
     task.sh("exec >log 2>&1 </etc/passwd; echo logged")
     assert task.out("cat log; cat") == "logged\n"
