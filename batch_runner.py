@@ -4,7 +4,7 @@ From Python: `from batch_runner import RunConfig, run, open_run`; see docs/api.m
 
 Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 3 stopped
 by the run's budget, resumable · 4 stopped by the environment (credentials, credit, endpoint, disk),
-resumable · 5 the run is locked by another process · 6 `verify` found problems · 70 a defect of this
+resumable · 5 another process works on the run · 6 `verify` found problems · 70 a bug in this
 program · 129/130/143 interrupted, resumable.
 """
 
@@ -26,12 +26,11 @@ from cli.command_line import EXAMPLES, Commands
 from cli.exit_codes import fail
 from cli.fork import fork
 from cli.inspect_runs import export, merge, status, verify
-from cli.lists import distributions, errors, tools
-from cli.look import compare, report, show_one
+from cli.lists import distributions, endpoints, errors, tools
+from cli.look import compare, report, show_one, stats
 from cli.look_at_source import look
 from cli.run import estimate, import_hermes
 from cli.run import run as run_command
-from cli.stats import stats
 from runs.errors import SIGNALLED
 from runs.process.console import open_missing_streams
 from runs.process.first_process import leave_first_place
@@ -53,7 +52,7 @@ _PUBLIC = {
 
 
 def __getattr__(name: str) -> Any:
-    """What a script imports, loaded when it does: the commands need it later, or not at all."""
+    """Load public names when a script imports them: most commands do not need them."""
     if name not in _PUBLIC:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
@@ -61,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _underscored(name: str) -> str:
-    """Dashes and underscores in option and command names mean the same."""
+    """Treat dashes as underscores in names of options and commands."""
     return name.replace("-", "_")
 
 
@@ -82,13 +81,13 @@ def main() -> None:
 for command in (
     *(run_command, look, estimate, status, stats, report, show_one, compare),
     *(export, verify, merge, import_hermes, fork),
-    *(distributions, tools, errors),
+    *(distributions, tools, endpoints, errors),
 ):
     main.add_command(command)
 
 
 def cli() -> NoReturn:
-    """`main` for a shell: like click's own, but an interrupt has the exit code of its signal."""
+    """`main` for a shell: as in click, but an interrupt exits with the code of its signal."""
     leave_first_place()
     open_missing_streams()
     try:

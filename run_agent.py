@@ -59,7 +59,7 @@ FAILED_FILE = "failed_trajectories.jsonl"
 
 
 class AIAgent:
-    """An agent with tools that answers one conversation after the other.
+    """An agent with tools.
 
     Each conversation gets a fresh workspace, which is removed when it ends.
     """
@@ -83,31 +83,29 @@ class AIAgent:
         script: Sequence[dict[str, Any]] | None = None,
         output_dir: Path | str = "trajectories",
         transcript_dir: Path | str | None = None,
-        tools: Sequence[Any] | str = (),
+        tools: Sequence[Any] | str | None = None,
         mcp: Mapping[str, Any] | None = None,
         stream_handler: StreamHandler | None = None,
         approve_calls: Approve | None = None,
         web: WebSettings | None = None,
         **options: Any,
     ) -> None:
-        """Check the settings; nothing is asked or written yet.
+        """Check the settings; makes no model call and writes nothing.
 
-        `model` and `base_url` are read as by batch_runner.py: a bare name goes to OpenRouter
-        unless `base_url` says otherwise. `api_key` None takes the key from the environment.
-        `key_env` names its variable, "none" says that none is needed. `model_options` are
-        further fields of `ModelSettings`, such as temperature or reasoning_effort.
-        `max_turns` bounds the model replies. Toolsets None means all but "browser" and "web".
-        `sandbox` "local" runs commands with your own rights. `script` holds the turns that model
-        "scripted" plays.
-        With `save_trajectories`, each conversation is appended to `output_dir`, as ShareGPT.
-        `tools` are your own: functions, `Tool`s and `Toolset`s, or MODULE:ATTRIBUTE as text; they
-        are toolsets like others, functions and `Tool`s in one called "own". `mcp` are MCP
-        servers by name, as in a config file; all of them are started and asked for their tools.
-        `transcript_dir` gets a JSONL file per conversation that grows as things happen.
-        `stream_handler` is told of each `StreamEvent`, `approve_calls` is asked before each
-        tool call. `web` says how toolset "web" searches, what it may reach and where it keeps
-        pages; None means by ddgs, public addresses, nowhere. `options` are the fields of
-        `AgentOptions`.
+        `model` and `base_url` are those of batch_runner.py: a name without a prefix is a model of
+        OpenRouter unless `base_url` is given. `api_key`: None takes the key from the environment;
+        `key_env` names its variable, "none" means that no key is needed. `model_options` are
+        other fields of `ModelSettings`, such as temperature or reasoning_effort. `max_turns`
+        limits the model replies. Toolsets: None means all but "browser" and "web". `sandbox`
+        "local" runs commands with your own rights. `script` has the turns of model "scripted".
+        `save_trajectories` appends each conversation to a file in `output_dir`, as ShareGPT.
+        `tools` are your own: functions, `Tool`s and `Toolset`s, or MODULE:ATTRIBUTE as text;
+        functions and `Tool`s are in a toolset called "own". `mcp` are MCP servers by name, as in
+        a config file; all of them are started to list their tools. `transcript_dir` gets a JSONL
+        file per conversation, written during the conversation. `stream_handler` gets each
+        `StreamEvent`; `approve_calls` is called before each tool call. `web` has the settings of
+        toolset "web"; None: search with ddgs, public addresses only, no cache of pages. `options`
+        are the fields of `AgentOptions`.
 
         Raises `ValueError` (unknown model, toolset or option, missing key) and `SandboxError`.
         """
@@ -119,6 +117,9 @@ class AIAgent:
             key_env=key_env,
             **_check_model_options(model_options or {}),
         )
+        if api_key is not None and settings.connection.client is not None:
+            msg = f"api_key: the client of {model!r} has its own credentials; see key_env"
+            raise ValueError(msg)
         checked = _check_options({"max_turns": max_turns, **options})
         servers = McpServers(_listed_servers(mcp or {}))
         common = set_up(
@@ -158,7 +159,7 @@ class AIAgent:
             log.setLevel(logging.DEBUG)
 
     def chat(self, user_message: str, task_id: str | None = None) -> str:
-        """Answer one message; "" where no final answer came."""
+        """Answer one message; "" if there is no final answer."""
         return str(self.run_conversation(user_message, task_id=task_id)["final_response"])
 
     def run_conversation(
@@ -168,15 +169,14 @@ class AIAgent:
         conversation_history: Sequence[Message] | None = None,
         task_id: str | None = None,
     ) -> dict[str, Any]:
-        """Answer one message and tell all about it.
+        """Answer one message; return the answer and the whole conversation.
 
         Returns `final_response`, `messages` (the whole conversation as sent and received),
-        `status`, `stop_reason` (in words where there are any, else `status`), `completed`,
-        `partial` (ended early after at least one reply), `failed`, `interrupted`, `error` (None or
-        text), `api_calls`, `last_reasoning`, `usage`, `cost_usd`, `model`, `task_id`, `transcript`
-        (its path; None without `transcript_dir`). An endpoint that fails is a result with
-        `failed`, not an exception.
-        `conversation_history` is copied; its system message gives way to `system_message`.
+        `status`, `stop_reason` (text, or else `status`), `completed`, `partial` (ended early after
+        at least one reply), `failed`, `interrupted`, `error` (None or text), `api_calls`,
+        `last_reasoning`, `usage`, `cost_usd`, `model`, `task_id`, `transcript` (its path; None
+        without `transcript_dir`). If the endpoint fails, the result has `failed`; no exception is
+        raised. `conversation_history` is copied; `system_message` replaces its system message.
         """
         return run_here(
             self.arun_conversation(user_message, system_message, conversation_history, task_id)
@@ -229,11 +229,11 @@ class AIAgent:
         }
 
     def start_session(self, history: Sequence[Message] = ()) -> AgentSession:
-        """A session: one prompt after the other, in one workspace. Close it when done."""
+        """A session: several prompts in one workspace. Close it when done."""
         return AgentSession(self._setup, history=history)
 
     def _save(self, session: AgentSession) -> None:
-        """Append the conversation to its file; one that breaks a row rule goes to the failed."""
+        """Append the conversation to its file; invalid rows go to the file of failed ones."""
         messages, status = session.messages, session.end.status
         row: dict[str, Any] = {
             "conversations": [],
@@ -243,19 +243,15 @@ class AIAgent:
             "status": status,
         }
         try:
-            told = plain_ending(messages, session.schemas(), answered=row["completed"])
-            if told.invented:
-                raise Rejected(Reason.UNKNOWN_TOOL, told.invented[0])
+            ending = plain_ending(messages, session.schemas(), answered=row["completed"])
+            if ending.invented:
+                raise Rejected(Reason.UNKNOWN_TOOL, ending.invented[0])
             turns = session.trajectory.replies
-            row["conversations"] = to_conversations(told.messages, told.tools, turns)
+            row["conversations"] = to_conversations(ending.messages, ending.tools, turns)
             if row["completed"]:
-                check_finished(told.messages)
+                check_finished(ending.messages)
         except Rejected as rejected:
-            row |= {
-                "completed": False,
-                "rejected": str(rejected),
-                "messages": messages,
-            }
+            row |= {"completed": False, "rejected": str(rejected), "messages": messages}
         try:
             self._output_dir.mkdir(parents=True, exist_ok=True)
             name = COMPLETED_FILE if row["completed"] else FAILED_FILE
@@ -264,12 +260,12 @@ class AIAgent:
             file.sync()
             file.close()
         except (OSError, StorageError):
-            # The answer was paid for and goes to the caller all the same.
+            # The answer was paid for, so the caller still gets it.
             log.exception("the conversation was not saved in %s", self._output_dir)
 
 
 def _log_event(task_id: str, event: Event) -> None:
-    """A single conversation is not resumed, so its journal is only the log."""
+    """Log an event: a single conversation is not resumed and needs no other journal."""
     if event["kind"] == "reply":
         message = event["message"]
         calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
@@ -286,7 +282,7 @@ def _one_line(text: str) -> str:
 
 
 def _check_access(base_url: str | None, api_key: str | None) -> None:
-    """Refuse what could not be sent; raises `ValueError`."""
+    """Raise `ValueError` if the URL or the key is invalid."""
     try:
         if base_url is not None:
             check_url(base_url)
@@ -294,7 +290,7 @@ def _check_access(base_url: str | None, api_key: str | None) -> None:
         msg = f"base_url: {error}"
         raise ValueError(msg) from error
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        msg = "api_key: it holds characters that no key can have, such as an end of line"
+        msg = "api_key: it has invalid characters, such as a line end"
         raise ValueError(msg)
 
 
@@ -309,26 +305,27 @@ def _check_options(options: Mapping[str, Any]) -> AgentOptions:
 
 
 def _check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelSettings` that no other argument gives; raises `ValueError`."""
+    """Check fields of `ModelSettings` that have no argument; raises `ValueError`."""
     others = ("name", "api", "base_url", "key_env", "reference", "needs_bound")
     types = {name: of for name, of in get_type_hints(ModelSettings).items() if name not in others}
     for name, value in options.items():
         if name not in types:
-            msg = f"model_options: {name!r} is no option of a model; there are {', '.join(types)}"
+            msg = f"model_options: {name!r} is not one of the options: {', '.join(types)}"
             raise ValueError(msg)
         try:
             TypeAdapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:
-            words = mistakes_in(error)[0].reason
-            raise ValueError(f"model_options: {name}: {words} (got {value!r})") from error
+            reason = mistakes_in(error)[0].reason
+            raise ValueError(f"model_options: {name}: {reason} (got {value!r})") from error
     return dict(options)
 
 
-def _own_toolsets(tools: Sequence[Any] | str) -> tuple[Toolset, ...]:
-    """The toolsets of what was given as tools: places as text, and the things themselves."""
+def _own_toolsets(tools: Sequence[Any] | str | None) -> tuple[Toolset, ...]:
+    """The toolsets of tools that are given as MODULE:ATTRIBUTE or as objects."""
     given = tools if isinstance(tools, list | tuple) else _names(tools) or ()
-    places = tuple(one for one in given if isinstance(one, str))
-    return load_own(places) + as_toolsets(("own", one) for one in given if not isinstance(one, str))
+    places = tuple(tool for tool in given if isinstance(tool, str))
+    objects = (("own", tool) for tool in given if not isinstance(tool, str))
+    return load_own(places) + as_toolsets(objects)
 
 
 def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
@@ -346,7 +343,7 @@ def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
 
 
 def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
-    """Names as a list; also written as one text with commas, as on the command line."""
+    """A list of names; as on the command line, it can be a text with commas."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
@@ -372,37 +369,10 @@ def _list_option(name: str, help: str) -> Callable[[Any], Any]:
 @click.option("--sandbox", type=click.Choice(["bwrap", "local"]), default="bwrap")
 @click.option("--save_trajectories", is_flag=True, help="Append to trajectories/*.jsonl.")
 @click.option("--verbose_logging", is_flag=True, help="Log each turn on standard error.")
-def main(
-    prompt: str,
-    model: str,
-    base_url: str | None,
-    api: Api | None,
-    key_env: str | None,
-    system_prompt: str | None,
-    max_turns: int,
-    enabled_toolsets: str | None,
-    disabled_toolsets: str | None,
-    tools: str | None,
-    sandbox: str,
-    save_trajectories: bool,
-    verbose_logging: bool,
-) -> None:
+def main(prompt: str, **settings: Any) -> None:
     """Answer PROMPT with one agent and print its final answer."""
     try:
-        agent = AIAgent(
-            model,
-            base_url=base_url,
-            max_turns=max_turns,
-            api=api,
-            key_env=key_env,
-            system_prompt=system_prompt,
-            enabled_toolsets=enabled_toolsets,
-            disabled_toolsets=disabled_toolsets,
-            tools=tools or (),
-            sandbox=sandbox,
-            save_trajectories=save_trajectories,
-            verbose_logging=verbose_logging,
-        )
+        agent = AIAgent(**settings)
     except (ValueError, SandboxError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)

@@ -1,17 +1,17 @@
 """One conversation: messages, model clients, the loop, and the trajectory that it leaves.
 
 messages       messages and events, as they are stored
-reasoning      reasoning that stands inside text
-deadline       the seconds that a conversation may take
-stream_events  what a caller hears while a reply streams
+reasoning      reasoning inside the text of a reply, and encrypted reasoning
+deadline       the time limit of a conversation
+stream_events  events for a caller while a conversation runs
 options        the options of a conversation
 models/        model clients behind one protocol
 state/         the state of a conversation: a fold of its events
 loop/          deciding and taking the next step
-views/         models around a model, which change what it is shown
-setup          what a conversation is set up with, checked before any call
-runner         puts one conversation together and runs it
-session        prompts one after the other, for AIAgent
+views/         models around a model that change the messages it is shown
+setup          model, tools, subagents and hooks, checked before any call
+runner         assembles one conversation and runs it
+session        several prompts to one agent, for AIAgent
 flat/          conversations as flat lists, for callers with a loop of their own
 
 Other rooms import only the modules in `SEAM`.
@@ -28,6 +28,7 @@ SEAM = (
     "models.admission",
     "models.batches.base",
     "models.batches.calls",
+    "models.client.key_command",
     "models.client.open_model",
     "models.client.pool",
     "models.client.retrying",
@@ -48,9 +49,7 @@ SEAM = (
     "state.final_answer",
     "state.forking",
     "state.history",
-    "state.tally",
     "state.trajectory",
     "stream_events",
-    "views.summary",
     "views.views",
 )

@@ -1,22 +1,21 @@
-"""The time that a conversation may take: how long it was worked on, and calls cut at the end."""
+"""The time limit of a conversation: counts its time, and cuts off the call that exceeds it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Any
 
 _MARGIN_S = 0.01
-"""So much later a call is cut, so that what it took is beyond the limit whatever is rounded."""
+"""A call is cut off this much later: then its time exceeds the limit in spite of rounding."""
 
 
 @dataclass(slots=True)
 class TimeAtWork:
-    """How long model calls and tools took together; what ran side by side counts once.
+    """The time of all model and tool calls; calls that overlap count once.
 
-    Pauses between two starts and the time of a call that a crash took are not in it: no event
-    tells of them, so a conversation that is taken up again counts on from where it was.
+    Pauses between two starts, and calls that a crash interrupted, have no event and do not count.
     """
 
     seconds: float = 0.0
@@ -28,18 +27,18 @@ class TimeAtWork:
             self.seconds += ended - began  # the clock was set back
             return
         while self._spans and self._spans[-1][1] >= began:
-            before = self._spans.pop()
-            self.seconds -= before[1] - before[0]
-            began, ended = min(began, before[0]), max(ended, before[1])
+            earlier = self._spans.pop()
+            self.seconds -= earlier[1] - earlier[0]
+            began, ended = min(began, earlier[0]), max(ended, earlier[1])
         self.seconds += ended - began
         self._spans.append((began, ended))
 
 
 class Deadline:
-    """Cuts off what runs inside its `async with` once `left_s` have passed, as `TimeoutError`."""
+    """Raises `TimeoutError` inside its `async with` once `left_s` have passed."""
 
     def __init__(self, left_s: float) -> None:
-        import asyncio  # here, because --help imports this module and has no use for it
+        import asyncio  # imported here, to keep --help fast
 
         self._timeout = asyncio.timeout(max(left_s, 0.0) + _MARGIN_S)
         self.waited_s = 0.0
@@ -48,31 +47,26 @@ class Deadline:
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._timeout.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: Any) -> None:
+        await self._timeout.__aexit__(*exception)
 
     @property
     def has_passed(self) -> bool:
-        """Whether it has cut off what ran inside."""
+        """Whether it cut off the code inside."""
         return self._timeout.expired()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What is waited for inside is a turn among other conversations: it does not count."""
+        """Time inside does not count: the conversation waits for rate limits or for a batch."""
         import asyncio
 
         clock = asyncio.get_running_loop()
-        came, when = clock.time(), self._timeout.when()
+        began, when = clock.time(), self._timeout.when()
         self._timeout.reschedule(None)
         try:
             yield
         finally:
-            waited_s = clock.time() - came
+            waited_s = clock.time() - began
             self.waited_s += waited_s
             if when is not None:
                 self._timeout.reschedule(when + waited_s)

@@ -1,9 +1,8 @@
 """Messages, and the events that a conversation is made of.
 
-A message has the shape of the OpenAI chat API, with `reasoning` beside it on assistants and
-`is_error` on tool results. An event is one thing that cost money or time, or that the model was
-shown, and must survive a crash. Events are what the journal holds; replaying them gives the
-conversation back exactly.
+A message has the form of the OpenAI chat API, plus `reasoning` for assistants and `is_error` for
+tool results. An event is something that cost money or time, or that the model was shown, and must
+survive a crash. The journal is a list of events; replaying them restores the conversation exactly.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any, Literal, NotRequired, Required, TypedDict
 Role = Literal["system", "user", "assistant", "tool"]
 
 FinishReason = Literal["stop", "tool_calls", "length", "refusal", "pause", "context_exceeded"]
-"""Why a model reply ended, in one vocabulary for every API."""
+"""Why a model reply ended, in the same words for every API."""
 
 
 class FunctionCall(TypedDict):
-    """What the model asked for; `arguments` is its text, unparsed and unrepaired."""
+    """A function and its arguments, as the model wrote them: unparsed and unrepaired."""
 
     name: str
     arguments: str
@@ -26,8 +25,8 @@ class FunctionCall(TypedDict):
 class ToolCall(TypedDict):
     """One tool call of an assistant message; `id` is unique within its conversation.
 
-    Fields that are not known here (such as `extra_content`, which holds signatures) stand in it and
-    in its function as they came, and go back with it to the API that they came from.
+    Unknown fields of the call and of its function (such as `extra_content` with signatures) are
+    kept verbatim, and sent back to the API that they came from.
     """
 
     id: str
@@ -38,9 +37,9 @@ class ToolCall(TypedDict):
 class ProviderBlocks(TypedDict):
     """Parts of a reply that go back to the provider verbatim (signatures, encrypted thoughts).
 
-    In the chat dialect it is one object with all fields of the message that are not known here.
-    `api` names the adapter that wrote `blocks` and that alone may read them; whether they hold
-    thoughts that nobody can read, `agent.reasoning` knows.
+    In the chat dialect it is one object with all unknown fields of the message. `api` names the
+    dialect that wrote `blocks`; only that dialect may read them. `agent.reasoning` recognizes
+    encrypted thoughts in them.
     """
 
     api: str
@@ -48,14 +47,13 @@ class ProviderBlocks(TypedDict):
 
 
 class Message(TypedDict, total=False):
-    """One message; which keys beside `role` and `content` are present depends on the role.
+    """One message; the keys besides `role` and `content` depend on the role.
 
-    Assistant: `reasoning`, `tool_calls`, `provider_blocks`, each absent where there is none, and
-    `repairs` where something of it is not as the model wrote it ({"call": id, "name": as written},
-    {"call": "", "cut": what was cut off}), and `unusable`: why nothing in it can be acted on.
-    Tool: `tool_call_id`, `name`, `is_error`, and `details` (machine facts such as an exit code,
-    never shown to the model). `notes` names the notes that the runtime, not a tool or a user,
-    added to the content.
+    Assistant: `reasoning`, `tool_calls`, `provider_blocks`, each absent if empty; `repairs`, if
+    something is not as the model wrote it ({"call": id, "name": as written},
+    {"call": "", "cut": the text that was cut off}); and `unusable`: why it has no usable step.
+    Tool: `tool_call_id`, `name`, `is_error`, and `details` (facts such as an exit code, never
+    shown to the model). `notes` names the notes that the runtime added to the content.
     """
 
     role: Required[Role]
@@ -72,15 +70,21 @@ class Message(TypedDict, total=False):
     repairs: list[dict[str, str]]
 
 
+OWN_CHARS = "own_chars"
+"""In the details of a result: where the tool's text ends in the content, if not at its end."""
+
+OWN_FROM = "own_from"
+"""In the details of a result: where the tool's last text begins, if not at the beginning."""
+
 MOST_TOKENS = 2**44
-"""No call takes so many: a larger count is an endpoint's mistake, and its sums fit no 64 bits."""
+"""No call has as many tokens: a larger count is an endpoint's mistake, and sums could overflow."""
 
 
 class Usage(TypedDict):
     """Tokens of one model call. Every count may be None: unknown is not zero.
 
-    `input_tokens` includes cache reads and writes, and `output_tokens` includes reasoning, on
-    every API, whatever the provider's own habit of counting.
+    For every API, `input_tokens` includes cache reads and writes, and `output_tokens` includes
+    reasoning, even if the provider counts differently.
     """
 
     input_tokens: int | None
@@ -91,22 +95,21 @@ class Usage(TypedDict):
 
 
 UNREADABLE = "unreadable"
-"""A reply whose body was charged for and holds no reply: asked for again at once."""
+"""A reply whose body was paid for and cannot be read: asked for again at once."""
 
 OUT_OF_PLACE = "out_of_place"
-"""A reply whose ground in the journal was lost, by a power loss or damage: asked for again."""
+"""A reply whose earlier events a power loss or damage removed from the journal: asked for again."""
 
-PAID_ALONE = frozenset({UNREADABLE, OUT_OF_PLACE})
-"""Why replies were discarded that are held for what they cost alone: no rule looks at them."""
+COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE})
+"""Reasons of discarded replies of which only the cost matters: the rules ignore them."""
 
 
 class ReplyEvent(TypedDict):
     """One model reply. `turn` counts from 1; times are epoch seconds and seconds.
 
-    `discarded` says why a reply is no part of the conversation although it was paid for: it was
-    unusable and the model was asked again. It then has the number of the turn that it would
-    have been. `inherited` marks a reply of the conversation that this one is a branch of: it was
-    paid for there.
+    `discarded` says why a paid reply is not part of the conversation: it was unusable and the
+    model was asked again. Its `turn` is the turn that it would have been. `inherited` marks a
+    reply that a branch has from its parent conversation, which paid for it.
     """
 
     kind: Literal["reply"]
@@ -121,18 +124,19 @@ class ReplyEvent(TypedDict):
     duration_s: float
     discarded: NotRequired[str]
     extra: NotRequired[dict[str, Any]]
-    """What the reply held beyond that, such as token ids; see `Completion.extra`."""
+    """Other data of the reply, such as token ids; see `Completion.extra`."""
     inherited: NotRequired[bool]
     waited_s: NotRequired[float]
-    """How much of it was waiting for a turn; only where `max_conversation_s` needs to know."""
+    """Seconds of `duration_s` spent waiting for limits or a batch; only with
+    `max_conversation_s`."""
     batch_item: NotRequired[str]
-    """The item of a batch that brought the reply, or should have: then a live call did."""
+    """The item of a batch job that this reply is for, even if a live call brought it."""
 
 
 class CutEvent(TypedDict):
-    """A model call that was cut off, because the time of the conversation was over.
+    """A model call for turn `turn` that the time limit of the conversation cut off.
 
-    Its reply would have been that of turn `turn`, and may have cost.
+    The endpoint may have charged for it.
     """
 
     kind: Literal["cut"]
@@ -145,8 +149,8 @@ class CutEvent(TypedDict):
 class ResultEvent(TypedDict):
     """The result of call number `call` (from 0) of turn `turn`.
 
-    With `reply`, it takes the place of an earlier one in which the tool had asked the user:
-    its message holds both, and what the user said between them.
+    With `reply`, it replaces the result in which the tool asked the user: its message has that
+    result, the user's reply, and the result of the second call.
     """
 
     kind: Literal["result"]
@@ -159,10 +163,10 @@ class ResultEvent(TypedDict):
 
 
 class NoteEvent(TypedDict):
-    """Words of the runtime to the model after turn `turn`; `reason` names the rule that wrote them.
+    """A text of the runtime for the model after turn `turn`; `reason` names the rule that wrote it.
 
-    They become part of the last message, where that is a tool result or the user's, else a
-    message of the user: so roles alternate as every API and every trainer wants it.
+    It is appended to the last message if that is a tool result or a user message, else it becomes
+    a user message: roles must alternate for every API and trainer.
     """
 
     kind: Literal["note"]
@@ -173,18 +177,18 @@ class NoteEvent(TypedDict):
 
 
 class OpeningEvent(TypedDict):
-    """The messages that the conversation starts with, where they are not those of the prompt."""
+    """The messages that the conversation starts with, if they are not those of the prompt."""
 
     kind: Literal["opening"]
     messages: list[Message]
 
 
 class ResumedEvent(TypedDict):
-    """The conversation was taken up after `turn` turns by a later process.
+    """A later process resumed the conversation after `turn` turns.
 
     `interrupted` lists the ids of calls that may have run before the crash and were not run
-    again; `repeated` those that were run (again) because their tool says that this is safe.
-    `workspace_kept` is False where the tool's files did not survive.
+    again; `repeated` those that were run (again) because their tool is idempotent.
+    `workspace_kept` is False if the workspace was lost.
     """
 
     kind: Literal["resumed"]
@@ -195,13 +199,13 @@ class ResumedEvent(TypedDict):
 
 
 class ForkedEvent(TypedDict):
-    """The conversation goes on from here as a branch of another one, after its turn `turn`.
+    """The conversation continues its parent from here, as a branch after its turn `turn`.
 
-    `run` and `record` name the other one, `branch` is the number of this branch (from 0), and
-    `inherited` says what the other had cost until then ({"api_calls", "usage", "cost_usd"}).
+    `run` and `record` name the parent, `branch` is the number of this branch (from 0), and
+    `inherited` is the cost of the parent until then ({"api_calls", "usage", "cost_usd"}).
     `replay` says how its tool calls were repeated to restore the workspace: {"replayed": calls,
     "different": [{"turn", "call", "name", "result", "is_error"}], "skipped": [{"turn", "call",
-    "name", "why"}]}. What the model sees are the results of the other, whatever came of these.
+    "name", "why"}]}. The model sees the results of the parent, even where these differ.
     """
 
     kind: Literal["forked"]
@@ -213,11 +217,17 @@ class ForkedEvent(TypedDict):
     replay: dict[str, Any]
 
 
+PREPARATION = "preparation"
+SUMMARY = "summary"
+STAGES = frozenset({PREPARATION, SUMMARY})
+"""Names of inner conversations that are not subagents."""
+
+
 class SubEvent(TypedDict):
     """An event of a conversation inside this one.
 
-    `key` tells which: the id of the call that a subagent answers, or the stage it belongs to
-    ("preparation#1", "summary#2"); `name` is the subagent's or the stage's.
+    `key` is the id of the call that a subagent answers, or a stage ("preparation#1",
+    "summary#2"); `name` is that of the subagent or the stage.
     """
 
     kind: Literal["sub"]
@@ -238,6 +248,12 @@ Event = (
 )
 
 
-def is_paid_alone(event: Event) -> bool:
-    """Whether an event is a reply that is held for what it cost alone; see `PAID_ALONE`."""
-    return event["kind"] == "reply" and event.get("discarded") in PAID_ALONE
+def failure_of(result: Message) -> str | None:
+    """How a call failed; None if it did not, or if the tool itself reports the failure."""
+    failure = result.get("details", {}).get("failure")
+    return failure if result["is_error"] and isinstance(failure, str) else None
+
+
+def is_cost_only(event: Event) -> bool:
+    """Whether an event is a reply of which only the cost matters; see `COST_ONLY`."""
+    return event["kind"] == "reply" and event.get("discarded") in COST_ONLY

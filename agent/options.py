@@ -1,8 +1,7 @@
 """The options of one conversation, each defined once with its default and help.
 
-The config of a run holds these options among its own, `AIAgent` takes them as keywords, and a row
-of the dataset can set most of them for itself in its column `agent_options`. All of them
-affect the data, so they are fixed for a run.
+They are part of the config of a run; `AIAgent` takes them as keywords; a row of the dataset can set
+most of them in its column `agent_options`. All of them affect the data: they are fixed for a run.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from agent.messages import STAGES
 from agent.state.final_answer import RESERVED
 from toolsets import exact_json
 from toolsets.validation import did_you_mean, mistakes_in
@@ -33,15 +33,12 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 ROW_COLUMN = "agent_options"
 
-_STAGES = frozenset({"preparation", "summary"})
-"""Names of inner conversations that subagents must not take."""
-
 _NOT_PER_ROW = frozenset({"approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"})
 """Options that name code, other endpoints, or texts that must appear in no file."""
 
 
 def parse_json(value: Any) -> Any:
-    """Before-validator: JSON text, as flags give it, becomes the value it stands for."""
+    """Before-validator: parses JSON text, as flags give it."""
     if isinstance(value, str):
         try:
             return exact_json.loads(value)
@@ -52,14 +49,14 @@ def parse_json(value: Any) -> Any:
 
 
 def split_commas(value: Any) -> Any:
-    """Before-validator: names in one text, as flags give them, become a tuple."""
+    """Before-validator: splits names in one text, as flags give them, into a tuple."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
 def meaning(default: Any, help: str, **more: Any) -> Any:
-    """A field that decides what the data is; changing it needs a new run."""
+    """A field that affects the data; it cannot change within a run."""
     return Field(default, description=help, json_schema_extra={"meaning": True}, **more)
 
 
@@ -82,7 +79,7 @@ class Subagent(BaseModel):
     """Its description for the calling model."""
     system_prompt: str | None = None
     model: str | None = None
-    """As `--model`, at the same endpoint where it has no prefix; None takes the caller's."""
+    """As `--model`; without a prefix, at the caller's endpoint. None: the caller's model."""
     enabled_toolsets: tuple[str, ...] = ("none",)
     subagents: tuple[str, ...] = ()
     """Names of the subagents that it can call itself."""
@@ -196,9 +193,9 @@ class AgentOptions(BaseModel):
     )
 
     def given(self) -> dict[str, Any]:
-        """The options that are not the defaults, JSON-ready, without what is for no file.
+        """The options that are not defaults, JSON-ready, without texts that no file may contain.
 
-        Of subagents the names: the config of the run has the rest.
+        Subagents are given by name: the config of the run has the rest.
         """
         given = self.model_dump(mode="json", exclude_defaults=True)
         if "ephemeral_system_prompt" in given:
@@ -210,7 +207,7 @@ class AgentOptions(BaseModel):
         return given
 
     def not_on_offer(self, toolsets: Collection[str]) -> str | None:
-        """Describes toolsets of `preparation_toolsets` that are not on offer; None if all are."""
+        """Describes toolsets of `preparation_toolsets` that are not enabled; None if all are."""
         unknown = sorted(set(self.preparation_toolsets or ()) - set(toolsets))
         if not unknown:
             return None
@@ -231,7 +228,7 @@ class AgentOptions(BaseModel):
     def _subagents_fit(self) -> AgentOptions:
         names = [subagent.name for subagent in self.subagents]
         for name in names:
-            if name in RESERVED or name in _STAGES:
+            if name in RESERVED or name in STAGES:
                 msg = f"subagent {name!r}: the name is reserved"
                 raise ValueError(msg)
             if names.count(name) > 1:
@@ -240,8 +237,8 @@ class AgentOptions(BaseModel):
         for subagent in self.subagents:
             if unknown := set(subagent.subagents) - set(names):
                 msg = (
-                    f"subagent {subagent.name!r} calls unknown ones: {', '.join(sorted(unknown))} "
-                    f"(known: {', '.join(sorted(names))})"
+                    f"subagent {subagent.name!r} calls unknown subagents: "
+                    f"{', '.join(sorted(unknown))} (known: {', '.join(sorted(names))})"
                 )
                 raise ValueError(msg)
         if self.max_subagent_depth is None and (circle := _circle(self.subagents)):
@@ -267,9 +264,9 @@ def _circle(subagents: Sequence[Subagent]) -> str | None:
 
 
 def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
-    """The options of one row: those of the run, with what its column `agent_options` sets.
+    """The options of one row: those of the run, changed by its column `agent_options`.
 
-    Raises `ValueError` naming the key and what is allowed.
+    Raises `ValueError` naming the key and the allowed ones.
     """
     own = columns.get(ROW_COLUMN)
     if own is None:
@@ -291,7 +288,7 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
         return AgentOptions.model_validate({**fields, **own})
     except ValidationError as error:
         first = mistakes_in(error)[0]
-        # Only what the row itself says is repeated: options of the run may be for no file.
+        # Quote only values of the row itself: some options of the run must appear in no file.
         if not first.keys or first.keys[0] not in own:
             raise ValueError(f"`{ROW_COLUMN}`: {first.reason}") from None
         raise ValueError(f"`{ROW_COLUMN}.{first.key}`: {first.with_value()}") from None

@@ -1,4 +1,4 @@
-"""Reasoning that a model wrote inline at the start of its text, or that nobody can read."""
+"""Reasoning that a model wrote at the start of its text, and reasoning that is encrypted."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _OPENS = re.compile(r"\s*<(?:think|thinking|reasoning|REASONING_SCRATCHPAD)>")
 
 
 class InlineReasoning(NamedTuple):
-    """A text split into the reasoning at its start (None if there is none) and the rest."""
+    """A text split into the reasoning at its start, or None, and the rest."""
 
     reasoning: str | None
     rest: str
 
 
 def split_inline_reasoning(text: str) -> InlineReasoning:
-    """Lift the leading think blocks out of `text`; several in a row are joined by a blank line.
+    """Take the leading think blocks out of `text`; several are joined by a blank line.
 
-    A tag that is opened and never closed is left where it is: what follows it may be anything.
+    A block that is never closed stays in the text: nobody knows where the reasoning ends.
     """
     thoughts = []
     end = 0
@@ -37,29 +37,29 @@ def split_inline_reasoning(text: str) -> InlineReasoning:
 
 
 def opens_reasoning(text: str) -> bool:
-    """Whether `text`, its closed blocks lifted out, begins a block that it never closes."""
+    """Whether `text`, without its leading closed blocks, begins with an unclosed block."""
     return _OPENS.match(text) is not None
 
 
 def hides_reasoning(message: Mapping[str, Any], usage: Mapping[str, Any] | None) -> bool:
-    """Whether the model reasoned for a reply that holds no reasoning in words.
+    """Whether the model reasoned for a reply that has no readable reasoning.
 
-    That is told by what an API gives instead (a redacted or encrypted thought, or the signature
-    of one), or by the tokens that it counts. Some APIs seal an empty thought too, so a count of
-    zero is believed, but not against a thought of Anthropic's, which gateways count by its words.
+    The signs are a redacted or encrypted thought, the signature of a thought, or a count of
+    reasoning tokens. Some APIs encrypt empty thoughts, too: then a count of zero decides. It does
+    not decide for thoughts of Anthropic, of which gateways count only the readable text.
     """
     counted = (usage or {}).get("reasoning_tokens")
     if counted:
         return True
-    held = message.get("provider_blocks")
-    sealed = [] if held is None else [seal for block in held["blocks"] for seal in _seals(block)]
-    if "thinking" in sealed:
+    verbatim = message.get("provider_blocks")
+    hidden = [kind for block in (verbatim or {"blocks": []})["blocks"] for kind in _hidden(block)]
+    if "thinking" in hidden:
         return True
-    return counted is None and (bool(sealed) or any(map(_is_signed, message.get("tool_calls", ()))))
+    return counted is None and (bool(hidden) or any(map(_is_signed, message.get("tool_calls", ()))))
 
 
-def _seals(block: Mapping[str, Any]) -> Iterator[str]:
-    """The kind of each thought in a verbatim block that came without words, or beside them."""
+def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
+    """The kind of each encrypted or signed thought in a verbatim block."""
     kind = block.get("type")
     if kind in ("thinking", "redacted_thinking"):
         if block.get("signature") or block.get("data"):
@@ -71,15 +71,15 @@ def _seals(block: Mapping[str, Any]) -> Iterator[str]:
         if _is_signed(block):
             yield "reasoning"
         for thought in _objects(block.get("thinking_blocks")):
-            yield from _seals(thought)
+            yield from _hidden(thought)
         for detail in _objects(block.get("reasoning_details")):
             if detail.get("data") or detail.get("signature"):
                 yield "reasoning"
 
 
-def _is_signed(said: Mapping[str, Any]) -> bool:
-    """Whether a call or a message bears the signature of a thought, which Gemini puts there."""
-    extra = said.get("extra_content")
+def _is_signed(part: Mapping[str, Any]) -> bool:
+    """Whether a call or a message has the signature of a thought, as Gemini writes it."""
+    extra = part.get("extra_content")
     google = extra.get("google") if isinstance(extra, dict) else None
     return isinstance(google, dict) and bool(google.get("thought_signature"))
 

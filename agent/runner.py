@@ -1,23 +1,23 @@
-"""One conversation put together: model and views, tools, inner conversations, and the loop.
+"""Assembles one conversation from model, views, tools and inner conversations, and runs it.
 
-Batch workers, `AIAgent` and subagents all run conversations through this one door.
+Workers, `AIAgent` and subagents all use it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from agent.loop.loop import run_agent
-from agent.loop.resume import take_up
+from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
-from agent.loop.tools import AgentTools, Approve
-from agent.messages import Event, Message, OpeningEvent, SubEvent
+from agent.loop.tools import AgentTools
+from agent.messages import PREPARATION, Event, Message, OpeningEvent, SubEvent
 from agent.models.model import Model
 from agent.options import AgentOptions, Subagent
+from agent.setup import Home
 from agent.state.trajectory import Journal, Trajectory
 from agent.stream_events import StreamHandler, guarded
 from agent.views import preparation, summary
@@ -26,54 +26,37 @@ from agent.views.views import compacted_from, with_views
 from toolsets.toolbox import Toolbox
 
 
-class Host(Protocol):
-    """Where a conversation lives: gives its subagents their models and tools."""
-
-    def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
-        """The model that a subagent asks in its conversation; None where it is its caller's."""
-        ...
-
-    def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
-        """The tools of the conversation, or those of some of its toolsets."""
-        ...
-
-    def subagent_toolbox(self, agent: Subagent) -> Toolbox:
-        """The tools of a subagent, in the workspace of the conversation."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConversationRunner:
-    """All that one conversation needs; `run` carries it to its ending."""
+    """Everything that one conversation needs; `run` runs it to its ending."""
 
     trajectory: Trajectory
     spec: ConversationSpec
     model: Model
     toolbox: Toolbox
     journal: Journal
-    host: Host
+    host: Home
     subagents: Sequence[Subagent] = ()
-    """All that there are."""
+    """All subagents."""
     callable_names: Collection[str] | None = None
-    """Those of them that this conversation may call; None means all."""
-    approve: Approve | None = None
+    """The subagents that this conversation may call; None: all."""
     on_event: StreamHandler | None = None
     approved: set[bytes] = field(default_factory=set)
-    """Calls that need no more approval."""
+    """Calls that need no further approval."""
     kept: bool = True
-    """The workspace is the one that the events so far were made in."""
+    """The workspace still has the files of earlier events."""
     depth: int = 0
-    """How many conversations this one is inside of."""
+    """Nesting of this conversation in others."""
 
     async def run(self, *, taken_up: bool = False) -> Finish:
-        """Carry the conversation to its ending; see `run_agent` for what is raised.
+        """Run the conversation to its ending; see `run_agent` for the exceptions.
 
-        With `taken_up`, its events so far come from a process that has died.
+        `taken_up`: resume it; its events so far come from a process that has died.
         """
         tools = self.tools()
         spec = replace(self.spec, tool_names=tuple(tools.names))
         if taken_up:
-            take_up(
+            prepare_resume(
                 self.trajectory,
                 tools=tools,
                 spec=spec,
@@ -86,19 +69,19 @@ class ConversationRunner:
                 return end
         return await run_agent(
             self.trajectory,
-            model=self._seen_through_views(),
+            model=self._model_with_views(),
             tools=tools,
             spec=spec,
             journal=self.journal,
             on_event=self.on_event and guarded(self.on_event),
         )
 
-    async def run_on(self) -> Finish:
-        """Carry an inner conversation to its ending, from where a crash may have left it."""
+    async def run_inner(self) -> Finish:
+        """Run an inner conversation to its ending, or resume it."""
         return await self.run(taken_up=self.trajectory.api_calls() > 0)
 
     def tools(self) -> AgentTools:
-        """What the model can call."""
+        """The tools and subagents that the model can call."""
         return AgentTools(
             self.toolbox,
             self.trajectory,
@@ -108,11 +91,11 @@ class ConversationRunner:
                 for subagent in self.subagents
                 if self.callable_names is None or subagent.name in self.callable_names
             },
-            approve=self.approve,
+            approve=self.host.setup.approve,
             approved=self.approved,
         )
 
-    def _seen_through_views(self) -> Model:
+    def _model_with_views(self) -> Model:
         options = self.spec.options
         writer = self.model
         if options.text_protocol == "react":
@@ -125,7 +108,7 @@ class ConversationRunner:
         return model
 
     def _record_inner(self, key: str, name: str, event: Event) -> None:
-        """Record an event of an inner conversation that nobody else applies to it."""
+        """Journal an event of an inner conversation and apply it."""
         sub = SubEvent(kind="sub", key=key, name=name, event=event)
         self.journal(sub)
         self.trajectory.apply(sub)
@@ -133,11 +116,11 @@ class ConversationRunner:
     def _inner(
         self, key: str, name: str, opening: Sequence[Message], options: AgentOptions
     ) -> ConversationRunner:
-        """An inner conversation, begun or taken up."""
+        """An inner conversation, new or to be resumed."""
         inner = self.trajectory.begin_inner(key, name)
 
         def journal(event: Event) -> None:
-            # The inner loop applies its events itself.
+            # The inner loop applies its own events.
             self.journal(SubEvent(kind="sub", key=key, name=name, event=event))
 
         if not inner.messages:
@@ -168,23 +151,23 @@ class ConversationRunner:
             toolbox=self.host.subagent_toolbox(subagent),
             callable_names=subagent.subagents if deepest is None or inner.depth < deepest else (),
         )
-        return await inner.run_on(), inner.trajectory
+        return await inner.run_inner(), inner.trajectory
 
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
 
     async def _prepare(self, task: str) -> Finish | None:
-        """Gather context and put it into the prompts; the ending where that did not work."""
+        """Gather context and add it to the prompts; returns an ending if that failed."""
         prompt = self.trajectory.messages
         options = self.spec.options
-        own = options.model_copy(update=_PLAIN)
+        own = options.model_copy(update=_OFF_IN_PREPARATION)
         end = Finish("failed")
         for attempt in range(1, options.preparation_attempts + 1):
-            key = f"{preparation.STAGE}#{attempt}"
+            key = f"{PREPARATION}#{attempt}"
             opening = preparation.preparation_opening(task, prompt)
-            inner = self._inner(key, preparation.STAGE, opening, own)
+            inner = self._inner(key, PREPARATION, opening, own)
             inner = replace(inner, toolbox=self.host.toolbox(options.preparation_toolsets))
-            end = await inner.run_on()
+            end = await inner.run_inner()
             if end.status == "completed":
                 findings = preparation.findings_in(inner.trajectory.final_text())
                 event = OpeningEvent(
@@ -199,7 +182,7 @@ class ConversationRunner:
         return Finish("errors", f"the preparation ended as {end.status}{why}")
 
 
-_PLAIN = {
+_OFF_IN_PREPARATION = {
     "preparation": None,
     "plan": False,
     "check_expected": False,
@@ -208,11 +191,10 @@ _PLAIN = {
     "final_summary": False,
     "state_max_turns": False,
 }
-"""What a preparation does without."""
 
 
 def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
-    """Whether the model was shown any part of a conversation in short or as a summary."""
+    """Whether the model was shown any part of a conversation shortened or summarized."""
     summarized, _ = summary.latest_summary(trajectory)
     messages = trajectory.messages
     return bool(summarized) or compacted_from(messages, options.compact_after) < len(messages)

@@ -1,4 +1,4 @@
-"""A session: one prompt after the other to the same agent, in the same workspace."""
+"""A session: several prompts to one agent, in one workspace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from agent.loop.loop import close_calls
-from agent.loop.opening import with_bound_stated
+from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.tools import check_names
@@ -47,31 +47,31 @@ State = Literal["idle", "running", "done", "awaiting_input", "interrupted", "fai
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSetup:
-    """All that the sessions of one agent have in common, checked."""
+    """What all sessions of one agent share, checked."""
 
     settings: ModelSettings
     api_key: str
     common: Setup
     options: AgentOptions
     sandbox: str | None
-    """None where no tool runs commands."""
+    """None if no tool runs commands."""
     system_prompt: str | None = None
     script: Sequence[ScriptedTurn] = ()
     on_event: StreamHandler | None = None
     on_retry: Callable[[Retry], None] = lambda retry: None
     journal: Journal = lambda event: None
-    """Told of every event as it happens."""
+    """Called with every event."""
     transcript_dir: Path | None = None
     call_timeout_s: float = 300.0
     web: WebSettings | None = None
     browsers: Browsers | None = None
-    """The browser that prompts answered side by side share."""
+    """The browser that concurrent prompts share."""
     servers: McpServers | None = None
-    """The MCP servers behind the tools; they live as long as the answering of one prompt."""
+    """The MCP servers behind the tools; stopped after each prompt."""
 
 
 class AgentSession:
-    """Prompts and answers that build on each other. Use as a context manager, or `close` it.
+    """Prompts and answers in one conversation. Use it as a context manager, or `close` it.
 
     `messages` is the whole conversation so far, as sent and received.
     """
@@ -83,7 +83,7 @@ class AgentSession:
         history: Sequence[Message] = (),
         session_id: str | None = None,
     ) -> None:
-        """`history` is copied. Raises `ValueError` where no prompt could follow it."""
+        """`history` is copied. Raises `ValueError` if no prompt can follow it."""
         self.messages: list[Message] = completed_history(history)
         self._setup = setup
         self._id = session_id
@@ -101,10 +101,10 @@ class AgentSession:
         self.end = Finish("failed", "no prompt was answered yet")
         """How the last prompt ended."""
         self.error: ModelError | None = None
-        """Why the endpoint failed the last prompt, if it did."""
+        """The failure of the endpoint that ended the last prompt, if any."""
         self.transcript: Path | None = None
-        """The transcript of the last prompt; None where there is no `transcript_dir`."""
-        self._terms = ConversationSpec(setup.options)
+        """The transcript of the last prompt; None without a `transcript_dir`."""
+        self._spec = ConversationSpec(setup.options)
 
     def __enter__(self) -> AgentSession:
         return self
@@ -117,11 +117,11 @@ class AgentSession:
         return run_here(self.anew_prompt(text, expected=expected))
 
     async def anew_prompt(self, text: str, *, expected: str | None = None) -> str:
-        """Answer one prompt, after a tool asked for input the user's reply to it.
+        """Answer one prompt. If a tool has asked for input, `text` is the user's reply to it.
 
-        `expected` is compared with the answer (see option `check_expected`). Gives the answer,
-        "" without one; `end` says how it ended, `error` what was wrong with the endpoint.
-        Raises `ValueError` where `text` is blank.
+        `expected` is compared with the answer (see option `check_expected`). Returns the answer,
+        or ""; `end` says how the conversation ended, `error` why the endpoint failed. Raises
+        `ValueError` if `text` is blank.
         """
         if not text.strip():
             msg = "a prompt must not be blank"
@@ -130,16 +130,16 @@ class AgentSession:
             msg = f"the session is {'closed' if self._is_closed else 'running'}"
             raise RuntimeError(msg)
         if self._state == "awaiting_input":
-            self._terms = replace(
-                self._terms, user_replies=(*self._terms.user_replies, text), expected=expected
+            self._spec = replace(
+                self._spec, user_replies=(*self._spec.user_replies, text), expected=expected
             )
         else:
             self.trajectory = Trajectory(self._opening(text))
-            self._terms = ConversationSpec(self._setup.options, expected=expected)
+            self._spec = ConversationSpec(self._setup.options, expected=expected)
         self._state = "running"
         self.error = None
-        # What stands if this is left by an exception.
-        self.end = Finish("failed", "it was left before its ending")
+        # Stays if an exception is raised.
+        self.end = Finish("failed", "interrupted by an exception")
         played = replies_played(self.trajectory, self._setup.common)
         try:
             self.end = await self._converse()
@@ -154,7 +154,7 @@ class AgentSession:
         return self.get_last_result()
 
     def get_last_result(self) -> str:
-        """The last answer; what a tool asks, where one asks for input; "" where there is none."""
+        """The last answer; a tool's question, if it asks for input; "" if there is neither."""
         if self._state == "awaiting_input":
             return self.end.reason or ""
         return self.trajectory.final_text()
@@ -168,14 +168,14 @@ class AgentSession:
         }
 
     def finalize_failures(self) -> dict[str, str] | None:
-        """Sum failed prompts up as a `cannot_complete`; None where none failed."""
+        """The failed prompts as one `cannot_complete`; None if none failed."""
         if not self._failed_prompts:
             return None
         reason = f"{self._failed_prompts} prompts failed; the last one: {self._last_failure}"
         return {"tool": "cannot_complete", "reason": reason}
 
     def cancel(self, reason: str = "") -> None:
-        """Stop the prompt that is being answered, from any thread; the session can go on."""
+        """Stop the running prompt, from any thread; the session can continue."""
         running = self._running
         if running is not None:
             loop, task = running
@@ -183,20 +183,20 @@ class AgentSession:
             loop.call_soon_threadsafe(task.cancel)
 
     def fork(self) -> AgentSession:
-        """A session of its own that begins as this one is now, files included."""
+        """An independent session that starts as a copy of this one, files included."""
         other = AgentSession(self._setup, history=self.messages)
         other._played = self._played
         if self._state == "awaiting_input":
             other.trajectory = copy.deepcopy(self.trajectory)
-            other._terms, other.end, other._state = self._terms, self.end, self._state
+            other._spec, other.end, other._state = self._spec, self.end, self._state
         if (self._root / "workspace").exists():
             shutil.copytree(self._root / "workspace", other._root / "workspace", symlinks=True)
         return other
 
     def set_tools(self, common: Setup) -> None:
-        """Replace the tools from the next prompt on; the model is told what changed.
+        """Replace the tools from the next prompt on; a note in that prompt says what changed.
 
-        The approval hook stays. Raises `ValueError` where a name is reserved or there twice.
+        The approval hook stays. Raises `ValueError` for a reserved or repeated name.
         """
         options = self._setup.options
         names = [tool.name for tool in common.tools]
@@ -205,7 +205,7 @@ class AgentSession:
         self._setup = replace(self._setup, common=common)
 
     def close(self) -> None:
-        """Remove the workspace; no prompt can follow."""
+        """Remove the workspace and end the session."""
         self._is_closed = True
         shutil.rmtree(self._root, ignore_errors=True)
 
@@ -222,10 +222,10 @@ class AgentSession:
         if changes := self._changes_of_tools():
             prompt["content"] = f"[Tools have changed; {changes}]\n\n{text}"
             prompt["notes"] = ["tools_changed"]
-        return with_bound_stated([*opening, prompt], self._setup.options)
+        return with_turn_limit([*opening, prompt], self._setup.options)
 
     def _changes_of_tools(self) -> str:
-        """What has changed since the prompt before, in words for the model; "" for nothing."""
+        """The changes since the last prompt, in words for the model; "" if there are none."""
         now = {schema["function"]["name"] for schema in self.schemas()}
         before = now if self._known_tools is None else self._known_tools
         self._known_tools = now
@@ -233,11 +233,11 @@ class AgentSession:
         return "; ".join(f"{word}: {', '.join(sorted(names))}" for word, names in changes if names)
 
     async def _converse(self) -> Finish:
-        """Run the conversation on, from opening what it needs to closing it."""
+        """Run the conversation, and open and close what it needs."""
         setup = self._setup
         workspace = Workspace(self._root / "workspace")
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
-        resumed = bool(self.trajectory.results)  # each prompt has a shell of its own
+        resumed = bool(self.trajectory.results)  # each prompt has a new shell
         context = ToolContext(
             workspace, sandbox, web=setup.web, browsers=setup.browsers, resumed=resumed
         )
@@ -248,33 +248,36 @@ class AgentSession:
             stack.push_async_callback(context.close, remove=False)
             journal = self._open_journal(stack)
             pool = ModelPool(
-                key_of=lambda asked: key_for(asked, setup.settings, setup.api_key),
+                key_of=lambda model: key_for(model, setup.settings, setup.api_key),
                 on_retry=lambda _, retry: setup.on_retry(retry),
             )
             stack.push_async_callback(pool.close)
             home = Home(setup.common, context, pool, setup.call_timeout_s)
             conversation = ConversationRunner(
                 trajectory=self.trajectory,
-                spec=self._terms,
+                spec=self._spec,
                 model=home.model(setup.script, start=self._played),
                 toolbox=home.toolbox(),
                 journal=journal,
                 host=home,
                 subagents=setup.options.subagents,
-                approve=setup.common.approve,
                 on_event=setup.on_event,
             )
             return await self._cancellable(conversation, journal)
 
     def _open_journal(self, stack: AsyncExitStack) -> Journal:
-        """Where events go: to the caller, and to a transcript if there is to be one."""
+        """Where events go: to the caller, and to a transcript if there is a directory for it."""
         setup = self._setup
         if setup.transcript_dir is None:
             return setup.journal
         transcript = Transcript(setup.transcript_dir, self._id)
         self.transcript = transcript.path
-        asked = {"model": setup.settings.name, "messages": self.trajectory.messages}
-        transcript.write("request", **asked, tools=self.schemas())
+        transcript.write(
+            "request",
+            model=setup.settings.name,
+            messages=self.trajectory.messages,
+            tools=self.schemas(),
+        )
 
         def journal(event: Event) -> None:
             transcript.write_event(event)
@@ -321,14 +324,10 @@ _STATES: dict[str, State] = {
 
 
 def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also from inside an event loop (a notebook, say)."""
+    """Run a coroutine to its end, even inside a running event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        is_inside = False
-    else:
-        is_inside = True
-    if not is_inside:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()

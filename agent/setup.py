@@ -1,15 +1,16 @@
-"""What the conversations of a run or an `AIAgent` have in common, checked before any call."""
+"""What all conversations of a run or an `AIAgent` share, checked before any call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from agent.loop.subagents import schema_of
 from agent.loop.tools import Approve, check_names, offered
-from agent.messages import is_paid_alone
+from agent.messages import is_cost_only
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
 from agent.models.prices import is_known
@@ -26,10 +27,10 @@ from toolsets.toolbox import Toolbox
 
 @dataclass(frozen=True, slots=True)
 class SubagentSetup:
-    """What one subagent works with."""
+    """The model and tools of one subagent."""
 
     settings: ModelSettings | None
-    """None where it asks its caller's model."""
+    """None: its caller's model."""
     toolsets: tuple[Toolset, ...]
     tools: tuple[Tool, ...]
 
@@ -44,37 +45,35 @@ class Setup:
     subagents: dict[str, SubagentSetup]
     approve: Approve | None
 
-    def asked(self) -> list[ModelSettings]:
-        """The models that may be asked: that of the conversations, then those of subagents."""
+    def models(self) -> list[ModelSettings]:
+        """The model of the conversations, then those of subagents."""
         own = [agent.settings for agent in self.subagents.values() if agent.settings is not None]
         return [self.settings, *own]
 
     def unpriced(self) -> str | None:
-        """The name of a model that may be asked and whose price is unknown, or None."""
-        return next((one.name for one in self.asked() if not is_known(one)), None)
+        """The name of a model whose price is unknown, or None."""
+        return next((model.name for model in self.models() if not is_known(model)), None)
 
     def names(self) -> list[str]:
-        """The names of the toolsets of the conversations themselves."""
+        """The names of the toolsets, without those of subagents."""
         return [toolset.name for toolset in self.toolsets]
 
     def only(self, names: Collection[str]) -> Setup:
-        """This with those of its toolsets alone that are named."""
+        """A copy with only the named toolsets."""
         toolsets = tuple(toolset for toolset in self.toolsets if toolset.name in names)
         return replace(self, toolsets=toolsets, tools=tools_of(toolsets))
 
     def sandboxed(self) -> list[str]:
-        """The names of the toolsets in use that run commands."""
+        """The names of the toolsets that run commands, with those of subagents."""
         return sorted({toolset.name for toolset in self._used() if toolset.needs_sandbox})
 
     def uses(self, name: str) -> bool:
-        """Whether the toolset called `name` is in use, by conversations or by subagents."""
+        """Whether conversations or subagents use the toolset called `name`."""
         return any(toolset.name == name for toolset in self._used())
 
     def _used(self) -> list[Toolset]:
-        used = [*self.toolsets]
-        for subagent in self.subagents.values():
-            used += subagent.toolsets
-        return used
+        of_subagents = (subagent.toolsets for subagent in self.subagents.values())
+        return list(chain(self.toolsets, *of_subagents))
 
 
 def set_up(
@@ -87,12 +86,11 @@ def set_up(
     endpoints: Mapping[str, Endpoint] = MappingProxyType({}),
     known: Mapping[str, Toolset] = TOOLSETS,
 ) -> Setup:
-    """Check and resolve what options and toolsets name.
+    """Check and resolve the toolsets, models and hooks that options name.
 
-    `api_key` is that of the endpoint, None to take keys from the environment alone. `endpoints`
-    are those that models of subagents can name beside the known ones, `known` all toolsets that
-    can be named. Raises `ValueError` with a message for the user (among them `UnknownToolset`,
-    `UnknownModel` and `MissingKey`).
+    `api_key` is the key of the endpoint; None: keys come from the environment. `endpoints` are
+    further endpoints for models of subagents; `known` are all toolsets. Raises `ValueError` with a
+    message for the user (among them `UnknownToolset`, `UnknownModel` and `MissingKey`).
     """
     toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets, known=known)
     tools = tools_of(toolsets)
@@ -108,8 +106,8 @@ def set_up(
     if options.max_cost_usd is not None and (name := setup.unpriced()):
         msg = (
             f"max_cost_usd: the price of model {name!r} is unknown, so a budget in dollars cannot "
-            f"be kept; give it as prices: {{{name}: {{input: ..., output: ...}}}} in the "
-            "config of a run, or leave max_cost_usd out"
+            f"be enforced; set prices: {{{name}: {{input: ..., output: ...}}}} in the config of a "
+            "run, or leave max_cost_usd out"
         )
         raise ValueError(msg)
     return setup
@@ -136,7 +134,7 @@ def _set_up_subagent(
             except ValueError as error:
                 msg = f"subagent {agent.name!r}: {error}"
                 raise ValueError(msg) from error
-    # What is never to be offered is not offered to subagents either.
+    # Disabled toolsets are disabled for subagents, too.
     toolsets = resolve_toolsets(agent.enabled_toolsets, disabled, known=known)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *agent.subagents])
@@ -144,9 +142,9 @@ def _set_up_subagent(
 
 
 def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None) -> str:
-    """The key of a model's endpoint: the caller's where that is the same, as it was given.
+    """The key of a model's endpoint: `api_key` if it is the caller's endpoint.
 
-    `api_key` None takes it from the environment. Raises `MissingKey`.
+    Otherwise, and without an `api_key`, from the environment. Raises `MissingKey`.
     """
     if api_key is not None and settings.base_url == caller.base_url:
         return api_key
@@ -163,40 +161,41 @@ def _load(place: str) -> Approve:
 
 
 def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
-    """The schemas of all that the model of a conversation can call."""
+    """The schemas of everything that the model of a conversation can call."""
     own = [schema_of(agent) for agent in options.subagents]
     return offered([*(tool.schema for tool in setup.tools), *own], options)
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where one conversation and its subagents work; a `Host`."""
+    """Gives one conversation and its subagents their models and tools."""
 
     setup: Setup
     context: ToolContext
     pool: ModelPool
     call_timeout_s: float
     gate: Callable[[Model], Model] = lambda model: model
-    """Is put around each model."""
+    """Wraps each model."""
 
     def model(self, script: Sequence[ScriptedTurn], *, start: int) -> Model:
-        """The model of the conversation itself; "scripted" plays `script` from turn `start` on."""
+        """The model of the conversation; "scripted" plays `script` from turn `start` on."""
         if self.setup.settings.api == SCRIPTED:
             return self.gate(ScriptedModel(script, start=start))
         return self.gate(self.pool.get(self.setup.settings))
 
     def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
-        """See `Host`."""
-        tools = self.setup.tools if toolsets is None else self.setup.only(toolsets).tools
-        return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
+        """The tools of the conversation, or of some of its toolsets."""
+        return self._box(self.setup.tools if toolsets is None else self.setup.only(toolsets).tools)
 
     def subagent_toolbox(self, agent: Subagent) -> Toolbox:
-        """See `Host`."""
-        tools = self.setup.subagents[agent.name].tools
+        """The tools of a subagent, in the workspace of the conversation."""
+        return self._box(self.setup.subagents[agent.name].tools)
+
+    def _box(self, tools: Sequence[Tool]) -> Toolbox:
         return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
 
     def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
-        """See `Host`."""
+        """The model of a subagent in its conversation; None: its caller's."""
         settings = self.setup.subagents[agent.name].settings
         if settings is None:
             return None
@@ -207,9 +206,9 @@ class Home:
 
 
 def replies_played(conversation: Trajectory, setup: Setup) -> int:
-    """How many turns of its script a conversation has used up, with what it lent to others."""
+    """How many turns of its script a conversation has used, inner conversations included."""
     played = len(conversation.replies)
-    played += sum(not is_paid_alone(reply) for reply in conversation.discarded)
+    played += sum(not is_cost_only(reply) for reply in conversation.discarded)
     for inner in conversation.inner.values():
         subagent = setup.subagents.get(inner.name)
         if subagent is None or subagent.settings is None:

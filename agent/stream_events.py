@@ -1,6 +1,6 @@
-"""What a caller can watch while a conversation runs.
+"""Events for a caller while a conversation runs.
 
-Watching changes nothing but what is told: the record is the same with and without a handler.
+The record of a conversation is the same with and without a handler.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Literal, Required, TypedDict
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 StreamEventType = Literal[
     "turn_start",
@@ -23,7 +23,7 @@ StreamEventType = Literal[
 
 
 class StreamEvent(TypedDict, total=False):
-    """One thing that happened; which keys beside `type` are present depends on the type.
+    """One event; the keys besides `type` depend on the type.
 
     turn_start       turn_index (from 0; not sent for the first turn)
     text_delta, thinking_delta   text: the next part
@@ -49,10 +49,10 @@ StreamHandler = Callable[[StreamEvent], None]
 
 
 def guarded(handler: StreamHandler) -> StreamHandler:
-    """`handler`, which is left alone once it has raised: its failure must not lose a paid reply."""
+    """`handler`, no longer called once it has raised: its failure must not lose a paid reply."""
     has_failed = False
 
-    def tell(event: StreamEvent) -> None:
+    def forward(event: StreamEvent) -> None:
         nonlocal has_failed
         if has_failed:
             return
@@ -60,6 +60,6 @@ def guarded(handler: StreamHandler) -> StreamHandler:
             handler(event)
         except Exception:
             has_failed = True
-            log.exception("the stream handler failed and is told nothing more")
+            _log.exception("the stream handler failed and is not called again")
 
-    return tell
+    return forward

@@ -1,9 +1,9 @@
-"""Runs from Python: start one, read one. The commands are made of this.
+"""Runs from Python: start them and read them. The commands use this, too.
 
-start       run a config to its end, and how it ended
-stored_run  a run on disk, read while it works or afterwards
-in_flight   what the conversations in flight are doing
-results     the training files and the summary of a run
+start       start a run; how it ended
+stored_run  read a run on disk, during the run or afterwards
+in_flight   the state of conversations in flight
+results     write the training files and the summary of a run
 
 Other rooms import only the modules in `SEAM`.
 """

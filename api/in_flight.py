@@ -1,7 +1,7 @@
-"""What the conversations in flight are doing, read from their journals beside the running workers.
+"""The state of conversations in flight, read from their journals during the run.
 
-A journal holds what has happened: a call that goes on and a first reply that is waited for are
-seen by what is missing.
+A journal has only events that are over: a conversation with calls without results is running
+tools, any other is waiting for the model.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from runs.store.journal import Inflight
 def conversations_in_flight(
     inflight: Path, *, settled: Container[bytes], now: float
 ) -> list[dict[str, Any]]:
-    """One entry per unfinished conversation with journaled events, the longest silent first.
-
-    See `StoredRun.in_flight`.
-    """
+    """See `StoredRun.in_flight`."""
     journals = Inflight(inflight, read_only=True)
     journals.read(settled=settled)
     found = []
@@ -29,8 +26,8 @@ def conversations_in_flight(
         try:
             found.append(_state(journals.task_id(key), journals.events(key), now))
         except StorageError:
-            continue  # the last task of its segment has just got its record
-    return sorted(found, key=lambda one: -(one["idle_s"] or 0.0))
+            continue  # the record of the last task of its segment was just written
+    return sorted(found, key=lambda state: -(state["idle_s"] or 0.0))
 
 
 def _state(task_id: str, events: Sequence[Event], now: float) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def _names(reply: ReplyEvent) -> list[str]:
 
 
 def _ended_at(event: Mapping[str, Any]) -> float | None:
-    """When an event had happened, epoch seconds."""
+    """The end of an event, epoch seconds."""
     if event["kind"] == "sub":
         return _ended_at(event["event"])
     if "started_at" in event:

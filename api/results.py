@@ -1,4 +1,4 @@
-"""What is written at the end of a start: training files, statistics and summary."""
+"""Write the training files, statistics and summary of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 
 from export.conversation.style import style_of_run
 from export.training_files import export_run
-from runs.batch_api.totals import sum_up
+from runs.batch_api.totals import compute_batch_totals
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.run_dir import read_run_json
@@ -21,10 +21,9 @@ from runs.totals.run_totals import RunTotals, compute_totals
 def write_results(
     path: Path, scan: Scan, config: RunConfig, *, last_start: dict[str, Any] | None = None
 ) -> RunTotals:
-    """Write the training files, then the summary, both from what is on disk.
+    """Write the training files, then the summary, from the files of the run.
 
-    `last_start` is how the start went that has just ended. Without it the summary keeps what it
-    says of the last one.
+    `last_start` describes the start that has just ended; None keeps that in the summary.
     """
     export_run(
         path,
@@ -37,22 +36,22 @@ def write_results(
     totals = compute_totals(path, scan, config)
     summary = path / "summary.json"
     if last_start is None:
-        # A summary that is missing or damaged has nothing to keep.
+        # A missing or damaged summary has none.
         with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
             last_start = orjson.loads(summary.read_bytes()).get("last_start")
     content = {**totals.to_json(), "toolsets": _toolsets(path), "last_start": last_start}
-    if (batches := sum_up(path)) is not None:
+    if (batches := compute_batch_totals(path)) is not None:
         content["batches"] = batches.to_json()
     replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
     return totals
 
 
 def _toolsets(path: Path) -> list[dict[str, Any]]:
-    """In how many records each toolset was offered, beside what a distribution asks for."""
+    """The number of records that each toolset was offered in, and its share by distribution."""
     offered = orjson.loads((path / "statistics.json").read_bytes())["toolsets"]
-    asked = read_run_json(path)["meaning"].get("distribution") or {}
+    shares = read_run_json(path)["meaning"].get("distribution") or {}
     never = [
         {"toolset": name, "rows": 0, "percent": 0.0}
-        for name in sorted(asked.keys() - {one["toolset"] for one in offered})
+        for name in sorted(shares.keys() - {row["toolset"] for row in offered})
     ]
-    return [{**one, "asked_percent": asked.get(one["toolset"])} for one in (*offered, *never)]
+    return [{**row, "asked_percent": shares.get(row["toolset"])} for row in (*offered, *never)]

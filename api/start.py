@@ -1,4 +1,4 @@
-"""One start of a run, from its config to how it ended."""
+"""Start a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from api.results import write_results
 from runs.config.run_config import RunConfig
-from runs.dataset.scan import Scan, tasks_at
+from runs.dataset.scan import Scan, tasks
 from runs.errors import SIGNALLED, ConfigError, interrupted, machine_failures_as_stops
 from runs.planning.plan import Plan, make_plan, refuse_bad_rows, warn
 from runs.process.console import say
@@ -19,7 +19,7 @@ from runs.store.files import training_file_of
 from runs.totals.run_totals import RunTotals
 
 LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
-"""Shows the run in a directory inside a `with` block, and gives what takes the messages."""
+"""Shows the run in a directory inside a `with` block; yields a function that takes messages."""
 
 _IDS_SHOWN = 5
 
@@ -32,14 +32,14 @@ class RunEnd:
     """The run directory."""
     training_file: Path
     totals: RunTotals
-    """The totals of the whole run, all its starts."""
+    """Totals of the run over all its starts."""
     exit_code: int
-    """What the command returns: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by the
-    environment, 128 and the signal's number where a signal stopped it."""
+    """That of the command: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by the
+    environment, 128 plus the signal's number if a signal stopped it."""
     reason: str | None
     """Why `exit_code` is neither 0 nor 1, and what to do next."""
     stopped_by: str | None
-    """What stopped it: the environment, or its own budget."""
+    """Why the environment or the budget stopped it."""
     signal: int | None
     """The signal that stopped it."""
     is_out_of_budget: bool
@@ -53,19 +53,19 @@ def run(
     only: Collection[str] | None = None,
     progress: bool | Callable[[str], object] = True,
 ) -> RunEnd:
-    """Run all prompts of a dataset, or resume; blocks until it ends.
+    """Run all prompts of a dataset, or resume; blocks until the run ends.
 
-    Does what the command does. `fresh` moves an existing run aside, `accept_config_change` names
+    The same as the command. `fresh` moves an existing run aside, `accept_config_change` names
     options that may differ from the run's first start, `only` limits this start to the tasks with
-    these ids. `progress` True shows messages and progress on standard error, False nothing; a
-    function gets the messages, one by one.
+    these ids. `progress`: True shows messages and progress on standard error, False nothing; a
+    function gets each message.
 
     In the main thread, SIGINT, SIGTERM and SIGHUP stop the run in good order; see
     `RunEnd.signal`. Raises `RunError`: `ConfigError`, `DatasetError`, `RunDirError`, `RunLocked`,
     `EnvironmentStop`.
     """
     with machine_failures_as_stops():
-        tell = (say if progress else _nothing) if isinstance(progress, bool) else progress
+        tell = (say if progress else _discard) if isinstance(progress, bool) else progress
         plan = make_plan(config, say=tell)
         keys = None if only is None else _keys_of(plan.scan, only)
         return start(
@@ -86,13 +86,13 @@ def start(
     progress: bool | Callable[[str], object] = True,
     live_view: LiveView | None = None,
 ) -> RunEnd:
-    """Do what `run` does, from a plan; `only` are task keys."""
-    tell = (None if progress else _nothing) if isinstance(progress, bool) else progress
+    """`run` for a plan; `only` are task keys."""
+    tell = (None if progress else _discard) if isinstance(progress, bool) else progress
     warn(plan, tell or say)
     refuse_bad_rows(plan, tell or say)
-    with opened(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
-        with nullcontext(tell) if live_view is None else live_view(run_dir.path) as told:
-            outcome = run_batch(plan, run_dir, only=only, tell=told)
+    with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+        with nullcontext(tell) if live_view is None else live_view(run_dir.path) as tell:
+            outcome = run_batch(plan, run_dir, only=only, tell=tell)
         totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
     exit_code, reason = exit_of(outcome, totals, is_all=only is None)
     return RunEnd(
@@ -107,54 +107,50 @@ def start(
     )
 
 
-def opened(plan: Plan, *, fresh: bool, accept_config_change: Collection[str]) -> closing[RunDir]:
-    """The run directory of a plan, locked until the end of a `with` block."""
+def open_planned(
+    plan: Plan, *, fresh: bool, accept_config_change: Collection[str]
+) -> closing[RunDir]:
+    """Open and lock the run directory of a plan; closed at the end of a `with` block."""
+    changes = tuple(accept_config_change)
     return closing(
-        open_run_dir(
-            plan.config,
-            plan.scan,
-            api=plan.api,
-            fresh=fresh,
-            accept_changes=[key for key in ",".join(accept_config_change).split(",") if key],
-        )
+        open_run_dir(plan.config, plan.scan, api=plan.api, fresh=fresh, accept_changes=changes)
     )
 
 
 def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tuple[int, str | None]:
     """The exit code of a start, and why it is neither 0 nor 1.
 
-    `is_all` is whether it was to do all tasks.
+    `is_all`: the start was to run all tasks.
     """
     if outcome.is_out_of_budget:
         return 3, (
-            f"stopped: {outcome.stopped_by}\nNothing that was finished is lost; raise it and run "
-            "the same command again to go on."
+            f"stopped: {outcome.stopped_by}\nFinished work is safe. Raise the budget and run the "
+            "same command again to continue."
         )
     if (reason := outcome.stopped_by) is not None:
-        # What a disk refused says so itself.
+        # Some reasons include this advice.
         if "run the same command again" not in reason:
-            reason += "\nNothing that was finished is lost; mend it and run the same command again."
+            reason += "\nFinished work is safe. Fix this and run the same command again."
         return 4, f"stopped: {reason}"
     if outcome.signal is not None and (totals.pending or totals.to_retry):
         return SIGNALLED + outcome.signal, interrupted(outcome.signal)
     if totals.pending and is_all:
         return 4, (
-            f"{totals.pending:,} tasks have no record although the run has come to its end: "
-            "records.jsonl or the dataset was changed while it went on. Run the same command "
-            "again: it sets aside what is unreadable and does these tasks."
+            f"{totals.pending:,} tasks have no record although the run has ended: records.jsonl or "
+            "the dataset was changed meanwhile. Run the same command again: it sets unreadable "
+            "data aside and runs these tasks."
         )
     return (1 if totals.failed else 0), None
 
 
-def _nothing(message: str) -> None:
+def _discard(message: str) -> None:
     pass
 
 
 def _keys_of(scan: Scan, ids: Collection[str]) -> set[bytes]:
-    """The keys of the tasks with these ids. Raises `ConfigError` for ids that no task has."""
+    """The keys of the tasks with these ids. Raises `ConfigError` for unknown ids."""
     wanted = set(ids)
-    tasks = tasks_at(scan, range(scan.rows * scan.num_samples))
-    found = {task.id: task.key for task in tasks if task.id in wanted}
+    found = {task.id: task.key for task in tasks(scan) if task.id in wanted}
     if missing := sorted(wanted - found.keys()):
         named = ", ".join(map(repr, missing[:_IDS_SHOWN]))
         msg = f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"

@@ -1,4 +1,4 @@
-"""A run on disk, read while it works or afterwards. Nothing is written."""
+"""Read a run on disk, during the run or afterwards. Writes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from api.in_flight import conversations_in_flight
 from export.conversation.style import style_of_run
 from export.run_statistics import statistics_of
 from runs.config.run_config import RunConfig
-from runs.dataset.scan import Scan, tasks_at
+from runs.dataset.scan import Scan, tasks
 from runs.errors import RunDirError
 from runs.maintenance.upkeep import scan_of
 from runs.run_dir import read_run_json, runs_in
@@ -27,6 +27,7 @@ from runs.store.reader import open_index, read_id, read_record, stored_records
 from runs.store.records import UnreadableRecord, load_index, refuse_lost_records
 from runs.tasks import Task
 from runs.totals.run_totals import RunTotals, compute_totals
+from toolsets.validation import mistakes_in
 
 _RUNS_SHOWN = 10
 _IDS_SHOWN = 10
@@ -34,9 +35,9 @@ _LAST_BYTES = 32 << 20
 
 
 def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> StoredRun:
-    """Read a run, given by its directory, or by its name in `output_dir`.
+    """Open a run, given by its directory or by its name in `output_dir`, for reading.
 
-    Raises `RunDirError` where there is none, and names those that there are.
+    Raises `RunDirError` if there is none, with the names of existing runs.
     """
     path, output_dir = Path(run), Path(output_dir)
     if not (path / "run.json").exists() and (output_dir / path).exists():
@@ -45,31 +46,33 @@ def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> Stored
         runs = runs_in(output_dir)
         known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""
         more = ", ..." if len(runs) > _RUNS_SHOWN else ""
-        msg = f"{output_dir / run}: no such run{known}{more}; --output_dir sets where runs are"
+        msg = f"{output_dir / run}: no such run{known}{more}; give their directory by --output_dir"
         raise RunDirError(msg)
     return StoredRun(path)
 
 
 class StoredRun:
-    """What a run directory holds. Each method reads the disk again, as it is at that moment."""
+    """A run directory. Each method reads the files again, in their current state."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `RunDirError` where `path` is no run directory."""
+        """Raises `RunDirError` if `path` is not a run directory."""
         refuse_strange_files(path)
         self.path = path
         self.identity = read_run_json(path)
-        """What run.json says: `config`, `meaning` (the options that decide what the data is),
+        """The content of run.json: `config`, `meaning` (the options that affect the data),
         `dataset`, `versions`, `created`, `history`."""
         refuse_lost_records(path)
 
     @cached_property
     def config(self) -> RunConfig:
-        """The config of the last start. Raises `RunDirError` where this version has no such one."""
+        """The config of the last start. Raises `RunDirError` if this version cannot read it."""
         try:
             return RunConfig.model_validate(self.identity["config"])
         except ValidationError as error:
-            detail = error.errors()[0]["msg"]
-            msg = f"{self.path}/run.json: its config is not one of this version: {detail}"
+            detail = mistakes_in(error)[0].describe()
+            msg = (
+                f"{self.path}/run.json: this version of the program cannot use its config: {detail}"
+            )
             raise RunDirError(msg) from error
 
     @cached_property
@@ -79,24 +82,24 @@ class StoredRun:
 
     @property
     def holder(self) -> dict[str, Any] | None:
-        """The process that works on the run now: `pid`, `host`, `started`; None without one."""
+        """The process that is working on the run: `pid`, `host`, `started`; None without one."""
         return holder_of(self.path)
 
     def tasks(self) -> Iterator[Task]:
-        """All tasks, in the order of the dataset: `id`, `prompt_id`, `sample`, `columns`."""
-        return tasks_at(self.scan, range(self.scan.rows * self.scan.num_samples))
+        """All tasks, in dataset order: `id`, `prompt_id`, `sample`, `columns`."""
+        return tasks(self.scan)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The finished conversations, in the order in which they were written.
+        """The records of finished conversations, in the order written.
 
-        Of a task that was run again it is the last. Raises `UnreadableRecord`.
+        If a task was run again, only its last record. Raises `UnreadableRecord`.
         """
         return (record for record, _ in stored_records(self.path))
 
     def record(self, record_id: str) -> dict[str, Any]:
-        """The record with this id, or the only one whose id begins with it.
+        """The record with this id or unique id prefix.
 
-        Of several inputs under one id it is the last. Raises `RunDirError` where there is none.
+        If an edited prompt has several records, the last. Raises `RunDirError` if there is none.
         """
         exact: tuple[bytes, IndexEntry] | None = None
         longer: dict[str, tuple[bytes, IndexEntry]] = {}
@@ -115,9 +118,9 @@ class StoredRun:
             return read_record(records, entry.offset, entry.length, key).record
 
     def last_records(self) -> Iterator[dict[str, Any]]:
-        """The records that were written last, the last first, as many as fit into 32 MB.
+        """The latest records, the last first, up to 32 MB.
 
-        One that has become unreadable is left out: the next start of the run deals with it.
+        Skips unreadable records: the next start of the run sets them aside.
         """
         room = _LAST_BYTES
         with open_index(self.path, lenient=True) as (index, records):
@@ -131,22 +134,22 @@ class StoredRun:
                     continue
 
     def entries(self) -> Iterator[tuple[str, IndexEntry]]:
-        """The id and the index entry of each record, without reading the record.
+        """The id and the index entry of each record, without reading the whole record.
 
-        Raises `UnreadableRecord` where no such record is in its place.
+        Raises `UnreadableRecord` if a record is not in its place.
         """
         with open_index(self.path) as (index, records):
             for key, entry in index.counting():
                 yield read_id(records, entry.offset, entry.length, key), entry
 
-    def last_entries(self, most: int | None) -> tuple[list[tuple[str, IndexEntry]], int]:
-        """The id and the index entry of `most` records, or of all, the last first.
+    def last_entries(self, limit: int | None) -> tuple[list[tuple[str, IndexEntry]], int]:
+        """The ids and index entries of the latest `limit` records (None: all), the last first.
 
-        Then how many there are. Of a record that has become unreadable the id is "".
+        Then the number of all records. The id of an unreadable record is "".
         """
         found: list[tuple[str, IndexEntry]] = []
         with open_index(self.path) as (index, records):
-            for key, entry in islice(index.latest(), most):
+            for key, entry in islice(index.latest(), limit):
                 try:
                     found.append((read_id(records, entry.offset, entry.length, key), entry))
                 except UnreadableRecord:
@@ -158,17 +161,17 @@ class StoredRun:
         return stored_failures(self.path)
 
     def in_flight(self) -> list[dict[str, Any]]:
-        """The unfinished conversations that have turns on disk, the longest silent first.
+        """The unfinished conversations with journaled events, the longest silent first.
 
-        Keys: `id`, `turns` (replies so far), `tool` (the last one called, or None), `doing`
-        ("model": a reply is waited for; "tools": calls have no result yet), `calls` (the names of
-        those), `idle_s` (seconds since the last event, None where no event says when).
+        Keys: `id`, `turns` (replies so far), `tool` (the last tool called, or None), `doing`
+        ("model": waiting for a reply; "tools": calls have no result yet), `calls` (the names of
+        those), `idle_s` (seconds since the last event, None if unknown).
         """
         settled = load_index(self.path).keys()
         return conversations_in_flight(self.path / "inflight", settled=settled, now=time.time())
 
     def totals(self) -> RunTotals:
-        """Tasks done, failed, discarded and pending, and their turns, tokens and cost."""
+        """Totals of tasks (done, failed, discarded, pending), turns, tokens and cost."""
         return compute_totals(self.path, self.scan, self.config)
 
     def statistics(self) -> dict[str, Any]:
@@ -185,8 +188,8 @@ class StoredRun:
         if not longer:
             return (
                 f"{self.path}: no record with id or id prefix {wanted!r}; ids are listed in the "
-                "training file and in the report. Conversations in flight have no record yet."
+                "training file and in the report. A conversation has a record once it has ended."
             )
         shown = ", ".join(longer[:_IDS_SHOWN])
         more = f" and {len(longer) - _IDS_SHOWN:,} more" if len(longer) > _IDS_SHOWN else ""
-        return f"{self.path}: several ids begin with {wanted!r}: {shown}{more}; give the whole id"
+        return f"{self.path}: several ids begin with {wanted!r}: {shown}{more}; give a complete id"

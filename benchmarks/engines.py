@@ -3,13 +3,15 @@
     python -m benchmarks.engines ENGINE --url=URL --prompts=N --agents=N --api=chat|messages
 
 aiohttp   one event loop, aiohttp and orjson: the floor
+journal   the same, and each reply and each result is written to a file before it is used, which a
+          thread syncs every 20 ms
 post      one event loop, the low-level post of the API's SDK on its aiohttp transport
 typed     one event loop, the SDK's typed create as its documentation shows it
 pool      processes that take batches of 20 prompts and run them one after the other, a client for
           each prompt, each finished row synced: the scheme of batch runners in the field
 
 Each holds conversations as lists of messages and answers every call of the tool `step`; none
-journals, retries, limits, checks or exports.
+retries, limits, checks or exports, and only `journal` journals.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import multiprocessing
 import os
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +157,36 @@ async def with_aiohttp(url: str, dialect: Dialect, prompts: int, agents: int) ->
         await in_one_loop(dialect, prompts, agents, ask)
 
 
+async def with_journal(url: str, dialect: Dialect, prompts: int, agents: int) -> None:
+    """See the module."""
+    import aiohttp
+
+    headers = {"content-type": "application/json"}
+    connector = aiohttp.TCPConnector(limit=0)
+    with tempfile.TemporaryFile(buffering=0) as journal:
+        stopping = threading.Event()
+
+        def sync() -> None:
+            while not stopping.wait(0.02):
+                os.fdatasync(journal.fileno())
+
+        syncer = threading.Thread(target=sync)
+        syncer.start()
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+
+            async def ask(body: dict[str, Any]) -> dict[str, Any]:
+                if len(body["messages"]) > 2:  # the result of the last call
+                    journal.write(orjson.dumps(body["messages"][-1]) + b"\n")
+                async with session.post(url + dialect.path, data=orjson.dumps(body)) as reply:
+                    parsed: dict[str, Any] = orjson.loads(await reply.read())
+                journal.write(orjson.dumps(parsed) + b"\n")
+                return parsed
+
+            await in_one_loop(dialect, prompts, agents, ask)
+        stopping.set()
+        syncer.join()
+
+
 async def with_post(url: str, dialect: Dialect, prompts: int, agents: int) -> None:
     """See the module."""
     client = _client(url, dialect, on_aiohttp=True)
@@ -230,7 +263,7 @@ def run_batch(job: tuple[str, str, list[int], str]) -> None:
             os.fsync(file.fileno())
 
 
-LOOPS = {"aiohttp": with_aiohttp, "post": with_post, "typed": with_typed}
+LOOPS = {"aiohttp": with_aiohttp, "journal": with_journal, "post": with_post, "typed": with_typed}
 ENGINES = (*LOOPS, "pool")
 
 

@@ -31,7 +31,7 @@ def test_tools_take_their_time_and_no_cpu() -> None:
     assert found.working_s == pytest.approx(640 / 64 * (5 * 2.0 + 4 * 1.0), rel=0.01)
 
 
-def test_a_busy_worker_is_the_bound_and_a_second_one_halves_it() -> None:
+def test_a_busy_worker_limits_the_run_and_a_second_worker_halves_the_time() -> None:
     constants = Constants(delay_s=0, record_s=0, sync_s=0, turn_s=0, row_s=0)
     fleet = Fleet(prompts=2000, turns=5, latency_s=0.0, agents=32)
     one = predict(fleet, constants)
@@ -53,7 +53,7 @@ def test_an_endpoint_answers_so_many_at_a_time_or_per_minute() -> None:
     assert limited.limited_by == "requests per minute"
 
 
-def test_a_driver_is_the_bound_until_the_work_is_split() -> None:
+def test_the_parent_limits_the_run_until_the_work_is_split() -> None:
     slow = Constants(record_s=0.01, sync_s=0.001, row_s=0, start_s=0, export_s=0)
     fleet = Fleet(prompts=20_000, turns=1, latency_s=0.5, machines=10, agents=64)
     one = predict(fleet, slow)
@@ -64,7 +64,7 @@ def test_a_driver_is_the_bound_until_the_work_is_split() -> None:
     assert split.driver_bytes_s < one.driver_bytes_s
 
 
-def test_what_is_not_simulated_goes_on_at_the_steady_rate() -> None:
+def test_the_part_that_is_not_simulated_runs_at_the_steady_rate() -> None:
     fleet = Fleet(prompts=1_000_000, turns=10, latency_s=5.0, agents=100, spread=0.5)
     found = predict(fleet, FREE)
     assert found.working_s == pytest.approx(1_000_000 * 10 * 5.0 / 100, rel=0.05)

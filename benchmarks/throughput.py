@@ -66,6 +66,10 @@ class Work:
     tool: str = "step"
     argument: str = "number"
     """Of the tool."""
+    text: str = "{turn}"
+    """What a text argument is."""
+    sandbox: str | None = None
+    """Where the tool runs its argument as a command."""
 
     @property
     def calls(self) -> int:
@@ -119,11 +123,14 @@ def runner(work: Work, url: str, cwd: Path) -> list[str]:
     dataset.write_text("\n".join(lines))
     (cwd / "steps.py").write_text(_TOOLS_FILE)
     model, root = ("openai:m", f"{url}/v1") if work.api == "chat" else ("anthropic:m", url)
+    tools = [f"--tools={cwd}/steps.py:tools", "--enabled_toolsets=steps"]
+    if work.sandbox is not None:
+        tools = ["--enabled_toolsets=terminal", f"--sandbox={work.sandbox}"]
     return [
         *(sys.executable, str(ROOT / "batch_runner.py"), "--fresh", "--key_env=none"),
         *(f"--model={model}", f"--base_url={root}"),
         *(f"--dataset_file={dataset}", "--run_name=r", f"--output_dir={cwd}"),
-        *(f"--tools={cwd}/steps.py:tools", "--enabled_toolsets=steps"),
+        *tools,
         *(f"--num_workers={work.workers}", f"--batch_size={work.agents // work.workers}"),
         *(f"--max_in_flight={work.agents}", f"--start_in_flight={work.agents}"),
         *(f"--system_prompt={SYSTEM}", "--max_turns=100"),
@@ -150,7 +157,9 @@ def measure(
     Raises `RuntimeError` where it failed, or asked for less than the work or for more, beyond
     `may_repeat` calls.
     """
-    replies = scripted_replies(work.turns, tool=work.tool, argument=work.argument)
+    replies = scripted_replies(
+        work.turns, tool=work.tool, argument=work.argument, given_text=work.text
+    )
     with (
         tempfile.TemporaryDirectory() as cwd,
         tempfile.TemporaryFile() as output,
@@ -219,7 +228,7 @@ def latency(repeat: int, prompts: int) -> Table:
 def cpu(repeat: int, prompts: int) -> Table:
     """CPU per call of the runner over that of each engine, without what starting takes."""
     table = Table()
-    contenders = {"aiohttp": engine("aiohttp"), "post": engine("post"), "typed": engine("typed")}
+    contenders = {name: engine(name) for name in ("journal", "aiohttp", "post", "typed")}
     for _ in range(repeat):
         for api in ("chat", "messages"):
             for turns in (5, 30):
@@ -275,11 +284,12 @@ def start(repeat: int, prompts: int) -> Table:
     """What a start takes, beside importing the SDK that others begin with."""
     table = Table()
     for _ in range(repeat):
-        first = measure(runner, Work(1, 1, 0.0, 1, 1, "chat")).start_s
-        importing, _ = _command_s("-c", "import openai")
-        table.add("s to the first request of one worker", first)
-        table.add("s of `import openai`", importing)
-        table.add("the first over the second", first / importing)
+        run = measure(runner, Work(1, 1, 0.0, 1, 1, "chat"))
+        importing_s, importing_cpu_s = _command_s("-c", "import openai")
+        table.add("s to the first request of one worker", run.start_s)
+        table.add("the same over `import openai`", run.start_s / importing_s)
+        table.add("s of CPU of a run of one prompt", run.cpu_s)
+        table.add("the same over `import openai`: CPU", run.cpu_s / importing_cpu_s)
         table.add("s of CPU of --help", _command_s(str(ROOT / "batch_runner.py"), "--help")[1])
     table.show("start")
     return table

@@ -2,15 +2,15 @@
 
 command_line    click classes: options from RunConfig, help, completion
 option_groups   the options of --help, the groups of --help_all
-exit_codes      every way out has its message and its code
-shared          options and lookups that commands share
+exit_codes      error messages and exit codes
+shared          options and functions that commands share
 run             run, estimate, import_hermes
 inspect_runs    status, export, verify, merge
-look            report, show, compare
+look            report, show, compare, stats
 look_at_source  look
-stats           stats
 fork            fork
-lists           tools, distributions, errors
+lists           tools, distributions, endpoints, errors
+endpoint_list   the list that `endpoints` prints
 tool_list       the list that `tools` prints
 export_options  options of `export`
 live            --live
@@ -27,5 +27,4 @@ SEAM = (
     "look",
     "look_at_source",
     "run",
-    "stats",
 )

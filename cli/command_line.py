@@ -1,4 +1,4 @@
-"""The shape of the command line: `run` is the default, and each config field is an option."""
+"""Click classes of the command line: `run` is the default, and each config field is an option."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Commands(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {option for param in self.get_params(ctx) for option in param.opts}
         if ctx.resilient_parsing and not args:
-            return super().parse_args(ctx, args)  # a shell asks what may come first
+            return super().parse_args(ctx, args)  # completion of the first word
         if not args or (args[0].startswith("-") and _normalized(ctx, args[0]) not in own):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -82,7 +82,7 @@ class Commands(click.Group):
 
 
 def _normalized(ctx: click.Context, option: str) -> str:
-    """An option as it is declared: with underscores, although dashes may be typed."""
+    """An option as declared, with underscores for dashes."""
     normalize = ctx.token_normalize_func
     return option if normalize is None else "--" + normalize(option.removeprefix("--"))
 
@@ -90,8 +90,8 @@ def _normalized(ctx: click.Context, option: str) -> str:
 class RunCommand(click.Command):
     """A command with one option per config field.
 
-    The options are created when they are first needed, because other commands and completion do
-    without them. The help shows the common ones, and `--help_all` all of them in groups.
+    Creates the options when they are needed, which saves time in other commands and completion.
+    `--help` shows the common ones, `--help_all` all of them in groups.
     """
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
@@ -114,7 +114,7 @@ class RunCommand(click.Command):
             self._format_common_options(ctx, formatter)
 
     def _format_common_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The common options of a run, after those that only this command has."""
+        """The command's own options, then the common options of a run."""
         from runs.config.run_config import RunConfig
 
         params = {
@@ -156,7 +156,7 @@ class RunCommand(click.Command):
 
 
 def _option(name: str, field: Any) -> click.Option:
-    """The command line option of one config field; pydantic does the checking."""
+    """The command line option of a config field; pydantic checks its value."""
     is_flag = field.annotation is bool
     text = field.description + _default_of(field)
     declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
@@ -175,7 +175,7 @@ def _option(name: str, field: Any) -> click.Option:
 
 
 def _default_of(field: Any) -> str:
-    """The default as the help shows it; empty where there is none worth showing."""
+    """The default for the help; "" if it needs no mention."""
     default = field.default
     if field.is_required() or default in (None, (), False, {}):
         return ""
@@ -189,7 +189,7 @@ def _default_of(field: Any) -> str:
 
 
 def _is_list(field: Any) -> bool:
-    """Whether the text of a flag is a list separated by commas."""
+    """Whether the value of a flag is a list separated by commas."""
     from agent.options import split_commas
     from runs.config.option_types import parse_columns, parse_resources
 
@@ -203,7 +203,7 @@ def _is_list(field: Any) -> bool:
 def _completed(
     metavar: str | None, choices: list[str]
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
-    """What a shell offers for the value of an option."""
+    """Shell completion for the value of an option."""
     if metavar == "PATH":
         return lambda ctx, param, incomplete: [CompletionItem(incomplete, type="file")]
     if not choices:
@@ -214,7 +214,7 @@ def _completed(
 
 
 def _choices(field: Any) -> list[str]:
-    """The texts that an option, or each part of a list, can be."""
+    """The possible values of an option, or of each part of a list."""
     choices = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
     for inner in get_args(field.annotation):
         choices += [arg for arg in get_args(inner) if isinstance(arg, str)]

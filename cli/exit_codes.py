@@ -1,4 +1,4 @@
-"""How commands end: with a message and an exit code for every case."""
+"""How commands end: an error message and an exit code for every case."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from runs.process.console import say
 if TYPE_CHECKING:
     from api.start import RunEnd
 
-DEFECT = 70
-"""A defect of this program (EX_SOFTWARE of sysexits.h)."""
+BUG = 70
+"""A bug in this program (EX_SOFTWARE of sysexits.h)."""
 
 
 def end(ended: RunEnd) -> NoReturn:
-    """Leave with the exit code of a start, and why it is not 0."""
+    """Exit with the exit code of a start, after printing its reason."""
     if ended.reason is not None:
         fail(ended.reason, ended.exit_code)
     sys.exit(ended.exit_code)
@@ -29,7 +29,7 @@ def end(ended: RunEnd) -> NoReturn:
 
 @contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Every way out has its message and its exit code; only a defect shows a traceback."""
+    """Turn exceptions into a message and an exit code; only bugs show a traceback."""
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -49,7 +49,7 @@ def errors_as_exit_codes() -> Iterator[None]:
         fail(interrupted(first), SIGNALLED + first)
     except Exception:
         trace = traceback.format_exc()
-        fail(f"{trace}this is a bug in the program; finished work is safe", DEFECT)
+        fail(f"{trace}a bug in this program; finished work is safe", BUG)
 
 
 def fail(message: str, exit_code: int) -> NoReturn:

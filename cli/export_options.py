@@ -1,4 +1,4 @@
-"""The options with which the command `export` builds a dataset, and what they do."""
+"""The options of `export` for datasets, and what they do."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _OPTIONS = (
 
 
 def dataset_options(function: Any) -> Any:
-    """Options of a dataset for a command."""
+    """Add the options for datasets to a command."""
     flags = (
         click.option("--check", is_flag=True, help="Compare the dataset with the records."),
         click.option(
@@ -86,12 +86,12 @@ def dataset_options(function: Any) -> Any:
 
 
 def asks_for_dataset(flags: Mapping[str, Any]) -> bool:
-    """Whether any option of a dataset was given."""
+    """Whether any option for datasets was given."""
     return any(value not in (None, False) for value in flags.values())
 
 
 def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[str, Any]) -> int:
-    """Do what the options ask for; gives the exit code. Raises `RunError`."""
+    """Do what the options say; return the exit code. Raises `RunError`."""
     from export.dataset.build import Source
     from export.dataset.directory import export_dataset
     from export.dataset.rendering import load_template
@@ -104,10 +104,10 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
         if given or filters or flags["recipe"]:
-            msg = "--check uses the recipe stored with the dataset; leave out other options"
+            msg = "--check uses the recipe of the dataset; leave out other options for datasets"
             raise ConfigError(msg)
         if flags["render"] or flags["push_to_hub"]:
-            msg = "--check only compares; leave out --render and --push_to_hub"
+            msg = "--check only reads a dataset; leave out --render and --push_to_hub"
             raise ConfigError(msg)
         return _check(source, directory)
     if flags["push_for_real"] and not flags["push_to_hub"]:
@@ -135,13 +135,13 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
 def _check(source: Any, directory: Path) -> int:
     from export.dataset.checking import findings
 
-    is_right = True
+    is_valid = True
     for finding in findings(source, directory):
         say(finding)
-        is_right = False
-    if is_right:
+        is_valid = False
+    if is_valid:
         show(f"{directory}: all files match the manifest and the records")
-    return 0 if is_right else 1
+    return 0 if is_valid else 1
 
 
 def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
@@ -166,7 +166,7 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
 
 
 def _show_rows(
-    render: Any, directory: Path, manifest: Mapping[str, Any], asked: int | None
+    render: Any, directory: Path, manifest: Mapping[str, Any], limit: int | None
 ) -> None:
     from collections import Counter
 
@@ -177,7 +177,7 @@ def _show_rows(
     for total, row in enumerate(rows_of(directory, manifest), start=1):
         text, trained, dropped = render(row)
         kinds.update({_kind(place) for place in dropped})
-        if total <= (3 if asked is None else asked):
+        if total <= (3 if limit is None else limit):
             show(f"=== {row['id']}\n{text}")
             spans = ", ".join(f"{begin}-{end}" for begin, end in trained)
             count = sum(end - begin for begin, end in trained)
@@ -192,7 +192,7 @@ def _show_rows(
 
 
 def _kind(place: str) -> str:
-    """A place without its numbers, to be counted over rows."""
+    """A place without its numbers, for counting over rows."""
     words = place.split(", argument ")[0]
     kind = "".join(letter for letter in words if not letter.isdigit()).replace(" ,", ",")
     return " ".join(kind.split()) + (", argument" if ", argument " in place else "")

@@ -1,4 +1,4 @@
-"""The command that starts a run of branches: fork."""
+"""The command `fork`: start a run of branches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def fork(
         identity = stored.identity
         refuse_held(stored.path)
         config = forked_config(identity, config_file, given, branches=branches)
-        refuse_held(config.run_dir)  # before a dataset is left beside it that nobody asked for
+        refuse_held(config.run_dir)  # before writing a dataset beside it
         forked = write_forks(
             config.dataset_file,
             chosen_records(stored, recipe=recipe, ids=ids, limit=limit, **filters),
@@ -98,9 +98,9 @@ def chosen_records(
     limit: int | None = None,
     **filters: Any,
 ) -> Iterator[dict[str, Any]]:
-    """The records to branch from, in the order in which they were written.
+    """The records to branch from, in the order written.
 
-    `filters` are fields of `Filters`, on top of those of the recipe. Raises `ConfigError`.
+    `filters` are fields of `Filters` that override those of the recipe. Raises `ConfigError`.
     """
     from itertools import islice
 

@@ -1,4 +1,4 @@
-"""Commands that list what is available: distributions, tools, errors."""
+"""Commands that list what is available: distributions, tools, endpoints, errors."""
 
 from __future__ import annotations
 
@@ -37,12 +37,29 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 
     with errors_as_exit_codes():
         given = {name: value for name, value in flags.items() if value is not None}
-        # A config is checked as a whole, and these two have no default.
+        # Required by a config, but not used here.
         unused = {"dataset_file": "-", "run_name": "tools"}
         try:
             found = tool_list(load_config(config_file, {**unused, **given}))
         except ValueError as error:
             raise ConfigError(str(error)) from error
+    show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() if as_json else as_text(found))
+
+
+@click.command()
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="As for `run`.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that is known.")
+def endpoints(config_file: Path | None, as_json: bool) -> None:
+    """List all endpoints that a model can name and whether their keys are set."""
+    import orjson
+
+    from cli.endpoint_list import as_text, endpoint_list
+    from runs.config.loading import load_config
+
+    with errors_as_exit_codes():
+        # A config is checked as a whole, and these two have no default.
+        unused = {"dataset_file": "-", "run_name": "endpoints"}
+        found = endpoint_list(load_config(config_file, unused).endpoints)
     show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() if as_json else as_text(found))
 
 

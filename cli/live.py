@@ -16,7 +16,7 @@ _LEAVE_SCREEN = "\x1b[?1049l\x1b[?25h"
 
 
 def check_live() -> None:
-    """Raise `ConfigError` where the package is missing that draws the view."""
+    """Raise `ConfigError` if the package that draws the view is not installed."""
     from runs.errors import missing
 
     if find_spec("rich") is None:
@@ -25,14 +25,14 @@ def check_live() -> None:
 
 @contextmanager
 def live_view(run_dir: Path) -> Iterator[Callable[[str], object] | None]:
-    """Show the run in `run_dir` on the whole screen inside a `with` block.
+    """Show the run in `run_dir` full-screen inside a `with` block.
 
-    Gives what takes the messages for the user meanwhile; they are printed when the screen is free
-    again. Gives None, and shows nothing, where standard error is no terminal.
+    Yields a function that takes messages for the user; they are printed at the end. Yields None,
+    and shows nothing, if standard error is not a terminal.
     """
     import multiprocessing
 
-    from report.live import draw_until_told
+    from report.live import draw_until_closed
     from runs.executors.local import start_tracker_without_secrets, start_without_main
 
     if not sys.stderr.isatty():
@@ -41,15 +41,15 @@ def live_view(run_dir: Path) -> Iterator[Callable[[str], object] | None]:
         return
     start_tracker_without_secrets()
     context = multiprocessing.get_context("spawn")
-    theirs, ours = context.Pipe(duplex=False)
-    process = context.Process(target=draw_until_told, args=(theirs, run_dir), name="live")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=draw_until_closed, args=(receiver, run_dir), name="live")
     start_without_main(process)
-    theirs.close()
+    receiver.close()
     messages: list[str] = []
     try:
         yield messages.append
     finally:
-        ours.close()
+        sender.close()
         process.join(_LEAVES_WITHIN_S)
         if process.exitcode != 0:
             process.kill()

@@ -1,4 +1,4 @@
-"""Commands for looking at runs: report, show, compare."""
+"""Commands that show runs: report, show, compare, stats."""
 
 from __future__ import annotations
 
@@ -74,6 +74,21 @@ def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:
     show(_json(found) if as_json else comparison.as_text(found))
 
 
+@click.command()
+@run_dir_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def stats(run: str, output_dir: Path, as_json: bool) -> None:
+    """Show statistics of RUN from its records: turns, tokens, tools."""
+    from api.stored_run import open_run
+    from export.run_statistics import as_text
+
+    with errors_as_exit_codes():
+        stored = open_run(run, output_dir)
+        found = stored.statistics()
+        distribution = stored.identity["meaning"].get("distribution") or {}
+        show(_json(found) if as_json else "\n".join(as_text(found, distribution)))
+
+
 def _report(stored: StoredRun, output: Path | None) -> None:
     from report.page.writer import write_report
 
@@ -103,8 +118,7 @@ def _list(stored: StoredRun, *, as_json: bool) -> None:
 
     entries, total = stored.last_entries(None if as_json else _LISTED)
     if as_json:
-        listed = [{"id": id, "status": one.status, "turns": one.turns} for id, one in entries]
-        show(_json(listed))
+        show(_json([{"id": id, "status": e.status, "turns": e.turns} for id, e in entries]))
         return
     ids = [one_line(id, _ID_CHARS) or f"(unreadable, byte {entry.offset})" for id, entry in entries]
     width = max(map(len, ids), default=0)

@@ -1,4 +1,4 @@
-"""The groups in which the help and docs/options.md show options and commands."""
+"""The groups of options and commands in the help and in docs/options.md."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ COMMON_OPTIONS = (
     *("model", "base_url", "max_tokens", "enabled_toolsets", "sandbox", "max_turns"),
     *("num_samples", "num_workers", "batch_size", "max_run_cost_usd", "dry_run"),
 )
-"""What `--help` shows of a run's options; `--help_all` shows the rest."""
+"""Options of a run that `--help` shows; `--help_all` shows all."""
 
 RARE_OPTIONS = ("fresh", "accept_config_change", "live", "resume", "help_all")
-"""Options of every start that only `--help_all` shows."""
+"""Options of a start that only `--help_all` shows."""
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
@@ -46,7 +46,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("call_timeout_s", "grace_s", "heartbeat_timeout_s", "log_level"),
     ),
 }
-"""The options of a run; those of conversations and of a single start have their own groups."""
+"""The groups of a run's options; those of conversations and of a start follow below."""
 
 OF_CONVERSATIONS = "Conversations (a row can set most of these in its column agent_options)"
 OF_STARTS = "This start"
@@ -55,5 +55,5 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Commands to run": ("run", "look", "estimate", "fork", "import_hermes", "merge"),
     "Commands to inspect": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
-    "Commands to list what is available": ("tools", "distributions", "errors"),
+    "Commands to list what is available": ("tools", "distributions", "endpoints", "errors"),
 }

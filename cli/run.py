@@ -9,14 +9,7 @@ import click
 
 from cli.command_line import EXAMPLES, RunCommand
 from cli.exit_codes import end, errors_as_exit_codes, fail
-from cli.shared import (
-    accepted,
-    live_option,
-    make_plan_of,
-    show_run,
-    start,
-    starting_options,
-)
+from cli.shared import live_option, make_plan_of, show_run, start, starting_options
 from runs.process.console import say, show
 
 
@@ -44,8 +37,7 @@ def run(
             warn(plan, say)
             name_bad_rows(plan.scan, say)
             show(describe(plan))
-            changes = accepted(accept_config_change)
-            show(preview(plan, fresh=fresh, accept_changes=changes))
+            show(preview(plan, fresh=fresh, accept_changes=accept_config_change))
             return
         ended = start(plan, fresh=fresh, accept_config_change=accept_config_change, live=live)
     end(ended)
@@ -82,14 +74,12 @@ def estimate(
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags)
         config = plan.config
-        sample = sample_tasks(
-            plan.scan, num_samples=config.num_samples, count=pilot, seed=config.seed
-        )
+        sample = sample_tasks(plan.scan, count=pilot, seed=config.seed)
         ended = start(
             plan, fresh=fresh, accept_config_change=accept_config_change, live=live, only=sample
         )
         if ended.stopped_by is not None or ended.signal is not None:
-            # Those that have ended are the quick ones, and no random sample.
+            # The tasks that have ended are the quick ones: not a random sample.
             end(ended)
         limits = limits_of(config, plan.setups)
         found = forecast(
@@ -124,15 +114,13 @@ def import_hermes(
     The same command without `import_hermes DIRECTORY` then runs the rest.
     """
     from api.results import write_results
-    from api.start import opened
+    from api.start import open_planned
     from runs.maintenance.hermes.importer import import_hermes
 
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags, will_start=False)
-        with opened(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
-            imported = import_hermes(
-                directory, plan.scan, run_dir, num_samples=plan.config.num_samples
-            )
+        with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+            imported = import_hermes(directory, plan.scan, run_dir)
             totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
     show_run(run_dir.path, totals)

@@ -1,9 +1,9 @@
-"""What commands share: finding, starting, exporting and showing a run."""
+"""Options and functions that commands share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from api.start import RunEnd
     from runs.planning.plan import Plan
     from runs.totals.run_totals import RunTotals
+
+
+def _split(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of an option that can be repeated, or have several values with commas."""
+    return tuple(part for part in ",".join(value).split(",") if part)
 
 
 def starting_options(function: Any) -> Any:
@@ -36,6 +41,7 @@ def starting_options(function: Any) -> Any:
             click.option(
                 "--accept_config_change",
                 multiple=True,
+                callback=_split,
                 metavar="KEY,...",
                 help="Resume although these options, which affect the data, have changed.",
             ),
@@ -60,12 +66,12 @@ output_dir_option = click.option(
 
 
 def run_dir_argument(function: Any) -> Any:
-    """The parameters by which a command names a run; see `open_run`."""
+    """The parameters that name a run; see `open_run`."""
     return run_argument("run")(output_dir_option(function))
 
 
 def run_argument(name: str) -> Callable[[Any], Any]:
-    """A parameter that names a run; a shell offers those in the default output directory."""
+    """A parameter that names a run; completion offers those in the output directory."""
     return click.argument(name, metavar="RUN", shell_complete=_runs)
 
 
@@ -102,9 +108,9 @@ def start(
     live: bool,
     only: Collection[bytes] | None = None,
 ) -> RunEnd:
-    """Run the tasks of a plan (`only` those with these keys); show and return how it ended.
+    """Run the tasks of a plan (`only` those with these keys); print the totals.
 
-    `live` is for the view on the whole screen.
+    `live` shows the full-screen view.
     """
     from api.start import start
 
@@ -121,20 +127,16 @@ def start(
     return ended
 
 
-def accepted(accept_config_change: Sequence[str]) -> list[str]:
-    """The keys that the option names, which can be given more than once."""
-    return [key for key in ",".join(accept_config_change).split(",") if key]
-
-
 def show_run(path: Path, totals: RunTotals) -> None:
+    """Print the totals and the training files of a run."""
     import orjson
 
-    from runs.batch_api.totals import sum_up
+    from runs.batch_api.totals import compute_batch_totals
     from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
     lines = [as_table(totals)]
-    if (batches := sum_up(path)) is not None:
+    if (batches := compute_batch_totals(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:
@@ -142,14 +144,14 @@ def show_run(path: Path, totals: RunTotals) -> None:
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
     if manifest["exported"] and _has_empty_thoughts_only(path):
         lines.append(
-            "No reply has reasoning, so every gpt turn starts with an empty <think> block; "
-            "--empty_think=omit leaves it out."
+            "No reply has reasoning, so every gpt turn begins with an empty <think> block; "
+            "--empty_think=omit leaves these blocks out."
         )
     show("\n".join(lines))
 
 
 def _has_empty_thoughts_only(path: Path) -> bool:
-    """Whether nothing in the training file was reasoned about, and every turn of it says so."""
+    """Whether all turns of the training file have an empty <think> block."""
     import orjson
 
     from export.conversation.style import style_of_run

@@ -1,4 +1,4 @@
-"""What could be offered here: every toolset with its tools, and whether it works."""
+"""List all toolsets with their tools, and whether they work here."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LINE_CHARS = 100
 
 
 def tool_list(config: RunConfig) -> list[dict[str, Any]]:
-    """All toolsets that can be named, sorted, as JSON has them.
+    """All toolsets that a config can name, sorted, JSON-ready.
 
-    Each has `name`, `description`, `available`, `problem` (why not, and what to do) and `tools`,
-    the schemas as a model is given them. Raises `ValueError` for what no start would take.
+    Keys: `name`, `description`, `available`, `problem` (why not, and what to do) and `tools` (the
+    schemas that a model gets). Raises `ValueError` if a start would refuse the config.
     """
     sandbox = sandbox_problem(config.sandbox)
     found = run_here(list_servers(config.mcp or {}))

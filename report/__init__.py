@@ -1,10 +1,10 @@
-"""Looking at runs.
+"""Show runs to people.
 
-formatting         numbers and times for people
-facts              what the report's table knows of a conversation
-conversation_text  one conversation in the terminal
-status             the command `status`
-live               the whole-screen view
+formatting         numbers, times and texts for a terminal
+facts              a conversation as a row of the report's table
+conversation_text  a conversation as text for a terminal
+status             the status of a run
+live               the full-screen view
 comparison         two runs side by side
 page/              the report page
 

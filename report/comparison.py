@@ -1,4 +1,4 @@
-"""Two runs side by side: sums, and the tasks that ended differently."""
+"""Compare two runs: sums, and the tasks that ended differently."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _VALUE_CHARS = 60
 
 
 def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
-    """Compare the records of two runs by task id, from what they left on disk; JSON-ready.
+    """Compare the records of two runs by task id; JSON-ready.
 
-    Keys: `runs` (two sums: see `_sums`), `options` (those that decide what the data is and
-    differ: {name: [first, second]}), `same_dataset`, `both` (tasks that have a record in both),
-    `only` (two lists of ids), `changed` (a list of {"id", "from", "to"} in the order of the first
-    run), `judged_otherwise` (the same for tasks that passed their check in one run alone, with
-    true or false), `paired` (see `_paired`).
+    Keys: `runs` (see `_sums`, for each run), `options` (those that affect the data and differ:
+    {name: [first, second]}), `same_dataset`, `both` (number of tasks with records in both), `only`
+    (two lists of ids), `changed` (tasks with another status, [{"id", "from", "to"}] in the order
+    of the first run), `judged_otherwise` (the same for tasks that passed their check in only one
+    run, with true or false), `paired` (see `_paired`).
     """
     runs = [stored.identity for stored in (first, second)]
     entries = [dict(stored.entries()) for stored in (first, second)]
@@ -45,8 +45,8 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
         "same_dataset": runs[0]["dataset"]["sha256"] == runs[1]["dataset"]["sha256"],
         "both": len(both),
         "only": [
-            [task_id for task_id in one if task_id not in other]
-            for one, other in ((before, after), (after, before))
+            [task_id for task_id in first_ids if task_id not in second_ids]
+            for first_ids, second_ids in ((before, after), (after, before))
         ],
         "changed": [
             {"id": task_id, "from": before[task_id].status, "to": after[task_id].status}
@@ -63,7 +63,7 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
 
 
 def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
-    """Of one run: records, statuses, and sums; tokens and dollars as far as they are known.
+    """The number of records, statuses and sums of one run; tokens and dollars as far as known.
 
     `checks` are those of `runs.store.checks`.
     """
@@ -87,13 +87,13 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
 
 
 def _spent(stored: StoredRun) -> dict[str, Any]:
-    """What a run has spent in all, beside what its records that count cost."""
+    """All that a run has spent, including replaced records."""
     spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
     return {"spent_usd": spent.usd, "spent_unknown": spent.unknown}
 
 
 def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | None]:
-    """Means of second minus first over the tasks that both have and know the number of."""
+    """Means of second minus first over the tasks with known numbers in both runs."""
     means: dict[str, float | None] = {}
     for name in ("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "reward"):
         values = [(getattr(before, name), getattr(after, name)) for before, after in pairs]
@@ -119,7 +119,7 @@ def as_text(found: dict[str, Any]) -> str:
     rows.append(
         ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
     )
-    rows.append(("total spent", *map(_spent_in_words, found["runs"]), ""))
+    rows.append(("spent in all", *map(_all_spent, found["runs"]), ""))
     rows += _checks(found)
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [
@@ -150,17 +150,19 @@ def _changes(changed: list[dict[str, str]]) -> list[str]:
 
 
 def _checks(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows of what was checked, where anything was."""
-    checks = [run["checks"] for run in found["runs"]]
-    if not any(one["checked"] for one in checks):
+    """Rows about checks; none if nothing was checked."""
+    both = [run["checks"] for run in found["runs"]]
+    if not any(checks["checked"] for checks in both):
         return []
     passed = [
-        f"{count(one['passed'])} of {count(one['checked'])}"
-        + ("" if one["pass_rate"] is None else f" ({one['pass_rate']:.1f}%)")
-        for one in checks
+        f"{count(checks['passed'])} of {count(checks['checked'])}"
+        + ("" if checks["pass_rate"] is None else f" ({checks['pass_rate']:.1f}%)")
+        for checks in both
     ]
     mean = found["paired"]["reward"]
-    rewards = ["-" if one["mean_reward"] is None else f"{one['mean_reward']:g}" for one in checks]
+    rewards = [
+        "-" if checks["mean_reward"] is None else f"{checks['mean_reward']:g}" for checks in both
+    ]
     return [
         ("passed", *passed, ""),
         ("reward", *rewards, "" if mean is None else f"{mean:+,.4f}"),
@@ -168,7 +170,7 @@ def _checks(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _judged(judged_otherwise: list[dict[str, Any]]) -> list[str]:
-    """Which tasks passed their check in one run alone."""
+    """The tasks that passed their check in only one run."""
     lines = []
     for which, passed_later in (("first", False), ("second", True)):
         ids = [change["id"] for change in judged_otherwise if change["to"] is passed_later]
@@ -191,7 +193,7 @@ def _cost(run: dict[str, Any]) -> str:
     return _dollars(run["cost_usd"], run["cost_unknown"])
 
 
-def _spent_in_words(run: dict[str, Any]) -> str:
+def _all_spent(run: dict[str, Any]) -> str:
     return _dollars(run["spent_usd"], run["spent_unknown"])
 
 

@@ -1,4 +1,4 @@
-"""One trajectory as text for a terminal."""
+"""A trajectory as text for a terminal."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ID_CHARS = 200
 
 
 class ConversationText:
-    """A record, or a conversation inside one, as blocks of text."""
+    """A record, or an inner conversation of one, as blocks of text."""
 
     def __init__(self, record: Mapping[str, Any], *, colours: bool) -> None:
-        """`colours` says whether to write the escapes that colour a terminal."""
+        """`colours` adds the escapes that colour a terminal."""
         self._record = record
         self._colours = colours
         self._turns: Sequence[Mapping[str, Any]] = record["turns"]
@@ -38,11 +38,11 @@ class ConversationText:
         self._inner = {inner["key"]: inner for inner in record["inner"]}
 
     def text(self, *, turn: int | None = None) -> Iterator[str]:
-        """The head, then a block per message; `turn` leaves only that turn.
+        """The head, then a block per message; with `turn`, only of that turn.
 
-        Raises `ConfigError` where there is no such turn.
+        Raises `ConfigError` if there is no such turn.
         """
-        numbers = [one["turn"] for one in self._turns]
+        numbers = [each["turn"] for each in self._turns]
         if turn is not None and turn not in numbers:
             has = f"turns 1 to {numbers[-1]}" if numbers else "no turns"
             msg = f"--turn {turn}: {self._record['id']} has {has}"
@@ -68,8 +68,8 @@ class ConversationText:
         if error := record["error"]:
             yield self._paint(plain(f"{error['class']}: {error['message']}"), fg="red")
         if row["reward"] is not None:
-            said = {True: "passed, ", False: "failed, ", None: ""}[row["passed"]]
-            yield f"check: {said}reward {row['reward']:g}"
+            result = {True: "passed, ", False: "failed, ", None: ""}[row["passed"]]
+            yield f"check: {result}reward {row['reward']:g}"
         if flags := flags_of(record):
             yield f"unusual: {', '.join(flags)}"
 
@@ -78,7 +78,7 @@ class ConversationText:
         first = first_reply(messages, turns=len(self._turns))
         calls = {call["id"] for message in messages for call in message.get("tool_calls", ())}
         for key, inner in self._inner.items() if only is None else ():
-            if key not in calls:  # of a stage, not of a subagent
+            if key not in calls:  # that of a stage, not of a subagent
                 yield from self._inside(inner)
         replies = 0
         answered: set[str] = set()
@@ -89,7 +89,7 @@ class ConversationText:
                 replies += 1
             answered.update(call["id"] for call in message.get("tool_calls", ()))
             if message.get("tool_call_id") in answered:
-                continue  # stands under its call
+                continue  # shown under its call
             if only is None or (turn is not None and turn["turn"] == only):
                 yield from self._message(message, turn)
 
@@ -146,9 +146,9 @@ class ConversationText:
 
 
 def turn_as_json(record: Mapping[str, Any], turn: int) -> dict[str, Any]:
-    """One turn of a record: `id`, `turn` (its numbers), `messages` (the reply and what followed).
+    """One turn of a record: `id`, `turn` (its numbers), `messages` (from its reply on).
 
-    Raises `ConfigError` where there is no such turn.
+    Raises `ConfigError` if there is no such turn.
     """
     messages = record["messages"]
     first = first_reply(messages, turns=len(record["turns"]))
@@ -170,7 +170,7 @@ def _facts(turn: Mapping[str, Any]) -> str:
 
 
 def _arguments(text: str) -> Iterable[str]:
-    """Each argument by name; what is no JSON object as it was written."""
+    """Each argument by name; the text itself if it is not a JSON object."""
     try:
         values = exact_json.loads(text)
     except exact_json.JSONDecodeError:

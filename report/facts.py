@@ -1,4 +1,4 @@
-"""What the report's table and charts know of a trajectory, without its messages."""
+"""A trajectory as a row of the report's table, without its messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import Message
+from agent.messages import Message, failure_of
 from agent.reasoning import split_inline_reasoning
-from agent.state.tally import failure_of
 from export.conversation.own_work import Own, has_reasoning, own_of
 from runs.store.checks import judgement_of
 from runs.store.index import own_work
@@ -16,15 +15,15 @@ from runs.store.index import own_work
 _SNIPPET_CHARS = 140
 
 NOT_OFFERED = "(not offered)"
-"""Stands for all tools that a model invented: their names have no end."""
+"""Stands for all tools that models invented: their number has no limit."""
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """One row of the table, JSON-ready and small.
 
-    `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with the kind `reported`
-    for what a tool itself reported; `duration_s` is the time at work (see `seconds_at_work`);
-    `flags` name what is unusual about the conversation.
+    `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with kind `reported` for
+    failures that a tool reported itself; `duration_s` is that of `seconds_at_work`; `flags` name
+    unusual properties of the conversation.
     """
     own = own_of(record)
     turns, replies = own.turns, own.messages
@@ -61,11 +60,10 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seconds_at_work(record: Mapping[str, Any]) -> float:
-    """Seconds of model calls and tool calls, those of one turn that ran side by side once.
+    """The seconds spent in model calls and tool calls; parallel calls of a turn count once.
 
-    Of a branch without those of its parent.
-
-    Not from the first to the last moment, for a conversation may lie still between two starts.
+    Without the parent's turns of a branch. Not the time from beginning to end, which may include
+    pauses between starts.
     """
     spans: dict[int, tuple[float, float]] = {}
     turns, calls = own_work(record)
@@ -80,15 +78,15 @@ def seconds_at_work(record: Mapping[str, Any]) -> float:
 
 
 def flags_of(record: Mapping[str, Any]) -> list[str]:
-    """What is unusual about a conversation, in words that the report can filter by.
+    """Unusual properties of a conversation, which the report can filter by.
 
-    Of a branch without what it has from its parent.
+    Without those that a branch has from its parent.
     """
     judgement = judgement_of(record)
     parents = record["fork"]["turn"] if "fork" in record else 0
     flags = {
         "inner conversations": record["inner"],
-        # A note on the last turn that they share is the branch's own: it came after the fork.
+        # A note on the last shared turn was added after the fork.
         "notes": any(note["turn"] >= parents for note in record["notes"]),
         "discarded replies": any("inherited" not in reply for reply in record["discarded"]),
         "resumed": record["resumes"],
@@ -115,7 +113,7 @@ def _last_content(messages: Sequence[Message], role: str) -> str:
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """The prompt of a row that never became a conversation."""
+    """The prompt of a row without a conversation."""
     prompt = row.get("prompt")
     return prompt if isinstance(prompt, str) else ""
 

@@ -1,17 +1,17 @@
-"""Numbers and texts for a terminal: short, and nothing in them that the terminal would obey."""
+"""Format numbers and texts for a terminal, without control characters."""
 
 from __future__ import annotations
 
 import re
 import time
 
-_ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Terminal escapes and turns of the writing direction; line ends and tabs stay."""
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Terminal escapes and changes of the writing direction; line ends and tabs stay."""
 
 
 def plain(text: str) -> str:
-    """`text` with every character that would act instead of being seen written as ⟨U+…⟩."""
-    return _ACTING.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+    """`text` with control characters shown as ⟨U+…⟩."""
+    return _CONTROLS.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
 def one_line(text: str, limit: int) -> str:
@@ -21,7 +21,7 @@ def one_line(text: str, limit: int) -> str:
 
 
 def count(number: float | None) -> str:
-    """A whole number with its thousands apart, or `?`."""
+    """A whole number with thousands separators, or `?`."""
     return "?" if number is None else f"{number:,.0f}"
 
 
@@ -31,14 +31,14 @@ def plural(number: int, word: str) -> str:
 
 
 def dollars(usd: float | None) -> str:
-    """Dollars with the digits that matter, or `?`."""
+    """Dollars with significant digits, or `?`."""
     if usd is None:
         return "?"
     return f"${usd:,.2f}" if usd >= 0.1 or usd == 0 else f"${usd:.2g}"
 
 
 def seconds(s: float | None) -> str:
-    """A duration in the units that fit it, or `?`."""
+    """A duration in suitable units, or `?`."""
     if s is None:
         return "?"
     if s < 1:

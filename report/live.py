@@ -1,7 +1,7 @@
-"""A run on the whole screen while it works, drawn by a process of its own.
+"""The full-screen view of a run, drawn by a separate process.
 
-That process reads the run directory, as `status` does, so the run is not held up by it. It leaves
-the terminal as it was when it is told to, and when the run is gone, however that ended.
+The process reads the run directory, like `status`, so it does not slow the run. It restores the
+terminal when the run closes the connection or dies.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 _EVERY_S = 1.0
 _PAUSE_PER_WORK = 9
-"""So many times as long as a look took nothing is done: a tenth of a core at most."""
+"""Pause this many times as long as an update took: use at most a tenth of a core."""
 
 _OTHER_LINES = 28
-"""About how many lines there are beside the conversations in flight."""
+"""Approximate number of lines without the conversations in flight."""
 
-_IN_FLIGHT_AT_LEAST, _IN_FLIGHT_AT_MOST = 3, 40
+_MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 3, 40
 
 
-def draw_until_told(told: Connection, run_dir: Path) -> None:
-    """Draw the status of `run_dir` on standard error until the other end of `told` is closed."""
+def draw_until_closed(connection: Connection, run_dir: Path) -> None:
+    """Draw the status of `run_dir` on standard error until the connection is closed."""
     from rich.console import Console
     from rich.live import Live
 
     hide_environment()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run stops in good order, and then tells
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run stops in good order, then closes it
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGHUP, _leave)
     with suppress(OSError):
@@ -55,21 +55,21 @@ def draw_until_told(told: Connection, run_dir: Path) -> None:
                 found = look(stored)
                 screen.update(_drawn(found, height=console.height), refresh=True)
                 took_s = time.monotonic() - began
-                if told.poll(max(_EVERY_S, _PAUSE_PER_WORK * took_s)):
+                if connection.poll(max(_EVERY_S, _PAUSE_PER_WORK * took_s)):
                     return
     except (RunError, OSError) as error:
-        say(f"--live shows no more: {error}; the run goes on")
+        say(f"--live has ended: {error}; the run continues")
 
 
 def _drawn(found: Status, *, height: int) -> Group:
-    """The sections of the status, each line cut at the edge of the screen."""
+    """The sections of the status, with lines cut at the edge of the screen."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.progress_bar import ProgressBar
     from rich.rule import Rule
     from rich.text import Text
 
-    shown = min(max(_IN_FLIGHT_AT_LEAST, height - _OTHER_LINES), _IN_FLIGHT_AT_MOST)
+    shown = min(max(_MIN_IN_FLIGHT, height - _OTHER_LINES), _MAX_IN_FLIGHT)
     head, *parts = sections(found, in_flight_shown=shown)
     drawn: list[Rule | Text | Padding] = [Text(head[0], style="bold", no_wrap=True)]
     totals = found.totals

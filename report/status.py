@@ -1,4 +1,4 @@
-"""What a run is about: its totals, how fast it goes, what is in flight, slow or failing."""
+"""The status of a run: totals, progress, and conversations in flight, slow or failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import orjson
 from api.stored_run import StoredRun
 from report.facts import seconds_at_work
 from report.formatting import count, one_line, plain, plural, seconds
-from runs.batch_api.totals import BatchTotals, sum_up
+from runs.batch_api.totals import BatchTotals, compute_batch_totals
 from runs.process.console import show
 from runs.store.failures import failures_by_class
 from runs.store.index import own_turns
@@ -27,9 +27,9 @@ _LINE_CHARS = 100
 
 
 def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> None:
-    """Print the totals and the status of a run, with `every_s` again while the run goes on.
+    """Print the status of a run; with `every_s`, repeat until the run ends.
 
-    JSON is one object, or one line each time.
+    With `as_json`: one JSON object, or one line each time.
     """
     while True:
         found = look(stored)
@@ -47,18 +47,18 @@ def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> N
 
 
 class Status(NamedTuple):
-    """A run at a moment."""
+    """The status of a run at one moment."""
 
     run_dir: Path
     holder: dict[str, Any] | None
-    """The process that works on it."""
+    """The process that is working on it."""
     totals: RunTotals
     progress: dict[str, Any] | None
-    """What that process said last, see `runs/supervisor/progress.py`."""
+    """The last state of that process; see `runs/supervisor/progress.py`."""
     details: dict[str, Any]
     """See `run_status`."""
     batches: BatchTotals | None
-    """What its batches brought; None where it has none."""
+    """Totals of its batches; None if it has none."""
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -73,7 +73,7 @@ class Status(NamedTuple):
 
 
 def look(stored: StoredRun) -> Status:
-    """Read all of it, from the run directory and the dataset alone."""
+    """Read the status from the run directory and the dataset."""
     holder = stored.holder
     return Status(
         stored.path,
@@ -81,12 +81,12 @@ def look(stored: StoredRun) -> Status:
         stored.totals(),
         None if holder is None else _progress(stored.path, pid=holder.get("pid")),
         run_status(stored),
-        sum_up(stored.path),
+        compute_batch_totals(stored.path),
     )
 
 
 def _progress(run_dir: Path, *, pid: int | None) -> dict[str, Any] | None:
-    """The state that process `pid` wrote; None in its first second, and where it could not."""
+    """The state that process `pid` wrote; None if there is none, as in its first second."""
     try:
         state: dict[str, Any] = orjson.loads((run_dir / PROGRESS_FILE).read_bytes())
     except (OSError, orjson.JSONDecodeError):
@@ -95,11 +95,10 @@ def _progress(run_dir: Path, *, pid: int | None) -> dict[str, Any] | None:
 
 
 def run_status(stored: StoredRun) -> dict[str, Any]:
-    """From the run directory alone, while the run goes on or not; writes nothing.
+    """The details of a run, during the run or afterwards; writes nothing.
 
-    Keys: `in_flight` (see `StoredRun.in_flight`), `slowest` (tasks of the last
-    `slowest_of` records: `id`, `status`, `turns`, `duration_s` at work), `errors` (see
-    `failures_by_class`).
+    Keys: `in_flight` (see `StoredRun.in_flight`), `slowest` (the slowest of the last `slowest_of`
+    records: `id`, `status`, `turns`, `duration_s` at work), `errors` (see `failures_by_class`).
     """
     ended = [
         {
@@ -120,13 +119,13 @@ def run_status(stored: StoredRun) -> dict[str, Any]:
 
 
 def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
-    """The same for a person: a paragraph for each part that there is, its first line its title."""
+    """The status for a person: lists of lines, each with its title first."""
     holder, state = found.holder, found.progress
     running = "not running"
     if holder is not None:
         running = f"running (pid {holder.get('pid')} on {holder.get('host')})"
     if holder is None and found.totals.pending:
-        running += "; run the same command again to finish the pending tasks"
+        running += "; the command of the run continues the pending tasks"
     head = [f"{found.run_dir}: {running}"]
     if state is not None:
         head.append(f"this start: {plain(describe(state))}")
@@ -147,7 +146,7 @@ def _in_flight(tasks: list[dict[str, Any]], shown: int, *, runs: bool) -> list[s
         return []
     lines = [f"in flight: {count(len(tasks))}, longest without an event first"]
     if not runs:
-        lines = [f"unfinished: {count(len(tasks))}, resumed by the next start"]
+        lines = [f"unfinished {count(len(tasks))}, the next start continues them"]
     for task in tasks[:shown]:
         last = f"  {_doing(task)}, {seconds(task['idle_s'])} since its last event" if runs else ""
         lines.append(f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}{last}")

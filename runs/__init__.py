@@ -1,27 +1,27 @@
 """One run: dataset, config, stored records, parent and workers.
 
-errors           what stops a run, with its exit code; Stopped
-tasks            Task, BadRow and their keys
-amounts          costs and limits
+errors           errors that stop a run, with their exit codes; Stopped
+tasks            Task, BadRow and task keys
+amounts          costs, and the limits of an endpoint
 shards           parts of a dataset by prompt id
 record           the record of a finished task
-run_lock         one process at a time works on a run
-run_dir          the run directory, its lock and run.json
-narrowing        options that would shorten a training file
-executor_choice  opens the executor that was chosen
+run_lock         the lock of a run: one process at a time
+run_dir          the run directory and run.json
+narrowing        changes that would shorten a training file
+executor_choice  opens the executor that the config names
 run              one start of a run
-process/         what a process does to itself before it works
+process/         settings of a process: environment, log, console
 store/           journals, records, failures and their index
 dataset/         rows, prompts and the scan
 sources/         datasets of other kinds, written as JSONL
 config/          options from YAML and flags to checked values
-totals/          the sums of a run, what it spent, forecasts
-protocol/        what parent and workers say to each other
-worker/          runs in a worker process
-executors/       where workers run
+totals/          totals of a run, spending, forecasts
+protocol/        messages between parent and workers
+worker/          code of worker processes
+executors/       start workers on this machine or on Ray
 batch_api/       calls by the providers' Batch APIs, in the parent
-supervisor/      runs in the parent process
-planning/        what a start would do, checked before any call
+supervisor/      code of the parent process
+planning/        checks before a start, and its preview
 maintenance/     verify, repair, merge, fork, import
 
 Other rooms import only the modules in `SEAM`.
@@ -29,6 +29,7 @@ Other rooms import only the modules in `SEAM`.
 
 SEAM = (
     "batch_api.totals",
+    "config.endpoint_config",
     "config.endpoints",
     "config.loading",
     "config.models",

@@ -1,4 +1,4 @@
-"""Dollars, tokens and limits: the quantities that parent and workers speak of."""
+"""Costs, and the limits of an endpoint: values that parent and workers share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Dollars and tokens; of what the run does not bound always 0."""
+    """Dollars and tokens; a unit without a budget stays 0."""
 
     usd: float = 0.0
     tokens: int = 0
@@ -29,11 +29,12 @@ class Cost:
 
 
 class EndpointLimits(NamedTuple):
-    """What the user says about the calls to one endpoint."""
+    """The user's limits on calls to one endpoint."""
 
     start: int
-    """Calls in flight to begin with."""
+    """Initial limit on calls in flight."""
     ceiling: int
+    """Maximum of that limit."""
     rpm: float | None
     """Requests per minute."""
     tpm: float | None

@@ -1,4 +1,4 @@
-"""What stops a run. Each `RunError` has one exit code; each message says what to do next."""
+"""Errors that stop a run. Each has an exit code; each message says what to do next."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from toolsets.errors import machine_failure
 from toolsets.extras import install
 
 SIGNALLED = 128
-"""Added to the number of the signal that stopped a run, as shells do."""
+"""The exit code of a run that a signal stopped is this plus the signal's number, as in shells."""
 
 
 class RunError(Exception):
-    """A run cannot start or go on. `exit_code` is what the command line returns."""
+    """A run cannot start or continue. The command line returns `exit_code`."""
 
     exit_code = 2
 
@@ -24,21 +24,21 @@ class ConfigError(RunError):
 
 
 class DatasetError(RunError):
-    """The dataset cannot be read at all, or holds no usable row."""
+    """The dataset cannot be read, or has no usable row."""
 
 
 class RunDirError(RunError):
-    """The run directory cannot be used: not writable, or not a run of ours."""
+    """The run directory cannot be used: not writable, or not a run."""
 
 
 class EnvironmentStop(RunError):
-    """The environment ended the run: rejected credentials, no credit, a disk that is full."""
+    """The environment stopped the run: rejected credentials, no credit, a full disk."""
 
     exit_code = 4
 
 
 class DatasetChanged(EnvironmentStop):
-    """The dataset is not what it was when the start began; the next start takes it as it is."""
+    """The dataset has changed since this start began; the next start uses it as it is."""
 
 
 class RunLocked(RunError):
@@ -48,23 +48,23 @@ class RunLocked(RunError):
 
 
 class Stopped(Exception):
-    """The run is being stopped: the conversation rests where its journal ends."""
+    """The run is stopping: the conversation will continue where its journal ends."""
 
 
 def missing(what: str, extra: str) -> ConfigError:
-    """The error for a choice whose packages are not installed."""
+    """The error for a feature whose packages are not installed."""
     return ConfigError(f"{what} needs more packages: {install(extra)}")
 
 
 def interrupted(number: int) -> str:
-    """What a user reads after a signal."""
+    """The message after a signal."""
     name = signal.Signals(number).name
-    return f"interrupted by {name}; finished work is safe: run the same command again to resume"
+    return f"interrupted by {name}; finished work is safe: run the same command again to continue"
 
 
 @contextmanager
 def machine_failures_as_stops() -> Iterator[None]:
-    """Raise `EnvironmentStop` for what the machine refuses: room on a disk, memory, processes."""
+    """Raise `EnvironmentStop` for failures of the machine: a full disk, no memory or processes."""
     try:
         yield
     except RunError:
@@ -73,8 +73,5 @@ def machine_failures_as_stops() -> Iterator[None]:
         failure = machine_failure(error)
         if failure is None and not isinstance(error, OSError):
             raise
-        msg = (
-            f"{failure or error}; finished work is safe: fix the problem and run the same command "
-            "again"
-        )
+        msg = f"{failure or error}. Finished work is safe; fix that and run the same command again"
         raise EnvironmentStop(msg) from error

@@ -1,8 +1,8 @@
-"""Where the workers of a run work."""
+"""The executor that a config names: local processes or Ray."""
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
 
@@ -13,11 +13,12 @@ from runs.errors import ConfigError
 from runs.executors.base import Executor
 from runs.executors.local import LocalExecutor, fork_workers
 from runs.run_dir import RunDir
+from toolsets.catalog.registry import ALL, TOOLSETS
 from toolsets.extras import install
 
 
 def check_executor(config: RunConfig) -> None:
-    """Raise `ConfigError` where what the executor needs is not installed."""
+    """Raise `ConfigError` if the packages of the executor are not installed."""
     if config.executor == "ray" and find_spec("ray") is None:
         msg = (
             f"executor: ray is not installed: {install('ray')}, here and on every node, or leave "
@@ -29,24 +30,30 @@ def check_executor(config: RunConfig) -> None:
 def fork_ahead(config: RunConfig) -> None:
     """Fork the workers of a start before it is planned; see `fork_workers`.
 
-    No more than can be of use: one for each core, and for each task.
+    No more than there can be tasks.
     """
     if config.executor == "local":
-        most = min(config.num_workers, os.cpu_count() or 1)
-        try:
-            with config.dataset_file.open("rb") as file:
-                lines = sum(1 for _ in islice(file, most))
-        except OSError:
-            return  # planning says what is wrong with it
+        wanted = config.enabled_toolsets or ALL
+        for name, toolset in TOOLSETS.items():
+            if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
+                len(toolset.tools)  # which imports them, once for all
         if config.model_weights().keys() != {SCRIPTED}:
-            load_table()  # once for all
-        fork_workers(min(most, lines * config.num_samples))
+            load_table()
+        fork_workers(min(config.num_workers, _most_tasks(config)))
+
+
+def _most_tasks(config: RunConfig) -> int:
+    """How many tasks there can be, as far as a look at the first lines of the dataset tells."""
+    if config.dataset_file.suffix == ".jsonl":
+        with suppress(OSError), config.dataset_file.open("rb") as file:  # the plan will say why
+            return sum(1 for _ in islice(file, config.num_workers)) * config.num_samples
+    return config.num_workers
 
 
 def open_executor(config: RunConfig, run_dir: RunDir) -> Executor:
-    """What starts the workers of a run. Raises `ConfigError`."""
+    """Open the executor that starts the workers of a run. Raises `ConfigError`."""
     if config.executor == "local":
         return LocalExecutor()
-    from runs.executors.ray.executor import RayExecutor  # takes seconds, and is an extra
+    from runs.executors.ray.executor import RayExecutor  # slow, and an extra
 
     return RayExecutor(config, run_dir)

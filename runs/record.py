@@ -1,13 +1,13 @@
-"""The record of one finished task: everything that was sent, received and decided, lossless.
+"""The record of one finished task: all that was sent, received and decided, lossless.
 
-Keys, in this order: `id`, `status`, `status_reason` (null or words), `error` (null or {"class",
+Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (null or {"class",
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
-the conversation (see `Trajectory.to_record`; of a branch `fork` too), `check` (null, or how the
-row's check judged the workspace; see `run_check`), `tools` (schemas as offered), `options` (those
-of the conversation that are not the defaults), `view_compacted` (the model saw parts of it in short
-or as a summary), and where it came from: `model` (as asked), `api`, `endpoint`, `toolsets`,
-`sandbox`, `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds), `schema_version`. On
-disk a checksum follows (see `runs.store.checksum`).
+the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
+result of the row's check; see `run_check`), `tools` (schemas as offered), `options` (those of the
+conversation that are not defaults), `view_compacted` (the model saw parts shortened or as a
+summary), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`,
+`seed`, `config_digest`, `versions`, `finished_at` (epoch seconds), `schema_version`. On disk a
+checksum follows (see `runs.store.checksum`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from toolsets import exact_json
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What all records of one start have in common."""
+    """Keys that all records of a start share."""
 
     sandbox: str | None
     seed: int
@@ -50,7 +50,7 @@ def make_record(
     attempt: int,
     provenance: Provenance,
 ) -> dict[str, Any]:
-    """Build the record of a task that has ended; `setup` is what it was offered."""
+    """Build the record of a task that has ended with the model and tools of `setup`."""
     return {
         "id": task.id,
         "status": end.status,

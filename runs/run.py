@@ -19,7 +19,7 @@ from runs.amounts import Cost
 from runs.batch_api.batch_log import free_unsent, held_in, set_aside_damaged_steps
 from runs.batch_api.service import BatchService, with_open_batches
 from runs.config.models import budget_of, limits_of
-from runs.dataset.scan import tasks_at
+from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME
 from runs.errors import DatasetChanged, RunLocked
 from runs.executor_choice import open_executor
@@ -39,7 +39,8 @@ from runs.store.journal import Inflight, segments
 from runs.store.records import RecordFile, load_index
 from runs.store.settled import Settled, is_settled
 from runs.supervisor.budget import BudgetLog, spent_before
-from runs.supervisor.damaged import listed_in_words, set_aside_damaged
+from runs.supervisor.damaged import set_aside_damaged, shortened
+from runs.supervisor.key_service import KeyService
 from runs.supervisor.progress import Progress
 from runs.supervisor.supervisor import Start, Supervisor
 from toolsets.workspace.removal import remove_tree
@@ -57,7 +58,7 @@ class Outcome:
     signal: int | None = None
     """The signal that stopped it."""
     stopped_by: str | None = None
-    """What in the environment stopped it."""
+    """Why the environment or the budget stopped it."""
     limits: Sequence[Mapping[str, Any]] = ()
     """What limited the model calls; see `RunLimits.report`."""
     is_out_of_budget: bool = False
@@ -80,11 +81,11 @@ def run_batch(
     `only` limits the work to the tasks with these keys. `tell` gets the messages for the user;
     without it they are printed, with a progress line.
 
-    Raises `EnvironmentStop` where the run cannot continue, and `RunLocked` while this process
-    works on another run: log, limits and environment belong to the whole process.
+    Raises `EnvironmentStop` if the run cannot continue, and `RunLocked` if this process is working
+    on another run: both would change log, limits and environment of the process.
     """
     if not _one_at_a_time.acquire(blocking=False):
-        msg = f"{run_dir.path}: this process works on another run; start this one after it"
+        msg = f"{run_dir.path}: this process is working on another run; start this one after it"
         raise RunLocked(msg)
     try:
         with settings_restored():
@@ -133,13 +134,12 @@ def _work(
         if records.unreadable:
             progress.say(
                 f"{len(records.unreadable)} unreadable records were set aside in "
-                f"{run_dir.quarantine}: {listed_in_words(records.unreadable)}; their tasks run "
-                "again"
+                f"{run_dir.quarantine}: {shortened(records.unreadable)}; their tasks run again"
             )
         if damaged:
             progress.say(
                 f"{len(damaged)} damaged lines were set aside in {run_dir.quarantine}: "
-                f"{listed_in_words(damaged)}; what they told does not count"
+                f"{shortened(damaged)}; they do not count"
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
@@ -153,9 +153,10 @@ def _work(
         )
         if (config := with_open_batches(config, run_dir, state.settled)) is not plan.config:
             plan = replace(plan, config=config)
-            progress.say("calls in batches of earlier starts are waited for; all others go live")
+            progress.say("waiting for the batches of earlier starts; all other calls are made live")
         with (
             closing(open_executor(config, run_dir)) as executor,
+            closing(KeyService(plan.setups, is_local=config.executor == "local")) as keys,
             closing(BatchService(config, plan.setups, run_dir, state.settled)) as batches,
         ):
             start = Start(
@@ -167,19 +168,20 @@ def _work(
                 spent=state.spent,
                 held=state.held,
                 budget_log=budget_log,
-                tasks=tasks_at(plan.scan, state.remaining),
+                tasks=tasks(plan.scan, state.remaining),
                 records=records,
                 failures=failures,
                 inflight=inflight,
                 progress=progress,
                 batches=batches,
+                keys=keys,
             )
             supervisor = Supervisor(start)
-            del state  # the index of all records is in it, and nobody asks it any more
+            del state  # frees the memory of the index
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()
         if supervisor.is_dataset_changed:
-            # Or what is kept of its scan is not what this program would find.
+            # Or the cached scan is wrong; in both cases the next start scans again.
             (run_dir.path / NAME).unlink(missing_ok=True)
         _remove_what_is_settled(run_dir, config.max_attempts)
     except DatasetChanged:
@@ -199,7 +201,7 @@ def _work(
 
 
 class RunState(NamedTuple):
-    """What a run has and still owes when a start begins."""
+    """Finished and remaining work when a start begins."""
 
     settled: Settled
     """The tasks that need no more work."""
@@ -207,18 +209,18 @@ class RunState(NamedTuple):
     """The numbers of the tasks that need work, in dataset order."""
     done: int
     failed: int
-    """Those that failed for good."""
+    """Tasks that failed for good."""
     passed: int
     not_passed: int
-    """Those that were checked, and what of that came."""
+    """Tasks that passed their check, or did not."""
     has_answers: bool
     """An endpoint has answered in an earlier start."""
     spent: Cost
-    """What of the budget is used up; nothing where there is none."""
+    """The part of the budget that is spent; 0 without a budget."""
     held: dict[bytes, dict[str, list[Any]]]
-    """What of that is set aside for calls in batches, by task and call; see `held_in`."""
+    """Amounts of that reserved for calls in batches, by task and call; see `held_in`."""
     cost_usd: float
-    """What the run has spent, as far as that is known."""
+    """Dollars that the run has spent, as far as known."""
 
 
 def _state_of(
@@ -229,13 +231,13 @@ def _state_of(
     inflight: Inflight,
     budget_log: BudgetLog,
 ) -> RunState:
-    """Look at all records once; remove what is left of settled tasks, and read the journals."""
+    """Match records and tasks, remove leftovers of settled tasks, and read the journals."""
     scan, max_attempts = plan.scan, plan.config.max_attempts
     found = records.take_found()
     settled = Settled(found, max_attempts)
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
-    # Given up first: after a crash between the two it stays booked, and is not given back twice.
+    # Freed first: after a crash between the two the amount stays granted; it is never freed twice.
     if freed := free_unsent(run_dir.path, run_dir.quarantine):
         budget_log.append("returned", sum(freed, Cost()))
     spent = Cost()
@@ -275,8 +277,9 @@ def _state_of(
 
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
-    bounds = limits_of(plan.config, plan.setups)
-    is_proven = has_answers and run_dir.same_endpoints and len(bounds) == 1
+    limits = limits_of(plan.config, plan.setups)
+    # With several endpoints it is unknown which one has answered.
+    is_proven = has_answers and run_dir.same_endpoints and len(limits) == 1
     return WorkerSetup(
         number=0,
         parent_pid=os.getpid(),
@@ -290,15 +293,14 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
             versions=run_dir.versions,
         ),
         script=plan.script,
-        bounds=bounds,
+        limits=limits,
         budget=budget_of(plan.config),
-        # Of several endpoints nobody knows which one answered.
-        proven=frozenset(map(url_of, bounds)) if is_proven else frozenset(),
+        proven=frozenset(map(url_of, limits)) if is_proven else frozenset(),
     )
 
 
 def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
-    """Remove what workers that died left of conversations that have ended since."""
+    """Remove files that dead workers left of conversations that have ended since."""
     if listed(run_dir.workspaces) or segments(run_dir.inflight):
         settled = Settled(load_index(run_dir.path), max_attempts)
         _remove_workspaces(run_dir, settled)
@@ -306,9 +308,9 @@ def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
 
 
 def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
-    """Remove what a crash left between a durable record and the end of its workspace.
+    """Remove workspaces of settled tasks, left by a crash after the record was written.
 
-    Names that are not ours and directories that resist are left and logged.
+    Keeps and logs files with other names and directories that cannot be removed.
     """
     for path in listed(run_dir.workspaces):
         try:
@@ -317,14 +319,14 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
             elif bytes.fromhex(path.name.removesuffix(".half")) in settled:
                 remove_tree(path)
         except (ValueError, OSError) as error:
-            log.warning("left alone: %s: %s", path, error)
+            log.warning("not removed: %s: %s", path, error)
 
 
 @contextmanager
 def _signals_to(supervisor: Supervisor) -> Iterator[list[int]]:
-    """Turn SIGINT, SIGTERM and SIGHUP into an orderly stop; gives the list of those received.
+    """Turn SIGINT, SIGTERM and SIGHUP into an orderly stop; yields the list of received signals.
 
-    Only the main thread can: elsewhere signals do what the caller has set.
+    Works only in the main thread; elsewhere the caller handles signals.
     """
     received: list[int] = []
 
@@ -335,7 +337,7 @@ def _signals_to(supervisor: Supervisor) -> Iterator[list[int]]:
     before = {}
     is_main = threading.current_thread() is threading.main_thread()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ():
-        # What nohup or a shell script's background job ignores stays ignored.
+        # Signals that nohup or a background job of a shell ignores stay ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, on_signal)
     try:

@@ -1,19 +1,18 @@
-"""The directory of a run: its lock, its identity, and where everything lies.
+"""The run directory, its lock, and run.json.
 
-    run.json         config, its semantic digest, dataset, versions; no secrets
+    run.json         config, its digest, dataset, versions; no secrets
     records.jsonl    one finished trajectory per line: the checkpoint
-    records.idx      derived from it
+    records.idx      derived from records.jsonl
     dataset-KEY.*    the dataset as JSONL, if it is not a JSONL file of the user's
     dataset.idx      derived from the dataset
     failures.jsonl   one line per failed attempt and per bad row
-    inflight/        turn journals of conversations that are not finished
-    workspaces/      files of conversations that are not finished
-    quarantine/      what a crash left unreadable, set aside
-    summary.json     the accounts, computed at the end of each start
+    inflight/        turn journals of unfinished conversations
+    workspaces/      files of unfinished conversations
+    quarantine/      unreadable data that was set aside
+    summary.json     the totals, computed at the end of each start
     run.log, lock
 
-One process at a time: the lock is held from `open_run_dir` to `RunDir.close`, or until the process
-ends, however it ends.
+One process at a time: it holds the lock from `open_run_dir` to `RunDir.close` or its own end.
 """
 
 from __future__ import annotations
@@ -63,10 +62,10 @@ _RUN_KEYS = {
 
 _CHECKSUM = "crc32"
 
-_WHERE = ("model", "models", "base_url", "endpoints")
-"""Keys of a config that say which endpoints are asked."""
+_ENDPOINT_KEYS = ("model", "models", "base_url", "endpoints")
+"""Keys of a config that determine its endpoints."""
 
-_DISK_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 _VERSIONS_OF = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
 
@@ -77,13 +76,13 @@ class RunDir:
 
     path: Path
     digest: str
-    """Semantic digest of the config that this start runs with."""
+    """The digest of this start's config; see `digest_of`."""
     versions: dict[str, str]
     same_endpoints: bool
-    """The last start of this run spoke to the same base URLs."""
+    """The last start of this run used the same endpoints."""
     lock_fd: int
     directory_fds: Mapping[Path, int]
-    """Those that a run cannot do without."""
+    """Open descriptors of the directories `inflight` and `workspaces`."""
 
     @property
     def inflight(self) -> Path:
@@ -97,36 +96,37 @@ class RunDir:
 
     @property
     def quarantine(self) -> Path:
-        """What was set aside."""
+        """Unreadable data that was set aside."""
         return self.path / "quarantine"
 
     def check_is_there(self) -> None:
         """Raise `EnvironmentStop` if the directory was moved or removed since it was locked.
 
-        The files that are open would take all that is written, and nobody would ever find it.
+        Writes to open files would succeed, but the data would be lost.
         """
         if not is_same_file(self.lock_fd, self.path / "lock"):
             msg = (
-                f"{self.path}: the run directory was moved or removed while the run was using it. "
-                "If it was moved, put it back (remove what is there now) and run the same command "
-                "again to resume; if it was removed, the same command starts over."
+                f"{self.path}: the run directory has vanished: it was moved or removed during the "
+                "run. Finished work is in it. If it was moved, put it back (remove any new one in "
+                "its place) and run the same command again to continue; if it was removed, the "
+                "same command starts over."
             )
             raise EnvironmentStop(msg)
 
     def what_vanished(self) -> str | None:
-        """In words, that journals or workspaces were moved or removed; None if they were not."""
+        """A message if the journals or workspaces were moved or removed, else None."""
         for path, fd in self.directory_fds.items():
             if is_same_file(fd, path):
                 continue
             if os.fstat(fd).st_nlink:
-                how, then = "moved", "Put it back (remove what is there now)"
+                how, advice = "moved", "Put it back (remove any new one in its place)"
             elif path == self.inflight:
-                how, then = "removed", "Journals that were open are written again"
+                how, advice = "removed", "Workers restore the journals that they have open"
             else:
-                how, then = "removed", "Conversations in flight lose their files"
+                how, advice = "removed", "Unfinished conversations lose their files"
             return (
-                f"{path}: it was {how} while the run was using it. {then}; run the same command "
-                "again to resume."
+                f"{path}: it was {how} during the run. {advice}; run the same command again to "
+                "continue."
             )
         return None
 
@@ -147,12 +147,12 @@ def open_run_dir(
 ) -> RunDir:
     """Create or reopen the directory of a run, and lock it.
 
-    `api` is the dialect that the config's model speaks. `fresh` moves an existing directory and
-    its training file aside first. `accept_changes` names config keys whose change is wanted
-    though it changes what the data means.
+    `api` is the dialect of the config's model. `fresh` first moves an existing directory and its
+    training file aside. `accept_changes` names config keys that may have changed although they
+    affect the data.
 
-    Raises `RunLocked`, `RunDirError`, and `ConfigError` where the config differs in meaning
-    from the one that the run began with.
+    Raises `RunLocked`, `RunDirError`, and `ConfigError` if other keys that affect the data have
+    changed since the run's first start.
     """
     path = config.run_dir
     lock_fd = None
@@ -164,7 +164,7 @@ def open_run_dir(
             refuse_lost_records(path)
         lock_fd = lock(path)
         if fresh and any(entry.name != "lock" for entry in path.iterdir()):
-            # Still locked while it moves, so no other process can begin to work in it.
+            # Locked while it moves, so no other process can start working in it.
             aside = _move_aside(path)
             path.mkdir(mode=0o700)
             moved_fd, lock_fd = lock_fd, lock(path)
@@ -173,8 +173,8 @@ def open_run_dir(
                 link_kept(aside / scan.path.name, path)
         for name in ("inflight", "workspaces", "exports"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
-        for litter in stale_files_of(path):
-            litter.unlink()
+        for file in stale_files_of(path):
+            file.unlink()
         before, run = _identity(config, scan, accept_changes)
         run["api"] = api
         write_run_json(path, run)
@@ -184,16 +184,16 @@ def open_run_dir(
         if lock_fd is not None:
             os.close(lock_fd)
         if isinstance(error, OSError):
-            if error.errno in _DISK_FAILS:
+            if error.errno in _DISK_FAILURES:
                 raise storage_error(path, error) from error
             msg = (
-                f"{path}: cannot use this run directory: {error.strerror or error}; --output_dir "
-                "names another place"
+                f"{path}: cannot use this run directory: {error.strerror or error}; choose another "
+                "place by --output_dir"
             )
             raise RunDirError(msg) from error
         raise
     same_endpoints = before is not None and all(
-        before["config"].get(key) == run["config"][key] for key in _WHERE
+        before["config"].get(key) == run["config"][key] for key in _ENDPOINT_KEYS
     )
     fds = {
         path / name: os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -203,7 +203,7 @@ def open_run_dir(
 
 
 def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
-    """Raise what `open_run` would refuse of an existing run; return whether there is one."""
+    """Raise what `open_run_dir` would raise for an existing run; return whether there is one."""
     if not (config.run_dir / "run.json").exists():
         return False
     refuse_strange_files(config.run_dir)
@@ -215,8 +215,10 @@ def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str]
 def _identity(
     config: RunConfig, scan: Scan, accept_changes: Sequence[str]
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The run.json that there is, None for none, and the one of this start. Raises `ConfigError`
-    where this start may not go on with the run."""
+    """The existing run.json, if any, and the new one of this start.
+
+    Raises `ConfigError` if this start may not continue the run.
+    """
     path = config.run_dir
     before = read_run_json(path) if (path / "run.json").exists() else None
     run = _run_json(path, config, scan, before, accept_changes)
@@ -226,27 +228,27 @@ def _identity(
 
 
 def stale_files_of(path: Path) -> list[Path]:
-    """The temporary files of a run that a crash has left behind, those beside it too."""
+    """Temporary files that a crash has left in a run directory or beside it."""
     inside = (path, path / "exports", path / "inflight", path / "quarantine")
     found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
-    left = [file for file in found if not file.is_dir()]
+    stale = [file for file in found if not file.is_dir()]
     beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+\.tmp")
-    return left + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
+    return stale + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
 
 
 def write_run_json(path: Path, run: dict[str, Any]) -> None:
-    """Write the identity of a run, with a checksum of what it says. Raises `StorageError`."""
-    told = {**run, _CHECKSUM: _checksum_of(run)}
-    replace_file(path / "run.json", exact_json.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+    """Write run.json with a checksum of its content. Raises `StorageError`."""
+    content = {**run, _CHECKSUM: _checksum_of(run)}
+    replace_file(path / "run.json", exact_json.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def _checksum_of(run: dict[str, Any]) -> str:
-    """However the file is laid out."""
+    """Independent of the layout of the file."""
     return f"{crc32(exact_json.dumps(run)):08x}"
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
-    """The identity of a run. Raises `RunDirError` where `path` is no run directory of ours."""
+    """Read run.json. Raises `RunDirError` if `path` is not a run directory."""
     try:
         run = exact_json.loads((path / "run.json").read_bytes())
     except FileNotFoundError:
@@ -261,22 +263,22 @@ def read_run_json(path: Path) -> dict[str, Any]:
     if isinstance(run, dict) and run.get("schema_version") == SCHEMA_VERSION:
         if _CHECKSUM in run and run.pop(_CHECKSUM) != _checksum_of(run):
             msg = (
-                f"{path}/run.json: changed since it was written (checksum mismatch). Restore a "
-                f'copy; without one, review the file, remove "{_CHECKSUM}" from it, and run the '
-                "same command again, which compares it with the config"
+                f"{path}/run.json: changed since it was written: its checksum does not match. "
+                "Restore it from a copy. If it was edited on purpose, or there is no copy, check "
+                f'it, remove "{_CHECKSUM}" from it, and run the same command again, which compares '
+                "it with the config"
             )
             raise RunDirError(msg)
         if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
-            msg = f"{path}/run.json: damaged ({', '.join(missing)}); --fresh starts over"
+            msg = f"{path}/run.json: damaged ({', '.join(missing)}); start over with --fresh"
             raise RunDirError(msg)
-    else:
-        msg = (
-            f"{path}/run.json: written by another version of this program (schema "
-            f"{run.get('schema_version') if isinstance(run, dict) else None}, ours is "
-            f"{SCHEMA_VERSION}); use that version, or --fresh to start over"
-        )
-        raise RunDirError(msg)
-    return run
+        return run
+    msg = (
+        f"{path}/run.json: written by another version of this program (schema "
+        f"{run.get('schema_version') if isinstance(run, dict) else None}, this one has "
+        f"{SCHEMA_VERSION}); use that version, or start over with --fresh"
+    )
+    raise RunDirError(msg)
 
 
 def runs_in(output_dir: Path) -> list[str]:
@@ -310,7 +312,7 @@ def _run_json(
     known = (*meaning, *NARROWING)
     if unknown := [key for key in accept_changes if key not in known]:
         msg = (
-            f"--accept_config_change: {', '.join(unknown)}: unknown option; it accepts "
+            f"--accept_config_change: {', '.join(unknown)}: unknown key; the possible keys are "
             f"{', '.join(known)}"
         )
         raise ConfigError(msg)
@@ -319,20 +321,20 @@ def _run_json(
     if before is None:
         if _holds_work(path):
             msg = (
-                f"{path}: it has records but no run.json, so their config is unknown; restore "
-                "run.json, or use --fresh to start over"
+                f"{path}: it has records but no run.json, so their config is unknown; put run.json "
+                "back, or start over with --fresh"
             )
             raise RunDirError(msg)
     else:
         created, history = before["created"], before["history"]
         if (shard := before["config"].get("shard")) != config.shard and _holds_work(path):
             msg = (
-                f"{path}: this run is {f'shard {shard}' if shard else 'the whole dataset'}, not "
-                f"{f'shard {config.shard}' if config.shard else 'the whole dataset'}; each shard "
-                "needs its own --run_name (`merge` joins them)"
+                f"{path}: this run is for {f'shard {shard}' if shard else 'the whole dataset'}, "
+                f"now {f'shard {config.shard}' if config.shard else 'the whole dataset'} is "
+                "requested; each shard needs its own --run_name (`merge` joins all shards)"
             )
             raise ConfigError(msg)
-        # An option that the program did not have then was as if it had its default.
+        # Options that the program did not have then count as defaults.
         then = default_meaning() | before["meaning"]
         changes = {
             key: {"from": then.get(key), "to": meaning[key]}
@@ -358,7 +360,7 @@ def _run_json(
 
 
 def dataset_of(scan: Scan) -> dict[str, Any]:
-    """What run.json says of the dataset."""
+    """The value of `dataset` in run.json."""
     return {
         "path": str(scan.path.resolve()),
         "source": source_of_kept(scan.path),
@@ -371,7 +373,7 @@ def dataset_of(scan: Scan) -> dict[str, Any]:
 
 
 def _holds_work(path: Path) -> bool:
-    """Whether the run has anything that another config could be mixed with."""
+    """Whether the run has records or journals, which must not be mixed with another config's."""
     records = path / "records.jsonl"
     if records.exists() and records.stat().st_size:
         return True
@@ -381,18 +383,18 @@ def _holds_work(path: Path) -> bool:
 def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
     lines = [f"{path}: this run has another config; mixing the two would spoil the data:"]
     lines += [
-        f"  {key}: {change['from']!r} in the run, {change['to']!r} now"
+        f"  {key}: the run has {change['from']!r}, now {change['to']!r}"
         for key, change in changes.items()
     ]
     lines.append(
-        "Choose another --run_name, or --fresh to start over (the old run is moved aside), or "
-        f"--accept_config_change={','.join(changes)} to resume with the new values."
+        "Use another --run_name; or --fresh to start over (the old directory is kept); or "
+        f"--accept_config_change={','.join(changes)} to continue with the new values."
     )
     return "\n".join(lines)
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of packages by their names; "not installed" of those that are not."""
+    """The versions of packages by name, or "not installed"."""
     versions = {}
     for name in packages:
         try:

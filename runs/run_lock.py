@@ -17,9 +17,10 @@ from runs.errors import RunLocked
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """Who works on the run right now: {"pid", "host", "started"}, or None; {} in its first moment.
+    """The process that works on the run: {"pid", "host", "started"}; {} if it is just starting.
 
-    Asks the kernel's list of locks: trying the lock would make a start at that moment fail.
+    None if there is none. Reads the kernel's list of locks: trying the lock could make a start
+    fail at that moment.
     """
     try:
         lock = (path / "lock").stat()
@@ -37,14 +38,14 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_held(path: Path) -> None:
-    """Raise `RunLocked` if another process works on the run right now."""
-    if (holder := holder_of(path)) is not None:  # empty where it is just being written
+    """Raise `RunLocked` if another process is working on the run."""
+    if (holder := holder_of(path)) is not None:
         raise _is_locked(path, holder)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep every other process from working on a run. Raises `RunLocked`."""
+    """Hold the lock of a run. Raises `RunLocked`."""
     fd = lock(path)
     try:
         yield
@@ -64,7 +65,7 @@ def lock(path: Path) -> int:
             raise _is_locked(path, holder) from None
         if is_same_file(fd, path / "lock"):
             break
-        os.close(fd)  # the directory was moved aside between the opening and the locking
+        os.close(fd)  # the directory was moved aside between `open` and `flock`
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     os.ftruncate(fd, 0)
     os.pwrite(fd, orjson.dumps(me), 0)
@@ -79,7 +80,7 @@ def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:
 
 
 def is_same_file(fd: int, path: Path) -> bool:
-    """Whether `fd` is open on what is at `path` now."""
+    """Whether `fd` refers to the file that is at `path` now."""
     try:
         there = path.stat()
     except (FileNotFoundError, NotADirectoryError):

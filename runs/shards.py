@@ -1,7 +1,7 @@
-"""Shards: parts of a dataset by the content of its rows, for schedulers that start equal jobs.
+"""Shards: parts of a dataset by prompt id, for schedulers that start equal jobs.
 
-A prompt belongs to one shard by a hash of its id, so jobs split a dataset without asking each
-other, rows that are added move no other row, and all samples of a prompt are in one shard.
+A hash of its id assigns a prompt to a shard. So jobs need not communicate, added rows move no
+other row, and all samples of a prompt are in the same shard.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runs.errors import ConfigError
 MAX_SHARDS = 100_000
 
 _SHARD = re.compile(r"(\d{1,6})/(\d{1,6})")
-_NAMED = 20
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Shard:
     count: int
 
     def holds(self, number: int) -> bool:
-        """Whether what hashes to `number` belongs to it."""
+        """Whether a prompt or row with this hash belongs to the shard."""
         return number % self.count == self.index
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ def parse_shard(text: str) -> Shard:
 
 
 def plain_shard(text: str | None) -> str | None:
-    """A shard as configs hold it: None for all of the dataset. Raises `ValueError`."""
+    """A shard in the form of configs: None for the whole dataset. Raises `ValueError`."""
     shard = None if text is None else parse_shard(text)
     return None if shard is None or shard.count == 1 else str(shard)
 
@@ -65,14 +65,14 @@ def check_shards(
 ) -> None:
     """Check that `runs` (directories with their run.json) are the shards of one dataset.
 
-    Nothing is asked of runs that are no shards. `has_dataset` says that the user names the dataset
-    that has all rows. Raises `ConfigError` that names what does not fit.
+    Does nothing if none is a shard. `has_dataset`: the user names a dataset with all rows. Raises
+    `ConfigError` that names the run that does not match.
     """
     shards = {path: identity["config"].get("shard") for path, identity in runs}
     if not any(shards.values()):
         return
     if whole := [path for path, shard in shards.items() if shard is None]:
-        msg = f"{whole[0]} is no shard but the others are; merge shards with shards"
+        msg = f"{whole[0]} is not a shard but others are; merge only shards with shards"
         raise ConfigError(msg)
     first_path, first = runs[0]
     holders: dict[Shard, Path] = {}
@@ -80,7 +80,7 @@ def check_shards(
     for path, identity in runs:
         shard = parse_shard(shards[path])
         if shard.count != count:
-            msg = f"{path} is shard {shard}, {first_path} one of {count}; they do not fit together"
+            msg = f"{path} is shard {shard} but {first_path} one of {count}; they do not match"
             raise ConfigError(msg)
         if shard in holders:
             msg = f"{holders[shard]} and {path} are both shard {shard}; merge one of them"
@@ -91,15 +91,15 @@ def check_shards(
             raise ConfigError(msg)
         if identity["dataset"]["sha256"] != first["dataset"]["sha256"] and not has_dataset:
             msg = (
-                f"{path}: its dataset has other rows than that of {first_path}; name one that has "
-                "all rows by --dataset_file"
+                f"{path}: its dataset has other rows than that of {first_path}; give a dataset "
+                "with all rows by --dataset_file"
             )
             raise ConfigError(msg)
     missing = [str(shard) for i in range(count) if (shard := Shard(i, count)) not in holders]
     if missing and not allow_gaps:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         msg = (
-            f"{len(missing)} of {count} shards are missing: {', '.join(missing[:_NAMED])}{more}; "
-            "name their runs too, or leave their tasks pending by --allow_gaps"
+            f"{len(missing)} of {count} shards are missing: {', '.join(missing[:_SHOWN])}{more}; "
+            "name their runs too, or leave their tasks pending with --allow_gaps"
         )
         raise ConfigError(msg)

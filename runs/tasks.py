@@ -1,4 +1,4 @@
-"""What a task is, and what a bad row is: the values that all of a run speaks of."""
+"""Tasks and bad rows, and the keys of tasks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import hashlib
 from typing import Any, NamedTuple
 
 SCHEMA_VERSION = 2
-"""Of records and run.json; raised when a reader of the older form would misread the newer."""
+"""Of records and run.json. Raise it when readers of the old form would misread the new one."""
 
 
 class Task(NamedTuple):
-    """One sample of one prompt: the unit of scheduling, resuming and accounting."""
+    """One sample of one prompt: what is scheduled, resumed and counted."""
 
     id: str
     prompt_id: str
     sample: int
     input_digest: str
-    """Changes when the row's rollout columns change: an edited prompt is new work."""
+    """A digest of the columns that affect the conversation: an edited prompt is new work."""
     columns: dict[str, Any]
 
     @property
@@ -26,12 +26,12 @@ class Task(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A line that cannot be used, and why."""
+    """A line of the dataset that cannot be used, and why."""
 
     line: int
     reason: str
 
 
 def task_key(task_id: str, digest: str) -> bytes:
-    """16 bytes for a task id and its input digest: small enough to hold millions of them."""
+    """16 bytes for a task id and its input digest: small enough for millions of tasks."""
     return hashlib.blake2b(f"{digest} {task_id}".encode(), digest_size=16).digest()

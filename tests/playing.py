@@ -207,7 +207,6 @@ async def _play(
         journal=lambda event: events.append(copy.deepcopy(event)),
         host=home,
         subagents=spec.options.subagents,
-        approve=setup.approve,
         on_event=told.append,
     )
     end = await conversation.run(taken_up=past is not None)

@@ -81,10 +81,15 @@ def names_of_modules() -> frozenset[str]:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
     """The modules of ours that a module imports, wherever in it: lazily and for types too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -102,7 +107,7 @@ BY_NAME = pytest.mark.parametrize("path", modules(), ids=lambda path: name_of(pa
 
 
 @BY_NAME
-def test_imports_go_one_way(path: Path) -> None:
+def test_imports_run_one_way(path: Path) -> None:
     """A module imports from its own node and from nodes above it in the list."""
     mine = node_of(name_of(path))
     if path.name == "__init__.py" and mine == -1:
@@ -114,15 +119,15 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 @BY_NAME
-def test_a_module_fits_in_the_head(path: Path) -> None:
+def test_a_module_is_below_its_limit_of_lines(path: Path) -> None:
     """No module is longer than 450 lines, and each says in its docstring what it is for."""
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES
-    assert ast.get_docstring(ast.parse(text))
+    assert ast.get_docstring(tree_of(path))
 
 
 @BY_NAME
-def test_rooms_meet_at_their_seams(path: Path) -> None:
+def test_rooms_import_only_the_seams_of_others(path: Path) -> None:
     """A module imports from another room only what that room's `SEAM` lists."""
     room = name_of(path).split("/")[0]
     for name in imports_of(path):
@@ -181,7 +186,7 @@ def test_no_two_modules_of_a_room_have_one_name(room: str) -> None:
 def test_no_two_public_classes_have_one_name() -> None:
     places = defaultdict(list)
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name_of(path))
     assert not {name: there for name, there in places.items() if len(there) > 1}
@@ -209,7 +214,7 @@ def test_the_product_imports_no_test_and_tests_no_benchmark(place: str) -> None:
     inside = [ROOT / f"{place}.py"] if place in DOORS else sorted((ROOT / place).rglob("*.py"))
     assert inside
     for path in inside:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]

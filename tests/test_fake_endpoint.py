@@ -239,7 +239,7 @@ def test_task_id_header_separates_equal_prompts(endpoint: FakeEndpoint) -> None:
     assert (journal["conversations"], journal["repeated"]) == (2, 0)
 
 
-def test_reply_that_nobody_took_is_not_delivered() -> None:
+def test_a_reply_whose_client_left_is_not_counted_as_delivered() -> None:
     with FakeEndpoint(latency_s=5.0) as slow:
         leave(slow, ask())
         leave(slow, ask())
@@ -487,7 +487,7 @@ def test_replies_of_the_responses_dialect(endpoint: FakeEndpoint) -> None:
     assert post(endpoint, RESPONSES, ask(RESPONSES, input=[*items, stray]))[0] == 400
 
 
-def test_empty_text_befalls_only_the_last_reply() -> None:
+def test_the_empty_text_fault_affects_only_the_last_reply() -> None:
     with FakeEndpoint(latency_s=0.0, faults={"empty_text": 1.0}) as endpoint:
         assert _finish(post(endpoint, OPENAI, ask())[2]) == "tool_calls"
         assert endpoint.journal()["faults"] == {}

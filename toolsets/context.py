@@ -65,6 +65,21 @@ class ToolContext:
             return self.sandbox.home
         return self.workspace.aliases[0] if self.workspace.aliases else str(self.workspace.root)
 
+    def during(
+        self, conversation: Sequence[Mapping[str, Any]], user_reply: str | None
+    ) -> ToolContext:
+        """The context of one call: `dataclasses.replace` would take longer than many a tool."""
+        return ToolContext(
+            workspace=self.workspace,
+            sandbox=self.sandbox,
+            web=self.web,
+            browsers=self.browsers,
+            conversation=conversation,
+            user_reply=user_reply,
+            held=self.held,
+            resumed=self.resumed,
+        )
+
     async def close(self, *, remove: bool) -> None:
         """Release what tools hold, stop the sandbox, and `remove` the workspace; may be repeated.
 

@@ -27,7 +27,9 @@ _BRACES = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _DIGITS = 19
-_LONG = re.compile(rb"[0-9]{%d}" % _DIGITS)
+_LONG = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
+"""Digits that can be an integer: not those of a fraction (0.0001239776611328125) or of a name."""
+_RUN = re.compile(rb"[0-9]+")
 _STEP = 6
 _FEW = 16
 """Up to this many places, checking each is faster than scanning the whole text, however short."""
@@ -116,7 +118,7 @@ def within_64_bits(value: Any) -> Any:
 
 
 def has_long_digits(text: str | bytes) -> bool:
-    """Whether the text has 19 digits in a row, as every integer beyond 64 bits has."""
+    """Whether there may be an integer of 19 digits or more, as every one beyond 64 bits is."""
     if len(text) < _DIGITS:
         return False
     raw = text.encode(errors="replace") if isinstance(text, str) else text
@@ -126,7 +128,7 @@ def has_long_digits(text: str | bytes) -> bool:
     sample = raw[::_STEP].translate(_DIGITS_AS_ZERO)
     at = sample.find(b"000")
     looks = max(_FEW, len(raw) >> 8)
-    while at >= 0:
+    while at >= 0 and looks:
         first = at * _STEP
         if raw[first : first + 2 * _STEP + 1].isdigit() and _LONG.search(
             raw, max(0, first - _STEP), first + 2 * _DIGITS
@@ -134,8 +136,19 @@ def has_long_digits(text: str | bytes) -> bool:
             return True
         looks -= 1
         if not looks:
-            return b"0" * _DIGITS in raw.translate(_DIGITS_AS_ZERO)
+            return _holds_long_integer(raw)
         at = sample.find(b"000", at + 1)
+    return False
+
+
+def _holds_long_integer(raw: bytes) -> bool:
+    """The same for a text that holds many digits: looks at all bytes."""
+    digits = raw.translate(_DIGITS_AS_ZERO)
+    at = digits.find(b"0" * _DIGITS)
+    while at >= 0:
+        if _LONG.match(raw, at):
+            return True
+        at = digits.find(b"0" * _DIGITS, _RUN.match(raw, at).end())  # type: ignore[union-attr]
     return False
 
 

@@ -26,6 +26,15 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _MAX_REPORTED_FIELDS = 10
 
+_JSON_TYPES: Mapping[type, str] = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+}
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -71,6 +80,9 @@ class Tool:
     """The function's first argument is the `ToolContext`."""
     check: Callable[[dict[str, Any]], None] | None = None
     """Checks the arguments if there is no model; raises `ArgumentsError`."""
+    quick: bool = False
+    """A plain function that takes microseconds and waits for nothing: it runs in the event loop,
+    while others run in a thread. All conversations of the worker wait for it."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -96,7 +108,7 @@ class Tool:
         except ValueError as error:
             raise ArgumentsError(f"not valid JSON ({error})") from None
         if not isinstance(loaded, dict):
-            raise ArgumentsError(f"expected a JSON object, got {_json_type(loaded)}")
+            raise ArgumentsError(f"expected a JSON object, got {_JSON_TYPES[type(loaded)]}")
         if self.arguments_model is None:
             if self.check is not None:
                 self.check(loaded)
@@ -114,7 +126,11 @@ class Tool:
 
 
 def tool(
-    *, name: str | None = None, idempotent: bool = False, sequential: bool = False
+    *,
+    name: str | None = None,
+    idempotent: bool = False,
+    sequential: bool = False,
+    quick: bool = False,
 ) -> Callable[[F], Tool]:
     """Make a `Tool` from a typed function.
 
@@ -147,6 +163,7 @@ def tool(
             idempotent=idempotent,
             sequential=sequential,
             takes_context=takes_context,
+            quick=quick,
         )
 
     return build
@@ -193,13 +210,3 @@ def _explain(error: ValidationError) -> str:
 def _explain_one(mistake: Mistake) -> str:
     where = ".".join(key[:80] for key in mistake.keys) or "arguments"
     return f"{where}: {'unknown argument' if mistake.kind == UNKNOWN_KEY else mistake.reason}"
-
-
-def _json_type(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)):
-        return "a number"
-    return "a string" if isinstance(value, str) else "an array"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import types
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from toolsets import exact_json
@@ -83,10 +84,15 @@ class Toolbox:
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
             return self._failure(text, "invalid_arguments")
-        context = replace(self._context, conversation=conversation, user_reply=user_reply)
+        running = self._run(tool, self._context.during(conversation, user_reply), parsed)
+        try:
+            awaited = running.send(None)
+        except StopIteration as done:
+            ended: ToolResult = done.value
+            return ended  # it waited for nothing, so there is nothing to cut off
         try:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
-                result = await self._run(tool, context, parsed)
+                result = await _resumed(running, awaited)
         except TimeoutError:
             result = self._late(tool)
         # The tool may have caught the cancellation by the deadline.
@@ -98,6 +104,8 @@ class Toolbox:
 
     async def _run(self, tool: Tool, context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
         if not inspect.iscoroutinefunction(tool.function):
+            if tool.quick:
+                return self._run_sync(tool, context, arguments)
             return await asyncio.to_thread(self._run_sync, tool, context, arguments)
         before = cancellations()
         try:
@@ -143,6 +151,25 @@ class Toolbox:
         return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
 
 
+@types.coroutine
+def _resumed(
+    running: Coroutine[Any, Any, ToolResult], awaited: Any
+) -> Generator[Any, Any, ToolResult]:
+    """Run a coroutine on that waits for what it has `awaited` first."""
+    while True:
+        try:
+            sent = yield awaited
+        except BaseException as error:
+            step = partial(running.throw, error)
+        else:
+            step = partial(running.send, sent)
+        try:
+            awaited = step()
+        except StopIteration as done:
+            result: ToolResult = done.value
+            return result
+
+
 def _invoke(tool: Tool, context: ToolContext, arguments: Mapping[str, Any]) -> Any:
     return tool.function(*((context,) if tool.takes_context else ()), **arguments)
 
@@ -161,7 +188,8 @@ def _tidy(result: ToolResult) -> ToolResult:
         content = f"Tool error: {content}"
     details = dict(result.details)
     try:
-        exact_json.dumps(details)
+        if details:
+            exact_json.dumps(details)
     except (TypeError, RecursionError):
         details = {"details": clip(valid_utf8(repr(details)), max_chars=_MAX_MESSAGE_CHARS)}
     return ToolResult(content, is_error=bool(result.is_error), details=details)

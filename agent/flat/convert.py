@@ -1,7 +1,7 @@
-"""Between the flat format and everything else: our own messages, and the APIs of two providers.
+"""Converts between the flat format, our messages, and the APIs of two providers.
 
-A flat session that goes to our messages and back is the same but for its times, and for fields
-that say what their absence says: an `is_error` that is false, an `api` that is Anthropic's.
+A flat session that is converted to our messages and back is the same, except for its times and for
+fields with their default: `is_error` false, `api` Anthropic's.
 """
 
 from __future__ import annotations
@@ -20,39 +20,36 @@ from agent.models.parsing import parse_object
 from toolsets import exact_json
 
 JSON_OUTPUT = "json_output"
-"""In the details of a tool message: its content is the JSON of an output that was no text."""
+"""In the details of a tool message: its content is the JSON of an output that is not a text."""
 
 
 def to_messages(flat: Sequence[FlatMessage]) -> list[Message]:
-    """The conversation in the form that models, loops and exports take. Times are left behind.
+    """The conversation in the form of models, loops and exports, without times.
 
-    What the assistant says in a row becomes one message; `provider_blocks` keep the order,
-    signatures and opaque blocks where content, reasoning and calls alone would lose them.
+    Consecutive items of the assistant become one message. If content, reasoning and calls alone
+    would lose their order, signatures or opaque blocks, `provider_blocks` keep them.
 
-    Raises `ValueError` naming the first message that is wrong: its shape, a system message that
-    is not the first, a result without its call, a call id that is there twice, or anything else
-    than the missing results after the first result of a turn.
+    Raises `ValueError` as `check_messages` does.
     """
     check_messages(flat)
     names = {item["id"]: item["name"] for item in flat if item.get("type") == "tool_call"}
     messages: list[Message] = []
-    for is_said, run in groupby(flat, is_assistants):
-        if is_said:
+    for of_assistant, run in groupby(flat, is_assistants):
+        if of_assistant:
             for part in _parts(run):
                 messages += _assistant_messages(part)
         else:
-            messages += [_heard(item, names) for item in run]
+            messages += [_other_message(item, names) for item in run]
     return messages
 
 
 def from_messages(
     messages: Sequence[Message], times: Sequence[float | None] | None = None
 ) -> list[FlatMessage]:
-    """The flat form of a conversation; what the model neither saw nor said is left out.
+    """The flat form of a conversation, without fields that the model neither saw nor wrote.
 
-    `times` are epoch seconds, one per message, None where unknown.
-
-    Raises `ValueError` where there are more or fewer times than messages.
+    `times` are epoch seconds, one per message, or None if unknown. Raises `ValueError` if their
+    number is not that of the messages.
     """
     if times is None:
         times = [None] * len(messages)
@@ -64,7 +61,7 @@ def from_messages(
 
 
 def to_api_messages(messages: Sequence[FlatMessage]) -> list[dict[str, Any]]:
-    """Messages for the Anthropic API, users and assistants in turn; the system's is not in them.
+    """Messages for the Anthropic API, user and assistant in turn, without the system message.
 
     Raises `ValueError` as `to_messages` does.
     """
@@ -72,22 +69,21 @@ def to_api_messages(messages: Sequence[FlatMessage]) -> list[dict[str, Any]]:
 
 
 def read_response(response: Mapping[str, Any]) -> Completion:
-    """A response of the Anthropic API as a reply whose blocks are all kept but for empty texts.
+    """A response of the Anthropic API as a reply with all blocks except empty texts.
 
-    A response without a `stop_reason` counts as whole: a stand-in for the API need not give one.
-
-    Raises `ModelError` where it is an error, cut or malformed.
+    A response without a `stop_reason` counts as complete: a fake API need not give one. Raises
+    `ModelError` if the response is an error, cut or malformed.
     """
     body = _to_bytes({"stop_reason": "end_turn", **response})
     completion = anthropic_messages.read_reply(body)
-    # Read once more: the reader keeps the order of the blocks only where there are thoughts.
+    # Parsed again: the reader keeps the order of the blocks only if there are thoughts.
     blocks = [block for block in parse_object(body)["content"] if not _is_empty_text(block)]
     completion.message["provider_blocks"] = {"api": anthropic_messages.API, "blocks": blocks}
     return completion
 
 
 def parse_response(response: Mapping[str, Any]) -> list[FlatMessage]:
-    """What a response of the Anthropic API says, in the order of its blocks; empty texts are none.
+    """The items of a response of the Anthropic API, in the order of its blocks.
 
     Raises `ModelError` as `read_response` does.
     """
@@ -95,7 +91,7 @@ def parse_response(response: Mapping[str, Any]) -> list[FlatMessage]:
 
 
 def to_openai_messages(messages: Sequence[FlatMessage]) -> list[dict[str, Any]]:
-    """Messages for the OpenAI chat API, the system's among them.
+    """Messages for the OpenAI chat API, with the system message.
 
     Raises `ValueError` as `to_messages` does.
     """
@@ -103,16 +99,16 @@ def to_openai_messages(messages: Sequence[FlatMessage]) -> list[dict[str, Any]]:
 
 
 def parse_openai_response(response: Mapping[str, Any]) -> list[FlatMessage]:
-    """What a response of the OpenAI chat API says: thoughts, then text, then calls.
+    """The items of a response of the OpenAI chat API: thoughts, then text, then calls.
 
-    Raises `ModelError` where it is an error, cut or malformed.
+    Raises `ModelError` if the response is an error, cut or malformed.
     """
     message = openai_chat.read_reply(_to_bytes(response)).message
     return [with_time(item) for item in _items(message)]
 
 
 def _to_bytes(response: Mapping[str, Any]) -> bytes:
-    """As JSON that may hold halves of characters; the readers know what to do with them."""
+    """As JSON that may have half characters, which the readers accept."""
     return json.dumps(response).encode()
 
 
@@ -121,7 +117,7 @@ def _is_empty_text(block: Mapping[str, Any]) -> bool:
 
 
 def _parts(run: Iterable[FlatMessage]) -> list[list[FlatMessage]]:
-    """Split where blocks of another API begin: they lead the message that they came with."""
+    """Split where blocks of another API begin: they are the start of their message."""
     parts: list[list[FlatMessage]] = []
     for item in run:
         if not parts or (is_foreign(item) and item["api"] != parts[-1][-1].get("api")):
@@ -131,14 +127,14 @@ def _parts(run: Iterable[FlatMessage]) -> list[list[FlatMessage]]:
 
 
 def _assistant_messages(part: Sequence[FlatMessage]) -> list[Message]:
-    """One message, or two where blocks of another API lead what no message of that API can be."""
+    """One message; or two, if blocks of another API come before items that API cannot have."""
     untimed = [{k: v for k, v in item.items() if k != "ts"} for item in part]
     foreign = [item for item in untimed if is_foreign(item)]
-    said = untimed[len(foreign) :]
-    blocks = [_to_block(item) for item in said]
+    own = untimed[len(foreign) :]
+    blocks = [_to_block(item) for item in own]
     message = anthropic_messages.read_blocks(blocks)
     if not foreign:
-        if _items(message) != said:
+        if _items(message) != own:
             message["provider_blocks"] = {"api": anthropic_messages.API, "blocks": blocks}
         return [message]
     verbatim = ProviderBlocks(api=foreign[0]["api"], blocks=[_to_block(item) for item in foreign])
@@ -148,17 +144,18 @@ def _assistant_messages(part: Sequence[FlatMessage]) -> list[Message]:
     if _items(message) == untimed:
         return [message]
     lead = Message(role="assistant", content="", provider_blocks=verbatim)
-    return [lead, *_assistant_messages(said)]
+    return [lead, *_assistant_messages(own)]
 
 
 def _add_to_calls(message: Message, block: Mapping[str, Any]) -> bool:
-    """Whether a block is what `_of_calls` wrote of the calls of the message, who then have it."""
+    """If a block is one that `_of_calls` wrote, add it to the calls; returns whether it was."""
     calls, fields = message.get("tool_calls", []), block.get("tool_calls")
     if not calls or block.keys() != {"tool_calls"} or not isinstance(fields, list):
         return False
-    objects = [one for one in fields if isinstance(one, dict)]
-    fit = [one for one in objects if isinstance(one.get("function", {}), dict)]
-    if not len(fit) == len(fields) == len(calls):
+    if len(fields) != len(calls) or not all(
+        isinstance(unknown, dict) and isinstance(unknown.get("function", {}), dict)
+        for unknown in fields
+    ):
         return False
     for call, unknown in zip(calls, fields, strict=True):
         openai_chat.add_to_call(call, unknown)
@@ -166,7 +163,7 @@ def _add_to_calls(message: Message, block: Mapping[str, Any]) -> bool:
 
 
 def _of_calls(message: Message) -> list[FlatMessage]:
-    """What calls hold that the flat format has no field for, as a block of its own."""
+    """The fields of calls that the flat format does not have, as an opaque block."""
     unknown = [openai_chat.unknown_of_call(call) for call in message.get("tool_calls", ())]
     if not any(unknown):
         return []
@@ -174,8 +171,8 @@ def _of_calls(message: Message) -> list[FlatMessage]:
     return [{"type": "opaque", "api": openai_chat.API, "block": block}]
 
 
-def _heard(item: FlatMessage, names: Mapping[str, str]) -> Message:
-    """The message of a system, a user or a tool; `names` are the tools' by the ids of the calls."""
+def _other_message(item: FlatMessage, names: Mapping[str, str]) -> Message:
+    """The message of system, user or tool; `names` are those of the tools by call id."""
     if "role" in item:
         return Message(role=item["role"], content=item["content"])
     output = item["output"]
@@ -199,7 +196,7 @@ def _to_block(item: FlatMessage) -> dict[str, Any]:
             signature = {k: v for k, v in item.items() if k == "signature"}
             return {"type": "thinking", "thinking": item["content"], **signature}
         case {"type": "tool_call"}:
-            # Another input than an object is kept as text, as a reply that was cut has it.
+            # An input that is not an object is kept as text, as in a reply that was cut.
             given = item["input"]
             given = copy.deepcopy(given) if isinstance(given, dict) else _write_arguments(given)
             return {"type": "tool_use", "id": item["id"], "name": item["name"], "input": given}
@@ -224,17 +221,17 @@ def _assistant_items(message: Message) -> list[FlatMessage]:
     calls = [_call_item(call) for call in message.get("tool_calls", ())]
     verbatim = message.get("provider_blocks") or {"api": "", "blocks": []}
     if verbatim["api"] == anthropic_messages.API:
-        # The calls are those that were run: their names may have been repaired.
-        in_turn = iter(calls)
+        # The calls as they were run: their names may have been repaired.
+        in_order = iter(calls)
         return [
-            next(in_turn) if block.get("type") == "tool_use" else _block_item(block)
+            next(in_order) if block.get("type") == "tool_use" else _block_item(block)
             for block in verbatim["blocks"]
         ]
     items: list[FlatMessage] = []
     reasoning = message.get("reasoning")
-    # Reasoning goes to this API in this field anyway: a block that repeats it would say nothing.
-    told_anyway = {"api": openai_chat.API, "blocks": [{"reasoning_content": reasoning}]}
-    if reasoning is None or verbatim != told_anyway:
+    # A block with only the reasoning is redundant: the chat API gets the reasoning anyway.
+    redundant = {"api": openai_chat.API, "blocks": [{"reasoning_content": reasoning}]}
+    if reasoning is None or verbatim != redundant:
         items += [
             {"type": "opaque", "api": verbatim["api"], "block": copy.deepcopy(block)}
             for block in verbatim["blocks"]
@@ -269,7 +266,7 @@ def _call_item(call: ToolCall) -> FlatMessage:
 
 
 def _read_arguments(arguments: str) -> Any:
-    """The JSON that a model wrote, or its text where that is none or could not be written again."""
+    """The JSON that a model wrote, or its text if it is not JSON or nested too deep."""
     if exact_json.is_nested_too_deep(arguments.encode(errors="replace")):
         return arguments
     try:
@@ -290,6 +287,6 @@ def _read_output(message: Message) -> Any:
         try:
             return exact_json.loads(message["content"])
         except exact_json.JSONDecodeError:
-            # A note of the runtime stands behind it now, and was shown to the model like this.
+            # A note of the runtime follows the JSON, and the model saw both as one text.
             pass
     return message["content"]

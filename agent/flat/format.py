@@ -1,4 +1,4 @@
-"""The flat format: a session is a list of small messages that are in no provider's shape.
+"""The flat format: a session is a list of small messages, in a form of no provider.
 
     {"role": "system" | "user" | "assistant", "content": text}
     {"type": "thinking", "content": text}                        may have "signature": text
@@ -6,10 +6,10 @@
     {"type": "tool_result", "id": text, "output": any JSON}      may have "is_error": true
     {"type": "opaque", "block": object}                          may have "api": text
 
-Any of them may have `ts`, the time it was made: UTC, ISO 8601, seconds, `Z`. What an API gave that
-is none of the others is opaque and goes back as it came, to that API alone (`api`; without one to
-Anthropic's). An `input` is no object where the model wrote none, and text where it wrote no JSON.
-A session is made of JSON values only: written as JSON and read again it is the same.
+Any of them may have `ts`, the time it was made: UTC, ISO 8601, seconds, `Z`. Any other block of an
+API is opaque and is sent back unchanged, only to that API (`api`; without it, Anthropic's). If the
+model did not write an object as `input`, it is the JSON value that it wrote, or else its text.
+A session has JSON values only: written as JSON and read again, it is the same.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _FIELDS: Mapping[str, Mapping[str, Mapping[str, type]]] = {
         "opaque": {"block": dict},
     },
 }
-"""What a message must have beside its role or type."""
+"""The fields that a message must have besides its role or type."""
 
 _OPTIONAL: Mapping[str, Mapping[str, type]] = {
     "thinking": {"signature": str},
     "tool_result": {"is_error": bool},
     "opaque": {"api": str},
 }
-"""What it may have beside these and `ts`."""
+"""The fields that it may have besides these and `ts`."""
 
 _TYPE_NAMES = {str: "text", bool: "true or false", dict: "an object"}
 
@@ -57,7 +57,7 @@ _ASSISTANT_TYPES = ("thinking", "tool_call", "opaque")
 
 
 def init_session(system_prompt: str | None, user_prompt: str) -> FlatSession:
-    """A new session; without a system message where `system_prompt` is None."""
+    """A new session; without a system message if `system_prompt` is None."""
     session = FlatSession(messages=[])
     if system_prompt is not None:
         extend_session(session, {"role": "system", "content": system_prompt})
@@ -65,10 +65,9 @@ def init_session(system_prompt: str | None, user_prompt: str) -> FlatSession:
 
 
 def extend_session(session: FlatSession, message: FlatMessage) -> FlatSession:
-    """Append a copy of `message`, with the time where it has none; returns the same session.
+    """Append a copy of `message`, with a time if it has none; returns the same session.
 
-    Raises `ValueError` saying what is wrong with the message's shape. Whether it may stand at
-    this place is for `check_messages` to say.
+    Raises `ValueError` if the message itself is wrong; `check_messages` checks the order.
     """
     _check_shape(message)
     session["messages"].append(with_time(copy.deepcopy(message)))
@@ -76,23 +75,23 @@ def extend_session(session: FlatSession, message: FlatMessage) -> FlatSession:
 
 
 def send(session: FlatSession, user_message: str) -> FlatSession:
-    """Append what the user says; returns the same session."""
+    """Append a user message; returns the same session."""
     return extend_session(session, {"role": "user", "content": user_message})
 
 
 def fork_session(session: FlatSession) -> FlatSession:
-    """A session that starts as this one is and shares nothing with it."""
+    """An independent copy of the session."""
     return copy.deepcopy(session)
 
 
 def response(session: FlatSession) -> FlatMessage | None:
-    """The last text of the assistant, None where it said none; a thought is no text."""
+    """The last text of the assistant, or None; a thought is not a text."""
     texts = (m for m in reversed(session["messages"]) if m.get("role") == "assistant")
     return next(texts, None)
 
 
 def with_time(message: FlatMessage, at: float | None = None) -> FlatMessage:
-    """The message with the time `at` (epoch seconds), or the present one, unless it has one."""
+    """The message with the time `at` (epoch seconds, or now), unless it has a time."""
     if "ts" in message:
         return message
     return {**message, "ts": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))}
@@ -133,10 +132,10 @@ def _is_json(value: Any) -> bool:
 
 
 def check_messages(flat: Sequence[FlatMessage]) -> None:
-    """Raise `ValueError` naming the first message that has a wrong shape or place.
+    """Raise `ValueError` naming the first message with a wrong form or at a wrong place.
 
-    The system message must be the first, a result must answer an open call, call ids must be
-    unique, and nothing but its missing results may follow the first result of a turn.
+    The system message must be the first, a result must be for an open call, call ids must be
+    unique, and only the missing results may follow the first result of a turn.
     """
     waiting: set[str] = set()
     ids: set[str] = set()
@@ -149,26 +148,26 @@ def check_messages(flat: Sequence[FlatMessage]) -> None:
             raise ValueError(f"{where}: {error}") from None
         kind = item.get("type")
         if item.get("role") == "system" and n:
-            raise ValueError(f"{where}: the system message must be one, and the first message")
+            raise ValueError(f"{where}: the only system message must be the first message")
         if kind == "tool_result":
             if item["id"] not in waiting:
-                raise ValueError(f"{where}: a tool result that answers no open call")
+                raise ValueError(f"{where}: a tool result without an open call")
             waiting.remove(item["id"])
         elif waiting and (before == "tool_result" or not is_assistants(item) or is_foreign(item)):
             raise ValueError(f"{where}: the calls {sorted(waiting)} before it have no result")
         if kind == "tool_call":
             if item["id"] in ids:
-                raise ValueError(f"{where}: a call before it has the id {item['id']!r} too")
+                raise ValueError(f"{where}: an earlier call has the id {item['id']!r}, too")
             ids.add(item["id"])
             waiting.add(item["id"])
         before = kind
 
 
 def is_assistants(item: Mapping[str, Any]) -> bool:
-    """Whether it is a part of what the assistant says."""
+    """Whether it is part of an assistant message."""
     return item.get("role") == "assistant" or item.get("type") in _ASSISTANT_TYPES
 
 
 def is_foreign(item: Mapping[str, Any]) -> bool:
-    """Whether it is a block of another API than the one whose messages are lists of blocks."""
+    """Whether it is a block of another API than Anthropic's."""
     return bool(item.get("api", API) != API)

@@ -1,4 +1,4 @@
-"""The simplest face of the loop: a function that asks a model, tools as functions, a flat session.
+"""The simplest way to use the loop: a function as model, functions as tools, a flat session.
 
 session = init_session("You answer weather questions.", "What is the weather in Lima?")
 agent_loop(invoke_model, tools, session, tool_handlers={"get_weather": get_weather})
@@ -32,11 +32,11 @@ from toolsets.tool import Tool, ToolResult, as_result
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 InvokeModel = Callable[[list[dict[str, Any]], dict[str, Any]], Mapping[str, Any]]
-"""Called with the tools and {"messages", "system"} in the form of the Anthropic API (`system` only
-where there is one), in a thread of its own; gives the API's response as a dict."""
+"""Called in a thread with the tools and {"messages", "system"} in the form of the Anthropic API
+(`system` only if there is one); returns the API's response as a dict."""
 
 _LINE_CHARS = 120
 
@@ -51,15 +51,15 @@ def agent_loop(
     *,
     parallel: bool = True,
 ) -> FlatSession:
-    """Carry `session` on until the model answers without calling a tool; returns it.
+    """Continue `session` until the model answers without calling a tool; returns it.
 
     `tools` are schemas in the form of the Anthropic API, `tool_handlers` their functions, which
-    get the input as keywords. `name` labels the log lines. `max_iterations` bounds the model
-    calls; None means no bound, and 0 leaves the session as it is. Calls of one response run at
-    the same time unless `parallel` is false; their results stand in call order.
+    get the input as keywords. `name` labels the log lines. `max_iterations` limits the model
+    calls; None: no limit; 0 leaves the session as it is. Calls of one response run at the same
+    time unless `parallel` is false; their results are in call order.
 
-    Whatever `invoke_model` raises comes through; what was said before is in the session. Raises
-    `ValueError` where the session has a hole or a tool no handler.
+    Exceptions of `invoke_model` are passed on; the session then has all earlier messages. Raises
+    `ValueError` if a call has no result, or a tool no handler.
     """
     check_messages(session["messages"])
     if max_iterations == 0:
@@ -83,20 +83,20 @@ def agent_loop(
                 model=_Invoked(invoke_model, tools),
                 tools=AgentTools(toolbox, trajectory, options),
                 spec=ConversationSpec(options),
-                journal=lambda event: _log(name or "agent", event),
+                journal=lambda event: _log_event(name or "agent", event),
             )
             run_here(run)
     finally:
         new = trajectory.messages[len(opening) :]
         session["messages"] += from_messages(new, _times(trajectory))
         for reply in trajectory.discarded:
-            # A last reply without an answer, thoughts alone for instance, was said all the same.
+            # A last reply without an answer, such as thoughts alone, belongs to the session, too.
             session["messages"] += from_messages([reply["message"]])
     return session
 
 
 class _Invoked:
-    """A model behind a function of the user's."""
+    """A user's function as a model."""
 
     def __init__(self, invoke_model: InvokeModel, tools: Sequence[Mapping[str, Any]]) -> None:
         self._invoke_model = invoke_model
@@ -104,16 +104,16 @@ class _Invoked:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        asked: dict[str, Any] = {"messages": to_api_messages(request.messages)}
+        body: dict[str, Any] = {"messages": to_api_messages(request.messages)}
         if request.messages and request.messages[0]["role"] == "system":
-            asked["system"] = request.messages[0]["content"]
-        return read_response(await asyncio.to_thread(self._ask, asked))
+            body["system"] = request.messages[0]["content"]
+        return read_response(await asyncio.to_thread(self._ask, body))
 
-    def _ask(self, asked: dict[str, Any]) -> Mapping[str, Any]:
+    def _ask(self, body: dict[str, Any]) -> Mapping[str, Any]:
         try:
-            return self._invoke_model(self._tools, asked)
+            return self._invoke_model(self._tools, body)
         except StopIteration as error:
-            # No future can carry this one to whoever awaits it: it would wait for ever.
+            # A future cannot pass on a StopIteration: the caller would wait forever.
             raise RuntimeError("the model function raised StopIteration") from error
 
     async def close(self) -> None:
@@ -136,23 +136,23 @@ def _as_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any
 
 
 def _result(returned: Any) -> ToolResult:
-    """An output that is no text stays what it is in the session."""
+    """The result, marked if the output is not a text: the session keeps its JSON value."""
     result = as_result(returned)
     return result if isinstance(returned, str) else replace(result, details={JSON_OUTPUT: True})
 
 
 def _times(trajectory: Trajectory) -> list[float | None]:
-    """When each message was there, those of the opening left out."""
+    """The times of all messages after the opening."""
     events = sorted(
         (*trajectory.replies, *trajectory.results), key=lambda event: (event["turn"], event["kind"])
     )
     return [event["started_at"] + event["duration_s"] for event in events]
 
 
-def _log(name: str, event: Event) -> None:
+def _log_event(name: str, event: Event) -> None:
     if event["kind"] not in ("reply", "result"):
         return
     message = event["message"]
     ts = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = f"{ts} {name} {message['role']} {message['content']}".replace("\n", " ")
-    log.info("%s", line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 3]}...")
+    _log.info("%s", line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 3]}...")

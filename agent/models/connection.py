@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 KEY_REFRESH_S = 600.0
+
+DIRECT = "none"
+"""What `proxy` says of an endpoint to which no proxy leads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,25 @@ class Connection:
     """Arguments for that client."""
 
     @property
+    def command_id(self) -> str:
+        """Names the key command between parent and workers; "" where there is none."""
+        if not self.key_command:
+            return ""
+        return _digest((self.key_command, self.key_refresh_s))
+
+    @property
     def account(self) -> str:
         """Tells endpoints apart that have one URL and different credentials; "" where the key's
         variable does that."""
         said = (self.headers_env, self.key_command, self.client, self.client_options)
-        if not any(said):
-            return ""
-        text = json.dumps(said, sort_keys=True).encode()
-        return f" {blake2b(text, digest_size=4).hexdigest()}"
+        return f" {_digest(said)}" if any(said) else ""
+
+
+def _digest(said: object) -> str:
+    import json
+
+    text = json.dumps(said, sort_keys=True).encode()
+    return blake2b(text, digest_size=6).hexdigest()
 
 
 DIRECT_CONNECTION = Connection()

@@ -80,7 +80,9 @@ def priced(
     """A reply with its cost: by the user's prices, else as the endpoint says, else by the table."""
     if completion.cost_usd is not None and settings.own_price is None:
         return completion
-    return replace(completion, cost_usd=price(completion, settings, by_batch=by_batch))
+    cost_usd = price(completion, settings, by_batch=by_batch)
+    is_said = cost_usd == completion.cost_usd
+    return completion if is_said else replace(completion, cost_usd=cost_usd)
 
 
 def estimate_cost(

@@ -35,6 +35,8 @@ class Provider(NamedTuple):
     """Its Batch API is one that this program speaks."""
     client: str | None = None
     """See `Connection.client`."""
+    other_credentials: str = ""
+    """What a client uses where the variable is not set."""
     is_own_server: bool = False
     """The program runs on users' machines, so its prefix holds at any `--base_url`."""
 
@@ -85,14 +87,20 @@ PROVIDERS: Mapping[str, Provider] = {
     "azure": Provider(
         "", "AZURE_OPENAI_API_KEY", "azure",
         reasoning_field=None, max_tokens_name=_NEW_NAME, client="azure",
+        other_credentials="Microsoft Entra (azure-identity)",
     ),
     "bedrock": Provider(
         "", "AWS_BEARER_TOKEN_BEDROCK", "aws",
         reasoning_field=None, max_tokens_name=_NEW_NAME, client="bedrock",
+        other_credentials="AWS credentials (botocore)",
     ),
-    "vertex": Provider("", NO_KEY, "google", "anthropic_messages", client="vertex"),
+    "vertex": Provider(
+        "", NO_KEY, "google", "anthropic_messages", client="vertex",
+        other_credentials="application default credentials (google-auth)",
+    ),
     "foundry": Provider(
-        "", "ANTHROPIC_FOUNDRY_API_KEY", "anthropic", "anthropic_messages", client="foundry"
+        "", "ANTHROPIC_FOUNDRY_API_KEY", "anthropic", "anthropic_messages", client="foundry",
+        other_credentials="Microsoft Entra (azure-identity)",
     ),
     "litellm": Provider("http://127.0.0.1:4000/v1", "LITELLM_API_KEY", is_own_server=True),
     "lmstudio": Provider("http://127.0.0.1:1234/v1", NO_KEY, is_own_server=True),

@@ -1,10 +1,10 @@
 """The state of a conversation, which is a fold of its events.
 
-events        making events, with their times
+events        makes events, with their times
 trajectory    the fold: live, on resume and from a record
 tally         counts for the rules
-history       messages that a conversation begins with
-final_answer  ending a conversation by a tool call
-forking       the beginning that branches share
-transcript    a JSONL file that grows with a conversation
+history       checks messages that a conversation starts with
+final_answer  the reserved tools that end a conversation
+forking       the events that branches have from their parent
+transcript    a JSONL file of one conversation
 """

@@ -1,12 +1,20 @@
-"""How events are made, in one place."""
+"""Makes events."""
 
 from __future__ import annotations
 
 import time
 
-from agent.messages import CutEvent, Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
+from agent.messages import (
+    OWN_CHARS,
+    OWN_FROM,
+    CutEvent,
+    Message,
+    NoteEvent,
+    ReplyEvent,
+    ResultEvent,
+    ToolCall,
+)
 from agent.models.model import Completion
-from agent.state.tally import OWN_CHARS, OWN_FROM
 from toolsets.tool import ASKS, ToolResult
 
 
@@ -19,8 +27,8 @@ class Clock:
         self._began = time.monotonic()
 
     def seconds(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self._began
+        """Seconds since the beginning, to the microsecond."""
+        return round(time.monotonic() - self._began, 6)
 
 
 def reply_event(
@@ -56,7 +64,7 @@ def reply_event(
 
 
 def cut_event(turn: int, clock: Clock, *, waited_s: float) -> CutEvent:
-    """The call for turn `turn` was cut off; see `CutEvent`."""
+    """The model call for turn `turn` was cut off; see `CutEvent`."""
     event = CutEvent(kind="cut", turn=turn, started_at=clock.started_at, duration_s=clock.seconds())
     if waited_s:
         event["waited_s"] = waited_s
@@ -87,10 +95,10 @@ def result_event(
 
 
 def continued_event(
-    before: ResultEvent, reply: str, result: ToolResult | None, clock: Clock
+    asking: ResultEvent, reply: str, result: ToolResult | None, clock: Clock
 ) -> ResultEvent:
-    """The result `before` with the user's reply and what the tool made of it (None: nothing)."""
-    message = before["message"].copy()
+    """The result `asking`, the user's reply, and the tool's second result, if it was called."""
+    message = asking["message"].copy()
     message["content"] += f"\n\nUser: {reply}"
     details = {key: value for key, value in message.get("details", {}).items() if key != ASKS}
     if result is not None:
@@ -102,10 +110,10 @@ def continued_event(
         message["is_error"] = result.is_error
         details |= result.details
     message["details"] = details
-    event = before.copy()
+    event = asking.copy()
     event["message"] = message
     event["reply"] = reply
-    event["duration_s"] = before["duration_s"] + clock.seconds()
+    event["duration_s"] = asking["duration_s"] + clock.seconds()
     return event
 
 

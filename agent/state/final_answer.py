@@ -1,7 +1,7 @@
-"""The two reserved tools by which a model can say that it is done.
+"""The two reserved tools with which a model can end its task.
 
-Their names are never free for other tools. They are offered only where `completion_tools` is on;
-a call of one ends the conversation once the other calls of its turn are answered.
+No other tool may have their names. They are offered only with `completion_tools`; a call of one
+ends the conversation once the other calls of its turn have results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TEXT_OF = {FINAL_ANSWER: "answer", CANNOT_COMPLETE: "reason"}
 
 
 class FinalAnswer(NamedTuple):
-    """What a model said with one of the two."""
+    """The text of a call of a reserved tool."""
 
     tool: Literal["final_answer", "cannot_complete"]
     text: str
@@ -59,7 +59,7 @@ SCHEMAS: tuple[Mapping[str, Any], ...] = (
 
 
 def finish_in(call: ToolCall) -> FinalAnswer | None:
-    """What a call of a reserved tool says; None for other calls and for unusable arguments."""
+    """The text of a call of a reserved tool; None for other calls and for unusable arguments."""
     function = call["function"]
     match function["name"]:
         case "final_answer" | "cannot_complete" as name:

@@ -1,32 +1,40 @@
-"""The events of a finished conversation, read back from its record up to the end of a turn."""
+"""Restores the events of a finished conversation from its record, up to the end of a turn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import Event, Message, NoteEvent, OpeningEvent, ReplyEvent, ResultEvent
-from agent.state.tally import failure_of
+from agent.messages import (
+    SUMMARY,
+    Event,
+    Message,
+    NoteEvent,
+    OpeningEvent,
+    ReplyEvent,
+    ResultEvent,
+    failure_of,
+)
 from agent.state.trajectory import Trajectory
 
 
 class NotForkable(Exception):
-    """The conversation cannot be gone on from that turn; the message says why."""
+    """The conversation cannot continue from that turn; the message says why."""
 
 
 def events_until(
     record: Mapping[str, Any], turn: int, *, opening: Sequence[Message]
 ) -> list[Event]:
-    """The events of `record` from its opening to the last result of `turn`, in their order.
+    """The events of `record` from its opening to the last result of `turn`, in order.
 
-    Replies are marked as inherited. `opening` are the messages that its prompt gives. What stood
-    behind the turn is left out, and so are inner conversations: their results are there. Raises
-    `NotForkable` where the conversation did not go on after that turn, or where its events cannot
-    be told from the record.
+    Replies are marked as inherited. `opening` are the messages of its prompt. Notes after the turn
+    are left out, and so are inner conversations: only their results count. Raises `NotForkable` if
+    the conversation did not continue after that turn, or if the record does not determine its
+    events.
     """
     if turn >= len(record["turns"]):
-        raise NotForkable(f"it does not go on after turn {turn}")
-    if any(inner["key"].startswith("summary#") for inner in record["inner"]):
+        raise NotForkable(f"it does not continue after turn {turn}")
+    if any(inner["key"].startswith(f"{SUMMARY}#") for inner in record["inner"]):
         raise NotForkable("the model was shown summaries of it")
     messages: list[Message] = record["messages"]
     own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -46,15 +54,15 @@ def events_until(
         ]
         message = messages[own[number - 1 - len(record["turns"])]]
         events.append(_reply({**record["turns"][number - 1], "message": message}))
-        said = [note for note in record["notes"] if note["turn"] == number]
-        events += _results(record, number, message, results, said)
+        added = [note for note in record["notes"] if note["turn"] == number]
+        events += _results(record, number, message, results, added)
         events += [note for note in notes if note["turn"] == number]
     _check(Trajectory(opening, events), messages, record, turn)
     return events
 
 
 def paid_for(events: Sequence[Event]) -> dict[str, Any]:
-    """What the inherited replies of `events` had cost: `api_calls`, `usage`, `cost_usd`."""
+    """The cost of the inherited replies of `events`: `api_calls`, `usage`, `cost_usd`."""
     replies: list[Event] = []
     for event in events:
         if event["kind"] == "reply":
@@ -115,7 +123,7 @@ def _results(
 def _without_notes(
     messages: Sequence[Message], notes: Sequence[Mapping[str, Any]]
 ) -> list[Message]:
-    """The messages before the runtime added `notes` to the last of them."""
+    """The messages without `notes`, which the runtime added to the last of them."""
     *before, last = messages
     if not notes or "notes" not in last:
         return list(messages)
@@ -133,7 +141,7 @@ def _without_notes(
 def _check(
     trajectory: Trajectory, messages: Sequence[Message], record: Mapping[str, Any], turn: int
 ) -> None:
-    """Fold and record must say the same, or the branch would not go on from what there was."""
+    """The events must give the messages of the record, or the branch would not continue it."""
     if record["options"].get("awaiting_input") and any(
         "\n\nUser: " in message["content"] for message in trajectory.messages[trajectory.opening :]
     ):
@@ -144,4 +152,4 @@ def _check(
         after = [note for note in record["notes"] if note["turn"] == turn]
         expected = _without_notes(expected, after)
     if trajectory.messages != expected:
-        raise NotForkable("its events cannot be told from its record")
+        raise NotForkable("its record does not determine its events")

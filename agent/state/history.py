@@ -1,4 +1,4 @@
-"""The check of a history that a caller brings along."""
+"""Checks the messages that a caller gives as history."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any, cast
 from agent.messages import Message
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""How APIs call the parts of a content that are text."""
+"""The types of content parts that are text, in all APIs."""
 
 
 def plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A chat message in the words used here: role `system` for `developer`, content as one text.
+    """A chat message in our form: role `system` instead of `developer`, content as one text.
 
-    A content that is a list of text parts becomes their texts, each on lines of its own. Any other
-    is left as it is, and so is a message in which nothing changes.
+    A list of text parts becomes their texts, joined by newlines. Other contents do not change.
     """
     content = message.get("content")
     is_list = isinstance(content, list) and bool(content) and all(map(_is_text_part, content))
@@ -39,7 +38,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def completed_history(messages: Sequence[Message]) -> list[Message]:
-    """A copy of `messages` with the keys that callers may leave out.
+    """A copy of `messages` with the keys that callers may omit.
 
     Raises `ValueError` as `check_history` does.
     """
@@ -49,7 +48,7 @@ def completed_history(messages: Sequence[Message]) -> list[Message]:
         for message in given
     ]
     for message in copies:
-        # Other programs write null where there is nothing.
+        # Other programs write null for absent keys.
         if isinstance(message, dict):
             for key in [key for key, value in message.items() if value is None]:
                 del message[key]  # type: ignore[misc]
@@ -70,16 +69,16 @@ def completed_history(messages: Sequence[Message]) -> list[Message]:
 def check_history(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise `ValueError` naming the message unless a new prompt can follow `messages`.
 
-    Roles and contents must be known and not empty, and every tool call must be answered before
-    anything else is said.
+    Roles must be known, texts must not be empty, and the results of tool calls must come before
+    any other message.
     """
     for n, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"message {n} of the history is no message: {type(message).__name__}")
+            raise ValueError(f"message {n} of the history is a {type(message).__name__}")
     waiting: set[str] = set()
-    spoken = [message for message in messages if message.get("role") != "system"]
-    if spoken and spoken[0].get("role") == "assistant":
-        raise ValueError("the history begins with the assistant; the user must speak first")
+    roles = [message.get("role") for message in messages if message.get("role") != "system"]
+    if roles[:1] == ["assistant"]:
+        raise ValueError("the history begins with an assistant message; it must be the user's")
     for n, message in enumerate(messages):
         where = f"message {n} of the history"
         role = message.get("role")
@@ -87,12 +86,12 @@ def check_history(messages: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"{where}: its role is {role!r}; known: system, user, assistant, tool")
         if role == "tool":
             if message.get("tool_call_id") not in waiting:
-                raise ValueError(f"{where}: a tool result that answers no open call")
+                raise ValueError(f"{where}: a tool result without an open call")
             waiting.remove(message["tool_call_id"])
         elif waiting:
             raise ValueError(f"{where}: the calls {sorted(waiting)} before it have no result")
         if role == "system" and n:
-            raise ValueError(f"{where}: a system message must be the first")
+            raise ValueError(f"{where}: a system message must be the first message")
         calls = message.get("tool_calls") or ()
         content = message.get("content")
         if not isinstance(content, str) or (role in ("system", "user") and not content.strip()):
@@ -109,5 +108,5 @@ def _call_id(call: Any, where: str) -> str:
     except (KeyError, TypeError):
         raise ValueError(f"{where}: a call needs an id and a function with arguments") from None
     if not all(isinstance(text, str) for text in (name, arguments, id)):
-        raise ValueError(f"{where}: the id, name and arguments of a call must be texts")
+        raise ValueError(f"{where}: the id, name and arguments of a call must be strings")
     return str(id)

@@ -1,4 +1,4 @@
-"""What the rules count while a conversation grows, so that no rule has to look back over it."""
+"""Counts for the rules, updated with each event: no rule has to read the whole conversation."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ from collections.abc import Sequence
 
 import orjson
 
-from agent.messages import Message, ToolCall
+from agent.messages import OWN_CHARS, Message, ToolCall, failure_of
 from toolsets import exact_json
 
-OWN_CHARS = "own_chars"
-"""In the details of a result: where in its content what the tool said ends, if not at its end."""
-
-OWN_FROM = "own_from"
-"""In the details of a result: where what the tool said last begins, if not at the beginning."""
-
-_NOBODYS = frozenset({"not_run", "interrupted", "denied"})
-"""Why a result may be an error through no doing of the model or the tool."""
+_NO_FAULT = frozenset({"not_run", "interrupted", "denied"})
+"""Failures that are no fault of the model or the tool."""
 
 _MALFORMED = frozenset({"unknown_tool", "invalid_arguments", "unknown_reference"})
 """Failures of a call that never reached its tool."""
 
 _COUNTED = _MALFORMED | {"exception", "timeout"}
-"""Failures that use up the error budget. A tool that reports a failure of its own does not."""
+"""Failures that count as errors. A failure that a tool reports itself does not."""
 
 
 class Tally:
@@ -32,9 +26,9 @@ class Tally:
         self.errors = 0
         """Failing calls and unusable replies so far."""
         self.unusable_turns = 0
-        """How many turns in a row held nothing that could be used."""
+        """Turns in a row without anything usable."""
         self.streak = 0
-        """In how many turns in a row the same call has given the same result."""
+        """Turns in a row in which the same call gave the same result."""
         self._last: tuple[str, str, str] | None = None
 
     def count_text(self, *, unusable: bool) -> None:
@@ -49,7 +43,7 @@ class Tally:
         malformed = all(failure in _MALFORMED for failure in failures)
         self.unusable_turns = self.unusable_turns + 1 if malformed else 0
         for n, (call, result, failure) in enumerate(zip(calls, results, failures, strict=True)):
-            if failure in _NOBODYS:
+            if failure in _NO_FAULT:
                 self.streak, self._last = 0, None
                 continue
             own = result.get("details", {}).get(OWN_CHARS)
@@ -61,14 +55,8 @@ class Tally:
             self._last = now
 
     def count_continued(self, result: Message) -> None:
-        """Count what came of a call after the user's reply."""
+        """Count the second result of a tool that had asked the user."""
         self.errors += failure_of(result) in _COUNTED
-
-
-def failure_of(result: Message) -> str | None:
-    """How a call failed, None where it did not, or where the tool itself reports it."""
-    failure = result.get("details", {}).get("failure")
-    return failure if result["is_error"] and isinstance(failure, str) else None
 
 
 def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bool:
@@ -78,7 +66,7 @@ def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bo
 
 
 def _canonical(arguments: str) -> str | bytes:
-    """One spelling for arguments that differ in white space or in the order of their keys."""
+    """The same text for arguments that differ only in white space or in the order of keys."""
     try:
         return exact_json.dumps(exact_json.loads(arguments), option=orjson.OPT_SORT_KEYS)
     except (exact_json.JSONDecodeError, TypeError):

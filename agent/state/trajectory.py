@@ -1,7 +1,7 @@
 """The state of one conversation, as a fold of its events.
 
-Live running and resuming go through the same `apply`, so a conversation that was killed at any
-point and replayed from its journal is in the state it would have been in.
+Live runs and resumes use the same `apply`: a conversation that was killed at any point and replayed
+from its journal has the same state as before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from agent.deadline import TimeAtWork
 from agent.messages import (
+    COST_ONLY,
     MOST_TOKENS,
-    PAID_ALONE,
     CutEvent,
     Event,
     ForkedEvent,
@@ -47,48 +47,48 @@ Status = Literal[
     "cancelled",
     "failed",
 ]
-"""How a conversation ended; `completed` alone means that the model gave its final answer."""
+"""How a conversation ended; only `completed` means that the model gave its final answer."""
 
 
 class Trajectory:
-    """A growing conversation: `messages` as sent and received, and what each turn cost.
+    """A growing conversation: `messages` as sent and received, and the cost of each turn.
 
-    Messages are only ever appended, but for a note, which goes into the last message where that
-    is a tool result or the user's. The results of one turn are appended together, in call order,
-    once all of them are known.
+    Messages are only appended, except that a note goes into the last message if that is a tool
+    result or a user message. The results of one turn are appended together, in call order, once
+    all of them are known.
     """
 
     def __init__(self, opening: Sequence[Message], events: Iterable[Event] = ()) -> None:
         self.replies: list[ReplyEvent] = []
         """The replies that are part of the conversation."""
         self.discarded: list[ReplyEvent] = []
-        """Replies that were unusable and asked for again."""
+        """Unusable replies, after which the model was asked again."""
         self.cut: list[CutEvent] = []
         """Model calls that were cut off."""
         self.results: list[ResultEvent] = []
         self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
         self.forked: ForkedEvent | None = None
-        """Where it began as a branch of another conversation."""
+        """Its parent, if it is a branch."""
         self.replies_used = 0
-        """How many replies of the user were given to tools that asked."""
+        """How many user replies were given to tools that asked."""
         self.inner: dict[str, InnerConversation] = {}
-        """Conversations inside this one by their key (see `SubEvent`)."""
+        """Conversations inside this one by key (see `SubEvent`)."""
         self._outer: Trajectory | None = None
         self.tally = Tally()
         self.spent_usd = 0.0
-        """Dollars of all replies whose price is known, those of inner conversations included."""
+        """Dollars of all replies with a known price, inner conversations included."""
         self.unpriced = 0
         """Replies whose price is unknown."""
         self.spent_tokens = 0
-        """Tokens read and written by the same replies, as far as they are known."""
+        """Input and output tokens of the same replies, as far as they are known."""
         self.uncounted = 0
         """Replies whose tokens are not all known."""
         self._at_work = TimeAtWork()
         self._not_added: list[ReplyEvent | CutEvent | ResultEvent] = []
-        """What `seconds_at_work` has yet to take in: most conversations never ask for it."""
+        """Events that `seconds_at_work` has yet to add: most conversations have no time limit."""
         self.reasks = 0
-        """How many replies were discarded since the last one that was not."""
+        """Replies discarded since the last accepted one."""
         self.noted: list[NoteEvent] = []
         """The notes since the last reply."""
         self.is_reopened = False
@@ -124,23 +124,23 @@ class Trajectory:
                 self.resumes.append(event)
             case "forked":
                 self.forked = event
-                self._not_added.clear()  # that was its parent's work
+                self._not_added.clear()  # the time of its parent does not count
             case "sub":
                 self.begin_inner(event["key"], event["name"]).apply(event["event"])
 
     def begin_inner(self, key: str, name: str) -> Trajectory:
-        """The conversation inside this one with this key (see `SubEvent`), begun if need be."""
+        """The conversation inside this one with this key (see `SubEvent`), created if new."""
         if key not in self.inner:
             inner = self.inner[key] = InnerConversation(name)
             inner.trajectory._outer = self
         return self.inner[key].trajectory
 
     def outermost(self) -> Trajectory:
-        """The conversation that this one is inside of, at whatever depth, or this one."""
+        """The outermost conversation around this one, or this one."""
         return self if self._outer is None else self._outer.outermost()
 
     def seconds_at_work(self) -> float:
-        """How long model calls and tools took, those of inner conversations included."""
+        """The time of all model and tool calls, inner conversations included."""
         for event in self._not_added:
             began, ended = event["started_at"], event["started_at"] + event["duration_s"]
             if event["kind"] != "result":
@@ -154,7 +154,7 @@ class Trajectory:
         return self._notes_of[reason]
 
     def open_calls(self) -> list[tuple[int, ToolCall]]:
-        """The calls of the last reply that have no result yet, with their number in it."""
+        """The calls of the last reply that have no result yet, with their numbers."""
         return [
             (n, call) for n, call in enumerate(self.last_calls()) if n not in self._results_of_turn
         ]
@@ -164,22 +164,22 @@ class Trajectory:
         return self.replies[-1]["message"].get("tool_calls", []) if self.replies else []
 
     def last_results(self) -> list[ResultEvent]:
-        """The results of the last reply's calls, as far as they are known, in call order."""
+        """The known results of the last reply's calls, in call order."""
         return [self._results_of_turn[n] for n in sorted(self._results_of_turn)]
 
     def finish(self) -> FinalAnswer | None:
-        """What the last reply said with a reserved tool that it was offered, if it did."""
+        """The last reply's successful call of a reserved tool, if it has one."""
         for n, call in enumerate(self.last_calls()):
             result = self._results_of_turn.get(n)
             if result and not result["message"]["is_error"] and (finish := finish_in(call)):
-                # The text as the runtime took it: references in it stand for what they name.
+                # The text in the result: references to other results are resolved there.
                 return FinalAnswer(finish.tool, result["message"]["details"]["text"])
         return None
 
     def final_text(self) -> str:
-        """The answer of the last reply, or "" where it only asked for tools or none came.
+        """The answer of the last reply; "" if it called tools, or if there is no reply.
 
-        A text that was cut and continued is one answer; reasoning inside it is none.
+        A text that was cut and continued is one answer. Reasoning is not part of it.
         """
         if not self.replies:
             return ""
@@ -191,11 +191,11 @@ class Trajectory:
         return split_inline_reasoning(text).rest
 
     def last_reasoning(self) -> str | None:
-        """The reasoning of the last reply, None where it had none."""
+        """The reasoning of the last reply, or None."""
         return self.replies[-1]["message"].get("reasoning") if self.replies else None
 
     def usage(self) -> Usage | None:
-        """Tokens of all that was paid for; a count that any reply left unknown is None."""
+        """Tokens of all paid replies; a count that is unknown for any of them is None."""
         paid = list(self._paid_replies())
         if not paid:
             return None
@@ -209,27 +209,26 @@ class Trajectory:
         )
 
     def cost_usd(self) -> float | None:
-        """Dollars of all that was paid for, or None where the price of any reply is unknown."""
+        """Dollars of all paid replies, or None if the price of any is unknown."""
         costs = [reply["cost_usd"] for reply in self._paid_replies()]
         known = [cost for cost in costs if cost is not None]
         return sum(known) if known and len(known) == len(costs) else None
 
     def api_calls(self) -> int:
-        """How many replies were paid for: those of inner conversations and unusable ones too."""
+        """How many replies were paid for, unusable ones and inner conversations included."""
         return sum(1 for _ in self._paid_replies())
 
     def to_record(self) -> dict[str, Any]:
         """The conversation's part of a record: JSON-ready, lossless.
 
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
-        response_id, started_at, duration_s; in runs by batches batch_item; extra, see
-        `ReplyEvent`), `tool_calls` (one per
-        result, in call order: turn, call, name, is_error, started_at, duration_s), `notes` (turn,
-        reason, text, at), `cut_calls` (model calls that were cut off, where there are any),
-        `discarded` (replies that were asked for again, whole, with the reason), `inner` (one per
-        subagent or stage: key, name, and the keys of a record), `resumes`, `api_calls`, `usage`
-        and `cost_usd` (both with all that was paid for), `model_returned`, and of a branch `fork`
-        (see `ForkedEvent`), with `inherited` in the turns that are those of its parent.
+        response_id, started_at, duration_s, batch_item, extra; see `ReplyEvent`), `tool_calls`
+        (one per result, in call order: turn, call, name, is_error, started_at, duration_s),
+        `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off, if any),
+        `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent or stage:
+        key, name, and the keys of a record), `resumes`, `api_calls`, `usage` and `cost_usd` (of
+        all paid replies), `model_returned`, and for a branch `fork` (see `ForkedEvent`), with
+        `inherited` in the turns of its parent.
         """
         record = {
             "messages": self.messages,
@@ -277,7 +276,7 @@ class Trajectory:
         self.outermost()._not_added.append(event)
         if "discarded" in event:
             self.discarded.append(event)
-            self.reasks += event["discarded"] not in PAID_ALONE
+            self.reasks += event["discarded"] not in COST_ONLY
             return
         message = event["message"]
         if any(note["reason"] == CONTINUE_CUT for note in self.noted):
@@ -308,7 +307,7 @@ class Trajectory:
 
     def _apply_result(self, event: ResultEvent) -> None:
         if event["message"]["tool_call_id"] not in self.inner:
-            # Of what a subagent does, its own calls tell.
+            # The time of a subagent is that of its own calls.
             self.outermost()._not_added.append(event)
         self._results_of_turn[event["call"]] = event
         if "reply" in event:
@@ -323,7 +322,7 @@ class Trajectory:
             self.tally.count_turn(calls, messages)
 
     def _apply_continued(self, event: ResultEvent) -> None:
-        """A result takes the place of the one in which its tool had asked the user."""
+        """A result replaces the one in which its tool asked the user."""
         self.replies_used += 1
         from_end = event["call"] - len(self.last_calls())
         self.messages[from_end] = event["message"]
@@ -376,4 +375,4 @@ def _count(usage: Mapping[str, Any], key: str) -> int | None:
 
 
 Journal = Callable[[Event], None]
-"""Makes one event durable before it is used; returns when a process kill can no longer lose it."""
+"""Makes an event durable before it is used: once it returns, a killed process does not lose it."""

@@ -1,8 +1,8 @@
-"""The transcript of one conversation: a JSONL file that grows as things happen.
+"""The transcript of one conversation: a JSONL file that grows with it.
 
-Lines, by their `type`: `request` (model, messages, tools), then every event of the conversation
-(`response`, `tool_result`, `note`, `opening`, `resumed`, `sub`), `error` where there is one, and
-`accounting` at the end. It holds no keys.
+Lines by `type`: `request` (model, messages, tools), then every event of the conversation
+(`response`, `tool_result`, `note`, `opening`, `resumed`, `sub`), `error` if the endpoint failed,
+and `accounting` at the end. It contains no API keys.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _TYPES = {"reply": "response", "result": "tool_result"}
 
 
 class Transcript:
-    """An open transcript; what was written survives a crash of the process."""
+    """An open transcript; its lines survive a crash of the process."""
 
     def __init__(self, directory: Path, run_id: str | None) -> None:
-        """Open `<run_id>.jsonl` in `directory`, which is made; the time stands in for an id."""
+        """Create `directory` and open `<run_id>.jsonl` in it; without an id, a name by time."""
         directory.mkdir(parents=True, exist_ok=True)
         now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         name = run_id or f"{now}-{uuid.uuid4().hex[:8]}"

@@ -1,6 +1,6 @@
 """The preparation: a conversation before the main one that gathers context for it.
 
-It may use the same tools, but is told not to do the task itself. What it finds, it writes as lines
+It may use the same tools, but must not do the task itself. It writes its findings as lines
 `@name := value`; these are added to the prompts of the main conversation, numbered.
 """
 
@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 
 from agent.messages import Message
-
-STAGE = "preparation"
 
 _INSTRUCTION = (
     "You prepare context for another agent. Do not do the request itself: only find out what the "
@@ -24,21 +22,21 @@ _FINDING = re.compile(r"^\s*@(?P<name>[A-Za-z0-9_-]+)\s*(?::=|:|=)\s*(?P<value>.
 
 
 def preparation_opening(task: str, prompt: Sequence[Message]) -> list[Message]:
-    """The messages that a preparation starts with; `prompt` is what the main one starts with."""
+    """The messages that a preparation starts with; `prompt` are those of the main conversation."""
     request = "\n\n".join(m["content"] for m in prompt if m["role"] == "user")
     text = f"Preparation:\n{task}\n\nThe request that is being prepared:\n{request}"
     return [Message(role="system", content=_INSTRUCTION), Message(role="user", content=text)]
 
 
 def findings_in(text: str) -> list[str]:
-    """The values that a preparation found, in their order, quotes around them stripped."""
+    """The values that a preparation found, in order, without quotes around them."""
     return [_unquoted(match["value"]) for match in _FINDING.finditer(text)]
 
 
 def with_findings(prompt: Sequence[Message], findings: Sequence[str]) -> list[Message]:
-    """`prompt` with what was found behind its system and its last user message.
+    """`prompt` with the findings appended to its system message and its last message.
 
-    The system message of a conversation that has already begun is left as it was.
+    The system message of a conversation that has already begun does not change.
     """
     if not findings:
         return list(prompt)

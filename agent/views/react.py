@@ -1,6 +1,7 @@
 """The text protocol for models without tool calling: Thought, Action, Observation, Final Answer.
 
-The record is that of any model; the text as it was written is in `provider_blocks`, to go back.
+The record is like that of any model; the text that the model wrote is kept in `provider_blocks`,
+to be sent back.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ Final Answer: your complete answer
 
 Never write an Observation yourself. Never call the same tool twice with the same input. If a tool
 returns an error, try another approach rather than the same call again."""
-_BOUND = "\nYou have at most {} replies; where you are stuck, answer with what you have found."
+_TURN_LIMIT = "\nYou have at most {} replies; where you are stuck, answer with what you have found."
 _ANSWER_NOW = "Call no more tools: reply with a Final Answer: only."
 _ENDS_ACTION = ("action", "observation", "final answer")
-# Possessive repeats: a reply of nothing but blanks or marks must not take hours. A fence may also
-# stand right behind a label, on its line.
+# Possessive repeats: a reply of only blanks or marks must not take hours. A fence may also follow
+# a label on its line.
 _LABEL = (
     r"[ \t]*+(?P<bold>\*\*)?+[ \t]*+"
     r"(?P<label>thought|action[ \t]+input|action|observation|final[ \t]+answer)[ \t]*+"
@@ -50,23 +51,23 @@ _FENCED = re.compile(r"(`{3,}+|~{3,}+)(?:[\w+-]*+[ \t\r]*+\n|(?:json\b)?)(.*)\1"
 
 
 class ReActModel:
-    """Asks `inner` by the text protocol; a request without tools needs none and gets none."""
+    """Asks `inner` with the text protocol; a request without tools is passed on as it is."""
 
     def __init__(self, inner: Model, *, max_turns: int | None = None) -> None:
         self._inner = inner
         self._max_turns = max_turns
 
     async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`. Only text is told as it arrives: calls show at its end."""
+        """See `Model.complete`. Only text is streamed: calls are known at its end."""
         handler = request.on_delta
 
-        def tell(event: StreamEvent) -> None:
+        def forward(event: StreamEvent) -> None:
             if handler is not None and event["type"] in ("text_delta", "thinking_delta"):
                 handler(event)
 
         view = to_view(request, max_turns=self._max_turns)
         reply = await self._inner.complete(
-            Request(view, on_delta=handler and tell, on_unreadable=request.on_unreadable)
+            Request(view, on_delta=handler and forward, on_unreadable=request.on_unreadable)
         )
         return read_completion(reply, request)
 
@@ -76,7 +77,7 @@ class ReActModel:
 
 
 def to_view(request: Request, *, max_turns: int | None = None) -> list[Message]:
-    """What the wrapped model is shown; the recorded messages are not altered."""
+    """The messages that the wrapped model is shown; the recorded ones do not change."""
     messages = list(request.messages)
     if request.tools:
         place = 1 if messages and messages[0]["role"] == "system" else 0
@@ -104,12 +105,12 @@ def _rules(tools: Sequence[Mapping[str, Any]], max_turns: int | None) -> str:
         description = " ".join(function.get("description", "").split())
         schema = exact_json.dumps(function.get("parameters", {})).decode()
         lines.append(f"- {function['name']}: {description} {schema}")
-    bound = "" if max_turns is None else _BOUND.format(max_turns)
-    return _RULES.format(tools="\n".join(lines)) + bound
+    limit = "" if max_turns is None else _TURN_LIMIT.format(max_turns)
+    return _RULES.format(tools="\n".join(lines)) + limit
 
 
 def _protocol_text(message: Message) -> str:
-    """An assistant's own words, or a message from elsewhere put into the protocol."""
+    """An assistant's text as it was written, or a message from elsewhere in protocol form."""
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
         return str(blocks["blocks"][0]["text"])
@@ -124,7 +125,7 @@ def _protocol_text(message: Message) -> str:
 
 
 def read_completion(completion: Completion, request: Request) -> Completion:
-    """The wrapped model's reply as it is recorded; native calls are taken as they are."""
+    """The wrapped model's reply as it is recorded; native calls do not change."""
     written, message = completion.message["content"], completion.message.copy()
     if not request.tools or message.get("tool_calls") or not written.strip():
         return completion
@@ -135,8 +136,8 @@ def read_completion(completion: Completion, request: Request) -> Completion:
         message["reasoning"] = reasoning
     message["content"] = step.content
     extra = dict(completion.extra or {})
-    if held := _beyond_text(message):
-        extra["message"] = held
+    if beyond := _beyond_text(message):
+        extra["message"] = beyond
     message["provider_blocks"] = {"api": API, "blocks": [{"text": written.removesuffix(step.cut)}]}
     if step.cut:
         message["repairs"] = [*message.get("repairs", ()), {"call": "", "cut": step.cut}]
@@ -147,7 +148,7 @@ def read_completion(completion: Completion, request: Request) -> Completion:
         function = FunctionCall(name=step.action, arguments=arguments)
         message["tool_calls"] = [{"id": "", "type": "function", "function": function}]
     elif is_whole and step.content == text and text.strip() and request.tool_choice == "auto":
-        # Where calls were not allowed, or the end is missing, plain text is no mistake.
+        # Plain text is no mistake if calls were not allowed or the end is missing.
         message["unusable"] = "no_action"
     if is_whole:
         finish_reason = "tool_calls" if step.action else "stop"
@@ -157,15 +158,15 @@ def read_completion(completion: Completion, request: Request) -> Completion:
 
 
 def _beyond_text(message: Message) -> list[dict[str, Any]]:
-    """What the wrapped model's reply held beside its words, of which none goes back."""
+    """The unknown fields of the wrapped model's reply; they are recorded but not sent back."""
     blocks = message.get("provider_blocks", {"blocks": []})["blocks"]
-    words = ("content", "reasoning", "reasoning_content", "text")
-    found = [{key: block[key] for key in block if key not in words} for block in blocks]
+    texts = ("content", "reasoning", "reasoning_content", "text")
+    found = [{key: block[key] for key in block if key not in texts} for block in blocks]
     return [block for block in found if block.keys() - {"type"}]
 
 
 class Step(NamedTuple):
-    """What one reply says; `content` is the answer, or all of a reply that holds no step."""
+    """One parsed reply; `content` is the answer, or the whole reply if it has no step."""
 
     thoughts: Sequence[str]
     content: str
@@ -175,12 +176,12 @@ class Step(NamedTuple):
 
 
 def parse_step(text: str) -> Step:
-    """Read a reply; the first action that names a tool counts, before any answer."""
+    """Parse a reply. The first action that names a tool wins over any answer."""
     thoughts: list[str] = []
     answers: list[str] = []
     action, action_input, cut = "", None, ""
     for label, start, value in () if opens_reasoning(text) else _parts(text):
-        # After an action with its input, the next label begins words that know no result.
+        # After an action with its input, further text was written without its result.
         if action and label and (action_input is not None or label in _ENDS_ACTION):
             cut = text[start:]
             break
@@ -188,7 +189,7 @@ def parse_step(text: str) -> Step:
             answers.append(value)
         elif label == "action":
             name, _, below = value.partition("\n")
-            # The label of the input may be missing.
+            # The input may have no label.
             action, action_input = name.strip(" \t\r*`\"'"), below.strip() or None
         elif label == "action input" and action:
             action_input = value
@@ -203,8 +204,8 @@ def parse_step(text: str) -> Step:
 def _parts(text: str) -> Iterator[tuple[str, int, str]]:
     """Split a reply into (label or "", where it begins, its text), but not within fenced blocks.
 
-    A fence around labels or around the whole reply makes no block, nor does one that is never
-    closed. An observation before any action is part of the text that it stands in.
+    A fence around labels or around the whole reply is no block, nor is one that is never closed.
+    An observation before any action is part of the text around it.
     """
     heads: list[tuple[str, int, int]] = [("", 0, 0)]
     position, has_action, is_wrapped, has_unclosed = 0, False, False, False
@@ -219,12 +220,12 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
                 is_fenced = is_wrapped and not label and not has_text
                 heads.append((found, fence if is_fenced else start, position))
             continue
-        # Where one fence has no end, a later one has none either: do not search again.
+        # If one fence has no end, no later one has: do not search again.
         block = None if has_unclosed else _BLOCK.match(text, start)
         has_unclosed |= block is None
         is_whole = block is not None and block[0].strip() == text.strip()
         opens = is_whole or _LABEL_NEXT.match(text, position)
-        # An input is one block at most; of the fences in an answer only the last can be the outer.
+        # An input is at most one block; in an answer only the last fence can be the outer one.
         is_over = block is None if label == "final answer" else has_text
         closes = is_wrapped and is_over and mark[0].strip() == mark["fence"]
         if closes or (opens and label != "final answer" and (has_text or label != "action input")):
@@ -235,22 +236,22 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
     heads.append(("", len(text), 0))
     for (label, start, body), (_, end, _) in pairwise(heads):
         value = text[body:end].strip()
-        # Bold type that begins before the label and does not end with it ends with its line.
+        # Bold text that begins before the label and does not end with it ends with its line.
         is_bold = text.count("**", start, body) == 1
         yield label, start, re.sub(r"(?m)\*\*[ \t\r]*$", "", value, count=1) if is_bold else value
 
 
 def _arguments(given: str, name: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a JSON object, where the input is one or means one; else the input unchanged."""
+    """The input as the text of a JSON object, if it is or means one; else unchanged."""
     text = fenced[2].strip() if (fenced := _FENCED.fullmatch(given)) else given
-    # A broken object is a mistake to tell the model of, not a plain string.
+    # A broken object is a mistake that the model must see, not a plain string.
     if not text or text.startswith("{"):
         return text or "{}"
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
     schema = schemas.get(name, {})
     strings = []
     for key, kind in schema.get("properties", {}).items():
-        if any("string" in way.get("type", ()) for way in (kind, *kind.get("anyOf", ()))):
+        if any("string" in option.get("type", ()) for option in (kind, *kind.get("anyOf", ()))):
             strings.append(key)
     if len(strings) > 1:
         strings = [key for key in strings if key in schema.get("required", ())]

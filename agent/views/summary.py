@@ -1,8 +1,7 @@
-"""Long conversations shown with their older part as a summary; the record stays whole.
+"""Shows the older part of a long conversation as a summary; the record is complete.
 
-The summary is written by the same model. It is paid for, so it is an event of its own (an inner
-conversation "summary#N", where N messages are replaced by it), and a conversation that is taken
-up again goes on with the summary that it had.
+The same model writes the summary. It is paid for, so its events are journaled as an inner
+conversation "summary#N", which replaces N messages; a resumed conversation uses it again.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from agent.messages import UNREADABLE, Event, Message
+from agent.messages import SUMMARY, UNREADABLE, Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.options import AgentOptions
@@ -19,12 +18,10 @@ from agent.state.events import Clock, note_event, reply_event
 from agent.state.trajectory import Trajectory
 from toolsets import exact_json
 
-log = logging.getLogger(__name__)
-
-STAGE = "summary"
+_log = logging.getLogger(__name__)
 
 _NO_SUMMARY = "no_summary"
-"""Why a reply is none, and what an inner conversation without a reply notes."""
+"""Why a reply was discarded, and the note of an inner conversation without a reply."""
 
 _INSTRUCTION = (
     "Summarize the conversation below for someone who will continue it: the task, what was done "
@@ -45,7 +42,7 @@ class SummarizingModel:
         options: AgentOptions,
         record_inner: Callable[[str, str, Event], None],
     ) -> None:
-        """`writer` writes the summaries: the same model, without the views that `model` has.
+        """`writer` writes the summaries: the same model without the views around `model`.
 
         `record_inner` records an event of an inner conversation, given its key and name.
         """
@@ -56,24 +53,24 @@ class SummarizingModel:
         self._record_inner = record_inner
 
     async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`. A summary that cannot be had is done without.
+        """See `Model.complete`. If the summary fails, the older messages are shown as before.
 
-        Raises `ConversationChanged` after each summary: paying for it may have used up the budget.
+        Raises `ConversationChanged` after each summary: its cost may have used up the budget.
         """
         shown = self._shown(request.messages)
-        asked = replace(request, messages=shown)
+        view = replace(request, messages=shown)
         if not self._is_long(shown) or not (upto := self._boundary(request.messages)):
-            return await self._model.complete(asked)
+            return await self._model.complete(view)
         try:
             await self._summarize(request, upto)
         except ModelError as error:
             if error.action == "stop_run":
                 raise
-            log.warning("no summary, the conversation goes on without: %s", error)
-            completion = await self._model.complete(asked)
-            # Only now: an endpoint that fails altogether says nothing about summaries.
+            _log.warning("no summary; the conversation continues without it: %s", error)
+            completion = await self._model.complete(view)
+            # Noted only now: if this call fails, too, the summary was not the problem.
             note = note_event(0, _NO_SUMMARY, f"{error.kind}: {error}")
-            self._record_inner(f"{STAGE}#{upto}", STAGE, note)
+            self._record_inner(f"{SUMMARY}#{upto}", SUMMARY, note)
             return completion
         raise ConversationChanged
 
@@ -85,7 +82,7 @@ class SummarizingModel:
         upto, summary = latest_summary(self._trajectory)
         if not upto:
             return messages
-        # Neither the system message nor the task itself is ever summarized away.
+        # The system message and the task itself are never summarized.
         task = messages[self._trajectory.opening - 1].copy()
         task["content"] += f"\n\n[Summary of the conversation so far]\n{summary}"
         system = [message for message in messages[:1] if message["role"] == "system"]
@@ -99,10 +96,10 @@ class SummarizingModel:
         return over is not None and _estimated_tokens(messages) > over
 
     def _boundary(self, messages: Sequence[Message]) -> int:
-        """How many messages to replace: whole turns, and the last ones stay; 0 for none.
+        """How many messages to replace: whole turns, without the last ones; 0: no summary now.
 
-        A summary that replaces only a few messages more than the one before it would be paid for
-        again and again. Each one that failed doubles what must have come since.
+        At least `summarize_keep` messages must be new since the last summary, or nearly every
+        call would pay for one. Each failed summary doubles that number.
         """
         keep = self._options.summarize_keep
         upto = len(messages) - keep
@@ -118,39 +115,39 @@ class SummarizingModel:
         messages, deadline = request.messages, request.deadline
         shown = self._shown(messages)
         older = shown[: len(shown) - (len(messages) - upto)]
-        asked = [
+        opening = [
             Message(role="system", content=_INSTRUCTION),
             Message(role="user", content="\n\n".join(map(_as_text, older))),
         ]
-        key = f"{STAGE}#{upto}"
-        self._record_inner(key, STAGE, {"kind": "opening", "messages": asked})
+        key = f"{SUMMARY}#{upto}"
+        self._record_inner(key, SUMMARY, {"kind": "opening", "messages": opening})
         clock = Clock()
         waited_s = deadline.waited_s if deadline is not None else 0.0
 
         def pay(unreadable: Completion) -> None:
             event = reply_event(1, unreadable, Clock(), discarded=UNREADABLE)
-            self._record_inner(key, STAGE, event)
+            self._record_inner(key, SUMMARY, event)
 
-        request = Request(asked, deadline=deadline, on_unreadable=pay)
+        request = Request(opening, deadline=deadline, on_unreadable=pay)
         completion = await self._writer.complete(request)
         waited_s = deadline.waited_s - waited_s if deadline is not None else 0.0
         whole = completion.finish_reason == "stop" and completion.message["content"].strip()
         why = None if whole else _NO_SUMMARY
         event = reply_event(1, completion, clock, discarded=why, waited_s=waited_s)
-        self._record_inner(key, STAGE, event)
+        self._record_inner(key, SUMMARY, event)
 
 
 def latest_summary(t: Trajectory) -> tuple[int, str]:
-    """How many messages the latest summary replaces, and its text; (0, "") without one."""
+    """How many messages the latest summary replaces, and its text; (0, "") if there is none."""
     return max(((upto, text) for upto, text in _summaries(t) if text), default=(0, ""))
 
 
 def _summaries(t: Trajectory) -> list[tuple[int, str]]:
-    """How many messages each summary was to replace, and its text, "" where none came."""
+    """How many messages each summary was to replace, and its text, or "" if it failed."""
     return [
         (int(key.rpartition("#")[2]), inner.trajectory.final_text().strip())
         for key, inner in t.inner.items()
-        if inner.name == STAGE
+        if inner.name == SUMMARY
         and (inner.trajectory.api_calls() or inner.trajectory.notes_of(_NO_SUMMARY))
     ]
 

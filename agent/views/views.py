@@ -1,7 +1,7 @@
-"""What the model is shown of a conversation, where that is not the record itself.
+"""Views that shorten older turns, and that add messages which are not recorded.
 
-A view is a model around a model: it changes the messages of the request on their way, and nothing
-of what is recorded. The record says that a view was used.
+A view is a model around a model: it changes the messages of a request, never the record. The
+record says that a view was used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent.models.model import Completion, Model, Request
 from agent.options import AgentOptions
 
 COMPACT_CHARS = 120
-"""Reasoning and arguments that are longer are shown by their first characters."""
+"""Of longer reasoning and arguments, only the first characters are shown."""
 
 View = Callable[[Sequence[Message]], Sequence[Message]]
 
@@ -39,7 +39,7 @@ class ViewingModel:
 
 
 def with_views(model: Model, options: AgentOptions) -> Model:
-    """Put the views that `options` ask for around `model`; none where they ask for none."""
+    """`model` with the views around it that `options` ask for."""
     if options.ephemeral_system_prompt or options.prefill_messages:
         unrecorded = _unrecorded(options)
         model = ViewingModel(model, lambda messages: _insert(messages, unrecorded))
@@ -49,9 +49,9 @@ def with_views(model: Model, options: AgentOptions) -> Model:
 
 
 def compact(messages: Sequence[Message], after: int) -> list[Message]:
-    """Show reasoning and call arguments in short where `after` later replies had text.
+    """Shorten reasoning and call arguments of each reply that `after` replies with text follow.
 
-    Signed blocks are left out whole, never shortened: a provider refuses an altered one.
+    Signed blocks are removed, never shortened: a provider refuses a changed block.
     """
     shown = list(messages)
     later_texts = 0
@@ -59,15 +59,15 @@ def compact(messages: Sequence[Message], after: int) -> list[Message]:
         message = shown[n]
         if message["role"] == "assistant":
             if later_texts >= after:
-                shown[n] = _in_short(message)
+                shown[n] = _shortened(message)
             later_texts += bool(message["content"].strip())
     return shown
 
 
 def compacted_from(messages: Sequence[Message], after: int) -> int:
-    """The place of the first reply that was asked for with older ones in short, as all later ones.
+    """The index of the first reply whose request had older replies shortened.
 
-    The number of messages where there is none.
+    All later requests had them, too. The number of messages if there is no such reply.
     """
     texts = 0
     enough: int | None = None
@@ -77,12 +77,12 @@ def compacted_from(messages: Sequence[Message], after: int) -> int:
         if enough is not None and texts >= enough:
             return n
         texts += bool(message["content"].strip())
-        if enough is None and _in_short(message) is not message:
+        if enough is None and _shortened(message) is not message:
             enough = texts + after
     return len(messages)
 
 
-def _in_short(message: Message) -> Message:
+def _shortened(message: Message) -> Message:
     reasoning = message.get("reasoning", "")
     calls = message.get("tool_calls", [])
     long_calls = [call for call in calls if len(call["function"]["arguments"]) > COMPACT_CHARS]
@@ -126,9 +126,9 @@ def _unrecorded(options: AgentOptions) -> list[Message]:
 
 
 def _insert(messages: Sequence[Message], unrecorded: Sequence[Message]) -> list[Message]:
-    """A system message of the conversation's own wins over the ephemeral one.
+    """A system message of the conversation wins over the ephemeral one.
 
-    One in which only the runtime speaks is no such message, and is added to the ephemeral one.
+    A system message that the runtime made is appended to the ephemeral one instead.
     """
     if not messages or messages[0]["role"] != "system":
         return [*unrecorded, *messages]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agent.views import summary
+from agent.messages import SUMMARY
 from agent.views.views import compacted_from
 
 COUNTS = (
@@ -40,7 +40,7 @@ def _compacted(record: Mapping[str, Any]) -> dict[str, int]:
     begun = [
         inner["turns"][0]["started_at"]
         for inner in record.get("inner") or ()
-        if inner["name"] == summary.STAGE and inner["turns"]
+        if inner["name"] == SUMMARY and inner["turns"]
     ]
     summarized = [turn for turn in turns if begun and turn["started_at"] > min(begun)]
     return {

@@ -1,14 +1,14 @@
 """The report page: one HTML file with its data.
 
 writer           writes the page
-page             puts script, style and data together
-pieces           data of large runs, in files beside the page
+page             joins template, scripts, style and data
+pieces           writes the data of large runs to files beside the page
 training_form    a conversation as its training row
-core.js          reading the data
+core.js          reads the data
 main.js          the page
 table.js         the table of conversations
 charts.js        the charts
-conversation.js  one conversation
+conversation.js  a conversation
 page.css         the style
 page.html        the frame
 """

@@ -1,8 +1,8 @@
-"""The page of a report: template, styles and scripts made into one file that asks for nothing.
+"""Make the page of a report: one file with template, style and scripts that loads nothing else.
 
-All text of models, tools and users is data in JSON, never markup: scripts put it on the page as
-text. The content policy of the page allows the scripts that it was written with and, where its
-data lies beside it, script files from there; no other address, image, frame or form.
+All text of models, tools and users is data in JSON, never markup: scripts insert it as text. The
+content policy allows only the page's own scripts and, if its data is in files beside it, these
+script files; no other address, image, frame or form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCRIPTS = ("core.js", "charts.js", "table.js", "conversation.js", "main.js")
 
 
 def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
-    """The page with its data: `rows` and `records` are JSON, `meta` says what they belong to."""
+    """The page with its data: `rows` and `records` are JSON, `meta` describes the run."""
     style = _read("page.css")
     script = "\n".join(map(_read, _SCRIPTS))
     files = " 'self' file:" if meta["row_pieces"] else ""
@@ -42,7 +42,7 @@ def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
 
 
 def embedded(json: bytes) -> bytes:
-    """JSON as it can stand inside a script element: without any `<`, it ends no element."""
+    """JSON for use inside a script element: without `<` it cannot end the element."""
     return json.replace(b"<", b"\\u003c")
 
 

@@ -1,11 +1,11 @@
-"""The data of a report: inside the page while it is small, else in files beside it.
+"""The data of a report: inside the page if it is small, else in files beside it.
 
-    report_files/rows.js       the rows of the table, some thousand to a line
-    report_files/chunk-0.js    whole records, read when one of them is opened
+    report_files/rows.js       the rows of the table, some thousand per line
+    report_files/chunk-0.js    whole records, loaded when one of them is opened
     report_files/chunk-1.js …
 
-A page that was opened from disk may not fetch files, but it may load scripts; so each file is a
-script that hands its data to the page: `reportData(report, kind, number, json)`.
+A page that was opened from disk may not fetch files but may load scripts. So each file is a script
+that passes its data to the page: `reportData(report, kind, number, json)`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from runs.store.files import open_temporary
 from toolsets import exact_json
 
 INLINE_BYTES = 4 << 20
-"""How much data goes into the page itself."""
+"""The maximum of data inside the page itself."""
 
 _CHUNK_BYTES = 512 << 10
 _ROWS_BYTES = 1 << 20
 
 
 class Pieces:
-    """The rows and records of a report in the making; holds at most one piece in memory."""
+    """Collects the rows and records of a report; keeps at most one piece in memory."""
 
     def __init__(self, directory: Path, report_id: str, *, inline_bytes: int) -> None:
-        """`directory` is where the files will be, once `finish` has put them there."""
+        """`finish` puts the files into `directory`."""
         self._directory = directory
         self._temporary = directory.with_name(f"{directory.name}.part")
         self._report_id = report_id
@@ -43,7 +43,7 @@ class Pieces:
         self._chunks = 0
 
     def add(self, row: dict[str, Any], record: bytes) -> None:
-        """Take one trajectory; `record` is its JSON. Adds to the row where its record lies."""
+        """Add a trajectory; `record` is its JSON. Adds the place of its record to the row."""
         line = exact_json.dumps([*row.values(), self._chunks, len(self._records)])
         self._rows.append(line)
         self._records.append(record)
@@ -60,9 +60,9 @@ class Pieces:
                 self._write_rows()
 
     def finish(self) -> tuple[bytes, bytes, int]:
-        """Put the files in place; give the rows and records for the page, and the pieces of rows.
+        """Put the files in place; return rows and records for the page, and the pieces of rows.
 
-        Rows and records are `[]` where they lie in files, and then there are pieces of rows.
+        Rows and records are `[]` if they are in files; else the number of pieces is 0.
         """
         if self._is_inline:
             remove_files(self._directory)
@@ -76,7 +76,7 @@ class Pieces:
         return b"[]", b"[]", self._row_pieces
 
     def discard(self) -> None:
-        """Remove what was written, where `finish` has not been reached."""
+        """Remove temporary files, if `finish` was not reached."""
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _write_records(self) -> None:
@@ -92,7 +92,7 @@ class Pieces:
             self._rows, self._rows_size = [], 0
 
     def _write(self, name: str, kind: str, number: int, items: list[bytes]) -> None:
-        # As a text to be parsed: in a literal of the language, a key __proto__ would be no data.
+        # As a string to parse: in a JavaScript literal, a key __proto__ would not be data.
         text = orjson.dumps(_listed(items).decode()).decode()
         call = f'reportData("{self._report_id}", "{kind}", {number}, {text});\n'
         path = self._temporary / name
@@ -105,7 +105,7 @@ class Pieces:
 
 
 def remove_files(directory: Path) -> None:
-    """Remove the files of an earlier report; what somebody else put beside them stays."""
+    """Remove the files of an earlier report; other files stay."""
     for pattern in ("rows.js", "chunk-*.js"):
         for path in directory.glob(pattern):
             path.unlink()

@@ -1,4 +1,4 @@
-"""The row that a record becomes in the run's own export, and what of it a model learns."""
+"""The row of a record in the run's own export, and which turns carry loss."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ def training_form(
     require_reasoning: bool,
     require_passed: bool = False,
 ) -> dict[str, Any]:
-    """What the export makes of a record, JSON-ready.
+    """The export row of a record, JSON-ready.
 
     Keys: `file` ("training", "partial" or "rejects"), `reason` and `detail` (of a reject, else
-    None), `system` (what `number_of` says of the text of the system turn, which most rows of a
-    run share; None for a reject), `turns` (lists of speaker, text and whether the text carries
-    loss, without the system turn), `given` (how many of those the prompt brought along).
+    None), `system` (the number that `number_of` gives to the text of the system turn, which most
+    rows of a run share; None for a reject), `turns` (lists of speaker, text and whether it carries
+    loss, without the system turn), `given` (number of turns with loss that are from the prompt).
 
-    Loss is on the turns of `gpt`, whole: trainers mask by speaker, so also on those that the
-    prompt brought along.
+    All turns of `gpt` carry loss, also those from the prompt: trainers mask by speaker.
     """
     routed = route(
         record, style=style, require_reasoning=require_reasoning, require_passed=require_passed

@@ -1,4 +1,4 @@
-"""Writing the report of a run: one HTML file, with data files beside it where there is much."""
+"""Write the report of a run: an HTML file, and files with its data if there is much."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _BEGINNING = b"<!doctype html>"
 
 
 class WrittenPage(NamedTuple):
-    """What `write_report` wrote."""
+    """The result of `write_report`."""
 
     path: Path
     trajectories: int
     files: Path | None
-    """The directory beside the page that holds its data, None where the page holds all of it."""
+    """The directory with the data of the page; None if all data is in the page."""
 
 
 def write_report(
     stored: StoredRun, output: Path | None = None, *, inline_bytes: int = INLINE_BYTES
 ) -> WrittenPage:
-    """Write the report of a run to `output` (report.html in its directory).
+    """Write the report of a run to `output` (default: report.html in its directory).
 
-    Records are read one at a time; beyond `inline_bytes` of data they go to files in
+    Reads one record at a time; more data than `inline_bytes` goes to files in
     `<output's stem>_files`. Raises `RunDirError` and `StorageError`.
     """
     run = stored.identity
@@ -47,12 +47,12 @@ def write_report(
         msg = f"{path}: cannot write the report there; --output names a file in a directory"
         raise RunDirError(msg)
     if path.exists() and not _is_page(path):
-        msg = f"{path}: is there and is no report; --output names a new file, or an older report"
+        msg = f"{path}: exists and is not a report; give a new file or an older report by --output"
         raise RunDirError(msg)
     report_id = secrets.token_hex(8)
     directory = path.with_name(f"{path.stem}_files")
     pieces = Pieces(directory, report_id, inline_bytes=inline_bytes)
-    tools, systems = _Once(), _Once()
+    tools, systems = _Distinct(), _Distinct()
     required = {
         name: run["config"].get(name, False) for name in ("require_reasoning", "require_passed")
     }
@@ -87,7 +87,7 @@ def write_report(
 
 
 def _is_page(path: Path) -> bool:
-    """Whether a file may be replaced by a page: records and training files may not."""
+    """Whether a file is a page or empty, so the report may replace it."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -112,15 +112,15 @@ def _about(stored: StoredRun) -> dict[str, Any]:
     }
 
 
-class _Once:
-    """Each value once: most records of a run offer the same tools."""
+class _Distinct:
+    """Distinct values: most records of a run have the same tools."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._numbers: dict[bytes, int] = {}
 
     def number(self, value: Any) -> int:
-        """The place of `value` in the list of all."""
+        """The place of `value` in `values`."""
         key = exact_json.dumps(value)
         if key not in self._numbers:
             self._numbers[key] = len(self.values)

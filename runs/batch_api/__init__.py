@@ -1,8 +1,8 @@
 """Calls by the providers' Batch APIs, in the parent.
 
-service    the door: a thread with an event loop
-collector  gathers calls into jobs
-delivery   sees one job through
+service    runs the rest in a thread with an event loop
+collector  gathers calls into jobs, and answers them
+delivery   sends a job, waits for it, fetches its results
 batch_log  batches.jsonl: each step on disk before the next
-totals     what the batches brought
+totals     totals of the batches
 """

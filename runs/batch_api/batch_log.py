@@ -1,19 +1,19 @@
-"""What a run directory holds of its batches: `batches.jsonl` and the directory `batches`.
+"""The files of a run's batches: `batches.jsonl` and the directory `batches`.
 
-A wave is the calls of one batch. Each step is a line of `batches.jsonl`, on disk before the next
-is taken:
+A job is the calls of one batch; the key of its name is `wave`. Each step is a line of
+`batches.jsonl`, on disk before the next step:
 
-gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent. Under a budget
-                                            `most` says what is set aside for each
-sending {"wave", "at", "upload", "bytes"}   the provider is about to be asked to create the batch
-created {"wave", "at", "batch"}             it has done so, and the calls cost from here on
-collected {"wave", "at", "replies", …}      the results are in batches/WAVE.results
-failed {"wave", "at", "why"}                none of the calls was made: they are made live
-void {"wave", "at"}                         no batch was made of it: its calls are gathered anew
-live {"calls"}                              so many calls of a start were made live
+gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent. With a budget,
+                                            `most` has the amount reserved for each
+sending {"wave", "at", "upload", "bytes"}   next, the provider is asked to create the batch
+created {"wave", "at", "batch"}             the batch exists; from here on the calls cost
+collected {"wave", "at", "replies", …}      the results are in batches/NAME.results
+failed {"wave", "at", "why"}                none of the calls was made; they are made live
+void {"wave", "at"}                         no batch was created; its calls are gathered again
+live {"calls"}                              number of calls of a start that were made live
 
-`batches/WAVE.items` holds the calls as they are sent, until the batch is there. The results are
-removed when the conversations that they belong to have their records.
+`batches/NAME.items` has the calls as they are sent, until the batch exists. The results are
+removed when their conversations have records.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "void": {"wave": str, "at": _NUMBER},
     "live": {"calls": int},
 }
-"""What each kind of line must hold."""
-
+"""The required fields of each kind of line."""
 
 _CALL = re.compile(r"[0-9a-f]{32}-[0-9a-f]+")
-"""What a call's id looks like; see `item_id`."""
+"""The id of a call; see `item_id`."""
 
 
 @dataclass(eq=False)
@@ -74,57 +73,46 @@ class BatchJob:
     model: str
     """See `name_of`."""
     ids: list[str]
-    """Of its calls, as workers know them."""
+    """Ids of its calls, as workers know them."""
     most: list[list[Any]] = field(default_factory=list)
-    """What of the run's budget is set aside for each: dollars and tokens. Empty without one."""
+    """Dollars and tokens reserved for each call; empty without a budget."""
     state: State = "gathered"
     sent_at: float = 0.0
-    """Epoch seconds before it can have been created."""
+    """Epoch seconds, before its creation."""
     size: int = 0
-    """Bytes of its items."""
+    """Size of its items in bytes."""
     upload: str = ""
     batch: str = ""
     created_at: float = 0.0
     why: str = ""
     replies: int = 0
-    """How many of its calls have one, once it is collected."""
+    """Number of calls with a reply, once it is collected."""
     index: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Where the result of each call is in the file of results: offset and length."""
+    """Offset and length of each call's result in the file of results."""
     needed: int = 0
-    """How many of its calls belong to conversations that have no record yet."""
+    """Number of calls whose conversations have no record yet."""
 
     def sent_id(self, id: str) -> str:
-        """What the provider knows a call as: no two batches share one."""
+        """The id of a call for the provider: unique over all batches."""
         return f"{id}-{self.name}"
 
     def own_id(self, sent_id: str) -> str | None:
-        """The call behind what the provider knows; None where it is of another batch."""
+        """The id of a call from the provider's; None if it is of another batch."""
         id, _, name = sent_id.rpartition("-")
         return id if name == self.name else None
 
 
 class BatchLog:
-    """Reads and writes what is on disk. For use by one thread. Methods raise `StorageError`."""
+    """Reads and writes the files of batches. Not thread-safe. Methods raise `StorageError`."""
 
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
         self._path = run_dir / "batches.jsonl"
-        self._place = run_dir / "batches"
+        self._directory = run_dir / "batches"
         repair_tail(self._path, quarantine)
         self._file: AppendFile | None = None
 
-    def give_up_unsent(self) -> list[list[Any]]:
-        """Void the waves of which the starts before have sent nothing: their calls gather anew.
-
-        Gives what was set aside for these calls. Nobody else will give it back: who asked for them
-        is gone.
-        """
-        unsent = [job for job in jobs_in(self._path) if job.state == "gathered"]
-        for job in unsent:
-            self.note(job, "void")
-        return [most for job in unsent for most in job.most]
-
     def load(self, settled: Container[bytes]) -> list[BatchJob]:
-        """The jobs that some call still needs, as earlier starts have left them.
+        """The jobs of earlier starts with calls that are still needed.
 
         `settled` are the tasks that need no more work.
         """
@@ -136,19 +124,19 @@ class BatchLog:
             if job.needed and job.state not in ("gathered", "void"):
                 found.append(job)
         kept = {self._results_file(job) for job in found}
-        for path in listed(self._place):
-            if path not in kept:  # of waves that are done with, or half written
+        for path in listed(self._directory):
+            if path not in kept:  # of jobs that are no longer needed, or half written
                 path.unlink()
         return found
 
     def note(self, job: BatchJob, state: State, **more: Any) -> None:
-        """Write one line, durably, and change the wave by it."""
+        """Write the line of a step, durably, and update the job."""
         line = {"kind": state, "wave": job.name, "at": time.time(), **more}
         self._append(line)
         apply_step({job.name: job}, line)
 
     def note_live(self, calls: int) -> None:
-        """Write how many calls of this start were made live."""
+        """Write the number of calls of this start that were made live."""
         self._append({"kind": "live", "calls": calls})
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -159,17 +147,17 @@ class BatchLog:
         self._file.sync()
 
     def items_file(self, job: BatchJob) -> Path:
-        """Where the calls of a wave are, as lines for the provider."""
-        self._place.mkdir(mode=0o700, exist_ok=True)
-        return self._place / f"{job.name}.items"
+        """The file of a job's calls, as lines for the provider."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        return self._directory / f"{job.name}.items"
 
     def begin_results(self, job: BatchJob) -> Results:
-        """A new file for the results of a wave, which counts once it is kept."""
-        self._place.mkdir(mode=0o700, exist_ok=True)
+        """A new file for the results of a job."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         return Results(job, self._results_file(job))
 
     def result(self, job: BatchJob, id: str) -> ItemResult:
-        """The result of a call of a collected wave."""
+        """The result of a call of a collected job."""
         place = job.index.get(id)
         if place is None:
             return ItemResult(id, None, "the batch is over and has no result for it")
@@ -185,22 +173,22 @@ class BatchLog:
         return ItemResult(id, None, line["why"])
 
     def remove(self, job: BatchJob) -> None:
-        """Remove the files of a wave that nobody needs any more."""
-        for path in (self._place / f"{job.name}.items", self._results_file(job)):
+        """Remove the files of a job that is no longer needed."""
+        for path in (self._directory / f"{job.name}.items", self._results_file(job)):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file, and remove the directory where nothing is left in it."""
+        """Close the file, and remove the directory if it is empty."""
         if self._file is not None:
             self._file.close()
-        if self._place.is_dir() and not any(self._place.iterdir()):
-            self._place.rmdir()
+        if self._directory.is_dir() and not any(self._directory.iterdir()):
+            self._directory.rmdir()
 
     def _results_file(self, job: BatchJob) -> Path:
-        return self._place / f"{job.name}.results"
+        return self._directory / f"{job.name}.results"
 
     def _index(self, job: BatchJob) -> None:
-        """Find the results again; without their file they are fetched once more, which is free."""
+        """Index the results again; if their file is missing, they are fetched again for free."""
         try:
             job.index = index_of(self._results_file(job), job)
         except (OSError, ValueError) as error:
@@ -209,10 +197,10 @@ class BatchLog:
 
 
 class Results:
-    """The results of a wave, written as they come."""
+    """The results of a job, written as they arrive."""
 
     def __init__(self, job: BatchJob, path: Path) -> None:
-        self._wave = job
+        self._job = job
         self._path = path
         self._temporary = path.with_suffix(".half")
         self._temporary.unlink(missing_ok=True)
@@ -220,7 +208,7 @@ class Results:
         self._index: dict[str, tuple[int, int]] = {}
 
     def add(self, result: ItemResult) -> bool:
-        """Write one; of two for one call the first counts, and False is told of the second."""
+        """Write a result. If a call has two, the first counts; returns False for the second."""
         if result.id in self._index:
             return False
         line = orjson.dumps({"id": result.id, "why": result.why})
@@ -231,19 +219,19 @@ class Results:
         return True
 
     def keep(self) -> None:
-        """Make what was written durable, and count."""
+        """Make the results durable and put the file in place."""
         self._file.sync()
         self._temporary.replace(self._path)
         sync_directory(self._path.parent)
-        self._wave.index = self._index
+        self._job.index = self._index
 
     def close(self) -> None:
-        """Close the file; what was not kept does not count."""
+        """Close the file; it counts only after `keep`."""
         self._file.close()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a `batches.jsonl`; damaged ones are passed over, a missing file has none."""
+    """The lines of a `batches.jsonl`, without damaged ones; none if the file is missing."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -252,11 +240,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         if (line := read_line(text)) is not None:
             yield line
         else:
-            log.warning("%s:%d: passed over: no line of this file", path, number)
+            log.warning("%s:%d: skipped: not a step of a batch", path, number)
 
 
 def read_line(text: bytes) -> dict[str, Any] | None:
-    """What one line of a `batches.jsonl` says; None where it is none."""
+    """The content of a line of `batches.jsonl`; None if it is unreadable."""
     try:
         line = read_object(text)
     except DamagedLine:
@@ -271,9 +259,9 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def set_aside_damaged_steps(run_dir: Path) -> list[str]:
-    """Move the unreadable lines of `batches.jsonl` to the quarantine, and name each.
+    """Move the unreadable lines of `batches.jsonl` to the quarantine; return their names.
 
-    For a start, before anything is read of it. Raises `StorageError`.
+    Call it before the file is read. Raises `StorageError`.
     """
     return keep_readable(
         run_dir / "batches.jsonl", run_dir / "quarantine", lambda text: read_line(text) is not None
@@ -283,14 +271,14 @@ def set_aside_damaged_steps(run_dir: Path) -> list[str]:
 def _are_amounts(most: Any, calls: int) -> bool:
     if not isinstance(most, list) or len(most) not in (0, calls):
         return False
-    pairs = all(isinstance(one, list) and len(one) == 2 for one in most)
-    return pairs and all(isinstance(number, _NUMBER) for one in most for number in one)
+    pairs = all(isinstance(amount, list) and len(amount) == 2 for amount in most)
+    return pairs and all(isinstance(number, _NUMBER) for amount in most for number in amount)
 
 
 def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
-    """Where the result of each call of a collected wave is in a file: offset and length.
+    """Offset and length of each call's result in the results file of a collected job.
 
-    Raises `OSError`, and `ValueError` where these are not the results that were collected.
+    Raises `OSError`, and `ValueError` if these are not the results that were collected.
     """
     index = {}
     offset = replies = 0
@@ -298,7 +286,7 @@ def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
         for line in file:
             result = exact_json.loads(line)
             if not isinstance(result, dict) or "id" not in result:
-                msg = "a line that is no result"
+                msg = "a line is not a result"
                 raise ValueError(msg)
             index[result["id"]] = (offset, len(line))
             offset += len(line)
@@ -310,22 +298,23 @@ def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
 
 
 def free_unsent(run_dir: Path, quarantine: Path) -> list[Cost]:
-    """Void the jobs of which earlier starts sent nothing; gives what was reserved for their calls.
+    """Void the jobs that earlier starts did not send; return the amounts reserved for their calls.
 
-    Nobody else will return it: the workers that asked for these calls are gone.
+    The workers that requested these calls are gone and cannot return them.
     """
     batch_log = BatchLog(run_dir, quarantine)
-    freed = [Cost(*most) for most in batch_log.give_up_unsent()]
+    unsent = [job for job in jobs_in(run_dir / "batches.jsonl") if job.state == "gathered"]
+    for job in unsent:
+        batch_log.note(job, "void")
     batch_log.close()
-    return freed
+    return [Cost(*most) for job in unsent for most in job.most]
 
 
 def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, list[Any]]]:
-    """What earlier starts have reserved for calls that no batch has answered, by task and call.
+    """Amounts that earlier starts reserved for calls without an answer, by task and call.
 
-    It was granted and never returned: a worker can only settle a call, and return what is left,
-    when it has an answer, and there is none before a job is collected. Jobs that were not sent
-    must be given up first.
+    They were granted and never returned: a worker settles a call when it has the answer, and
+    there is none before its job is collected. Call `free_unsent` first.
     """
     found: dict[bytes, dict[str, list[Any]]] = {}
     for job in jobs_in(run_dir / "batches.jsonl"):
@@ -337,20 +326,18 @@ def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, l
 
 
 def jobs_in(path: Path) -> Iterable[BatchJob]:
-    """The waves that a `batches.jsonl` tells of, as they are after its last line."""
+    """The jobs in a `batches.jsonl`, in their state after its last line."""
     jobs: dict[str, BatchJob] = {}
     for line in read_lines(path):
         try:
             apply_step(jobs, line)
         except KeyError as error:
-            log.warning(
-                "%s: passed over: a step of a wave that was never gathered: %s", path, error
-            )
+            log.warning("%s: skipped: a step of a job that was never gathered: %s", path, error)
     return jobs.values()
 
 
 def apply_step(jobs: dict[str, BatchJob], line: dict[str, Any]) -> None:
-    """Change `jobs`, by name, by one line. Raises `KeyError` where its wave is not known."""
+    """Apply a line to `jobs` (by name). Raises `KeyError` if its job is unknown."""
     if line["kind"] == "gathered" and line["wave"] not in jobs:
         name, most = line["wave"], line.get("most", [])
         jobs[name] = BatchJob(name, line["model"], line["items"], most)

@@ -1,7 +1,7 @@
-"""Batches as the supervisor sees them: it passes on what workers ask, and hears of trouble.
+"""The supervisor's interface to the Batch API: it passes on calls, and gets messages and problems.
 
-The work is done in a thread with an event loop of its own (`wave_office`), so that dealing and
-recording never wait for it. Where a run does not ask by batches, nothing here does anything.
+The work is done by a `BatchCollector` in a thread with an event loop of its own, so assigning and
+recording never wait for it. If a run does not use the Batch API, nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-_MOST_S = 10.0
-"""For creations under way to be told their ids when a run ends."""
+_MAX_CLOSE_S = 10.0
+"""How long to wait for the ids of batches that are being created when a run ends."""
 
 
 class BatchService:
@@ -41,18 +41,18 @@ class BatchService:
         self._config = config
         self._setups = setups
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """What the user should hear."""
+        """Messages for the user."""
         self.problem: str | None = None
         """Why the run has to stop."""
-        self._office: BatchCollector | None = None
+        self._collector: BatchCollector | None = None
         self._thread: threading.Thread | None = None
         if not config.batch_api:
             return
-        ledger = BatchLog(run_dir.path, run_dir.quarantine)
-        jobs = ledger.load(settled)
+        batch_log = BatchLog(run_dir.path, run_dir.quarantine)
+        jobs = batch_log.load(settled)
         self._ready = threading.Event()
         self._thread = threading.Thread(
-            target=asyncio.run, args=(self._serve(ledger, jobs),), name="waves", daemon=True
+            target=asyncio.run, args=(self._serve(batch_log, jobs),), name="batches", daemon=True
         )
         self._thread.start()
         self._ready.wait()
@@ -60,54 +60,54 @@ class BatchService:
     def do(
         self, act: Callable[Concatenate[BatchCollector, P], object], *args: P.args, **more: P.kwargs
     ) -> None:
-        """Have the thread call a method of `BatchCollector`; where it fails, the run stops."""
-        if self._thread is None or self._office is None:
+        """Call a method of `BatchCollector` in the thread; if it raises, the run stops."""
+        if self._thread is None or self._collector is None:
             return
 
-        def guarded(office: BatchCollector) -> None:
+        def guarded(collector: BatchCollector) -> None:
             try:
-                act(office, *args, **more)
+                act(collector, *args, **more)
             except Exception as error:
                 log.exception("batches")
                 self._on_problem(str(error))
 
-        self._loop.call_soon_threadsafe(guarded, self._office)
+        self._loop.call_soon_threadsafe(guarded, self._collector)
 
     def describe(self) -> str:
-        """For the progress line; "" while nothing is in a batch."""
-        calls, batches = (0, 0) if self._office is None else self._office.in_batches
+        """For the progress line; "" if no call is in a batch."""
+        calls, batches = (0, 0) if self._collector is None else self._collector.in_batches
         return f"{calls:,} calls in {batches:,} batches" if batches else ""
 
     def close(self) -> None:
-        """End the thread; batches go on at the provider."""
+        """End the thread; batches continue at the provider."""
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join()
             self._thread = None
 
-    async def _serve(self, ledger: BatchLog, jobs: list[BatchJob]) -> None:
+    async def _serve(self, batch_log: BatchLog, jobs: list[BatchJob]) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         config = self._config
         try:
-            office = self._office = BatchCollector(
-                ledger,
+            collector = self._collector = BatchCollector(
+                batch_log,
                 jobs,
                 {
-                    name_of(one): BatchDelivery(
-                        ledger,
-                        one,
-                        open_batches(one, api_key=read_key(one)),
+                    name_of(settings): BatchDelivery(
+                        batch_log,
+                        settings,
+                        open_batches(settings, api_key=read_key(settings)),
                         known=[job.batch for job in jobs],
                         patience_s=config.call_timeout_s,
                         say=self.news.put,
                     )
-                    for one in called_models(self._setups)
+                    for settings in called_models(self._setups)
                 },
                 CollectorLimits(config.batch_wait_s, config.batch_max_requests),
                 on_problem=self._on_problem,
             )
         except Exception as error:
-            log.exception("batches cannot be taken up")
+            log.exception("cannot open batches")
             self._on_problem(str(error))
             await self._end.wait()
             return
@@ -115,23 +115,20 @@ class BatchService:
             self._ready.set()
         await self._end.wait()
         try:
-            await office.close(min(config.grace_s, _MOST_S))
+            await collector.close(min(config.grace_s, _MAX_CLOSE_S))
         except Exception as error:
-            log.exception("batches: not closed in good order")
+            log.exception("cannot close batches")
             self._on_problem(str(error))
 
-    def _on_problem(self, words: str) -> None:
-        self.problem = self.problem or words
+    def _on_problem(self, problem: str) -> None:
+        self.problem = self.problem or problem
 
 
 def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[bytes]) -> RunConfig:
-    """The config of a start that is to ask live although earlier ones have left batches.
+    """The config, with the Batch API on if earlier starts have left open batches.
 
-    What is in these is paid for, so it is waited for; all else is asked live.
+    Their calls are paid for, so the run waits for them; all other calls are made live.
     """
-    if config.batch_api:
-        return config
-    ledger = BatchLog(run_dir.path, run_dir.quarantine)
-    if not ledger.load(settled):
+    if config.batch_api or not BatchLog(run_dir.path, run_dir.quarantine).load(settled):
         return config
     return config.model_copy(update={"batch_api": True, "batch_live_share": 0.0})

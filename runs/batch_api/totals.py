@@ -1,4 +1,4 @@
-"""What the batches of a run brought, over all its starts, from its `batches.jsonl`."""
+"""Totals of a run's batches over all its starts, from `batches.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from runs.batch_api.batch_log import read_lines
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """The sums; `summary.json` has them under `batches`."""
+    """The totals; `summary.json` has them under `batches`."""
 
     batches: int
-    """Batches whose results are here."""
+    """Batches whose results were fetched."""
     calls: int
-    """Replies that they brought."""
+    """Their replies."""
     failed: int
-    """Calls that had none: they failed, or expired."""
+    """Their calls without a reply: failed or expired."""
     live: int
-    """Calls that were made live instead, for this or any other reason; not those of starts that
-    were killed."""
+    """Calls that were made live instead, for any reason; without those of killed starts."""
     cost_usd: float
-    """Of the replies whose price is known."""
+    """Cost of the replies with a known price."""
     saved_usd: float
     """How much more these would have cost live."""
     unpriced: int
-    """Replies whose price is unknown."""
+    """Replies of unknown price."""
     waited_s: float
-    """Seconds in which some batch was under way."""
+    """Seconds with a batch under way."""
     waiting: int
-    """Calls in batches that are not over, as far as is known."""
+    """Calls in unfinished batches, as far as known."""
 
     def to_json(self) -> dict[str, Any]:
         """For summary.json and `--json`."""
@@ -50,8 +49,8 @@ class BatchTotals:
         return words + (f" (price of {self.unpriced:,} unknown)" if self.unpriced else "")
 
 
-def sum_up(run_dir: Path) -> BatchTotals | None:
-    """The sums of a run; None where it has no batches."""
+def compute_batch_totals(run_dir: Path) -> BatchTotals | None:
+    """The totals of a run's batches; None if it has none."""
     calls: dict[str, int] = {}
     under_way: dict[str, float] = {}
     times: list[tuple[float, float]] = []
@@ -70,26 +69,27 @@ def sum_up(run_dir: Path) -> BatchTotals | None:
             case "collected" | "failed" | "void" as kind:
                 since = under_way.pop(line["wave"], line["at"])
                 if kind == "collected":
-                    collected[line["wave"]] = line  # results that were lost are fetched again
+                    # Results that were lost are fetched again: the last line counts.
+                    collected[line["wave"]] = line
                     times.append((since, line["at"]))
     if is_empty:
         return None
-    brought = collected.values()
+    lines = collected.values()
     return BatchTotals(
         batches=len(collected),
-        calls=sum(line["replies"] for line in brought),
-        failed=sum(line["failed"] for line in brought),
+        calls=sum(line["replies"] for line in lines),
+        failed=sum(line["failed"] for line in lines),
         live=live,
-        cost_usd=sum(line["cost_usd"] for line in brought),
-        saved_usd=sum(line["saved_usd"] for line in brought),
-        unpriced=sum(line["unpriced"] for line in brought),
+        cost_usd=sum(line["cost_usd"] for line in lines),
+        saved_usd=sum(line["saved_usd"] for line in lines),
+        unpriced=sum(line["unpriced"] for line in lines),
         waited_s=_covered(times),
         waiting=sum(calls.get(job, 0) for job in under_way),
     )
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much time the spans cover together."""
+    """The total time that the spans cover."""
     covered, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         covered += max(0.0, end - max(begin, until))

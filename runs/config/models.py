@@ -34,7 +34,7 @@ def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) ->
 
 def called_models(setups: Setups) -> list[ModelSettings]:
     """All models that may be called at an endpoint, without duplicates."""
-    every = [settings for setup in setups.values() for settings in setup.asked()]
+    every = [settings for setup in setups.values() for settings in setup.models()]
     return list(dict.fromkeys(settings for settings in every if settings.api != SCRIPTED))
 
 

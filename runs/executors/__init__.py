@@ -1,6 +1,6 @@
-"""Where workers run.
+"""Start workers.
 
-base   the handle of a worker, whatever its place
-local  processes of this machine
-ray/   actors on a Ray cluster
+base   the supervisor's handle of a worker
+local  workers as processes of this machine
+ray/   workers as actors on a Ray cluster
 """

@@ -1,4 +1,4 @@
-"""A worker as the supervisor sees it, wherever it runs: what it holds, when it was last heard."""
+"""The supervisor's handle of a worker, and the interface of executors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from runs.protocol.worker_setup import WorkerSetup
 from runs.tasks import Task
 
 Inbox = queue.SimpleQueue[tuple["WorkerHandle | None", bytes | None]]
-"""What workers say, in order: (worker, message), (worker, None) once it is gone."""
+"""Messages of workers, in order: (worker, message), and (worker, None) when it has died."""
 
 
 @dataclass(eq=False)
 class WorkerHandle(ABC):
-    """One worker. Two threads move its bytes, so that a worker that is stopped in mid-message
-    holds up nobody else."""
+    """One worker. Two threads send and receive its messages, so a worker that is stopped in the
+    middle of a message does not block others."""
 
     number: int
     name: str
@@ -30,38 +30,38 @@ class WorkerHandle(ABC):
     ready: bool = False
     heard_at: float = field(default_factory=time.monotonic)
     held: dict[bytes, tuple[Task, int]] = field(default_factory=dict)
-    """The tasks that it was dealt and has not ended, by key, each with its attempt."""
+    """Its unfinished tasks by key, each with its attempt."""
     isolated: bool = False
-    """It holds one suspect and is dealt nothing else."""
+    """It runs a suspect and gets no other task."""
     last_words: str | None = None
-    """Why it died, where somebody knows."""
+    """Why it died, if known."""
     _outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     _threads: list[threading.Thread] = field(default_factory=list)
     _sending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_waiting(self) -> bool:
-        """Nobody can expect to hear of it yet: there is no place for it to run."""
+        """Whether it cannot run yet because the cluster has no room for it."""
         return False
 
     @abstractmethod
     def is_alive(self) -> bool:
-        """Whether nothing is known of its death."""
+        """Whether it is not known to be dead."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Have it end at once; that it is gone comes through the inbox."""
+        """Kill it; the inbox reports its death."""
 
     @abstractmethod
     def reap(self) -> None:
-        """Release what a dead worker leaves; its threads end by themselves once it is gone."""
+        """Release the resources of a dead worker; its threads end by themselves."""
 
     def send(self, message: bytes) -> None:
-        """Hand over a message; never blocks."""
+        """Queue a message; never blocks."""
         self._outbox.put(message)
 
     def durable(self, keys: Sequence[bytes]) -> None:
-        """Tell it that the records of these tasks are safe."""
+        """Acknowledge that the records of these tasks are durable."""
         self.send(pack("durable", keys=[key.hex() for key in keys]))
 
     def _move_bytes(self, connection: Connection) -> None:
@@ -87,16 +87,16 @@ class WorkerHandle(ABC):
                 with self._sending:
                     connection.send_bytes(message)
         except OSError:
-            return  # its death is noticed by the listening thread
+            return  # the listening thread notices its death
 
 
 class Executor(Protocol):
-    """Where workers run."""
+    """Starts workers."""
 
     def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerHandle:
-        """Start a worker for `setup`; what it says goes to `inbox`."""
+        """Start a worker for `setup`; its messages go to `inbox`."""
         ...
 
     def close(self) -> None:
-        """Release what all workers had in common; they have ended."""
+        """Release shared resources; all workers have ended."""
         ...

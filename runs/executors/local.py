@@ -1,9 +1,9 @@
-"""Workers as processes of this machine, each behind a pipe.
+"""Workers as processes of this machine, connected by pipes.
 
 The command line forks its workers before it plans: they share what this process has imported, and
-none of what it opens or loads later (the user's tools, the lock, the records). Workers that take
-the place of others, those of a program that calls `run()`, and all where forking is unsafe (other
-threads, macOS) are new interpreters.
+none of what it opens or loads later (the user's tools, the lock, the records). Workers that replace
+others, those of a program that calls `run()`, and all where forking is unsafe (other threads,
+macOS) are new interpreters.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ _TRACKER_NEEDS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
 
 @contextmanager
 def environment_of(names: Collection[str]) -> Iterator[dict[str, str]]:
-    """Only these variables, for processes that are started meanwhile; gives the whole of it.
+    """Reduce the environment to these variables inside a `with` block; yields the whole of it.
 
-    They inherit the environment of whoever starts them, and unlike ours it can be read by every
-    process of this user.
+    Processes started there inherit it, and every process of this user can read theirs.
     """
     environment = dict(os.environ)
     try:
@@ -51,19 +50,19 @@ def environment_of(names: Collection[str]) -> Iterator[dict[str, str]]:
 
 
 def start_tracker_without_secrets() -> None:
-    """Start the helper process of `multiprocessing` with an environment that holds no keys."""
+    """Start the resource tracker of `multiprocessing` with an environment without keys."""
     with environment_of(_TRACKER_NEEDS):
         resource_tracker.ensure_running()
 
 
 def start_without_main(process: BaseProcess) -> None:
-    """Start a process that does not import the main module of this one again.
+    """Start a process that does not import the main module of this one.
 
-    It needs nothing of it, and a script that starts a run outside of an
-    `if __name__ == "__main__"` would start it once more in each process.
+    It does not need it, and a script without `if __name__ == "__main__"` would start its run again
+    in each process.
     """
     main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")  # one that comes from no file
+    sys.modules["__main__"] = ModuleType("__main__")  # a module without a file is not imported
     try:
         process.start()
     finally:
@@ -129,11 +128,7 @@ class LocalExecutor:
     def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerHandle:
         """See `Executor`."""
         process, ours = self._take_forked(setup) or self._spawn(setup)
-        worker = WorkerProcess(
-            setup.number, name_of(setup), inbox, process=process, connection=ours
-        )
-        worker.begin()
-        return worker
+        return WorkerProcess(setup.number, name_of(setup), inbox, process=process, connection=ours)
 
     def _take_forked(self, setup: WorkerSetup) -> tuple[BaseProcess, Connection] | None:
         while _forked:
@@ -176,8 +171,8 @@ class WorkerProcess(WorkerHandle):
     process: BaseProcess
     connection: Connection
 
-    def begin(self) -> None:
-        """Listen and talk to it."""
+    def __post_init__(self) -> None:
+        """Start sending and receiving."""
         self._move_bytes(self.connection)
 
     def is_alive(self) -> bool:

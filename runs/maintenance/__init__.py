@@ -1,12 +1,12 @@
-"""What is done to runs that nobody works on.
+"""Maintenance of runs that are not in progress.
 
-upkeep          check a run, repair it
-problem         one thing that is wrong
-verify          what is wrong in a run directory
-verify_batches  the same for batches.jsonl
-verify_exports  the same for training files
-repair          mends what can be mended
-merge           one run of several
-fork            branches of conversations, as a run
-hermes/         runs of hermes-agent
+upkeep          verify a run, and repair it
+problem         a problem that verify finds
+verify          check a run directory
+verify_batches  check batches.jsonl
+verify_exports  check training files
+repair          repair a run directory
+merge           merge several runs into one
+fork            make the dataset and config of a run of branches
+hermes/         import runs of hermes-agent
 """

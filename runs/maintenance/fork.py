@@ -1,7 +1,6 @@
-"""Branches of the conversations of a run: the dataset and the config of a run that goes on from a
-turn of them.
+"""Make the dataset and config of a run of branches.
 
-Each conversation that is forked becomes a row, and its branches are the samples of that row.
+Each conversation to branch from becomes a row; its branches are the samples of that row.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from runs.run_dir import read_run_json
 from runs.store.files import open_temporary, sync_directory, temporary_for
 from toolsets import exact_json
 
-_OF_THE_FORK = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
-"""What of the config follows from the fork."""
+_FIXED_KEYS = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
+"""Keys of the config that the fork determines."""
 
 
 @dataclass(slots=True)
-class Forked:
-    """What became of the conversations that were chosen."""
+class ForkedRows:
+    """The result of `write_forks`."""
 
     path: Path
     """The dataset of the branches."""
     rows: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Why others cannot be forked there, and how many."""
+    """Number of other conversations, by the reason why they cannot be forked."""
 
     def describe(self) -> str:
-        """A line of what is forked, and one for each reason why not."""
+        """A line for the rows, and one per reason."""
         lines = [f"{self.rows:>9,} conversations to branch from, in {self.path}"]
         lines += [f"{count:>9,} left out: {why}" for why, count in self.left_out.most_common()]
         return "\n".join(lines)
@@ -58,22 +57,22 @@ def forked_config(
 
     Raises `ConfigError`.
     """
-    if given := [f"--{name}" for name in _OF_THE_FORK if name in flags]:
-        msg = f"{', '.join(given)}: a fork decides this itself"
+    if given := [f"--{name}" for name in _FIXED_KEYS if name in flags]:
+        msg = f"{', '.join(given)}: `fork` sets this itself; leave it out"
         raise ConfigError(msg)
     if "run_name" not in flags:
         msg = "--run_name: the name of the new run is missing"
         raise ConfigError(msg)
     needed = {"dataset_file": "-", "run_name": flags["run_name"]}
     own = load_config(config_file, {**needed, **flags})
-    changed = own.model_dump(mode="json", include=own.model_fields_set - set(_OF_THE_FORK))
+    changed = own.model_dump(mode="json", include=own.model_fields_set - set(_FIXED_KEYS))
     values = {**parent["config"], **changed}
     servers = (values["mcp"] or {}).values()
     hidden = [values["ephemeral_system_prompt"], *(v for s in servers for v in s["env"].values())]
     if any(isinstance(text, str) and text.startswith("sha256:") for text in hidden):
         msg = (
-            "the parent's ephemeral_system_prompt or the env of its MCP servers is in no file: "
-            "give it again, by flags or --config"
+            "the ephemeral_system_prompt of RUN and the env of its MCP servers are not stored: "
+            "give them again, by flags or --config"
         )
         raise ConfigError(msg)
     run_dir = Path(values["output_dir"], values["run_name"])
@@ -92,7 +91,7 @@ def forked_config(
 
 
 def _dataset_of(run_dir: Path) -> Path:
-    """The dataset of a run of branches: that of its last start, which `fresh` may have numbered."""
+    """The dataset of a run of branches: that of its last start; after `fresh` it has a number."""
     first = run_dir.with_name(f"{run_dir.name}.fork.jsonl")
     try:
         own = Path(read_run_json(run_dir)["dataset"]["path"]).name
@@ -110,15 +109,15 @@ def write_forks(
     turn: int,
     rules: RowRules,
     fresh: bool,
-) -> Forked:
-    """Write the dataset of the branches of `records` after `turn` to `path`.
+) -> ForkedRows:
+    """Write a dataset to `path` with branches of `records` after `turn`.
 
-    `run` names their run, `rules` say how its rows are read. Where `path` holds other branches and
-    `fresh` is given, it is left to the run that is moved aside, and the dataset gets a number.
-    Raises `ConfigError` where none can be forked, or where `path` holds other branches and `fresh`
-    is not given.
+    `run` is the name of their run, `rules` are its row rules. If `path` has other branches and
+    `fresh` is given, that file stays with the run that is moved aside, and the new dataset gets a
+    number. Raises `ConfigError` if no record can be forked, or if `path` has other branches and
+    `fresh` is not given.
     """
-    forked = Forked(path)
+    forked = ForkedRows(path)
     rules = replace(rules, with_forks=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_for(path)
@@ -137,35 +136,35 @@ def write_forks(
         if not forked.rows:
             msg = f"no conversation of {run} to branch from after turn {turn}\n{forked.describe()}"
             raise ConfigError(msg)
-        for place in _places(path) if fresh else [path]:
-            if not place.exists():
-                temporary.replace(place)
-                sync_directory(place.parent)
-            elif not filecmp.cmp(place, temporary, shallow=False):
+        for candidate in _candidates(path) if fresh else [path]:
+            if not candidate.exists():
+                temporary.replace(candidate)
+                sync_directory(candidate.parent)
+            elif not filecmp.cmp(candidate, temporary, shallow=False):
                 continue
-            forked.path = place
+            forked.path = candidate
             return forked
-        msg = f"{path}: it holds other branches; take another --run_name, or --fresh"
+        msg = f"{path}: it has other branches; use another --run_name, or --fresh"
         raise ConfigError(msg)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _places(path: Path) -> Iterable[Path]:
-    """Where the datasets of a run that is begun anew may be, in their order, without end."""
+def _candidates(path: Path) -> Iterable[Path]:
+    """File names for the dataset of a run with `fresh`, in order, without end."""
     stem = path.name.rpartition(".fork.")[0] + ".fork"
     yield path.with_name(f"{stem}.jsonl")
     yield from (path.with_name(f"{stem}.{number}.jsonl") for number in count(2))
 
 
 def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:
-    """One row: the columns of the parent's, and its conversation so far. Raises `NotForkable`."""
+    """A row: the parent's columns and its conversation so far. Raises `NotForkable`."""
     row = record["row"]
     events = events_until(record, turn, opening=rules.read(row).opening)
     own = row.get(FORK_COLUMN) if "fork" in record else None
     return {
         **row,
-        # No id of this form is taken for a generated one.
+        # Ids of this form cannot collide with generated ones.
         "id": f"fork.{record['id']}@{turn}",
         FORK_COLUMN: {
             "run": run,

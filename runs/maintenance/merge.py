@@ -1,7 +1,7 @@
-"""Several runs of one config made one: what each finished, once per task.
+"""Merge several runs of one config into a new run, with one record per task.
 
-The runs that are merged stay as they are. The new one takes its place whole, by one rename, so a
-crash leaves nothing that looks like a run.
+The merged runs stay unchanged. The new one is put in place by one rename, so a crash never leaves
+half a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runs.config.loading import load_config
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.errors import ConfigError, RunDirError
-from runs.maintenance.verify_batches import calls_kept
+from runs.maintenance.verify_batches import open_calls
 from runs.run_dir import dataset_of, write_run_json
 from runs.run_lock import locked
 from runs.shards import check_shards
@@ -35,25 +35,25 @@ from toolsets.workspace.removal import remove_tree
 _SHOWN = 10
 _NONE = -1, b""
 
-_OF_THE_NEW = ("run_name", "output_dir", "dataset_file", "shard")
-"""What the config of the new run does not share with that of the first."""
+_OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
+"""Keys of the new run's config that differ from those of the first run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What was taken from where."""
+    """The result of `merge`."""
 
     path: Path
     taken: Mapping[Path, int]
-    """Records by the run that they came from."""
+    """Number of records by source."""
     equal: int
-    """Records that another run held too, byte for byte."""
+    """Records that were also in another run, byte for byte."""
 
     def describe(self) -> str:
         """A line per run, and the sum."""
         lines = [f"{count:>9,} records of {run}" for run, count in self.taken.items()]
         if self.equal:
-            lines.append(f"{self.equal:>9,} of them were in two runs, equal, and are taken once")
+            lines.append(f"{self.equal:>9,} of them were equal in two runs and are taken once")
         return "\n".join([*lines, f"{sum(self.taken.values()):>9,} records in {self.path}"])
 
 
@@ -65,27 +65,27 @@ def common_config(
     dataset_file: Path | None,
     allow_gaps: bool = False,
 ) -> RunConfig:
-    """The config of a new run that holds what `runs` hold.
+    """The config of the run that `runs` (directories with their run.json) are merged into.
 
-    `runs` are directories with their run.json. Raises `ConfigError` where they differ in what
-    their data means, or in their dataset and no `dataset_file` says which holds all rows; and
-    where they are shards that do not make a whole (`allow_gaps` lets some be missing).
+    Raises `ConfigError` if they differ in options that affect the data; if they differ in their
+    dataset and no `dataset_file` names one with all rows; or if they are shards and some are
+    missing without `allow_gaps`.
     """
     first_path, first = runs[0]
     for path, identity in runs[1:]:
         if identity["digest"] != first["digest"]:
-            ours, theirs = first["meaning"], identity["meaning"]
-            keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+            one, other = first["meaning"], identity["meaning"]
+            keys = [key for key in one | other if one.get(key) != other.get(key)]
             msg = (
                 f"{path}: its config differs from that of {first_path} in {', '.join(keys)}; "
-                "merging them would mix two kinds of data"
+                "merging them would mix different data"
             )
             raise ConfigError(msg)
     check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
     if dataset_file is None:
         are_shards = first["config"].get("shard") is not None
         if not are_shards and len({_rows_of(identity["dataset"]) for _, identity in runs}) > 1:
-            msg = "the runs have different datasets: name one that has all rows by --dataset_file"
+            msg = "the runs have different datasets: give a dataset with all rows by --dataset_file"
             raise ConfigError(msg)
         if first["dataset"].get("source") is None:
             dataset_file = Path(first["dataset"]["path"])
@@ -106,17 +106,17 @@ def merge(
 ) -> Merged:
     """Write the records and failures of `runs` as the run of `config`.
 
-    `drop` leaves conversations that are not finished behind; their tasks begin anew. Raises
-    `RunLocked`, `StorageError`, and `RunDirError` where two runs hold different records of one
-    task, one is damaged, has work under way or is named twice, or the new run exists already.
+    `drop` gives unfinished conversations up; their tasks start over. Raises `RunLocked`,
+    `StorageError`, and `RunDirError` if two runs have different records of a task, a run is
+    damaged, unfinished or named twice, or the new run exists already.
     """
-    places = [path.resolve() for path, _ in runs]
-    if twice := [path for path in places if places.count(path) > 1]:
+    paths = [path.resolve() for path, _ in runs]
+    if twice := [path for path in paths if paths.count(path) > 1]:
         msg = f"{twice[0]}: named twice; name each run once"
         raise RunDirError(msg)
     into = config.run_dir
     if into.exists() or training_file_of(into).exists():
-        msg = f"{into}: it exists already; name a new run by --into"
+        msg = f"{into}: it exists already; give the name of a new run by --into"
         raise RunDirError(msg)
     making = into.with_name(f".{into.name}.merging-{os.getpid()}")
     with ExitStack() as stack:
@@ -159,7 +159,7 @@ def _make(
         **first,
         "run_name": config.run_name,
         "created": time.time(),
-        "config": {**first["config"], **{key: config.to_json()[key] for key in _OF_THE_NEW}},
+        "config": {**first["config"], **{key: config.to_json()[key] for key in _OWN_KEYS}},
         "dataset": dataset,
         "history": [*first["history"], {"at": time.time(), "merged": sources}],
     }
@@ -170,7 +170,7 @@ def _make(
 def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     settled = load_index(path)
     unfinished = read_journaled_replies(path / "inflight", settled=settled).tasks.values()
-    calls = calls_kept(path, settled)
+    calls = open_calls(path, settled)
     if drop or not (unfinished or calls):
         return
     turns = sum(replies.turns for replies in unfinished)
@@ -184,7 +184,7 @@ def _refuse_unfinished(path: Path, *, drop: bool) -> None:
 def _copy(
     runs: Sequence[tuple[Path, dict[str, Any]]], records: RecordFile
 ) -> tuple[dict[Path, int], int]:
-    """Append the record that counts of each task; refuse all if two runs disagree on any."""
+    """Append the record of each task; refuse if two runs disagree on any."""
     seen: dict[bytes, tuple[Path, bytes]] = {}
     taken = {path: 0 for path, _ in runs}
     differing = []
@@ -204,26 +204,26 @@ def _copy(
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         msg = (
             f"{len(differing)} tasks have different records in two runs: "
-            f"{'; '.join(differing[:_SHOWN])}{more}. Nobody can tell which is right; merge runs of "
-            "different rows"
+            f"{'; '.join(differing[:_SHOWN])}{more}. It is unknown which is right; merge only runs "
+            "with different rows"
         )
         raise RunDirError(msg)
     return taken, equal
 
 
 def _counting(path: Path) -> Iterator[tuple[bytes, bytes, dict[str, Any]]]:
-    """The records of a run that count: task key, line and content, in the order of the file."""
+    """The records of a run that count, in file order: task key, line and content."""
     counting = ((entry.offset, key) for key, entry in load_index(path).counting())
     upcoming, key = next(counting, _NONE)
     for number, (offset, line) in enumerate(lines_from(path / "records.jsonl", 0), start=1):
         record = parse_record(line)
         if record is None:
-            msg = f"{path / 'records.jsonl'}:{number}: unreadable; `verify --repair` it first"
+            msg = f"{path / 'records.jsonl'}:{number}: unreadable; run `verify --repair` first"
             raise RunDirError(msg)
         if offset == upcoming and task_key(record["id"], record["input_digest"]) == key:
             yield key, line, record
             upcoming, key = next(counting, _NONE)
     if key:
         index = path / "records.idx"
-        msg = f"{index}: not what records.jsonl says; `verify --repair` it first"
+        msg = f"{index}: does not match records.jsonl; run `verify --repair` first"
         raise RunDirError(msg)

@@ -1,4 +1,4 @@
-"""One thing that is wrong in a run directory."""
+"""A problem in a run directory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["unreadable", "contradiction", "derived", "leftover"]
-"""unreadable: bytes that say nothing; contradiction: two truths about one task; derived: a file
-that is made from others and does not fit them; leftover: what nobody needs any more."""
+"""unreadable: damaged data; contradiction: data that disagree about a task; derived: a file that
+does not match the files that it is made from; leftover: a file that is no longer needed."""
 
 
 class Problem(NamedTuple):
-    """What `verify` found, and where."""
+    """A problem, and where it is."""
 
     kind: Kind
     file: Path
     line: int | None
-    """From 1; None where the file as a whole is meant."""
+    """From 1; None for the whole file."""
     message: str
 
     def describe(self) -> str:

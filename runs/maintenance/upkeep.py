@@ -1,4 +1,4 @@
-"""What an operator does to a run that nobody works on: check it, repair it."""
+"""Verify a run that is not in progress, and repair it."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.records import UnreadableRecord
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
-"""Writes training files and summary of the run in a directory."""
+"""Writes the training files and summary of the run in a directory."""
 
-_NOT_SHADOWED = ("exports", "records.idx", "summary.json", "statistics.json", "lock", "run.log")
-"""What is derived from the rest, or is no part of it."""
+_NOT_COPIED = ("exports", "records.idx", "summary.json", "statistics.json", "lock", "run.log")
+"""Derived files, and files that are not part of the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """How a run was found and left."""
+    """The result of `check`."""
 
     path: Path
     records: int
-    """Whole records."""
+    """Number of whole records."""
     found: list[Problem]
     left: list[Problem]
-    """Those after the repair, if there was one."""
+    """Problems after the repair; without a repair, those found."""
     repaired: bool
     owed: str
-    """What the same command would run now, in words; "" if nothing."""
+    """The tasks that the same command would run now; see `describe_remaining`."""
 
     def as_json(self) -> str:
         """For `--json`."""
-        told = {
+        content = {
             "run_dir": str(self.path),
             "clean": not self.left,
             "records": self.records,
@@ -55,14 +55,14 @@ class Checked:
             "left": [problem.to_json() for problem in self.left],
             "owed": self.owed,
         }
-        return orjson.dumps(told, option=orjson.OPT_INDENT_2).decode()
+        return orjson.dumps(content, option=orjson.OPT_INDENT_2).decode()
 
     def describe(self) -> str:
-        """For a person: a line per problem, then the verdict, then what is owed."""
+        """For a person: a line per problem, a summary, and the remaining tasks."""
         lines = [problem.describe() for problem in self.found]
         if self.repaired:
             lines.append(f"{self.path}: repaired; unreadable data is in quarantine/")
-            lines += [f"remaining: {problem.describe()}" for problem in self.left]
+            lines += [f"left: {problem.describe()}" for problem in self.left]
         if not self.left:
             lines.append(f"{self.path}: {self.records:,} records, no problems found")
         elif not self.repaired:
@@ -79,33 +79,34 @@ def check(
     repair: bool,
     make: MakeExports,
 ) -> Checked:
-    """Check a run and, if asked, repair it.
+    """Check a run, and repair it if `repair`.
 
-    `read_data` compares the training files with what `make` writes from the same records. Raises
-    `RunLocked` while a process works on the run, `StorageError` where a repair cannot be written.
+    `read_data` compares the training files with those that `make` writes from the same records.
+    Raises `RunLocked` while a process works on the run, `StorageError` if a repair cannot be
+    written.
     """
-    make_twin = make if read_data else None
+    remake = make if read_data else None
     if repair:
         with locked(path):
-            report, scan = _verified(path, identity, config, make_twin)
+            report, scan = _verified(path, identity, config, remake)
             found = report.problems
             if found:
                 repair_run(path, report, config)
                 if scan is not None:
                     make(path, scan, config)
-                report, scan = _verified(path, identity, config, make_twin)
+                report, scan = _verified(path, identity, config, remake)
     else:
         refuse_held(path)
-        report, scan = _verified(path, identity, config, make_twin)
+        report, scan = _verified(path, identity, config, remake)
         found = report.problems
-        refuse_held(path)  # what was read while somebody began to write says nothing
+        refuse_held(path)  # if a run has started meanwhile, the result means nothing
     owed = "" if scan is None else describe_remaining(path, scan, config)
     return Checked(path, report.records, found, report.problems, repair and bool(found), owed)
 
 
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
-    """What a scan of the dataset gives the run in directory `path`. Raises `DatasetError`."""
-    return cached_scan(path / NAME, **_scanned(identity, config))
+    """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
+    return cached_scan(path / NAME, **_scan_arguments(identity, config))
 
 
 def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
@@ -113,20 +114,19 @@ def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
 
     Raises what `keep_dataset` raises.
     """
-    scanned = _scanned(identity, config)
     return keep_dataset(
         config.dataset_file,
         config.run_dir,
         columns=config.columns,
-        rules=scanned["rules"],
+        rules=_scan_arguments(identity, config)["rules"],
         max_samples=config.max_samples,
         writes=False,
         say=say,
     )
 
 
-def _scanned(identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    """How the last start of a run scanned its dataset."""
+def _scan_arguments(identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """The arguments with which the last start of a run scanned its dataset."""
     dataset = identity["dataset"]
     return {
         "path": Path(dataset["path"]),
@@ -145,30 +145,30 @@ def _verified(
     path: Path, identity: dict[str, Any], config: RunConfig, make: MakeExports | None
 ) -> tuple[Report, Scan | None]:
     try:
-        found = scan(**_scanned(identity, config))
+        found = scan(**_scan_arguments(identity, config))
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:
         return verify(path, identity, found, config, made=None), found
-    with _shadow_of(path) as made:
-        twin: Path | None = made
+    with _copy_of(path) as made:
+        is_made = True
         try:
             make(made, found, config)
         except UnreadableRecord:
-            twin = None  # the records are looked at one by one, and nothing is made of these
-        return verify(path, identity, found, config, made=twin), found
+            is_made = False  # verify names these records; without them there is nothing to compare
+        return verify(path, identity, found, config, made=made if is_made else None), found
 
 
 @contextmanager
-def _shadow_of(path: Path) -> Iterator[Path]:
-    """A directory that stands for a run while its exports are made anew, from the records alone.
+def _copy_of(path: Path) -> Iterator[Path]:
+    """A temporary run directory with links to the data of a run, to make its exports again.
 
-    It lies among the temporary files of the system and needs room for the exports.
+    It is in the system's temporary directory and needs room for the exports.
     """
-    with TemporaryDirectory(prefix="verify-") as place:
-        shadow = Path(place) / path.name
-        shadow.mkdir()
+    with TemporaryDirectory(prefix="verify-") as directory:
+        copy = Path(directory) / path.name
+        copy.mkdir()
         for entry in path.resolve().iterdir():
-            if entry.name not in _NOT_SHADOWED:
-                (shadow / entry.name).symlink_to(entry)
-        yield shadow
+            if entry.name not in _NOT_COPIED:
+                (copy / entry.name).symlink_to(entry)
+        yield copy

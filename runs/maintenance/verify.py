@@ -1,10 +1,9 @@
-"""Whether what lies in a run directory is whole, and whether its files agree with each other.
+"""Check that the files of a run are whole and agree with each other; writes nothing.
 
-Reads only. Each problem is one line that names its file and says what it means;
-`runs.maintenance.repair` mends what can be mended.
+Each problem names its file and its consequence; `runs.maintenance.repair` repairs what it can.
 
-The records are the truth: the index, the summary and the exports are checked against them, and
-the journals, workspaces and failures against what is settled.
+Index, summary and exports must match the records. Journals and workspaces must belong to
+unfinished tasks.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from runs.store.index import (
 from runs.store.journal import key_and_order, segments
 from runs.store.records import id_in, lines_from, parse_record
 from runs.store.settled import NO_LIMIT, Settled
-from runs.supervisor.budget import is_loan
+from runs.supervisor.budget import is_budget_line
 from runs.tasks import SCHEMA_VERSION
 from runs.totals.run_totals import RunTotals, compute_totals
 from toolsets import exact_json
@@ -49,13 +48,13 @@ from toolsets import exact_json
 
 @dataclass(slots=True)
 class Report:
-    """What a look at a run found."""
+    """The result of `verify`."""
 
     problems: list[Problem] = field(default_factory=list)
     records: int = 0
-    """Readable records, those included that a later one of their task stands for."""
+    """Number of readable records, including those that later ones replace."""
     duplicates: list[int] = field(default_factory=list)
-    """Offsets of the records that a later one of their task contradicts."""
+    """Offsets of records that a later record of the same task contradicts."""
 
 
 def verify(
@@ -63,9 +62,9 @@ def verify(
 ) -> Report:
     """Check the run in directory `path`.
 
-    `identity` is its run.json. `scan` says why where the dataset cannot be read; sums and exports
-    are then not checked. `made` is a run directory whose exports were just made from the same
-    records, or None not to compare contents.
+    `identity` is its run.json. If the dataset cannot be read, `scan` is the reason, and summary and
+    exports are not checked. `made` is a run directory with exports that were just made from the
+    same records; None skips the comparison of contents.
     """
     report = Report()
     report.problems += _check_identity(path, identity)
@@ -75,15 +74,15 @@ def verify(
     report.problems += _check_journals(path, settled)
     report.problems += _check_leftovers(path, settled)
     report.problems += check_batches(path, settled=settled, ended=Settled(entries, NO_LIMIT))
-    ledger = path / "batches.jsonl"
-    report.problems += _check_tail(ledger, sum(1 for _ in lines_from(ledger, 0)))
+    steps = path / "batches.jsonl"
+    report.problems += _check_tail(steps, sum(1 for _ in lines_from(steps, 0)))
     if isinstance(scan, str):
-        message = f"its tasks are unknown, so totals and exports were not checked: {scan}"
+        message = f"its tasks are unknown, so summary and exports cannot be checked: {scan}"
         report.problems.append(Problem("contradiction", path / "run.json", None, message))
         return report
-    report.problems += _check_kept_scan(path / NAME, scan)
+    report.problems += _check_cached_scan(path / NAME, scan)
     totals = compute_totals(path, scan, config, index=entries)
-    report.problems += _check_sums(path, totals)
+    report.problems += _check_summary(path, totals)
     report.problems += check_exports(path, totals, made)
     return report
 
@@ -95,7 +94,7 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _check_records(path: Path, report: Report) -> Index:
-    """The records that count, by task; adds to `report` what is wrong with any."""
+    """The records that count, by task; adds problems of records to `report`."""
     records = path / "records.jsonl"
     index = _Index(path / "records.idx")
     maker = RowMaker()
@@ -104,18 +103,18 @@ def _check_records(path: Path, report: Report) -> Index:
     number = 0
     for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
         record = parse_record(line)
-        right = None if record is None else maker.rows(index_fields(record), offset, len(line))
-        index.compare(number, right)
-        if record is None or right is None:
+        own_rows = None if record is None else maker.rows(index_fields(record), offset, len(line))
+        index.compare(number, own_rows)
+        if record is None or own_rows is None:
             report.problems.append(Problem("unreadable", records, number, _what_is_lost(line)))
             continue
-        rows += right
-        lines.extend([number] * (len(right) // ROW_BYTES))
+        rows += own_rows
+        lines.extend([number] * (len(own_rows) // ROW_BYTES))
         report.records += 1
         if record.get("schema_version") != SCHEMA_VERSION:
             message = (
-                f"{record['id']}: has schema {record.get('schema_version')}, not "
-                f"{SCHEMA_VERSION}; use the version of the program that wrote it"
+                f"{record['id']}: it has schema {record.get('schema_version')}, not "
+                f"{SCHEMA_VERSION}; use the version that wrote it"
             )
             report.problems.append(Problem("contradiction", records, number, message))
         if [turn.get("turn") for turn in record["turns"]] != [*range(1, len(record["turns"]) + 1)]:
@@ -139,14 +138,14 @@ def _check_records(path: Path, report: Report) -> Index:
 
 
 def _what_is_lost(line: bytes) -> str:
-    """What to say of a line that holds no record."""
-    words = [f"id {named!r}"] if (named := id_in(line)) else []
+    """The message for a line that is not a record."""
+    details = [f"id {named!r}"] if (named := id_in(line)) else []
     try:
         read_object(line)
     except DamagedLine as error:
-        words.append(str(error))
-    why = f" ({'; '.join(words)})" if words else ""
-    return f"not a complete record{why}: its content is lost and its task will run again"
+        details.append(str(error))
+    why = f" ({'; '.join(details)})" if details else ""
+    return f"not a complete record{why}: it is lost and its task will run again"
 
 
 def _id_of(records: Path, entry: IndexEntry) -> str:
@@ -156,11 +155,11 @@ def _id_of(records: Path, entry: IndexEntry) -> str:
 
 
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
-    """What stands after the last newline was cut off while it was written."""
+    """A line without a newline was cut off while it was written."""
     if tail := tail_of(file):
-        message = "an incomplete last line; it was never used"
+        message = "an incomplete line, cut off while it was written; it was never used"
         if is_whole(tail):
-            message = "a complete line without its newline; it counts, the next start adds it"
+            message = "a complete line without its newline, which the next start adds; it counts"
         yield Problem("unreadable", file, lines + 1, message)
 
 
@@ -175,43 +174,46 @@ def _check_lines(
 
 
 class _Index:
-    """The index beside the records: it must say of each record what the record says."""
+    """Compares the index with the records."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._rows = path.read_bytes() if path.exists() else b""
         self._compared = len(MARK)
         self.problems: list[Problem] = []
-        """At most one: what is wrong in one row is wrong in all that follow."""
+        """At most one: after a wrong row, all following rows are wrong."""
         if self._rows and not is_index(self._rows):
-            self._wrong(None, "not an index of this version; it will be rebuilt")
+            self._add_problem(None, "not an index of this version; it will be made again")
         elif self._rows and not checked_bytes(self._rows):
-            self._wrong(None, "checksum mismatch; it will be rebuilt")
+            self._add_problem(None, "checksum mismatch; it will be made again")
 
-    def compare(self, number: int, right: bytes | None) -> None:
-        """Look at record `number`; `right` is what it gives, None if it is unreadable."""
+    def compare(self, number: int, rows: bytes | None) -> None:
+        """Compare the index with the `rows` of record `number`, None if it is unreadable."""
         if self.problems:
             return
-        start, self._compared = self._compared, self._compared + len(right or b"")
+        start, self._compared = self._compared, self._compared + len(rows or b"")
         if start >= len(self._rows):
-            self._wrong(number, f"it ends before record {number}; the next start completes it")
-        elif self._rows[start : self._compared] != right:
-            self._wrong(number, f"not what line {number} of records.jsonl says; it will be rebuilt")
+            self._add_problem(number, f"ends before record {number}; the next start completes it")
+        elif self._rows[start : self._compared] != rows:
+            message = f"does not match line {number} of records.jsonl; it will be made again"
+            self._add_problem(number, message)
 
     def end(self, records: int) -> None:
-        """Look at what stands after the row of the last of `records` records."""
+        """Check that no row follows that of the last of `records` records."""
         if not self.problems and len(self._rows) > self._compared:
-            self._wrong(records + 1, "it continues after the last record; the next start cuts it")
+            self._add_problem(
+                records + 1, "continues after the last record; the next start cuts it"
+            )
 
-    def _wrong(self, number: int | None, message: str) -> None:
+    def _add_problem(self, number: int | None, message: str) -> None:
         self.problems.append(Problem("derived", self._path, number, message))
 
 
 def _check_logs(path: Path) -> Iterator[Problem]:
-    """The files of lines that are not checked elsewhere."""
+    """Check the JSONL files that are not checked elsewhere."""
     for name, is_readable, message in (
-        ("failures.jsonl", is_failure, "not a failure; it counts as no attempt"),
-        ("budget.jsonl", is_loan, "not a line of the budget; it does not count"),
+        ("failures.jsonl", is_failure, "not a failure; it does not count as an attempt"),
+        ("budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
         ("verdicts.jsonl", is_whole, "not a verdict; its question is asked again"),
     ):
         yield from _check_lines(path / name, is_readable, message)
@@ -224,53 +226,45 @@ def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
         for number, (_, line) in enumerate(lines_from(segment, 0), start=1):
             key, _, _ = key_and_order(line)
             if key is None:
-                message = "not an event; its conversation resumes before it"
+                message = "not an event; its conversation continues from before it"
                 yield Problem("unreadable", segment, number, message)
             elif key not in settled:
                 open_tasks.add(key)
         yield from _check_tail(segment, number)
         if not open_tasks:
-            message = "no unfinished conversation is in it; the next start removes it"
+            message = "no unfinished conversation in it; the next start removes it"
             yield Problem("leftover", segment, None, message)
 
 
 def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
     for file in stale_files_of(path):
-        message = "an incomplete file left by a crash; the next start removes it"
+        message = "an incomplete file, left by a crash; the next start removes it"
         yield Problem("leftover", file, None, message)
     workspaces = path / "workspaces"
     for workspace in listed(workspaces):
         try:
             key = bytes.fromhex(workspace.name)
         except ValueError:
-            continue  # not ours
+            continue  # not a workspace
         if key in settled:
             message = "the files of a finished conversation; the next start removes them"
             yield Problem("leftover", workspace, None, message)
 
 
-def _check_kept_scan(kept: Path, scan: Scan) -> Iterator[Problem]:
-    """What is kept for the next start, where that would use it, must be what the dataset gives."""
-    found = load_scan(
-        kept,
-        scan.path,
-        max_samples=scan.max_samples,
-        rules=scan.rules,
-        num_samples=scan.num_samples,
-        shard=scan.shard,
-    )
-    if found not in (None, scan):
-        yield Problem("derived", kept, None, "not what the dataset gives; it will be made anew")
+def _check_cached_scan(cache: Path, scan: Scan) -> Iterator[Problem]:
+    """If the next start would use the cached scan, it must match the dataset."""
+    if load_scan(cache, scan.path, **scan.options) not in (None, scan):
+        yield Problem("derived", cache, None, "does not match the dataset; it will be made again")
 
 
-def _check_sums(path: Path, totals: RunTotals) -> Iterator[Problem]:
+def _check_summary(path: Path, totals: RunTotals) -> Iterator[Problem]:
     summary = path / "summary.json"
     try:
-        said = orjson.loads(summary.read_bytes())
+        content = orjson.loads(summary.read_bytes())
         wrong = [
-            f"{key} {said.get(key)!r}, the records give {value!r}"
+            f"{key} {content.get(key)!r}, the records give {value!r}"
             for key, value in orjson.loads(orjson.dumps(totals.to_json())).items()
-            if said.get(key, value) != value  # an older version wrote fewer
+            if content.get(key, value) != value  # older versions wrote fewer keys
         ]
     except FileNotFoundError:
         if totals.done or totals.failed:
@@ -280,4 +274,4 @@ def _check_sums(path: Path, totals: RunTotals) -> Iterator[Problem]:
         yield Problem("derived", summary, None, "unreadable; it will be made from the records")
         return
     if wrong:
-        yield Problem("derived", summary, None, f"it says {'; '.join(wrong)}")
+        yield Problem("derived", summary, None, f"it has {'; '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""Whether the training files of a run are what its records give."""
+"""Check that the training files of a run match its records."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from runs.maintenance.problem import Problem
 from runs.totals.run_totals import RunTotals
 
 
-class _Said(NamedTuple):
-    """What the manifest says of a file."""
+class _Entry(NamedTuple):
+    """A file in the manifest."""
 
     path: str
     holds: str
@@ -28,15 +28,15 @@ class _Said(NamedTuple):
 def check_exports(path: Path, totals: RunTotals, made: Path | None) -> Iterator[Problem]:
     """Check the manifest against the totals, and each file against the manifest.
 
-    `made` is a run directory whose exports were just made from the same records; each file must
-    be equal to its twin there. None leaves the contents alone.
+    `made` is a run directory with exports that were just made from the same records, to compare
+    each file with; None skips the comparison of contents.
     """
     manifest_path = path / "exports" / "manifest.json"
     try:
         manifest = orjson.loads(manifest_path.read_bytes())
         files = {
-            _place(path, said["path"]): _Said(*itemgetter(*_Said._fields)(said))
-            for said in manifest["files"]
+            _place(path, entry["path"]): _Entry(*itemgetter(*_Entry._fields)(entry))
+            for entry in manifest["files"]
         }
     except FileNotFoundError:
         if totals.done or totals.failed:
@@ -46,21 +46,21 @@ def check_exports(path: Path, totals: RunTotals, made: Path | None) -> Iterator[
         yield _wrong(manifest_path, None, "unreadable")
         return
     yield from _check_counts(manifest_path, manifest, totals)
-    for file, said in files.items():
-        yield from _check_file(file, said, contents=made is not None)
+    for file, entry in files.items():
+        yield from _check_file(file, entry, contents=made is not None)
     if made is not None:
-        twins = orjson.loads((made / "exports" / "manifest.json").read_bytes())["files"]
-        places = {twin["holds"]: _place(made, twin["path"]) for twin in twins}
-        for file, said in files.items():
-            if said.holds in places:
-                yield from _compare(file, places[said.holds])
+        made_files = orjson.loads((made / "exports" / "manifest.json").read_bytes())["files"]
+        places = {entry["holds"]: _place(made, entry["path"]) for entry in made_files}
+        for file, entry in files.items():
+            if entry.holds in places:
+                yield from _compare(file, places[entry.holds])
             else:
-                message = f"{said.path}: no run has a file of {said.holds!r}"
+                message = f"{entry.path}: no run has a file of {entry.holds!r}"
                 yield _wrong(manifest_path, None, message)
 
 
 def _place(path: Path, relative: str) -> Path:
-    """Where a file of the run in `path` lies: in it, if the run was moved aside, with its files."""
+    """A file of the run in `path`; inside that directory if the run was moved aside."""
     named = Path(os.path.normpath(path / relative))
     inside = path / named.name
     return inside if inside.exists() else named
@@ -81,34 +81,36 @@ def _check_counts(path: Path, manifest: dict[str, Any], totals: RunTotals) -> It
             yield _wrong(path, None, message)
     written = sum(manifest.get(key, 0) for key in ("exported", "partial", "rejected"))
     if written != with_record:
-        message = f"its files hold {written} tasks, {with_record} have a record"
+        message = f"its files have {written} tasks, but {with_record} have a record"
         yield _wrong(path, None, message)
 
 
-def _check_file(file: Path, said: _Said, *, contents: bool) -> Iterator[Problem]:
+def _check_file(file: Path, entry: _Entry, *, contents: bool) -> Iterator[Problem]:
     try:
         size = file.stat().st_size
-        if size != said.bytes:
-            yield _wrong(file, None, f"{size} bytes, the manifest says {said.bytes}")
+        if size != entry.bytes:
+            yield _wrong(file, None, f"{size} bytes, the manifest says {entry.bytes}")
         elif contents:
             with file.open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != said.sha256:
-                    yield _wrong(file, None, "not the bytes that the manifest names")
+                if hashlib.file_digest(opened, "sha256").hexdigest() != entry.sha256:
+                    yield _wrong(file, None, "its hash is not that in the manifest")
     except FileNotFoundError:
         yield _wrong(file, None, "missing")
 
 
-def _compare(file: Path, twin: Path) -> Iterator[Problem]:
-    """Name the first line that is not what the records give."""
-    if not file.exists() or not twin.exists():
+def _compare(file: Path, made: Path) -> Iterator[Problem]:
+    """Name the first line that does not match the records."""
+    if not file.exists() or not made.exists():
         return
-    with file.open("rb") as ours, twin.open("rb") as theirs:
-        for number, (line, right) in enumerate(zip_longest(ours, theirs), start=1):
+    with file.open("rb") as found, made.open("rb") as expected:
+        for number, (line, right) in enumerate(zip_longest(found, expected), start=1):
             if line == right:
                 continue
-            what = "it goes on after" if right is None else "not what the records give"
-            if line is None:
-                what = "it ends before"
+            what = "not what the records give"
+            if right is None:
+                what = "more than the records give"
+            elif line is None:
+                what = "missing from here on"
             yield _wrong(file, number, f"{what}{_id_in(right or line)}")
             return
 

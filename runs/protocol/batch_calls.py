@@ -1,4 +1,4 @@
-"""The names by which parent and workers know models and calls that go by the Batch API."""
+"""How parent and workers name models and calls of the Batch API."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _HASH_BYTES = 10
 
 
 def name_of(settings: ModelSettings) -> str:
-    """What parent and workers call the models of a run; the same after a move of the endpoint."""
+    """The name of a model between parent and workers; it stays if the endpoint moves."""
     return f"{settings.api} {settings.reference or settings.name}"
 
 
 def item_id(task: bytes, asked: bytes, time: int) -> str:
-    """The id of the call by which a task asks something for the `time`-th time, from 0.
+    """The id of a task's call with this question, asked for the `time`-th time (from 0).
 
-    It begins with the task's key, and has 53 characters of those that every provider takes.
+    It begins with the task's key and has 53 characters that every provider allows.
     """
     digest = blake2b(b"%d %b" % (time, asked), digest_size=_HASH_BYTES).hexdigest()
     return f"{task.hex()}-{digest}"

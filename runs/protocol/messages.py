@@ -1,18 +1,20 @@
-"""What parent and workers say to each other, over one pipe per worker.
+"""The messages between parent and workers, over one pipe per worker.
 
-A message is a JSON header, a newline, and for finished tasks the record as it goes to disk:
-records cross the border as bytes and are never parsed on the way.
+A message is a JSON header, a newline, and for finished tasks the record as it goes to disk: the
+parent never parses records.
 
-Parent to worker:  tasks {"deals": [Assignment…]} · durable {"keys": [hex…]} · stop {"grace_s"}
-                   · exit {"done"} · limits {"limits"} · loan {"amount"} · recall
-                   · answer {"id", "how"} + reply
+Parent to worker:  tasks {"assignments": [Assignment…]} · durable {"keys": [hex…]}
+                   · stop {"grace_s"} · exit {"done"} · limits {"limits"} · grant {"amount"}
+                   · reclaim · answer {"id", "how"} + reply
+                   · key {"command", "number", "problem"} + key
 Worker to parent:  ready · alive {"counters", "proven", "busy"} · finished {"key", "fields",
                    "failure"} + record · failed {"key", "failure"} · released {"key"}
                    · ask {"id", "model"} + body of a call that is to go by a batch
                    · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
-                   · purse {"told"} · note {"message"} · say {"message"} · halt {"message"}
+                   · key_rejected {"command", "number"} · budget {"report"}
+                   · outage {"url", "words", "left_s"} · say {"message"} · halt {"message"}
 
-A worker on another machine also sends its journal, and goes on when it was kept, and its log:
+A worker on another machine also sends its log and its journal, and waits until that is on disk:
 
                    events {"keys": [hex…], "number"} + lines · log + lines
 Parent to worker:  kept {"number"}
@@ -27,7 +29,7 @@ from toolsets import exact_json
 
 
 class Assignment(TypedDict):
-    """A task as it is dealt to a worker, with the events that were journaled for it before."""
+    """A task for a worker, with its journaled events."""
 
     task: dict[str, Any]
     """The fields of a `Task`."""
@@ -36,13 +38,13 @@ class Assignment(TypedDict):
     """How often the task was assigned, including this time."""
     events: list[Event]
     place: str
-    """Where the workspace is that the events were made in; see `WorkerSetup.place`."""
+    """Where the workspace of the events is; see `WorkerSetup.place`."""
     held: dict[str, list[Any]]
-    """What of the run's budget is set aside already for calls of the task, by their ids."""
+    """Amounts already reserved for calls of the task, by call id."""
 
 
 class Counters(TypedDict):
-    """What a worker has done since its last heartbeat; for progress only, records are the truth."""
+    """What a worker has done since its last heartbeat; only for the progress line."""
 
     turns: int
     input_tokens: int
@@ -52,16 +54,16 @@ class Counters(TypedDict):
 
 
 def pack(type: str, payload: bytes = b"", **fields: Any) -> bytes:
-    """Encode one message."""
+    """Encode a message."""
     return exact_json.dumps({"type": type, **fields}) + b"\n" + payload
 
 
 def unpack(message: bytes) -> tuple[dict[str, Any], bytes]:
-    """Decode one message into its header and its payload."""
+    """Decode a message into header and payload."""
     header, _, payload = message.partition(b"\n")
     return exact_json.loads(header), payload
 
 
 def no_counters() -> Counters:
-    """Nothing done yet."""
+    """All counters at 0."""
     return Counters(turns=0, input_tokens=0, output_tokens=0, cost_usd=0.0, cost_unknown=False)

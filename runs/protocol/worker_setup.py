@@ -1,4 +1,4 @@
-"""What a worker is started with."""
+"""The settings that a worker starts with."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from runs.record import Provenance
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What a worker process is started with. Crosses the process border; holds no secrets."""
+    """The settings of a worker, sent to its process. Contains no secrets."""
 
     number: int
     parent_pid: int
     run_dir: Path
     config: RunConfig
     api: str
-    """The dialect of the run's models, which says what a row's script is."""
+    """The dialect of the run's models."""
     provenance: Provenance
     script: list[ScriptedTurn] | None
-    bounds: Mapping[str, EndpointLimits]
-    """On the calls of the run to each endpoint."""
+    limits: Mapping[str, EndpointLimits]
+    """The run's limits on calls, by endpoint."""
     budget: Cost | None
     proven: frozenset[str]
-    """The base URLs that have answered already."""
+    """Base URLs that have answered before."""
     place: str = ""
-    """Names the storage that workspaces are on; "" where it is the run's own directory."""
+    """Names the storage with the workspaces; "" for the run directory."""
     is_remote: bool = False
-    """It shares no disk with the parent, who keeps its journal and its log."""
+    """It shares no disk with the parent, which keeps its journal and log."""
     clock_offset_s: float = 0.0
-    """What to add to the monotonic clock here for that of the parent's machine."""
+    """Add this to the local monotonic clock to get that of the parent's machine."""

@@ -7,7 +7,8 @@ syncs it about 20 ms later at most; a power loss can take that much.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -34,8 +35,10 @@ class Journal(Protocol):
         """
         ...
 
-    async def kept(self, key: bytes) -> None:
-        """Wait until the replies of the task survive a process kill."""
+    @property
+    def kept(self) -> Callable[[bytes], Awaitable[None]] | None:
+        """Waits until the replies of the task with a key survive a process kill; None if they do
+        once `append` has returned."""
         ...
 
     def flush(self) -> None:
@@ -67,6 +70,7 @@ class JournalWriter:
         self._worker = worker
         self._on_storage_error = on_storage_error
         self._sync_every_s = sync_every_s
+        self._key_of = lru_cache(maxsize=4096)(task_key)
         self._next_segment = 0
         self._open_tasks: dict[AppendFile, set[bytes]] = {}
         self._segment = self._new_segment()
@@ -85,11 +89,12 @@ class JournalWriter:
     ) -> None:
         """Append an event; once this returns, it survives a kill. Raises `StorageError`."""
         line = journal_line(task_id, input_digest, event, assignment=assignment, position=position)
-        self.append_lines([task_key(task_id, input_digest)], line)
+        self.append_lines([self._key_of(task_id, input_digest)], line)
 
     def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
         """Append lines made by `journal_line` for the tasks with these keys, like `append`."""
-        if self._segment.was_removed():
+        is_first = not self._dirty.is_set()  # since the last sync
+        if is_first and self._segment.was_removed():
             self._put_back()
         if self._segment.size >= _SEGMENT_BYTES:
             following = self._new_segment()
@@ -98,10 +103,13 @@ class JournalWriter:
                 self._segment = following
         self._segment.append(lines)
         self._open_tasks[self._segment].update(keys)
-        self._dirty.set()
+        if is_first:
+            self._dirty.set()
 
-    async def kept(self, key: bytes) -> None:
+    @property
+    def kept(self) -> None:
         """See `Journal`: `append` has written them."""
+        return None
 
     def flush(self) -> None:
         """See `Journal`: nothing is buffered."""

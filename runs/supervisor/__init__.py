@@ -1,12 +1,13 @@
-"""What runs in the parent process.
+"""Code of the parent process.
 
-supervisor   assigns tasks, writes what is finished
-worker_pool  starting, watching and replacing workers
-task_queue   the order of tasks, and who is suspected
-budget       grants shares of the run's budget
-limiter      the rule that finds how many calls an endpoint takes
-limits       shares of that for the workers
+supervisor   assigns tasks and writes finished records
+worker_pool  starts, watches and shuts down workers
+task_queue   the order of tasks, and suspects
+budget       grants shares of the run's budget to workers
+limiter      finds how many calls in flight an endpoint supports
+limits       divides that among the workers
 progress     the progress line and progress.json
-damaged      damaged journal lines: set aside, named, counted
-outages      endpoints that do not answer, for the user to see
+damaged      sets damaged lines aside
+key_service  runs key commands and sends their keys to workers
+outages      reports endpoints that do not answer
 """

@@ -1,4 +1,4 @@
-"""What a run may spend, lent to its workers as shares that never sum to more."""
+"""The budget of a run, granted to its workers in shares that never exceed what is left."""
 
 from __future__ import annotations
 
@@ -21,58 +21,58 @@ from runs.store.journal import Inflight
 
 log = logging.getLogger(__name__)
 
-_PART = 2
-"""A loan leaves each worker about so many times its share of what is left to ask for."""
+_GRANTS_PER_SHARE = 2
+"""A grant is about a worker's share of what is left, divided by this."""
 
 
 @dataclass(slots=True)
 class _WorkerShare:
-    """What the parent knows of one worker's purse."""
+    """What the parent knows of one worker's share of the budget."""
 
     grants: int = 0
-    """Loans that were sent to it."""
+    """Grants that were sent to it."""
     grants_seen: int = 0
     calls: int = 0
-    """Its calls for which money is set aside."""
+    """Its calls with a reserved cost."""
     is_reclaimed: bool = False
     is_short: bool = False
-    """It holds nothing beyond that."""
+    """It has nothing beyond these reservations."""
     wanted: Cost = field(default_factory=Cost)
     needs: list[Cost] = field(default_factory=list)
-    """What would let one of its calls go, either of these; empty where none waits."""
+    """Each of these amounts would let one of its calls go; empty if no call waits."""
 
     @property
     def is_quiet(self) -> bool:
-        """It has nothing to give back, and nothing is on its way to it."""
+        """Whether it has nothing to return, and no grant is on its way to it."""
         return self.is_short and not self.calls and self.grants == self.grants_seen
 
 
 class RunBudget:
-    """Lends what is left of the run's budget to the workers that ask for it."""
+    """Grants what is left of the run's budget to workers that request it."""
 
-    def __init__(self, bounds: Cost | None, *, spent: Cost, budget_log: BudgetLog) -> None:
-        """`spent` is what the run had used up before this start; see `spent_before`."""
-        self.bounds = bounds
+    def __init__(self, budget: Cost | None, *, spent: Cost, budget_log: BudgetLog) -> None:
+        """`spent` is what earlier starts have spent; see `spent_before`."""
+        self.budget = budget
         self._log = budget_log
-        self._left = (bounds or Cost()) - _bounded(spent, bounds)
+        self._left = (budget or Cost()) - _limited(spent, budget)
         self._shares: dict[WorkerHandle, _WorkerShare] = {}
         self._is_short = False
 
-    def on_worker_budget(self, worker: WorkerHandle, told: dict[str, Any]) -> None:
-        """A worker says what it holds and wants; see `WorkerBudget`."""
+    def on_worker_budget(self, worker: WorkerHandle, report: dict[str, Any]) -> None:
+        """A worker reports what it has and wants; see `WorkerBudget`."""
         share = self._shares.setdefault(worker, _WorkerShare())
-        share.grants_seen = told["loans"]
-        share.calls = told["calls"]
-        share.is_short = told["is_short"]
-        share.wanted = Cost(*told["wanted"])
-        share.needs = [Cost(*need) for need in told["needs"]]
-        if any(told["returned"]):
-            self._left += Cost(*told["returned"])
-            self._log.append("returned", Cost(*told["returned"]))
+        share.grants_seen = report["grants"]
+        share.calls = report["calls"]
+        share.is_short = report["is_short"]
+        share.wanted = Cost(*report["wanted"])
+        share.needs = [Cost(*need) for need in report["needs"]]
+        if any(report["returned"]):
+            self._left += Cost(*report["returned"])
+            self._log.append("returned", Cost(*report["returned"]))
 
     def grant_shares(self, workers: Sequence[WorkerHandle]) -> None:
-        """Lend what can be lent. What a worker held when it died stays spent: it may have been."""
-        if self.bounds is None:
+        """Grant what is possible. The share of a dead worker counts as spent: it may have been."""
+        if self.budget is None:
             return
         for gone in self._shares.keys() - set(workers):
             del self._shares[gone]
@@ -89,77 +89,78 @@ class RunBudget:
             for worker, share in self._shares.items():
                 if worker.ready and not share.is_reclaimed:
                     share.is_reclaimed = True
-                    worker.send(pack("recall"))
+                    worker.send(pack("reclaim"))
 
     def used_up(self, workers: Sequence[WorkerHandle]) -> str | None:
-        """In words, that the budget is used up; None while some call can still be paid for."""
+        """A message that the budget is used up; None while some call can still be paid for."""
         ready = [self._shares[worker] for worker in workers if worker in self._shares]
         needs = [need for share in ready for need in share.needs]
         if not needs or not all(share.is_quiet for share in ready):
             return None
         if any(self._left.covers(need) for need in needs):
             return None
-        assert self.bounds is not None
+        assert self.budget is not None
         least = min(needs, key=lambda need: (need.usd, need.tokens))
-        spent = self.bounds - self._left
+        spent = self.budget - self._left
         parts = []
-        if self.bounds.usd:
+        if self.budget.usd:
             parts.append(
-                f"${spent.usd:.4f} of ${self.bounds.usd:g} (max_run_cost_usd) are spent, and the "
+                f"${spent.usd:.4f} of ${self.budget.usd:g} (max_run_cost_usd) are spent, and the "
                 f"next call may cost up to ${least.usd:.4f}"
             )
-        if self.bounds.tokens:
+        if self.budget.tokens:
             parts.append(
-                f"{spent.tokens:,} of {self.bounds.tokens:,} tokens (max_run_tokens) are used, and "
+                f"{spent.tokens:,} of {self.budget.tokens:,} tokens (max_run_tokens) are used, and "
                 f"the next call may take up to {least.tokens:,}"
             )
         return "the budget of the run is used up: " + "; ".join(parts)
 
     def describe(self) -> str:
-        """For the progress line; "" while there is enough."""
+        """For the progress line; "" while the budget does not limit calls."""
         return "limited by the budget" if self._is_short else ""
 
     def _grant_to(
         self, worker: WorkerHandle, share: _WorkerShare, need: Cost, workers: int
     ) -> None:
-        most = Cost(self._left.usd / _PART / workers, self._left.tokens // _PART // workers)
+        parts = _GRANTS_PER_SHARE * workers
+        part = Cost(self._left.usd / parts, self._left.tokens // parts)
         grant = Cost(
-            max(need.usd, min(share.wanted.usd, most.usd)),
-            max(need.tokens, min(share.wanted.tokens, most.tokens)),
+            max(need.usd, min(share.wanted.usd, part.usd)),
+            max(need.tokens, min(share.wanted.tokens, part.tokens)),
         )
         if self._is_short:
             grant = need
         self._left -= grant
         share.grants += 1
         share.needs = []
-        # On disk before it can be spent: what a crash leaves unreturned may have been.
+        # On disk before it can be spent: after a crash, what was not returned counts as spent.
         self._log.append("lent", grant)
-        worker.send(pack("loan", amount=grant.to_json()))
+        worker.send(pack("grant", amount=grant.to_json()))
 
 
 class BudgetLog:
-    """`budget.jsonl`: what was lent to workers and what they gave back, over all starts.
+    """`budget.jsonl`: grants to workers and what they returned, over all starts.
 
-    Lines: {"kind": "lent" or "returned", "usd", "tokens"}. The difference was spent, or may have
-    been: a worker that was killed gave nothing back.
+    Lines: {"kind": "lent" or "returned", "usd", "tokens"}. The difference counts as spent: a
+    worker that was killed returned nothing.
     """
 
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
         path = run_dir / "budget.jsonl"
         repair_tail(path, quarantine)
         self.balance = Cost()
-        """Lent and not given back."""
+        """Granted and not returned."""
         lines = path.read_bytes().splitlines() if path.exists() else []
         for number, text in enumerate(lines, 1):
-            if (line := _read_loan(text)) is None:
-                log.warning("%s:%d: passed over: no line of a ledger", path, number)
+            if (line := _read_line(text)) is None:
+                log.warning("%s:%d: skipped: not a line of the budget log", path, number)
             else:
                 self._count(**line)
         self._path = path
         self._file: AppendFile | None = None
 
     def append(self, kind: str, amount: Cost) -> None:
-        """Write one line; raises `StorageError`. The file is there from the first one on."""
+        """Append a line; the first creates the file. Raises `StorageError`."""
         if self._file is None:
             self._file = AppendFile(self._path)
         self._file.check_is_there()
@@ -178,23 +179,23 @@ class BudgetLog:
         self.balance = self.balance + amount if kind == "lent" else self.balance - amount
 
 
-def is_loan(text: bytes) -> bool:
+def is_budget_line(text: bytes) -> bool:
     """Whether a line of `budget.jsonl` can be read."""
-    return _read_loan(text) is not None
+    return _read_line(text) is not None
 
 
-def _read_loan(text: bytes) -> dict[str, Any] | None:
+def _read_line(text: bytes) -> dict[str, Any] | None:
     try:
         line = read_object(text)
     except DamagedLine:
         return None
-    is_told = (
+    is_complete = (
         line.keys() == {"kind", "usd", "tokens"}
         and line["kind"] in ("lent", "returned")
         and isinstance(line["usd"], (int, float))
         and isinstance(line["tokens"], int)
     )
-    return line if is_told else None
+    return line if is_complete else None
 
 
 def spent_before(
@@ -204,11 +205,11 @@ def spent_before(
     *,
     held: Iterable[Cost] = (),
 ) -> Cost:
-    """What the starts before have used up.
+    """What earlier starts have spent.
 
-    By `records`, those that later attempts have replaced included, and by the journals of the
-    rest; or by the ledger, where that is more: it knows what calls may have cost whose replies
-    never arrived, or did not tell. `held` is set aside for calls in batches, which go on to use it.
+    The sum over `records`, including replaced ones, the journals of other tasks, and `held`, which
+    is reserved for calls in batches; or the balance of the budget log if that is more, as it
+    includes calls without a reply or a known cost.
     """
     spent = sum(held, Cost())
     for entry in records:
@@ -231,8 +232,8 @@ def _spent_by(event: Event) -> Cost:
     return Cost(event["cost_usd"] or 0.0, tokens)
 
 
-def _bounded(spent: Cost, bounds: Cost | None) -> Cost:
-    """What counts against the bounds that there are."""
-    if bounds is None:
+def _limited(spent: Cost, budget: Cost | None) -> Cost:
+    """The part of `spent` that the budget limits: dollars, tokens or both."""
+    if budget is None:
         return Cost()
-    return Cost(spent.usd if bounds.usd else 0.0, spent.tokens if bounds.tokens else 0)
+    return Cost(spent.usd if budget.usd else 0.0, spent.tokens if budget.tokens else 0)

@@ -1,7 +1,4 @@
-"""Lines that were changed or cut since they were written: what a start does with them.
-
-What can still be read stays in its file. Of records see `runs.store.records`.
-"""
+"""Set damaged lines aside at the beginning of a start. For records, see `runs.store.records`."""
 
 from __future__ import annotations
 
@@ -11,29 +8,25 @@ from pathlib import Path
 from runs.store.failures import is_failure
 from runs.store.files import keep_readable
 from runs.store.journal import is_event, segments
-from runs.supervisor.budget import is_loan
+from runs.supervisor.budget import is_budget_line
 
 _SHOWN = 10
 
 
 def set_aside_damaged(run_dir: Path) -> list[str]:
-    """Move the unreadable lines of journals and ledgers to the quarantine, and name each.
+    """Move the unreadable lines of journals and logs to the quarantine; return their names.
 
-    For a start, before anything is read of them. Raises `StorageError`.
+    Call it before these files are read. Raises `StorageError`.
     """
     quarantine = run_dir / "quarantine"
-    named = []
-    for name, is_readable in (
-        ("failures.jsonl", is_failure),
-        ("budget.jsonl", is_loan),
-    ):
-        named += keep_readable(run_dir / name, quarantine, is_readable)
+    names = keep_readable(run_dir / "failures.jsonl", quarantine, is_failure)
+    names += keep_readable(run_dir / "budget.jsonl", quarantine, is_budget_line)
     for segment in sorted(segments(run_dir / "inflight")):
-        named += keep_readable(segment, quarantine, is_event)
-    return named
+        names += keep_readable(segment, quarantine, is_event)
+    return names
 
 
-def listed_in_words(named: Sequence[str]) -> str:
-    """The first few, and how many more."""
-    more = f" and {len(named) - _SHOWN:,} more" if len(named) > _SHOWN else ""
-    return ", ".join(named[:_SHOWN]) + more
+def shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,8 +1,7 @@
-"""How many model calls the whole run may have in flight: found by probing, shared by all workers.
+"""The limit on model calls in flight to an endpoint, found by probing.
 
-The limit grows while the endpoint keeps up and something waits for it, and is cut when the
-endpoint refuses calls (429). Nothing here knows of processes or clocks: it is told what happened
-and when, and gives numbers.
+The limit grows while the endpoint keeps up and calls wait, and is cut when the endpoint refuses
+calls (429). This module knows neither processes nor clocks: callers pass events with their times.
 """
 
 from __future__ import annotations
@@ -10,38 +9,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _CUT = 0.85
-"""What is left of the limit after a refusal."""
+"""A refusal multiplies the limit by this."""
 
 _NEAR = 0.95
-"""From this share of the limit at which calls were last refused, the limit grows slowly."""
+"""From this share of the limit of the last refusal on, the limit grows slowly."""
 
 _SLOWLY = 0.3
-"""Calls per round that the limit grows by when it grows slowly."""
+"""Slow growth, in calls per round of calls."""
 
 _HELD_UP = 10
-"""Replies that it takes to make up for a failure of the endpoint (5xx, a cut connection): until
-then the limit does not grow. So it stands still while one call in ten fails, and does grow beside
-a failure now and then."""
+"""Number of replies after a failure of the endpoint (5xx, a cut connection) that do not let the
+limit grow. So it stays while one call in ten fails, but grows in spite of an occasional failure."""
 
-_MOST_HELD_UP = 3
-"""An outage holds growth up for so many rounds of calls at most."""
+_MAX_HELD_UP_ROUNDS = 3
+"""An outage delays growth by at most this many rounds of calls."""
 
 MAX_COOL_DOWN_S = 60.0
-"""Longest pause of all calls, also where the endpoint asks for more."""
+"""The longest pause of all calls, even if the endpoint asks for more."""
 
 
 class Limiter:
     """The limit of one endpoint."""
 
     def __init__(self, *, start: int, ceiling: int) -> None:
-        """Begin at `start` calls in flight and never allow more than `ceiling`."""
+        """Start with `start` calls in flight and never allow more than `ceiling`."""
         self._limit = float(min(start, ceiling))
         self._ceiling = ceiling
         self._refused_at = float("inf")
         self._cut_at = float("-inf")
         self._held_up = 0
         self.cool_down_until = float("-inf")
-        """Before this moment no call is to be sent."""
+        """No call may be sent before this time."""
         self.refused = 0
         """Calls that the endpoint refused (429)."""
 
@@ -56,10 +54,10 @@ class Limiter:
         return self.refused > 0
 
     def on_replies(self, count: int, *, is_needed: bool) -> None:
-        """`count` calls were answered; `is_needed` tells whether calls wait for the limit.
+        """`count` calls were answered; `is_needed`: calls wait for the limit.
 
         The limit doubles per round of calls until the first refusal. After that it grows by one
-        call per round, and slowly where calls were refused last: there it is about right.
+        call per round, and slowly near the limit of the last refusal.
         """
         held_up = min(self._held_up, count)
         self._held_up -= held_up
@@ -75,10 +73,9 @@ class Limiter:
         self._limit = min(float(self._ceiling), self._limit + growth)
 
     def on_refusal(self, retry_after_s: float | None, *, sent_at: float, now: float) -> None:
-        """A call was refused that was sent at `sent_at`.
+        """The endpoint refused a call that was sent at `sent_at`, and asked for `retry_after_s`.
 
-        `retry_after_s` is what the endpoint asked for. Calls that were sent before the last cut
-        say nothing about the limit since.
+        Calls that were sent before the last cut do not cut the limit again.
         """
         self.refused += 1
         if retry_after_s is not None:
@@ -90,17 +87,17 @@ class Limiter:
             self._limit = max(1.0, self._limit * _CUT)
 
     def on_failures(self, count: int) -> None:
-        """Some calls failed in a way that more calls would not help."""
-        most = int(_MOST_HELD_UP * self._limit) + _HELD_UP
-        self._held_up = min(self._held_up + _HELD_UP * count, most)
+        """`count` calls failed otherwise; the limit should not grow for a while."""
+        highest = int(_MAX_HELD_UP_ROUNDS * self._limit) + _HELD_UP
+        self._held_up = min(self._held_up + _HELD_UP * count, highest)
 
 
 def share_out(limit: int, demands: Sequence[int], *, turn: int = 0) -> list[int]:
     """Divide `limit` calls among workers that want `demands` calls in flight.
 
-    Nobody gets more than it wants while another wants more; what nobody wants is divided too, so
-    that a worker can begin at once. The shares sum to `limit`. What does not divide evenly goes to
-    others with every `turn`, so that a limit below the number of workers starves none.
+    No worker gets more than it wants while another wants more. The rest is divided, too, so
+    workers can start calls at once. The shares sum to `limit`. An uneven remainder goes to other
+    workers with each `turn`, so even a limit below the number of workers starves none.
     """
     shares = [0] * len(demands)
     left = limit

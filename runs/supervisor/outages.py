@@ -1,4 +1,4 @@
-"""Endpoints that do not answer, for the user to see: why, and until when they are tried."""
+"""Endpoints that do not answer: tells the user why, and how long they are retried."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 _FORGET_S = 90.0
-"""News of an outage comes at least once a minute while it lasts."""
+"""Workers report an outage at least once a minute while it lasts."""
 
-_MOST_CHARS = 200
+_MAX_CHARS = 200
 
 
 class _Outage(NamedTuple):
     words: str
     heard_at: float
     ends_at: float
-    """When the first call is given up, about."""
+    """Approximately when the first call is given up."""
 
 
 class Outages:
-    """What is known of the endpoints of a run, by their base URLs."""
+    """The outages of a run's endpoints, by base URL."""
 
     def __init__(self, proven: Iterable[str], *, say: Callable[[str], None]) -> None:
-        """`proven` have answered in earlier starts; `say` reaches the user."""
+        """`proven` have answered in earlier starts; `say` shows a message to the user."""
         self._say = say
         self._answered = set(proven)
         self._outages: dict[str, _Outage] = {}
-        self._told = False
+        self._has_said = False
 
     def note(self, url: str, words: str, left_s: float) -> None:
-        """A call failed, and is tried again for `left_s`; of the first the user is told at once."""
+        """A call failed and is retried for `left_s`; the user hears of the first at once."""
         now = time.monotonic()
         known = self._outages.get(url)
         ends_at = now + left_s
         if known is not None and now < known.ends_at:
             ends_at = min(ends_at, known.ends_at)
-        self._outages[url] = _Outage(words[:_MOST_CHARS], now, ends_at)
-        if not self._told and url not in self._answered:
-            self._told = True
-            self._say(f"waiting for {url}: no call has succeeded yet (check --base_url): {words}")
+        self._outages[url] = _Outage(words[:_MAX_CHARS], now, ends_at)
+        if not self._has_said and url not in self._answered:
+            self._has_said = True
+            self._say(f"waiting for {url}: no call has succeeded yet (see --base_url): {words}")
 
     def on_replies(self, url: str) -> None:
-        """Calls were answered."""
+        """The endpoint has answered calls."""
         self._answered.add(url)
         self._outages.pop(url, None)
 
     def are_all(self) -> bool:
-        """Whether calls fail and none has ever been answered."""
+        """Whether calls fail and no endpoint has ever answered."""
         return bool(self._outages) and not self._answered
 
     def describe(self) -> str:
-        """For the progress line; "" while all is well."""
+        """For the progress line; "" if there is no outage."""
         now = time.monotonic()
         for url, outage in list(self._outages.items()):
             if now - outage.heard_at > _FORGET_S:

@@ -1,8 +1,8 @@
-"""The progress of a run, kept by the parent alone: one tqdm line, or plain lines in a log.
+"""The progress of a run: a tqdm line, or plain lines in a log.
 
-All of it comes from sums that exist; nothing is done per model call. Once a second the state is
-also put into `progress.json` in the run directory, for whoever looks from another process. It is
-derived: the run never reads it, and goes on where it cannot be written.
+It uses existing sums and does nothing per model call. Once a second it also writes its state to
+`progress.json` in the run directory, for other processes. The run never reads that file, and
+continues if it cannot be written.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _RATE_OVER_S = 30.0
 _WIDTH = 120
 _MESSAGES_KEPT = 8
 _EARLIER = "in earlier starts"
-"""Stands for the classes of tasks that failed for good before this start."""
+"""Counted as a class: tasks that failed for good before this start."""
 
 
 class _Work(NamedTuple):
-    """What had been done at a moment."""
+    """The work done up to a moment."""
 
     at: float
     turns: int
@@ -45,7 +45,7 @@ class _Work(NamedTuple):
 
 
 def _size() -> dict[str, Any]:
-    """How large to draw; some terminals do not say, and tqdm alone would then draw nothing."""
+    """The size to draw; some terminals report none, and tqdm alone would then draw nothing."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if min(os.get_terminal_size(sys.stderr.fileno())) > 0:
             return {"dynamic_ncols": True}
@@ -53,7 +53,7 @@ def _size() -> dict[str, Any]:
 
 
 class Progress:
-    """Counts what happens in this start and shows it on standard error."""
+    """Counts the tasks and calls of this start and shows them on standard error."""
 
     def __init__(
         self,
@@ -62,11 +62,8 @@ class Progress:
         run_dir: Path | None = None,
         tell: Callable[[str], object] | None = None,
     ) -> None:
-        """The state goes to a file in `run_dir`.
-
-        With `tell`, which takes the messages for the user, nothing is drawn here: something else
-        has the terminal.
-        """
+        """`run_dir` is for progress.json. With `tell`, a function that takes messages for the user,
+        nothing is drawn: the terminal belongs to the caller."""
         self._total = total
         self._done = 0
         self._failed: Counter[str] = Counter()
@@ -89,9 +86,9 @@ class Progress:
         )
 
     def task_ended(self, *, failure: str | None, passed: bool | None = None) -> None:
-        """One more task has ended in this start; `failure` is the class of what failed it.
+        """A task has ended in this start; `failure` is its failure class, if it failed.
 
-        `passed` is what its check said, None without one.
+        `passed` is the result of its check, None without one.
         """
         self._ended_now += 1
         self._checked[passed] += 1
@@ -110,10 +107,7 @@ class Progress:
         not_passed: int = 0,
         cost_usd: float = 0.0,
     ) -> None:
-        """So many tasks have ended in earlier starts, at that cost; they count for no rate.
-
-        Those of them that were checked `passed` or not.
-        """
+        """Add the tasks that ended in earlier starts, their checks and cost; rates ignore them."""
         self._spent_before_usd += cost_usd
         self._checked[True] += passed
         self._checked[False] += not_passed
@@ -125,7 +119,7 @@ class Progress:
         self._move(done + failed)
 
     def add(self, counters: Counters) -> None:
-        """Count what a worker has done since it last said so."""
+        """Add what a worker has done since its last heartbeat."""
         self._work["turns"] += counters["turns"]
         self._work["input_tokens"] += counters["input_tokens"]
         self._work["output_tokens"] += counters["output_tokens"]
@@ -138,7 +132,7 @@ class Progress:
         self._say(message)
 
     def show(self, running: int, limit: str) -> None:
-        """Draw the present state, as often as is of use; `limit` says what holds calls back."""
+        """Draw the current state from time to time; `limit` describes what limits calls."""
         now = time.monotonic()
         draws = self._tell is None and now - self._shown_at >= (
             _DRAW_EVERY_S if self._is_terminal else _PLAIN_EVERY_S
@@ -160,16 +154,16 @@ class Progress:
 
     @property
     def left(self) -> int:
-        """Tasks that have not ended, as far as is known."""
+        """Number of tasks that have not ended."""
         return self._total - self._ended
 
     @property
     def ended_share(self) -> float:
-        """Which part of the tasks has ended, as far as is known."""
+        """The share of tasks that have ended."""
         return 1 - self.left / max(1, self._total)
 
     def close(self) -> None:
-        """Draw the last state and leave it."""
+        """Draw the last state."""
         if self._is_terminal:
             last = describe(self._state(0, "", time.monotonic()))
             self._bar.set_postfix_str(last, refresh=False)
@@ -191,13 +185,13 @@ class Progress:
         if self._tell is not None:
             self._tell(message)
         elif self._is_terminal:
-            with contextlib.suppress(OSError):  # whoever watched may be gone
+            with contextlib.suppress(OSError):  # the terminal may be gone
                 self._bar.write(message, file=sys.stderr)
         else:
             say(message)
 
     def _state(self, running: int, limit: str, now: float) -> dict[str, Any]:
-        """All that is shown, JSON-ready; see `describe`."""
+        """The state to show, JSON-ready; see `describe`."""
         work, left = self._work, self.left
         latest = _Work(now, work["turns"], work["input_tokens"], work["output_tokens"])
         self._past.append(latest)
@@ -205,7 +199,7 @@ class Progress:
             self._past.popleft()
         past = self._past[0]
         seconds = max(now - past.at, 1e-3)
-        # A conversation in flight is taken to be half-way: those that end first are the quick ones.
+        # Count conversations in flight as half done: the quick ones end first.
         worked = self._ended_now + running / 2
         left_s = (now - self._started_at) * (left - running / 2) / worked if worked else 0.0
         return {
@@ -230,7 +224,7 @@ class Progress:
         }
 
     def _forecast_usd(self, worked: float) -> float | None:
-        """What the whole run will have cost, where this start has done `worked` tasks' work."""
+        """The cost of the whole run, if this start has done the work of `worked` tasks."""
         if not self._ended_now or self._work["cost_unknown"]:
             return None
         return self._spent_before_usd + self._work["cost_usd"] / worked * (
@@ -238,19 +232,19 @@ class Progress:
         )
 
     def _write(self, state: Mapping[str, Any]) -> None:
-        # Not synced: after a power loss there is no run that it could tell of.
+        # Not synced: after a power loss the run it describes is over.
         assert self._file is not None
         temporary = temporary_for(self._file)
         try:
             temporary.write_bytes(orjson.dumps(state))
             temporary.replace(self._file)
-        except OSError:  # a run goes on without it
+        except OSError:  # the run continues without it
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
 
 def describe(state: Mapping[str, Any]) -> str:
-    """The state of a run as in the progress line, that of `progress.json` too."""
+    """The state, also from `progress.json`, as text for the progress line."""
     parts = []
     if state["left_s"] is not None:
         parts.append(f"left {tqdm.format_interval(state['left_s'])}")
@@ -261,7 +255,7 @@ def describe(state: Mapping[str, Any]) -> str:
         f"failed {sum(failed.values())}" + (f" ({classes})" if classes else ""),
         f"running {state['running']}",
     ]
-    if checked := state.get("checked"):  # an older program says nothing of it
+    if checked := state.get("checked"):  # older versions do not write it
         parts.insert(-2, f"passed {state['passed']} of {checked} checked")
     if state["cost_usd"] or state["cost_unknown"]:
         parts.append(_cost(state))

@@ -1,10 +1,10 @@
-"""The supervisor: deals tasks to worker processes and writes what they finish.
+"""The supervisor: assigns tasks to workers and writes the records of finished tasks.
 
-It knows which tasks each worker holds. A worker that dies or falls silent is replaced, and its
-tasks are dealt again from where their journal ends; `task_queue` says in which order.
+It knows which tasks each worker has. A worker that dies or falls silent is replaced, and its tasks
+are assigned again from the end of their journals, in the order of `task_queue`.
 
-A finished task is acknowledged to its worker only after its record is durable; records of
-several tasks share one sync.
+A finished task is acknowledged to its worker only after its record is durable; records of several
+tasks share one sync.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from runs.store.journal import Inflight, next_worker_number
 from runs.store.records import RecordFile
 from runs.store.settled import WORKER_DIED
 from runs.supervisor.budget import BudgetLog, RunBudget
-from runs.supervisor.damaged import listed_in_words
+from runs.supervisor.damaged import shortened
+from runs.supervisor.key_service import KeyService
 from runs.supervisor.limits import RunLimits
 from runs.supervisor.outages import Outages
 from runs.supervisor.progress import Progress
@@ -55,7 +56,7 @@ _FAILURES_SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start of a run: what it works on and with."""
+    """The parts of one start of a run."""
 
     run_dir: RunDir
     config: RunConfig
@@ -63,17 +64,18 @@ class Start:
     setups: Setups
     setup: WorkerSetup
     tasks: Iterator[Task]
-    """Those that need work."""
+    """The tasks that need work."""
     records: RecordFile
     failures: FailureFile
     inflight: Inflight
     progress: Progress
     spent: Cost
-    """What the run has used up of its budget before this start."""
+    """The part of the budget that earlier starts have spent."""
     held: dict[bytes, dict[str, list[Any]]]
-    """What of that is reserved for calls in batches, by task and call."""
+    """Amounts of that reserved for calls in batches, by task and call."""
     budget_log: BudgetLog
     batches: BatchService
+    keys: KeyService
 
 
 class Supervisor:
@@ -84,8 +86,10 @@ class Supervisor:
         self._setup = start.setup
         self._progress = start.progress
         self._queue = TaskQueue(start.tasks, start.failures.deaths)
+        self._finished: list[tuple[WorkerHandle, bytes]] = []
+        """Tasks whose records are not durable yet, with their workers."""
         self._failed_now: set[bytes] = set()
-        """Tasks that failed in this start: their journals stay for the next one."""
+        """Tasks that failed in this start; their journals stay for the next start."""
         self.limits = RunLimits(limits_of(start.config, start.setups))
         self.budget = RunBudget(start.setup.budget, spent=start.spent, budget_log=start.budget_log)
         first_number = next_worker_number(start.run_dir.inflight)
@@ -99,25 +103,25 @@ class Supervisor:
         self._kill_at: float | None = None
 
     def interrupt(self) -> None:
-        """Stop the run: the first time in good order, the second at once. For signal handlers."""
+        """Stop the run: in good order, or at once if called again. For signal handlers."""
         self._pool.inbox.put((None, None))
 
     def run(self) -> str | None:
-        """Work until every task has ended, or the run is stopped.
+        """Work until every task has ended or the run is stopped.
 
         Returns None, or why the environment stopped the run ("" after `interrupt`). Raises
-        `EnvironmentStop` where the records cannot be written or no worker starts.
+        `EnvironmentStop` if records cannot be written or no worker starts.
         """
         try:
             for _ in range(min(self._start.config.num_workers, self._progress.left)):
                 self._pool.start(self._setup)
             while not self._is_over():
-                self._take_in()
-                self._look_after_workers()
+                self._handle_messages()
+                self._watch_workers()
                 self.limits.share(self._pool.workers)
-                self._keep_budget()
+                self._grant_budget()
                 self._assign()
-                self._keep_batches()
+                self._serve_batches()
                 self._progress.show(self._pool.held, self._describe())
             self._shut_down_workers()
         finally:
@@ -134,57 +138,53 @@ class Supervisor:
             return False
         return self._stop_reason is not None or self._queue.is_empty()
 
-    # Taking in what workers say.
+    # Messages of workers.
 
-    def _take_in(self) -> None:
-        """Handle all that has come in, waiting for the first message; sync once for all."""
-        finished: list[tuple[WorkerHandle, bytes]] = []
+    def _handle_messages(self) -> None:
+        """Handle all messages, waiting for the first; sync once for all of them."""
         try:
             item = self._pool.inbox.get(timeout=_TICK_S)
             while True:
-                self._handle(*item, finished)
+                self._handle(*item)
                 item = self._pool.inbox.get_nowait()
         except queue.Empty:
             pass
         self._start.run_dir.check_is_there()
-        if (words := self._start.run_dir.what_vanished()) is not None:
-            self._stop(words)
-        if finished:
-            self._start.records.sync()
-            self._start.failures.sync()
+        if (problem := self._start.run_dir.what_vanished()) is not None:
+            self._stop(problem)
+        if self._finished:
+            self._acknowledge_finished()
+
+    def _acknowledge_finished(self) -> None:
+        self._start.records.sync()
+        self._start.failures.sync()
         durable: dict[WorkerHandle, list[bytes]] = {}
-        for worker, key in finished:
-            self._start.inflight.finish(key)
-            self._start.batches.do(BatchCollector.forget, key)
+        for worker, key in self._finished:
+            self._forget(key)
             durable.setdefault(worker, []).append(key)
         for worker, keys in durable.items():
             worker.durable(keys)
+        self._finished.clear()
 
-    def _handle(
-        self,
-        worker: WorkerHandle | None,
-        message: bytes | None,
-        finished: list[tuple[WorkerHandle, bytes]],
-    ) -> None:
+    def _forget(self, key: bytes) -> None:
+        """Drop the journal and the batch calls of a task whose record is durable."""
+        self._start.inflight.finish(key)
+        self._start.batches.do(BatchCollector.forget, key)
+
+    def _handle(self, worker: WorkerHandle | None, message: bytes | None) -> None:
         if worker is None:
             self._on_signal()
         elif message is None:
-            self._on_death(worker, finished)
+            self._on_death(worker)
         else:
             worker.heard_at = time.monotonic()
-            header, payload = unpack(message)
-            self._on_message(worker, header, payload, finished)
+            self._on_message(worker, *unpack(message))
 
-    def _on_message(
-        self,
-        worker: WorkerHandle,
-        header: dict[str, Any],
-        payload: bytes,
-        finished: list[tuple[WorkerHandle, bytes]],
-    ) -> None:
+    def _on_message(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> None:
         match header["type"]:
             case "ready":
                 worker.ready = True
+                self._start.keys.attach(worker)
                 self._failed_starts = 0
             case "alive":
                 self._progress.add(header["counters"])
@@ -199,7 +199,7 @@ class Supervisor:
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
                 self._progress.task_ended(failure=failed, passed=header["fields"][PASSED])
-                finished.append((worker, key))
+                self._finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])
                 self._release(worker, bytes.fromhex(header["key"]))
@@ -222,8 +222,10 @@ class Supervisor:
                 self.limits.on_refusal(
                     header["endpoint"], header["retry_after_s"], header["sent_at"]
                 )
-            case "purse":
-                self.budget.on_worker_budget(worker, header["told"])
+            case "key_rejected":
+                self._start.keys.on_rejected(header["command"], header["number"])
+            case "budget":
+                self.budget.on_worker_budget(worker, header["report"])
             case "outage":
                 self._outages.note(header["url"], header["words"], header["left_s"])
             case "say":
@@ -232,7 +234,7 @@ class Supervisor:
                 self._stop(header["message"])
 
     def _say_failed(self, failure: Failure) -> None:
-        """Show the first failures each: a run may have thousands, and failures.jsonl has all."""
+        """Show only the first failures: a run may have thousands, and failures.jsonl has all."""
         if len(self._failed_now) <= _FAILURES_SHOWN:
             self._progress.say(
                 f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
@@ -246,13 +248,13 @@ class Supervisor:
         worker.isolated = False
         self._start.batches.do(BatchCollector.leave, key)
 
-    def _keep_budget(self) -> None:
+    def _grant_budget(self) -> None:
         self.budget.grant_shares(self._pool.workers)
-        if self._stop_reason is None and (words := self.budget.used_up(self._pool.workers)):
+        if self._stop_reason is None and (reason := self.budget.used_up(self._pool.workers)):
             self.is_out_of_budget = True
-            self._stop(words)
+            self._stop(reason)
 
-    def _keep_batches(self) -> None:
+    def _serve_batches(self) -> None:
         while not self._start.batches.news.empty():
             self._progress.say(self._start.batches.news.get())
         if self._start.batches.problem is not None:
@@ -263,7 +265,7 @@ class Supervisor:
 
     # Workers: starting, watching, replacing.
 
-    def _on_death(self, worker: WorkerHandle, finished: list[tuple[WorkerHandle, bytes]]) -> None:
+    def _on_death(self, worker: WorkerHandle) -> None:
         if not self._pool.reap(worker):
             return
         why = f": {worker.last_words}" if worker.last_words else ""
@@ -276,18 +278,20 @@ class Supervisor:
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
                 msg = (
-                    f"workers die before they are ready{why}; "
-                    f"{self._start.run_dir.path / 'run.log'} may say more"
+                    f"workers die before they are ready{why}; see "
+                    f"{self._start.run_dir.path / 'run.log'}"
                 )
                 raise EnvironmentStop(msg)
         if worker.held:
-            self._progress.say(f"{worker.name} died; its {len(worker.held)} tasks go on in another")
+            self._progress.say(
+                f"{worker.name} died; its {len(worker.held)} tasks continue in another worker"
+            )
             self._take_over(worker)
         self._pool.start(self._setup)
 
     def _take_over(self, worker: WorkerHandle) -> None:
-        """Assign the tasks of a dead worker again, or fail the one that it held alone."""
-        # What it finished must be durable before its journals are looked through.
+        """Queue the tasks of a dead worker again; if it had an isolated task, fail that."""
+        # Its finished records must be durable before its journals are read.
         self._start.records.sync()
         self._start.inflight.add_worker(
             worker.number, wanted=lambda key: key in worker.held or key in self._failed_now
@@ -295,8 +299,8 @@ class Supervisor:
         if damaged := self._start.inflight.damaged:
             self._progress.say(
                 f"{len(damaged)} damaged lines of its journals were set aside in "
-                f"{self._start.run_dir.quarantine}: {listed_in_words(damaged)}; what they "
-                "told is asked again"
+                f"{self._start.run_dir.quarantine}: {shortened(damaged)}; these calls are made "
+                "again"
             )
             damaged.clear()
         for key, (task, attempt) in worker.held.items():
@@ -328,19 +332,18 @@ class Supervisor:
         )
         self._start.records.append(dump_record(record), index_fields(record))
         self._start.records.sync()
-        self._start.inflight.finish(key)
-        self._start.batches.do(BatchCollector.forget, key)
+        self._forget(key)
         self._progress.task_ended(failure=failure.error_class)
 
-    def _look_after_workers(self) -> None:
+    def _watch_workers(self) -> None:
         self._pool.kill_silent()
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._pool.kill()
 
-    # Dealing.
+    # Assigning tasks.
 
     def _assign(self) -> None:
-        """Give tasks to the workers with the most room, `batch_size` at a time at most."""
+        """Assign tasks to the workers with the most room, at most `batch_size` per message."""
         if self._stop_reason is not None:
             return
         assignments: dict[WorkerHandle, list[Assignment]] = {}
@@ -348,23 +351,23 @@ class Supervisor:
             try:
                 if (task := self._queue.next()) is None:
                     break
-                deal = self._assignment_of(worker, task)
+                assignment = self._assign_to(worker, task)
             except (DatasetChanged, StorageError) as error:
                 self.is_dataset_changed = isinstance(error, DatasetChanged)
                 self._stop(str(error))
                 break
-            assignments.setdefault(worker, []).append(deal)
+            assignments.setdefault(worker, []).append(assignment)
         for worker in self._pool.idle():
             if suspect := self._queue.next_suspect():
                 worker.isolated = True
-                assignments[worker] = [self._assignment_of(worker, suspect)]
-        for worker, deals in assignments.items():
-            for first in range(0, len(deals), self._start.config.batch_size):
-                batch = deals[first : first + self._start.config.batch_size]
-                worker.send(pack("tasks", deals=batch))
+                assignments[worker] = [self._assign_to(worker, suspect)]
+        size = self._start.config.batch_size
+        for worker, assigned in assignments.items():
+            for first in range(0, len(assigned), size):
+                worker.send(pack("tasks", assignments=assigned[first : first + size]))
 
-    def _assignment_of(self, worker: WorkerHandle, task: Task) -> Assignment:
-        """Note who has a task, and give what it is to be told. Raises `StorageError`."""
+    def _assign_to(self, worker: WorkerHandle, task: Task) -> Assignment:
+        """Assign a task to a worker; return its message. Raises `StorageError`."""
         attempt = self._start.failures.attempts[task.key] + 1
         assignment = Assignment(
             task=task._asdict(),
@@ -372,7 +375,7 @@ class Supervisor:
             number=self._start.inflight.next_assignment(task.key),
             events=self._start.inflight.events(task.key),
             place=self._start.inflight.workspace_place(task.key),
-            # Once: a worker that dies with it may have had the answer, and booked it.
+            # Only once: a worker that dies may have received the answer and settled its cost.
             held=self._start.held.pop(task.key, {}),
         )
         worker.held[task.key] = (task, attempt)
@@ -385,11 +388,11 @@ class Supervisor:
         if self._signals == 1 and self._stop_reason is not None:
             self._progress.say("already stopping; interrupt again to stop at once")
         elif self._signals == 1 and self._outages.are_all():
-            self._progress.say("stopping: no call has succeeded, so there is nothing to wait for")
+            self._progress.say("stopping at once: no call has succeeded yet")
             self._stop("", grace_s=0.0)
         elif self._signals == 1:
             self._progress.say(
-                f"stopping: running turns have {self._start.config.grace_s:g} s to finish; "
+                f"stopping: running turns get {self._start.config.grace_s:g} s to finish; "
                 "interrupt again to stop at once (finished work is safe)"
             )
             self._stop("")
@@ -397,7 +400,7 @@ class Supervisor:
             self._pool.kill()
 
     def _stop(self, reason: str, *, grace_s: float | None = None) -> None:
-        """Stop the run; turns get `grace_s` to finish, by default what the user says."""
+        """Stop the run; running turns get `grace_s` to finish (default: that of the config)."""
         grace_s = self._start.config.grace_s if grace_s is None else grace_s
         if self._stop_reason is not None:
             self._stop_reason = self._stop_reason or reason
@@ -405,17 +408,17 @@ class Supervisor:
         self._stop_reason = reason
         self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
         self._start.batches.do(BatchCollector.stop)
-        self._pool.tell(pack("stop", grace_s=grace_s))
+        self._pool.broadcast(pack("stop", grace_s=grace_s))
 
     def _shut_down_workers(self) -> None:
-        """Let the workers go, and hear what they say last of limits and money."""
+        """Shut the workers down; handle their last messages about limits and budget."""
         is_done = self._stop_reason is None and not self._failed_now
-        for leaver, message in self._pool.shut_down(is_done=is_done):
+        for worker, message in self._pool.shut_down(is_done=is_done):
             header = unpack(message)[0]
             if header["type"] == "load":
-                self.limits.on_load(leaver, header["endpoint"], header["load"])
-            elif header["type"] == "purse":
-                self.budget.on_worker_budget(leaver, header["told"])
+                self.limits.on_load(worker, header["endpoint"], header["load"])
+            elif header["type"] == "budget":
+                self.budget.on_worker_budget(worker, header["report"])
 
 
 def _answer(worker: WorkerHandle, id: str, how: str, reply: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The workers of a run: starting them, choosing one with room, missing them, letting them go."""
+"""The workers of a run: start them, choose one with room, watch them, shut them down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_TIMEOUT_S = 120.0
 
 
 class WorkerPool:
-    """The living workers of one start."""
+    """The live workers of one start."""
 
     def __init__(self, executor: Executor, config: RunConfig, *, first_number: int) -> None:
         self._executor = executor
@@ -34,21 +34,21 @@ class WorkerPool:
 
     @property
     def held(self) -> int:
-        """How many tasks they hold."""
+        """Number of tasks assigned to all workers."""
         return sum(len(worker.held) for worker in self.workers)
 
     @property
     def is_ready(self) -> bool:
-        """All can be dealt tasks."""
+        """Whether all workers accept tasks."""
         return all(worker.ready for worker in self.workers)
 
     def start(self, setup: WorkerSetup) -> None:
-        """Start one more."""
+        """Start another worker."""
         setup = replace(setup, number=next(self._numbers), parent_pid=os.getpid())
         self.workers.append(self._executor.start(setup, self.inbox))
 
     def reap(self, worker: WorkerHandle) -> bool:
-        """Strike out one that is gone; False where that was done before."""
+        """Remove a dead worker; False if it was removed before."""
         if worker not in self.workers:
             return False
         self.workers.remove(worker)
@@ -56,24 +56,24 @@ class WorkerPool:
         return True
 
     def with_room(self, left: int) -> WorkerHandle | None:
-        """The one with the most room, while `left` tasks have not ended."""
-        # Near the end every worker gets its share, so that none idles beside a full one.
+        """The worker with the most room while `left` tasks have not ended, None if all are full."""
+        # Near the end each worker gets only its share, so no worker idles beside a full one.
         share = -(-left // self._config.num_workers)
         most = min(self._config.agents_per_worker, max(1, share))
         able = [w for w in self.workers if w.ready and not w.isolated and len(w.held) < most]
         return min(able, key=lambda worker: len(worker.held), default=None)
 
     def idle(self) -> list[WorkerHandle]:
-        """Those that hold nothing, and live: one that died idle must not make a convict of a
-        task that it never saw."""
+        """Live workers without tasks. A suspect assigned to a dead one would be blamed for its
+        death."""
         return [w for w in self.workers if w.ready and not w.held and w.is_alive()]
 
     def kill_silent(self) -> None:
-        """Kill those that have not been heard for too long."""
+        """Kill workers that have been silent for too long."""
         now = time.monotonic()
         if now - self._checked_at > self._config.heartbeat_timeout_s / 2:
-            # This process itself stood still (suspended, or a disk that hung): nobody could
-            # be heard, so nobody was silent.
+            # This process itself did not run (it was suspended, or a disk hung), so it could not
+            # receive heartbeats.
             for worker in self.workers:
                 worker.heard_at = now
         self._checked_at = now
@@ -86,33 +86,33 @@ class WorkerPool:
                 worker.heard_at = now
                 worker.kill()
 
-    def tell(self, message: bytes) -> None:
-        """Send to all."""
+    def broadcast(self, message: bytes) -> None:
+        """Send a message to all workers."""
         for worker in self.workers:
             worker.send(message)
 
     def shut_down(self, *, is_done: bool) -> Iterator[tuple[WorkerHandle, bytes]]:
-        """Let them close what they have open; gives what they say last.
+        """Have all workers exit; yields their last messages.
 
-        `is_done` tells that no next start needs what they keep.
+        `is_done`: no later start needs their files.
         """
-        self.tell(pack("exit", done=is_done))
+        self.broadcast(pack("exit", done=is_done))
         leaving = {w for w in self.workers if w.is_alive() and not w.is_waiting}
         deadline = time.monotonic() + KILL_AFTER_GRACE_S
         while leaving and (wait_s := deadline - time.monotonic()) > 0:
             try:
-                leaver, message = self.inbox.get(timeout=wait_s)
+                worker, message = self.inbox.get(timeout=wait_s)
             except queue.Empty:
                 return
-            if leaver is None:
-                return  # interrupted once more
+            if worker is None:
+                return  # interrupted again
             if message is None:
-                leaving.discard(leaver)
+                leaving.discard(worker)
             else:
-                yield leaver, message
+                yield worker, message
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all workers."""
         for worker in self.workers:
             worker.kill()
             worker.held.clear()

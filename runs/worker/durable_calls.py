@@ -1,22 +1,21 @@
-"""What a conversation in a worker lives in: nothing is done with a reply before it is safe, and
-no call is made once the worker is stopping."""
+"""Model and tools of a conversation in a worker: they wait until earlier replies are on disk, and
+make no model call once the worker is stopping."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agent.models.model import Completion, Model, Request
-from agent.options import Subagent
 from agent.setup import Home
 from runs.errors import Stopped
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, ToolResult
 from toolsets.toolbox import Toolbox
 
-Kept = Callable[[], Awaitable[None]]
-"""Waits until the replies so far are safe."""
+Kept = Callable[[], Awaitable[None]] | None
+"""Waits until the replies so far are on disk; None where they are at once."""
 
 
 class Stops(Protocol):
@@ -25,12 +24,12 @@ class Stops(Protocol):
     is_stopping: bool
 
     def halt(self, message: str) -> None:
-        """Have the whole run stopped, and say why."""
+        """Stop the whole run with this message."""
         ...
 
 
 class StoppableModel:
-    """Lets no new model call through once the worker is stopping, or before replies are safe."""
+    """Makes no call before earlier replies are on disk, or once the worker is stopping."""
 
     def __init__(self, stops: Stops, model: Model, kept: Kept) -> None:
         self._stops = stops
@@ -39,7 +38,8 @@ class StoppableModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
-        await self._kept()
+        if self._kept is not None:
+            await self._kept()
         if self._stops.is_stopping:
             raise Stopped
         return await self._model.complete(request)
@@ -51,25 +51,23 @@ class StoppableModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurableHome(Home):
-    """A home whose tools wait until the reply that calls them is safe."""
+    """A home whose tools wait until the reply that calls them is on disk."""
 
     kept: Kept
 
-    def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
-        """See `Host`."""
-        return self._box(self.setup.tools if toolsets is None else self.setup.only(toolsets).tools)
-
-    def subagent_toolbox(self, agent: Subagent) -> Toolbox:
-        """See `Host`."""
-        return self._box(self.setup.subagents[agent.name].tools)
-
     def _box(self, tools: Sequence[Tool]) -> Toolbox:
+        if self.kept is None:
+            return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
         return _Toolbox(tools, self.context, self.call_timeout_s, self.kept)
 
 
 class _Toolbox(Toolbox):
     def __init__(
-        self, tools: Sequence[Tool], context: ToolContext, call_timeout_s: float, kept: Kept
+        self,
+        tools: Sequence[Tool],
+        context: ToolContext,
+        call_timeout_s: float,
+        kept: Callable[[], Awaitable[None]],
     ) -> None:
         super().__init__(tools, context, call_timeout_s=call_timeout_s)
         self._kept = kept

@@ -35,18 +35,18 @@ def test_chat_gives_the_final_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"api_key": "sk-of-a-file\n"}, "api_key: it holds characters"),
+        ({"api_key": "sk-of-a-file\n"}, "api_key: it has invalid characters"),
         ({"base_url": "127.0.0.1:8000/v1"}, "base_url: must start with http"),
         ({"base_url": "http://127.0.0.1/v1?version=1"}, "base_url: must not have a password"),
     ],
 )
-def test_what_could_not_be_sent_is_refused_at_once(given: dict[str, str], words: str) -> None:
+def test_options_that_cannot_be_sent_are_refused_at_once(given: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         AIAgent("m", **{"base_url": "http://127.0.0.1/v1", **given})  # type: ignore[arg-type]
     assert "sk-of-a-file" not in str(caught.value)
 
 
-def test_a_conversation_tells_all_about_itself(tmp_path: Path) -> None:
+def test_a_conversation_reports_all_its_events(tmp_path: Path) -> None:
     history: list[Message] = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
@@ -66,7 +66,7 @@ def test_the_system_message_of_a_call_wins(tmp_path: Path) -> None:
     assert result["messages"][0]["content"] == "mine"
 
 
-def test_a_conversation_that_hits_its_bound_is_partial(tmp_path: Path) -> None:
+def test_a_conversation_that_reaches_its_limit_is_partial(tmp_path: Path) -> None:
     result = scripted(tmp_path, [LOOK] * 3, max_turns=2).run_conversation("x")
     assert (result["status"], result["partial"]) == ("max_turns", True)
     assert result["final_response"] == ""
@@ -126,10 +126,10 @@ def test_wrong_settings_are_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"temprature": 1.0}, "'temprature' is no option of a model; there are "),
+        ({"temprature": 1.0}, "'temprature' is not one of the options: "),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
-        ({"base_url": "http://127.0.0.1:1"}, "'base_url' is no option of a model"),
-        ({"endpoint": "x"}, "'endpoint' is no option of a model"),
+        ({"base_url": "http://127.0.0.1:1"}, "'base_url' is not one of the options"),
+        ({"endpoint": "x"}, "'endpoint' is not one of the options"),
     ],
 )
 def test_wrong_model_options_are_named(options: dict[str, Any], words: str) -> None:

@@ -87,7 +87,7 @@ class TestWhatCounts:
         assert resumed.status == "time_limit"
         assert resumed.results[0]["details"] == {"subagent": "helper", "status": "time_limit"}
 
-    def test_what_ran_side_by_side_counts_once(self) -> None:
+    def test_time_of_parallel_calls_counts_once(self) -> None:
         at_work = TimeAtWork()
         for began, ended in ((0.0, 2.0), (3.0, 4.0), (6.0, 7.0), (1.0, 8.0), (10.0, 11.0)):
             at_work.add(began, ended)

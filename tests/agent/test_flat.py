@@ -351,7 +351,7 @@ def test_a_turn_becomes_one_message_of_ours() -> None:
     ]
 
 
-def test_a_failed_result_stays_one() -> None:
+def test_a_failed_result_stays_failed() -> None:
     """The error flag goes with the result, both ways; one that is false is as good as none."""
     flat = [USER, call(), result("Error: no", is_error=True), call("c2"), result(id="c2")]
     messages = to_messages([*flat[:4], {**flat[4], "is_error": False}])
@@ -362,18 +362,18 @@ def test_a_failed_result_stays_one() -> None:
 @pytest.mark.parametrize(
     ("flat", "wrong"),
     [
-        ([USER, SYSTEM], "message 1 of the session: the system message must be one, and the first"),
-        ([SYSTEM, SYSTEM, USER], "message 1 of the session: the system message must be one"),
-        ([USER, result()], "message 1 of the session: a tool result that answers no open call"),
-        ([USER, call(), result(), result()], "message 3 of the session: a tool result that"),
-        ([USER, call(), result(id="c2")], "message 2 of the session: a tool result that"),
+        ([USER, SYSTEM], "message 1 of the session: the only system message must be"),
+        ([SYSTEM, SYSTEM, USER], "message 1 of the session: the only system message"),
+        ([USER, result()], "message 1 of the session: a tool result without an open call"),
+        ([USER, call(), result(), result()], "message 3 of the session: a tool result without"),
+        ([USER, call(), result(id="c2")], "message 2 of the session: a tool result without"),
         ([USER, call(), USER], "message 2 of the session: the calls ['c1'] before it have no"),
         ([call(), call("c2"), result(), USER], "message 3 of the session: the calls ['c2'] before"),
         ([call(), call("c2"), result(), text()], "message 3 of the session: the calls ['c2']"),
         ([call(), call("c2"), result(), call("c3")], "message 3 of the session: the calls ['c2']"),
         ([call(), opaque({}, api=OPENAI)], "message 1 of the session: the calls ['c1'] before"),
-        ([call(), call()], "message 1 of the session: a call before it has the id 'c1' too"),
-        ([call(), result(), call()], "message 2 of the session: a call before it has the id"),
+        ([call(), call()], "message 1 of the session: an earlier call has the id 'c1', too"),
+        ([call(), result(), call()], "message 2 of the session: an earlier call has the id"),
         ([USER, {**USER, "role": "tool"}], "message 1 of the session: its role is 'tool'"),
         ([USER, {"type": "image"}], "message 1 of the session: its type is 'image'"),
         ([USER, {**USER, "content": 5}], "message 1 of the session: its 'content' must be text"),
@@ -468,7 +468,7 @@ def test_system_messages_are_no_api_messages() -> None:
     assert to_openai_messages(flat)[0] == {"role": "system", "content": "Be kind."}
 
 
-def test_what_the_assistant_says_in_a_row_is_one_api_message() -> None:
+def test_consecutive_assistant_messages_are_one_api_message() -> None:
     """S1.8: thoughts, texts and calls are blocks of one message, in the order of the session."""
     said = [text("a"), call(), thinking("b", signature="s"), call("c2"), text("c"), text("d")]
     (_, message, _) = to_api_messages([USER, *said, result(), result(id="c2")])

@@ -186,7 +186,9 @@ class TestManyCalls:
 
     MANY = calls(*(call("echo", text=f"{n}") for n in range(RUN_CALLS + 3)))
 
-    def test_calls_beyond_the_bound_are_not_run_and_the_model_is_told(self, tmp_path: Path) -> None:
+    def test_calls_above_the_limit_are_not_run_and_their_results_say_so(
+        self, tmp_path: Path
+    ) -> None:
         played = play_with(tmp_path, [self.MANY, say("done")])
         assert played.status == "completed", "they use up no errors"
         contents = [result["content"] for result in played.results]

@@ -66,7 +66,7 @@ class TestReferences:
         played = play(tmp_path, [echo(f"$${name}"), ANSWER], result_references=True)
         assert played.results[0]["details"] == {"failure": "unknown_reference"}
 
-    def test_what_names_stand_for_is_bounded(self, tmp_path: Path) -> None:
+    def test_replaced_references_have_a_limit(self, tmp_path: Path) -> None:
         script = [echo("x" * 90_000), echo("$$echo-res-1 " * 3000), ANSWER]
         played = play(tmp_path, script, result_references=True)
         assert "longer than 1000000 characters" in played.results[1]["content"]
@@ -103,7 +103,7 @@ class TestReferences:
 class TestApproval:
     """S4.33: a hook before each call."""
 
-    def test_a_denied_call_is_not_run_and_the_model_is_told(self, tmp_path: Path) -> None:
+    def test_a_denied_call_is_not_run_and_its_result_says_so(self, tmp_path: Path) -> None:
         played = play(tmp_path, [calls(call("count")), ANSWER], approve=lambda name, args: "deny")
         (result,) = played.results
         assert result["content"] == "Error: the call of count was not approved"
@@ -119,7 +119,7 @@ class TestApproval:
             (("deny", None), ""),
         ],
     )
-    def test_the_model_is_told_why(self, tmp_path: Path, decision: Any, content: str) -> None:
+    def test_the_model_gets_the_reason(self, tmp_path: Path, decision: Any, content: str) -> None:
         played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: decision)
         (result,) = played.results
         assert result["content"] == f"Error: the call of echo was not approved{content}"
@@ -382,7 +382,7 @@ class TestPreparation:
 
     FOUND = say('@city := "Lima"\n@temp: 19 "or so"\nnothing else')
 
-    def test_what_was_found_is_added_to_the_prompts(self, tmp_path: Path) -> None:
+    def test_the_findings_of_the_preparation_are_added_to_the_prompts(self, tmp_path: Path) -> None:
         played = play(
             tmp_path,
             [echo("look"), self.FOUND, ANSWER],
@@ -463,7 +463,7 @@ class TestSubagents:
         played = play(tmp_path, [twice, ANSWER], subagents=[self.HELPER])
         assert [result["content"] for result in played.results] == ["helped", "helped"]
 
-    def test_its_own_tools_and_bounds(self, tmp_path: Path) -> None:
+    def test_its_own_tools_and_limits(self, tmp_path: Path) -> None:
         worker = {
             **self.HELPER,
             "enabled_toolsets": ["file"],
@@ -488,7 +488,7 @@ class TestSubagents:
         played = play(tmp_path, [ask, say("from the same script"), ANSWER], subagents=[bare])
         assert played.results[0]["content"] == "from the same script"
 
-    def test_their_cost_counts_and_bounds_the_caller(self, tmp_path: Path) -> None:
+    def test_their_cost_counts_against_the_caller_s_budget(self, tmp_path: Path) -> None:
         ask = calls(call("helper", task="please"))
         given: dict[str, Any] = {"subagents": [self.HELPER], "cost_usd": 1.0}
         assert play(tmp_path, [ask, ANSWER], **given).trajectory.cost_usd() == 3.0
@@ -497,7 +497,7 @@ class TestSubagents:
         assert "ended as budget" in played.results[0]["content"]
 
     @pytest.mark.parametrize("length", range(1, 9))
-    def test_it_goes_on_inside_a_subagent_after_a_crash(self, tmp_path: Path, length: int) -> None:
+    def test_it_resumes_inside_a_subagent_after_a_crash(self, tmp_path: Path, length: int) -> None:
         helper = {**self.HELPER, "enabled_toolsets": ["file"], "script": [
             calls(call("write_file", path="a", content="A")), say("helped")]}  # fmt: skip
         script = [calls(call("helper", task="x")), ANSWER]
@@ -513,7 +513,7 @@ class TestSubagents:
         played = play(tmp_path, [calls(call("helper")), ANSWER], subagents=[self.HELPER])
         assert played.results[0]["details"] == {"failure": "invalid_arguments"}
 
-    def test_depth_is_bounded_where_one_can_reach_itself(self, tmp_path: Path) -> None:
+    def test_subagents_that_call_each_other_have_a_depth_limit(self, tmp_path: Path) -> None:
         loop = {**self.HELPER, "subagents": ["helper"], "script": [
             calls(call("helper", task="deeper")), say("up")]}  # fmt: skip
         ask = calls(call("helper", task="x"))
@@ -526,7 +526,7 @@ class TestSubagents:
         ("subagents", "words"),
         [
             ([{**HELPER, "subagents": ["helper"]}], "reach itself without a limit"),
-            ([{**HELPER, "subagents": ["other"]}], "calls unknown ones: other"),
+            ([{**HELPER, "subagents": ["other"]}], "calls unknown subagents: other"),
             ([HELPER, HELPER], "two subagents are called 'helper'"),
             ([{**HELPER, "name": "final_answer"}], "the name is reserved"),
             ([{**HELPER, "name": "summary"}], "the name is reserved"),
@@ -546,7 +546,9 @@ class TestSubagents:
                 subagents=[{**self.HELPER, "name": "read_file"}],
             )
 
-    def test_side_by_side_they_overshoot_by_what_is_in_flight_at_most(self, tmp_path: Path) -> None:
+    def test_in_parallel_they_overshoot_at_most_by_the_replies_in_flight(
+        self, tmp_path: Path
+    ) -> None:
         helper = {**self.HELPER, "script": [calls(call("nope"))] * 9, "max_turns": 9}
         six = calls(*(call("helper", task=f"{n}") for n in range(6)))
         played = play(tmp_path, [six, ANSWER], subagents=[helper], max_cost_usd=1.0, cost_usd=0.15)

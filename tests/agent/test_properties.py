@@ -506,7 +506,7 @@ def check_numbered(events: Sequence[Event]) -> None:
 @example(scene=Scene([ECHOED, ECHOED, say("x")], SUMMARIES), later=1)
 @example(scene=Scene([ECHOED, ECHOED, say("x")], {**SUMMARIES, **SHORT_OF_MONEY}), later=3)
 @example(scene=Scene([HELPED, say("x")], {**ONE_WORKING, **SHORT_OF_MONEY}), later=1)
-def test_killed_anywhere_and_taken_up_it_comes_to_the_same(
+def test_a_conversation_resumed_after_any_event_ends_the_same(
     stage: Stage, scene: Scene, later: int
 ) -> None:
     """With tools that may be called again; killed once more `later` events after that."""
@@ -527,7 +527,7 @@ def test_killed_anywhere_and_taken_up_it_comes_to_the_same(
 
 @settings(CALM, max_examples=FEW)
 @given(scene=scenes(), later=st.integers(1, 4))
-def test_killed_anywhere_and_taken_up_nothing_is_lost_or_asked_twice(
+def test_a_conversation_resumed_after_any_event_repeats_no_paid_call(
     stage: Stage, scene: Scene, later: int
 ) -> None:
     """With tools that must not be called again too."""
@@ -612,9 +612,7 @@ def check_replies(events: Sequence[Event], scene: Scene) -> None:
 @settings(CALM, max_examples=MANY)
 @given(scene=scenes())
 @example(scene=Scene([say("<think>hm</think>done")], {}))
-def test_the_model_has_said_all_that_it_is_recorded_to_have_said(
-    stage: Stage, scene: Scene
-) -> None:
+def test_a_record_holds_only_what_the_model_said(stage: Stage, scene: Scene) -> None:
     played = stage.play(scene)
     check_replies(played.events, scene)
     given_before = len(scene.options.get("opening", OPENING))
@@ -661,7 +659,9 @@ def test_the_model_has_said_all_that_it_is_recorded_to_have_said(
         {"preparation": "p", "max_cost_usd": 0.5, "cost_usd": 0.5},
     )
 )
-def test_every_ending_is_known_within_bounds_and_says_why(stage: Stage, scene: Scene) -> None:
+def test_every_conversation_ends_with_a_known_status_and_a_reason(
+    stage: Stage, scene: Scene
+) -> None:
     """That there is an ending at all is watched by `Enduring`."""
     played = stage.play(scene)
     assert played.status in get_args(Status)
@@ -690,7 +690,7 @@ def without_times(value: Any) -> Any:
 
 @settings(CALM, max_examples=4 * FEW)
 @given(scene=scenes())
-def test_watching_changes_nothing(stage: Stage, scene: Scene) -> None:
+def test_events_change_nothing(stage: Stage, scene: Scene) -> None:
     watched, unwatched = (stage.play(scene, kind=kind) for kind in (Enduring, Unwatched))
     assert not unwatched.told
     assert watched.end == unwatched.end
@@ -785,7 +785,7 @@ IN_TURN = re.compile(r"system human(?: gpt(?: tool gpt)* human)*(?: gpt(?: tool 
         {"result_references": True, "completion_tools": True},
     )
 )
-def test_a_record_is_rejected_or_becomes_a_row_in_which_everyone_speaks_in_turn(
+def test_a_record_is_rejected_or_becomes_a_row_with_alternating_roles(
     stage: Stage, scene: Scene
 ) -> None:
     played = stage.play(scene)

@@ -95,7 +95,7 @@ def ask(inner: Inner, request: Request) -> Completion:
 # What the model is shown
 
 
-def test_the_tools_are_told_in_the_system_message_and_not_sent() -> None:
+def test_the_tools_are_in_the_system_message_and_not_in_the_request() -> None:
     """Each on a line of its own, whatever its description looks like."""
     inner = Inner({"content": "Final Answer: 1"})
     ask(inner, Request([SYSTEM, USER], TOOLS))
@@ -124,7 +124,7 @@ def test_a_system_message_is_made_where_there_is_none() -> None:
     assert [message["role"] for message in to_view(Request([], TOOLS))] == ["system"]
 
 
-def test_the_bound_of_turns_is_stated_where_it_is_given() -> None:
+def test_max_turns_is_stated_where_it_is_set() -> None:
     assert "at most 7 replies" in to_view(Request([USER], TOOLS), max_turns=7)[0]["content"]
     assert "at most" not in to_view(Request([USER], TOOLS))[0]["content"]
 
@@ -155,7 +155,7 @@ def test_messages_from_elsewhere_are_put_into_the_protocol() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "Thought: a\nFinal Answer: b", "**Action:** look"])
-def test_what_is_blank_or_in_the_protocol_is_shown_as_it_is(content: str) -> None:
+def test_blank_text_and_text_in_the_protocol_are_shown_unchanged(content: str) -> None:
     """Such as examples that a user wrote for the model."""
     (shown,) = to_view(Request([Message(role="assistant", content=content)]))
     assert shown["content"] == content
@@ -208,7 +208,7 @@ def test_two_turns_to_an_answer() -> None:
     assert (answer.model, answer.cost_usd) == ("scripted", 0.0)
 
 
-def test_only_text_is_told_as_it_arrives() -> None:
+def test_only_text_is_streamed_as_it_arrives() -> None:
     told: list[StreamEvent] = []
     turn = {"content": "Action: look", "reasoning": "Hm.", "tool_calls": [{"name": "look"}]}
     ask(Inner(turn), Request([USER], TOOLS, on_delta=told.append))
@@ -479,7 +479,7 @@ def test_why_a_reply_ended_early_is_kept(text: str, finish_reason: FinishReason)
     assert ("tool_calls" in completion.message) == (text == STEP)
 
 
-def test_reasoning_that_came_apart_stands_first_and_nothing_stands_twice() -> None:
+def test_separate_reasoning_comes_first_and_is_not_repeated() -> None:
     reasoned = read(f"<think>b</think>Thought: a\nThought: c\n{STEP}", reasoning="a")
     assert reasoned.message["reasoning"] == "a\n\nb\n\nc"
     assert read("It is 42.", reasoning="a").message["reasoning"] == "a"
@@ -554,7 +554,7 @@ def test_no_word_of_a_reply_is_lost(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [text for text, *_ in CALLS.values()], ids=CALLS)
-def test_what_goes_back_reads_as_the_same_step(text: str) -> None:
+def test_a_reply_that_is_sent_back_reads_as_the_same_step(text: str) -> None:
     """Cutting a reply does not change what the rest of it says."""
     first = read(text).message
     again = read(verbatim(first)).message

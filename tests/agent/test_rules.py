@@ -83,21 +83,21 @@ class TestRepeats:
         script = [calls({"name": "echo", "arguments": text}) for text in spelled]
         assert play(tmp_path, script).status == "repeat"
 
-    def test_another_call_or_another_result_begins_anew(self, tmp_path: Path) -> None:
+    def test_another_call_or_another_result_resets_the_count(self, tmp_path: Path) -> None:
         assert play(tmp_path, [echo(), echo(), echo("y"), echo(), echo(), ANSWER]).status == (
             "completed"
         )
         polling = [calls(call("count"))] * 5
         assert play(tmp_path, [*polling, ANSWER]).status == "completed"
 
-    def test_equal_calls_of_one_reply_are_one(self, tmp_path: Path) -> None:
+    def test_equal_calls_of_a_reply_count_once(self, tmp_path: Path) -> None:
         """None of them saw another's result; the note comes before the end all the same."""
         thrice = calls(*[call("echo", text="x")] * 3)
         played = play(tmp_path, [thrice, thrice, ANSWER])
         assert played.status == "completed"
         assert played.results[-1]["notes"] == ["repeat"]
 
-    def test_a_denied_call_begins_anew(self, tmp_path: Path) -> None:
+    def test_a_denied_call_resets_the_count(self, tmp_path: Path) -> None:
         script = [echo(), echo(), calls(call("count")), echo(), ANSWER]
         played = play(
             tmp_path, script, approve=lambda name, _: "deny" if name == "count" else "approve"
@@ -136,7 +136,9 @@ class TestReasks:
         assert discarded["discarded"] == why
         assert played.requests[1].messages == played.requests[2].messages, "asked the same again"
 
-    def test_the_third_in_a_row_ends_it_and_what_was_recorded_stays(self, tmp_path: Path) -> None:
+    def test_the_third_in_a_row_ends_the_conversation_and_keeps_earlier_turns(
+        self, tmp_path: Path
+    ) -> None:
         """S2.23: the peer rolls back a good turn here."""
         played = play(tmp_path, [echo(), say(""), say(""), say("")])
         assert played.status == "errors"
@@ -207,7 +209,7 @@ class TestEndings:
 
     @pytest.mark.parametrize("options", [
         {"continue_cut": 4}, {"awaiting_input": True, "user_replies": ["which?"] * 3}])  # fmt: skip
-    def test_no_note_goes_beyond_the_bound_of_turns(
+    def test_there_is_no_note_beyond_max_turns(
         self, tmp_path: Path, options: dict[str, Any]
     ) -> None:
         cut = say("x", finish_reason="length")
@@ -216,7 +218,7 @@ class TestEndings:
         played = play(tmp_path, script, max_turns=1, **options)
         assert played.trajectory.turns == 1
 
-    def test_the_bound_of_turns_can_be_stated(self, tmp_path: Path) -> None:
+    def test_max_turns_can_be_stated(self, tmp_path: Path) -> None:
         """S5.15: enforcement never depends on it."""
         rules = RowRules("Be brief.", AgentOptions(max_turns=7, state_max_turns=True))
         opening = rules.read({"prompt": "x"}).opening
@@ -287,7 +289,7 @@ class TestCompletionTools:
 class TestExpected:
     """S4.26-S4.28: the answer is checked, the right one never shown."""
 
-    def test_a_wrong_answer_is_told_and_tried_again(self, tmp_path: Path) -> None:
+    def test_after_a_wrong_answer_the_model_gets_another_attempt(self, tmp_path: Path) -> None:
         played = play(
             tmp_path, [say("41"), say(" Forty-Two ")], check_expected=True, expected="forty-two"
         )
@@ -339,7 +341,7 @@ class TestPlan:
             played = play(tmp_path, [self.PLAN, final], plan_step_turns=step_turns, **given)
             assert (played.status, played.trajectory.final_text()) == ("completed", "42")
 
-    def test_a_step_is_bounded(self, tmp_path: Path) -> None:
+    def test_a_step_has_a_limit(self, tmp_path: Path) -> None:
         script = [self.PLAN, echo("1"), echo("2"), say("told"), ANSWER]
         played = play(tmp_path, script, plan=True, plan_step_turns=2)
         assert played.status == "completed"
@@ -363,7 +365,7 @@ class TestAwaitingInput:
         assert played.results[0]["content"].endswith("User: yes\n\ndeleted x: yes")
         assert played.trajectory.replies_used == 1
 
-    def test_the_reply_stands_in_the_result_of_the_tool_that_asked(self, tmp_path: Path) -> None:
+    def test_the_reply_is_in_the_result_of_the_tool_that_asked(self, tmp_path: Path) -> None:
         both = calls(call("delete", name="x"), call("echo", text="hello"))
         played = play(tmp_path, [both, ANSWER], awaiting_input=True, user_replies=["yes"])
         asked, said = played.results

@@ -154,7 +154,9 @@ def test_the_final_text_is_that_of_the_last_turn(tmp_path: Path) -> None:
     assert played.trajectory.final_text() == "done"
 
 
-def test_prose_in_the_text_protocol_is_told_and_then_ends_with_a_status(tmp_path: Path) -> None:
+def test_prose_in_the_text_protocol_gets_a_note_and_finally_ends_the_conversation(
+    tmp_path: Path,
+) -> None:
     """S4.10, S5.16: the peer lets such a decision raise and stays `running`."""
     prose, answer = say("I think so."), say("Final Answer: yes")
     played = play(tmp_path / "a", [prose, prose, answer], text_protocol="react")
@@ -274,7 +276,7 @@ def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) 
     ],
     ids=str,
 )
-def test_bounds_have_defaults_and_must_be_finite(wrong: Mapping[str, Any]) -> None:
+def test_limits_have_defaults_and_must_be_finite(wrong: Mapping[str, Any]) -> None:
     """S4.4, C1: what the peer silently replaces by its default is refused."""
     options = AgentOptions()
     assert (options.max_turns, options.max_errors, options.expected_attempts) == (20, 5, 3)

@@ -69,7 +69,7 @@ def test_a_conversation_has_the_same_keys_however_it_ends(script: list[Any]) -> 
     assert result["task_id"]
 
 
-def test_workspaces_are_apart_and_go_on_every_way_out(
+def test_workspaces_are_separate_and_removed_however_a_conversation_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S2.4: completed, stopped, failed, and broken off by a machine that fails."""

@@ -132,7 +132,7 @@ def test_the_answer_to_a_tool_that_asked_is_the_next_prompt() -> None:
         assert "deleted x: yes" in session.messages[2]["content"]
 
 
-def test_a_prompt_can_be_cancelled_and_the_session_goes_on() -> None:
+def test_a_session_continues_after_a_cancelled_prompt() -> None:
     """S3.15, S4.32: the call in flight is cut off, its result says so, a note is kept."""
     with FakeEndpoint(turns=2, latency_s=30.0, **WRITE_A_NOTE) as endpoint:
         waiting = AIAgent("m", "k", endpoint.openai_url, enabled_toolsets=["file"])
@@ -151,7 +151,7 @@ def test_a_prompt_can_be_cancelled_and_the_session_goes_on() -> None:
 
 
 @pytest.mark.parametrize("failure", ["cancelled from outside", "a tool of the machine"])
-def test_a_session_that_was_left_by_an_exception_can_go_on(failure: str) -> None:
+def test_a_session_can_continue_after_an_exception(failure: str) -> None:
     """The calls that were open have a result, so the next prompt has no hole before it."""
 
     @tool()
@@ -190,7 +190,7 @@ def test_one_prompt_at_a_time_and_none_after_the_end() -> None:
     asyncio.run(use())
 
 
-def test_what_did_not_come_to_an_end_is_saved_as_failed(tmp_path: Path) -> None:
+def test_unfinished_conversations_are_saved_as_failed(tmp_path: Path) -> None:
     """S2.32: whatever the way out; and a save that fails loses no answer (S2.31)."""
     slow = AIAgent(
         "scripted",
@@ -226,7 +226,7 @@ def test_a_key_that_was_given_serves_subagents_of_the_same_endpoint() -> None:
         assert talking.run_conversation("x")["status"] == "completed"
 
 
-def test_the_bound_is_stated_beside_an_ephemeral_prompt() -> None:
+def test_max_turns_is_stated_beside_an_ephemeral_prompt() -> None:
     requests: list[Any] = []
     talking = agent([say("x")], state_max_turns=True, ephemeral_system_prompt="secret")
     result = talking.run_conversation("go")
@@ -257,7 +257,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
         ([{"role": "robot", "content": "x"}], "message 0 of the history: its role is 'robot'"),
         ([{"role": "user", "content": " "}], "message 0 .*: its content must be text"),
         ([{"role": "user", "content": "x"}, {"role": "system", "content": "y"}], "message 1 .*"),
-        ([{"role": "tool", "content": "x", "tool_call_id": "a"}], "answers no open call"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "a"}], "without an open call"),
         (
             [
                 {"role": "user", "content": "x"},
@@ -277,7 +277,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
             ],
             "a call needs an id",
         ),
-        ([{"role": "assistant", "content": "x"}], "begins with the assistant"),
+        ([{"role": "assistant", "content": "x"}], "begins with an assistant message"),
     ],
 )
 def test_a_history_with_a_hole_is_refused(history: list[Message], words: str) -> None:
@@ -325,7 +325,7 @@ class TestTranscript:
 class TestEvents:
     """S3.24, S3.25: what a handler is told; without one nothing changes."""
 
-    def test_turns_calls_and_results_are_told_in_order(self) -> None:
+    def test_turns_calls_and_results_are_reported_in_order(self) -> None:
         told: list[Any] = []
         script = [{**WRITE, "reasoning": "hm", "content": "writing"}, say("done")]
         agent(script, stream_handler=told.append).chat("x")

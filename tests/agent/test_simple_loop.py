@@ -68,7 +68,7 @@ def test_it_runs_until_a_reply_without_calls() -> None:
 
 
 @pytest.mark.parametrize(("bound", "calls"), [(0, 0), (1, 1), (2, 2)])
-def test_the_bound_is_of_model_calls(bound: int, calls: int) -> None:
+def test_max_turns_counts_model_calls(bound: int, calls: int) -> None:
     """S1.16, S1.17: the calls of the last one are run; there is no answer."""
     model = Replies(*([use(f"{n}", a=n, b=n)] for n in range(3)))
     session = agent_loop(model, TOOLS, init_session(None, "go"), HANDLERS, max_iterations=bound)

@@ -106,7 +106,7 @@ def test_a_shell_is_offered_commands_options_values_and_runs(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_is_one(tmp_path: Path, shell: str) -> None:
+def test_the_completion_script_is_valid_shell(tmp_path: Path, shell: str) -> None:
     """Where the shell is installed it reads the script; elsewhere it must at least be there."""
     done = run(tmp_path, env={"_BATCH_RUNNER_PY_COMPLETE": f"{shell}_source"})
     assert done.returncode == 0, done.stderr
@@ -137,7 +137,7 @@ def test_bash_completes_with_the_script(tmp_path: Path) -> None:
     assert done.stdout == "status\n", done.stderr
 
 
-def test_a_config_that_is_no_yaml_is_one_line(tmp_path: Path) -> None:
+def test_a_config_that_is_not_yaml_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("model: x\nseed: [\n")
     done = run(tmp_path, config="c.yaml")
     assert done.returncode == 2

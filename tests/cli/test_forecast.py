@@ -17,22 +17,22 @@ from tests.running import lines, run, write_prompts, write_rows
 
 class TestSample:
     def test_it_is_the_same_in_every_start_and_another_by_seed(self, tmp_path: Path) -> None:
-        found = scan(write_prompts(tmp_path / "p.jsonl", 200), max_samples=None)
-        first = sample_tasks(found, num_samples=2, count=30, seed=0)
+        found = scan(write_prompts(tmp_path / "p.jsonl", 200), max_samples=None, num_samples=2)
+        first = sample_tasks(found, count=30, seed=0)
         assert len(first) == 30
-        assert first == sample_tasks(found, num_samples=2, count=30, seed=0)
-        assert first != sample_tasks(found, num_samples=2, count=30, seed=1)
+        assert first == sample_tasks(found, count=30, seed=0)
+        assert first != sample_tasks(found, count=30, seed=1)
 
     def test_it_comes_from_all_over_the_file(self, tmp_path: Path) -> None:
         found = scan(write_prompts(tmp_path / "p.jsonl", 400), max_samples=None)
-        drawn = sample_tasks(found, num_samples=1, count=80, seed=0)
-        places = [n for n, task in enumerate(tasks(found, num_samples=1)) if task.key in drawn]
+        drawn = sample_tasks(found, count=80, seed=0)
+        places = [n for n, task in enumerate(tasks(found)) if task.key in drawn]
         quarters = [sum(n // 100 == quarter for n in places) for quarter in range(4)]
         assert min(quarters) > 8
 
     def test_a_small_file_is_drawn_whole(self, tmp_path: Path) -> None:
         found = scan(write_prompts(tmp_path / "p.jsonl", 5), max_samples=None)
-        assert len(sample_tasks(found, num_samples=1, count=30, seed=0)) == 5
+        assert len(sample_tasks(found, count=30, seed=0)) == 5
 
 
 class TestIntervals:
@@ -53,7 +53,7 @@ class TestIntervals:
             hits += figure.low <= sum(everything) <= figure.high
         assert 170 <= hits <= 199
 
-    def test_what_is_known_has_no_spread(self) -> None:
+    def test_a_known_total_has_no_spread(self) -> None:
         figure = _total([1.0, 3.0], 0, Random(0), so_far=4.0)
         assert (figure.low, figure.expected, figure.high) == (4.0, 4.0, 4.0)
 
@@ -94,7 +94,7 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_is_unknown_is_not_forecast(tmp_path: Path) -> None:
+def test_unknown_costs_are_not_forecast(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 9)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         pilot = run(

@@ -110,7 +110,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
         assert terminal.read_to_the_end() == 130
         terminal.assert_is_as_it_was()
     after = terminal.written.partition(LEAVE)[2].decode()
-    assert "stopping: running turns have 0 s to finish" in after
+    assert "stopping: running turns get 0 s to finish" in after
 
 
 def test_a_killed_run_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_killed_run_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_view_that_dies_holds_up_nothing(tmp_path: Path) -> None:
+def test_a_view_that_dies_does_not_stop_the_run(tmp_path: Path) -> None:
     with live(tmp_path) as terminal:
         terminal.read_until("runs hold, ")
         view = next(

@@ -74,7 +74,7 @@ def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
     assert text.count("⟨U+001B⟩[31mred⟨U+001B⟩]0;title⟨U+0007⟩ ⟨U+202E⟩back") >= 7
 
 
-def test_a_beginning_names_a_record_if_it_is_the_only_one(cwd: Path) -> None:
+def test_a_prefix_of_an_id_is_enough_if_it_is_unique(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
     with pytest.raises(RunDirError, match="no record with id or id prefix 'nobody'"):
@@ -115,7 +115,7 @@ def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
     assert run(tmp_path, **SCRIPTED).returncode == 1
     text = run(tmp_path, "status", "r").stdout
     assert "in flight" not in text
-    assert "\nunfinished: 1, resumed by the next start\n  short " in text
+    assert "\nunfinished 1, the next start continues them\n  short " in text
 
 
 @pytest.mark.parametrize("name", ["status", "report", "export", "show"])
@@ -124,7 +124,7 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name
     assert (done.returncode, done.stderr) == (
         2,
         "error: trajectories/nope: no such run; runs there: other, r; "
-        "--output_dir sets where runs are\n",
+        "give their directory by --output_dir\n",
     )
 
 
@@ -139,7 +139,7 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
     (copy / "run.json").write_text(json.dumps(written))
     head = run(tmp_path, "status", "r").stdout.splitlines()[0]
     assert head == (
-        "trajectories/r: not running; run the same command again to finish the pending tasks"
+        "trajectories/r: not running; the command of the run continues the pending tasks"
     )
 
 
@@ -187,7 +187,7 @@ def test_json_is_the_record(cwd: Path) -> None:
     assert StoredRun(cwd / "trajectories" / "r").record(HOSTILE_ID) == record
 
 
-def test_what_happened_inside_and_beside_a_conversation_is_shown(tmp_path: Path) -> None:
+def test_subagents_and_summaries_of_a_conversation_are_shown(tmp_path: Path) -> None:
     """Preparation first, a subagent under its call, notes and replies set aside where they were."""
     look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
     script = [
@@ -341,7 +341,7 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     assert {task["id"] for task in rest[-1]["slowest"]} == {"held", "quick"}
 
 
-def test_status_goes_on_where_a_record_is_unreadable(cwd: Path, tmp_path: Path) -> None:
+def test_status_skips_an_unreadable_record(cwd: Path, tmp_path: Path) -> None:
     """It is left out of the slowest tasks, and named by the commands that need it."""
     for path in (cwd / "trajectories" / "other").glob("r*.*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

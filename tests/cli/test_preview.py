@@ -27,28 +27,28 @@ def training(directory: Path) -> int:
 
 class TestNarrowing:
     @pytest.mark.parametrize("dry", [("--dry_run",), pytest.param((), marks=pytest.mark.slow)])
-    def test_a_bound_for_a_trial_takes_no_row_away(
+    def test_max_samples_below_the_finished_tasks_is_refused(
         self, finished: Path, dry: tuple[str, ...]
     ) -> None:
         refused = run(finished, *dry, **SCRIPTED, max_samples=2)
         assert refused.returncode == 2
         assert "--max_samples=2 leaves out 6 of the 8 finished tasks" in refused.stderr
-        assert "set max_samples as before (not at all)" in refused.stderr
+        assert "leave max_samples out" in refused.stderr
         assert "--accept_config_change=max_samples" in refused.stderr
         assert training(finished) == 8
         assert run(finished, **SCRIPTED).returncode == 0
 
     @pytest.mark.slow
-    def test_fewer_samples_are_no_less(self, tmp_path: Path) -> None:
+    def test_fewer_samples_than_finished_are_refused(self, tmp_path: Path) -> None:
         write_rows(tmp_path / "p.jsonl", *ROWS)
         assert run(tmp_path, **SCRIPTED, num_samples=3).returncode == 0
         refused = run(tmp_path, **SCRIPTED, num_samples=2)
         assert "--num_samples=2 leaves out 8 of the 24 finished" in refused.stderr
-        assert "as before (3)" in refused.stderr
+        assert "leave num_samples at 3" in refused.stderr
         assert training(tmp_path) == 24
 
     @pytest.mark.slow
-    def test_who_wants_it_says_so_once(self, finished: Path) -> None:
+    def test_a_smaller_dataset_is_accepted_once(self, finished: Path) -> None:
         wanted: dict[str, Any] = {**SCRIPTED, "max_samples": 5}
         accepted = run(finished, **wanted, accept_config_change="max_samples")
         assert accepted.returncode == 0, accepted.stderr
@@ -62,14 +62,14 @@ class TestNarrowing:
         assert training(finished) == 8
 
     @pytest.mark.slow
-    def test_a_bound_that_leaves_out_nothing_finished_is_none(self, tmp_path: Path) -> None:
+    def test_max_samples_above_the_finished_tasks_is_accepted(self, tmp_path: Path) -> None:
         write_rows(tmp_path / "p.jsonl", *ROWS)
         assert run(tmp_path, **SCRIPTED, max_samples=3).returncode == 0
         assert run(tmp_path, **SCRIPTED, max_samples=5).returncode == 0
         assert training(tmp_path) == 5
 
     @pytest.mark.slow
-    def test_an_edit_of_the_dataset_is_one_and_a_cut_file_is_not(self, finished: Path) -> None:
+    def test_an_edited_dataset_is_accepted_and_a_cut_one_refused(self, finished: Path) -> None:
         write_rows(finished / "p.jsonl", *ROWS[2:])
         assert run(finished, **SCRIPTED).returncode == 0
         assert training(finished) == 6
@@ -84,7 +84,7 @@ class TestNarrowing:
         assert training(finished) == 2
 
     @pytest.mark.slow
-    def test_a_run_anew_is_nobodys_loss(self, finished: Path) -> None:
+    def test_a_fresh_run_may_have_fewer_rows(self, finished: Path) -> None:
         seen = run(finished, "--dry_run", "--fresh", **SCRIPTED, max_samples=2)
         assert "moves trajectories/r aside" in seen.stdout
         assert run(finished, "--fresh", **SCRIPTED, max_samples=2).returncode == 0
@@ -92,7 +92,7 @@ class TestNarrowing:
 
 
 class TestDryRun:
-    def test_of_an_existing_run_it_says_what_is_done_owed_new_and_gone(
+    def test_it_shows_what_of_an_existing_run_is_done_pending_new_and_gone(
         self, tmp_path: Path
     ) -> None:
         reads = {"name": "read_file", "arguments": {"path": "x"}}
@@ -115,7 +115,7 @@ class TestDryRun:
         for option in ("--dry_run", "--on_bad_row=skip"):
             refused = run(finished, option, **SCRIPTED, temperature=0.5)
             assert refused.returncode == 2
-            assert "temperature: None in the run, 0.5 now" in refused.stderr
+            assert "temperature: the run has None, now 0.5" in refused.stderr
 
     def test_it_shows_the_first_prompt_as_the_model_gets_it(self, tmp_path: Path) -> None:
         turns = ("user", "first"), ("assistant", "no"), ("user", "second"), ("user", "third")

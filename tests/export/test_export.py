@@ -49,7 +49,7 @@ def export(folder: Path, *records: dict[str, Any], pending: int = 0, **options: 
     kept = {"attempt": 1, "tool_calls": [], "cost_usd": None}
     stored = [
         record | kept | {"id": task.id, "input_digest": task.input_digest}
-        for task, record in zip(tasks(found, num_samples=1), records, strict=False)
+        for task, record in zip(tasks(found), records, strict=False)
     ]
     write_rows(run_dir / "records.jsonl", *stored)
     export_run(run_dir, found, num_samples=1, **options)
@@ -263,7 +263,7 @@ class TestStatistics:
             "rows_with_any": 2,
         }
 
-    def test_what_the_prompt_brought_along_is_not_counted(self) -> None:
+    def test_the_turns_of_the_prompt_are_not_counted(self) -> None:
         """S2.18, S2.53: it was not this run's model that did it."""
         record = record_of(
             user(), assistant("", call(), reasoning="Hm."), failed(kind="timeout"),

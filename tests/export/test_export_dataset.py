@@ -81,7 +81,7 @@ class TestFilters:
         assert left_out(source, invented_tools="reject") == {"t1": "invented_tools"}
         assert rejects(source, formats="openai") == {"t1": "unknown_tool"}
 
-    def test_bounds_of_turns_calls_and_tokens(self, tmp_path: Path) -> None:
+    def test_limits_of_turns_calls_and_tokens(self, tmp_path: Path) -> None:
         known = {"input_tokens": 10, "output_tokens": 5}
         source = make_run(tmp_path, worked(usage=known), said("Hi."), said("Hi.", usage=None))
         assert left_out(source, min_turns=2) == {"t1": "min_turns", "t2": "min_turns"}
@@ -91,7 +91,7 @@ class TestFilters:
         assert left_out(source, max_tokens=15) == {"t1": "max_tokens", "t2": "max_tokens"}
         assert left_out(source, max_tokens=14).keys() == {"t0", "t1", "t2"}
 
-    def test_what_a_branch_has_from_its_parent_is_not_counted(self, tmp_path: Path) -> None:
+    def test_inherited_turns_of_a_branch_are_not_counted(self, tmp_path: Path) -> None:
         failed = (assistant("", call(id="a", name="tmep")), result("no", id="a", is_error=True))
         branch = record_of(user(), *failed, assistant("", call(), reasoning="Hm."), result("r"),
                            assistant("Hi.", reasoning="So."))  # fmt: skip
@@ -287,7 +287,7 @@ class TestFilters:
 
 
 class TestDuplicates:
-    def test_what_says_the_same_is_kept_once(self, tmp_path: Path) -> None:
+    def test_equal_conversations_are_kept_once(self, tmp_path: Path) -> None:
         """Ids of calls and times are no words; what tools said is."""
         again = record_of(user(), assistant("", call(id="x9")), result("r", id="x9"),
                           assistant("Hi."))  # fmt: skip
@@ -301,7 +301,7 @@ class TestDuplicates:
         "words",
         [" ".join(f"w{n}" for n in range(200)), "".join(chr(0x4E00 + n) for n in range(200))],
     )
-    def test_what_says_nearly_the_same_is_kept_once(self, tmp_path: Path, words: str) -> None:
+    def test_nearly_equal_conversations_are_kept_once(self, tmp_path: Path, words: str) -> None:
         pytest.importorskip("rensa")
         source = make_run(
             tmp_path, said(words), said(words + " end"), said(words[: len(words) // 2])
@@ -634,9 +634,7 @@ class TestDirectory:
             exported(source, formats="openai")
         assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
 
-    def test_records_that_vanish_meanwhile_leave_the_index_that_tells_of_them(
-        self, tmp_path: Path
-    ) -> None:
+    def test_records_that_vanish_meanwhile_leave_their_index(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, said("A"))
         RecordFile(source.run_dir, tmp_path / "quarantine").close()
         order = RecordOrder(source.run_dir, source.scan, num_samples=1)
@@ -645,7 +643,9 @@ class TestDirectory:
             read(0)
         assert (source.run_dir / "records.idx").exists()
 
-    def test_a_failure_while_files_take_their_places_is_no_dataset(self, tmp_path: Path) -> None:
+    def test_a_failure_while_files_are_moved_into_place_leaves_no_dataset(
+        self, tmp_path: Path
+    ) -> None:
         """Some are new then and some old; the next export makes one of them."""
         source = make_run(tmp_path, worked())
         directory, _ = exported(source, formats="hermes,raw")
@@ -851,7 +851,7 @@ class TestRecipe:
 
 
 class TestCommand:
-    def test_what_a_terminal_cannot_show_is_spelt_out(self, tmp_path: Path) -> None:
+    def test_characters_that_a_terminal_cannot_show_are_escaped(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
         ascii_only = {"PYTHONIOENCODING": "ascii:strict"}
         done = run(
@@ -860,7 +860,7 @@ class TestCommand:
         assert (done.returncode, done.stderr) == (0, "")
         assert "1 in \\xe9/raw/train.jsonl" in done.stdout
 
-    def test_one_that_is_given_up_says_why_and_nothing_else(self, tmp_path: Path) -> None:
+    def test_a_failed_export_prints_only_its_reason(self, tmp_path: Path) -> None:
         """Also where a library has a file open that it would write the end of."""
         pytest.importorskip("pyarrow")
         source = make_run(tmp_path, worked("A"), worked("B"))
@@ -895,7 +895,7 @@ class TestCommand:
         (dataset / "README.md").unlink()
         sent = run(tmp_path, "export", source.run_dir, "--check", push_to_hub="a/b")
         assert sent.returncode == 2
-        assert "--check only compares" in sent.stderr
+        assert "--check only reads a dataset" in sent.stderr
         checked = run(tmp_path, "export", source.run_dir, "--check")
         assert (checked.returncode, checked.stdout) == (1, "")
         assert "README.md" in checked.stderr

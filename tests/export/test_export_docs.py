@@ -31,5 +31,5 @@ def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["first_n", "function"])
-def test_what_excludes_another_key_is_named_beside_it(key: str) -> None:
+def test_keys_that_exclude_each_other_are_named_together(key: str) -> None:
     assert key in DOCS.split("```yaml\n")[1].split("```")[0]

@@ -100,7 +100,9 @@ class TestReasoning:
             ("none", [None, None]),
         ],
     )
-    def test_what_is_left_of_it(self, style: Any, found: list[str | None]) -> None:
+    def test_the_style_decides_which_reasoning_is_kept(
+        self, style: Any, found: list[str | None]
+    ) -> None:
         told = row(worked(), reasoning=style)
         turns = [m for m in told["messages"] if m["role"] == "assistant"]
         assert [turn.get("reasoning_content") for turn in turns] == found
@@ -369,13 +371,13 @@ class TestRewards:
         told = {"options": {"check_expected": True}, "row": {"prompt": "Go.", "expected": "7"}}
         assert judgement_of(worked(**(told | changes))).reward == reward
 
-    def test_are_told_in_the_metadata_where_there_are_any(self) -> None:
+    def test_are_in_the_metadata(self) -> None:
         assert json.loads(row(judged(0.25, "Hi."))["metadata"])["reward"] == 0.25
         assert "reward" not in json.loads(row(worked())["metadata"])
 
 
 class TestPreferences:
-    def test_a_pair_says_two_different_things(self, tmp_path: Path) -> None:
+    def test_the_sides_of_a_pair_differ(self, tmp_path: Path) -> None:
         """What tells two samples apart may be what a style leaves out."""
 
         def sample(reward: float, reasoning: str, answer: str = "Yes.") -> dict[str, Any]:
@@ -448,7 +450,7 @@ class TestPreferences:
         assert [m["content"] for m in found["prompt"]] == ["Go.", "Given.", "On."]
         assert [m["content"] for m in found["completion"]] == ["Own."]
 
-    def test_what_the_user_says_later_is_part_of_the_completion(self, tmp_path: Path) -> None:
+    def test_later_user_messages_are_part_of_the_completion(self, tmp_path: Path) -> None:
         record = record_of(user(), assistant("A."), user("On."), assistant("B."),
                            check={"reward": 1.0})  # fmt: skip
         (found,) = rows(make_run(tmp_path, record), "kto")
@@ -534,7 +536,7 @@ class TestForgedStructure:
         assert refused(record, name) == "control_token"
 
     @pytest.mark.parametrize("token", CONTROL)
-    def test_in_what_a_model_says_too(self, token: str) -> None:
+    def test_in_text_and_reasoning_of_the_model_they_are_rejected(self, token: str) -> None:
         assert refused(record_of(user(), assistant(f"It is {token}")), "hermes") == "control_token"
         thought = record_of(user(), assistant("Hi.", reasoning=token))
         assert refused(thought, "hermes") == "control_token"
@@ -636,7 +638,7 @@ def test_all_formats_say_the_same(tmp_path: Path) -> None:
             assert words in text, name
 
 
-def test_a_conversation_is_not_changed_by_being_told() -> None:
+def test_rendering_a_conversation_does_not_change_it() -> None:
     conversation: Conversation = read_conversation(PARALLEL)
     before = messages_of(conversation, Style())
     for style in (Style(reasoning="none"), Style(parallel_calls="split"), Style(max_tool_chars=1)):

@@ -83,7 +83,7 @@ def test_sends_what_was_shown_to_a_private_repository(tmp_path: Path) -> None:
         assert base64.b64decode(file["content"]) == (dataset / file["path"]).read_bytes()
 
 
-def test_a_hub_that_refuses_is_told(tmp_path: Path) -> None:
+def test_a_refusal_of_the_hub_is_an_error(tmp_path: Path) -> None:
     with hub(status=401) as (address, _):
         done = push(tmp_path, address)
     assert (done.returncode, "the hub refused" in done.stderr) == (4, True)
@@ -91,7 +91,7 @@ def test_a_hub_that_refuses_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # the library tries again for some seconds
-def test_a_hub_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_an_error(tmp_path: Path) -> None:
     with hub() as (address, _):
         pass
     done = push(tmp_path, address)

@@ -71,7 +71,7 @@ def test_templates_choose_how_json_is_written(tmp_path: Path) -> None:
         ]),
     ],
 )  # fmt: skip
-def test_what_does_not_come_out_is_named(
+def test_messages_that_a_template_drops_are_named(
     tmp_path: Path, change: tuple[str, str], dropped: list[str]
 ) -> None:
     template = ALL.replace(*change)
@@ -107,7 +107,7 @@ def test_inline_reasoning_that_is_stripped_is_named(tmp_path: Path) -> None:
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
-def test_a_refusal_is_told_and_renders_nothing(tmp_path: Path, template: str) -> None:
+def test_a_refused_template_is_an_error_and_renders_nothing(tmp_path: Path, template: str) -> None:
     """Templates come from strangers, so they run in a sandbox."""
     found = rendered(tmp_path, template, worked())
     assert found.text == ""

@@ -49,7 +49,7 @@ def test_shows_a_table(tmp_path: Path) -> None:
     assert done.stdout.count("temp") == 1
 
 
-def test_of_no_run_says_so(tmp_path: Path) -> None:
+def test_of_a_missing_run_is_an_error(tmp_path: Path) -> None:
     done = run(tmp_path, "stats", "nothing")
     assert done.returncode == 2
     assert "no run here" in done.stderr or "nothing" in done.stderr

@@ -42,7 +42,9 @@ def why(source: Any, **recipe: Any) -> dict[tuple[str, str | None], str]:
 
 @pytest.mark.parametrize("token", MARKUP)
 @pytest.mark.parametrize("name", [*TEXT_FORMATS, "kto"])
-def test_what_is_markup_to_most_tokenizers_is_text(tmp_path: Path, name: str, token: str) -> None:
+def test_tokens_that_most_tokenizers_treat_as_text_are_kept(
+    tmp_path: Path, name: str, token: str
+) -> None:
     """An HTML strike, say, wherever it stands."""
     function = {"name": "temp", "description": f"Gives {token}", "parameters": {}}
     record = record_of(
@@ -86,7 +88,7 @@ def test_rejects_say_how_to_keep_a_row(tmp_path: Path, name: str) -> None:
     assert [row["id"] for row in kept] == ["t0", "t1", "t2"]
 
 
-def test_a_call_of_a_tool_that_was_not_offered_is_told_as_it_was(tmp_path: Path) -> None:
+def test_a_call_of_a_tool_that_was_not_offered_is_reported_unchanged(tmp_path: Path) -> None:
     source = make_run(tmp_path, INVENTED)
     (row,) = rows(source, "openai", accept_rows="unknown_tool")
     roles = [message["role"] for message in row["messages"]]
@@ -156,7 +158,7 @@ def test_each_format_refuses_for_itself(tmp_path: Path) -> None:
     assert set(why(source, formats="parquet,raw", accept_rows="marker_in_text")) == {("t0", None)}
 
 
-def test_what_is_refused_takes_no_place_among_the_best(tmp_path: Path) -> None:
+def test_a_rejected_sample_does_not_count_among_the_best(tmp_path: Path) -> None:
     worse, best = PLAIN | {"check": {"reward": 0.1}}, INVENTED | {"check": {"reward": 0.9}}
     source = make_run(tmp_path, worse, best, samples=2)
     filters = {"best_n": 1}

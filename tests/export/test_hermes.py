@@ -546,7 +546,7 @@ class TestResults:
             assert f'"content": {written}}}' in answered(text)
 
     @given(st.permutations(range(5)))
-    def test_come_out_alike_whatever_order_they_were_stored_in(self, order: list[int]) -> None:
+    def test_do_not_depend_on_the_order_in_which_they_were_stored(self, order: list[int]) -> None:
         turn = assistant("", *(call(id=str(n)) for n in range(5)))
         stored = [result(f"r{n}", id=str(n)) for n in order]
         tool_value = values(user(), turn, *stored, assistant("Done."))[2]
@@ -597,14 +597,14 @@ class TestConversationRules:
         assert rejection(user(), turn, result("r"), result("r")).reason == "stray_result"
         assert rejection(user(), assistant("Hi."), result("r")).reason == "stray_result"
 
-    def test_equal_ids_are_rejected_within_a_turn_and_told_apart_across_turns(self) -> None:
+    def test_equal_ids_are_rejected_within_a_turn_and_distinct_across_turns(self) -> None:
         assert rejection(user(), assistant("", call(), call())).reason == "repeated_call_id"
         turn = assistant("", call())
         entries = values(user(), turn, result("a"), turn, result("b"), assistant("Done."))
         assert (content_of(entries[2]), content_of(entries[4])) == ("a", "b")
 
     @pytest.mark.parametrize("messages", [[user(" \n"), assistant("Hi.")], [user(), assistant()]])
-    def test_a_message_that_says_nothing_is_rejected(self, messages: Any) -> None:
+    def test_an_empty_message_is_rejected(self, messages: Any) -> None:
         assert rejection(*messages).reason == "empty_value"
 
     def test_content_that_is_no_text_is_rejected(self) -> None:
@@ -638,7 +638,7 @@ class TestFinalAnswer:
         assert metadata["reasoning"] == {"assistant_turns": 2, "with_reasoning": 1}
         assert [stats["tool"] for stats in metadata["tool_stats"]] == ["temp"]
 
-    def test_without_text_or_reasoning_the_answer_stands_behind_an_empty_block(self) -> None:
+    def test_without_text_or_reasoning_the_answer_follows_an_empty_block(self) -> None:
         """C8."""
         row = to_row(ended_by(assistant("", final("14.5"))))
         assert said(row)[-1] == ("gpt", "<think>\n</think>\n14.5")
@@ -769,7 +769,7 @@ class TestFinalAnswer:
         line = json.loads(dumps_row(to_row(ended_by(turn))))
         assert said(line)[-1] == ("gpt", "<think>\n</think>\na\ufffd")
 
-    def test_the_answer_is_told_as_the_runtime_took_it(self) -> None:
+    def test_the_answer_has_its_references_replaced(self) -> None:
         """References in it stand for what they name."""
         taken = result("ok", id="f") | {"details": {"text": "All 14.5 of it."}}
         turn = assistant("", final("[[c1]] of it."))
@@ -882,7 +882,7 @@ class TestRow:
         }  # fmt: skip
         assert dumps_row(to_row(more)) == dumps_row(to_row(record))
 
-    def test_the_reason_of_an_ending_is_told_where_there_is_one(self) -> None:
+    def test_the_reason_of_an_ending_is_in_the_metadata(self) -> None:
         record = record_of(*EXAMPLE[:5], status="errors", status_reason="5 errors")
         assert json.loads(to_row(record)["metadata"])["status_reason"] == "5 errors"
 
@@ -943,7 +943,7 @@ class TestRow:
         late["turns"] = [{**turn, "started_at": 99.0, "duration_s": 9.0} for turn in late["turns"]]
         assert dumps_row(to_row(early)) == dumps_row(to_row(late))
 
-    def test_what_judged_the_workspace_is_no_column(self) -> None:
+    def test_setup_and_check_are_not_exported_as_columns(self) -> None:
         """What a check looks for is not to be learnt; without one they are columns like others."""
         row = {"prompt": "x", "setup": "make", "check": "grep 42 a.txt", "source": "mine"}
         judged = record_of(user(), assistant("Hi."), row=row, check={"passed": True})

@@ -93,7 +93,7 @@ def test_a_turn_with_it_has_no_think_block(reply: Completion) -> None:
 
 
 @pytest.mark.parametrize("reply", NOT_HIDDEN.values(), ids=NOT_HIDDEN)
-def test_a_turn_without_any_opens_with_an_empty_one(reply: Completion) -> None:
+def test_a_turn_with_hidden_reasoning_has_an_empty_block(reply: Completion) -> None:
     row = to_row(record_with(reply))
     assert gpt(row) == ["<think>\n</think>\nHi."]
     assert json.loads(row["metadata"])["reasoning"] == {"assistant_turns": 1, "with_reasoning": 0}
@@ -133,7 +133,7 @@ def test_an_answer_by_a_call_is_part_of_its_reply() -> None:
     assert [value.startswith("<think>") for value in gpt(to_row(record))] == [False, False]
 
 
-def test_calls_that_are_told_apart_have_none_either(tmp_path: Path) -> None:
+def test_split_parallel_calls_have_no_empty_block(tmp_path: Path) -> None:
     record = record_of(user(), assistant("", call(), call(id="c2")), result("r"),
                        result("r", id="c2"), assistant("Hi.", reasoning="So."))  # fmt: skip
     record["turns"][0]["usage"] = {"reasoning_tokens": 7}
@@ -153,7 +153,7 @@ def test_other_formats_say_nothing_and_count_it(tmp_path: Path, name: str) -> No
     assert '"reasoning_content": ""' not in text
 
 
-def test_it_is_no_reasoning_to_a_filter_that_asks_for_some(tmp_path: Path) -> None:
+def test_hidden_reasoning_does_not_satisfy_a_reasoning_filter(tmp_path: Path) -> None:
     record = record_with(HIDDEN["counted"])
     assert route(record, require_reasoning=True).reason == "no_reasoning"
     source = make_run(tmp_path, record, record_with(chat()), record_with(chat(reasoning="Hm.")))

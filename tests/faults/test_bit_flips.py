@@ -81,7 +81,7 @@ def test_a_flip_of_another_file_changes_no_row(whole: Path, name: str, count: in
 
 
 @pytest.mark.slow
-def test_a_flipped_record_is_mended_and_its_task_alone_runs_again(tmp_path: Path) -> None:
+def test_only_the_task_of_a_flipped_record_runs_again(tmp_path: Path) -> None:
     """By an export, which names it, and by a repair; then the run is what it was."""
     scripted_rows(tmp_path, 4)
     assert run(tmp_path, **SCRIPTED).returncode == 0
@@ -142,11 +142,11 @@ def test_a_run_that_ends_with_pending_tasks_is_not_complete(tmp_path: Path) -> N
     totals = totals_of(tmp_path, said("Hi."), pending=3)
     code, reason = exit_of(Outcome(), totals)
     assert code == 4
-    assert "3 tasks have no record although the run has come to its end" in str(reason)
+    assert "3 tasks have no record although the run has ended" in str(reason)
     assert exit_of(Outcome(), totals, is_all=False) == (0, None)
 
 
-def test_token_counts_that_nobody_can_mean_are_unknown(tmp_path: Path) -> None:
+def test_impossible_token_counts_are_unknown(tmp_path: Path) -> None:
     assert count_or_none(2**63 - 1) is None
     assert count_or_none(MOST_TOKENS - 1) == MOST_TOKENS - 1
     # As earlier versions recorded them: three of them fit no 64 bits.

@@ -45,7 +45,7 @@ def test_of_two_that_start_at_once_one_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_lock_file_says_locks_nothing(tmp_path: Path) -> None:
+def test_the_content_of_a_lock_file_locks_nothing(tmp_path: Path) -> None:
     """F19: pids are used again, and hosts vanish; only the kernel's lock counts."""
     scripted_rows(tmp_path, 1)
     assert run(tmp_path, **SCRIPTED).returncode == 0
@@ -57,7 +57,7 @@ def test_what_a_lock_file_says_locks_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_who_reads_while_a_run_writes_sees_whole_lines(tmp_path: Path) -> None:
+def test_readers_of_a_running_run_see_whole_lines(tmp_path: Path) -> None:
     """F21: in the records up to the last newline, and in exports made meanwhile."""
     write_prompts(tmp_path / "p.jsonl", 30)
     training = tmp_path / "trajectories" / "r.jsonl"

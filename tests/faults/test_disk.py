@@ -53,9 +53,7 @@ def small_disk(place: Path, options: str) -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", ["size=200k", "size=10m,nr_inodes=14"])
-def test_a_disk_that_fills_stops_the_run_and_room_lets_it_go_on(
-    tmp_path: Path, options: str
-) -> None:
+def test_a_disk_that_fills_stops_the_run_until_there_is_room(tmp_path: Path, options: str) -> None:
     """F9, F16: no room or no inodes; one message, exit 4, no storm of calls, a clean resume."""
     write_prompts(tmp_path / "p.jsonl", 60)
     with (
@@ -100,7 +98,7 @@ DAMAGES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_a_power_loss_or_an_editor_left_costs_only_what_it_hit(
+def test_damage_by_a_power_loss_or_an_editor_costs_only_the_damaged_tasks(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     """F12, F13, F14: in the records and in the journals at the same time."""
@@ -123,7 +121,6 @@ def test_what_a_power_loss_or_an_editor_left_costs_only_what_it_hit(
     assert any(run_dir.glob("quarantine/records.jsonl*")), "what was unreadable is kept"
 
 
-@pytest.mark.slow
 def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
     tmp_path: Path,
 ) -> None:
@@ -143,7 +140,7 @@ def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
         segment.write_bytes(b"".join(lines))
         done = resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=3 + 8)
     assert "1 damaged lines were set aside in" in done.stderr
-    assert f"quarantine: {segment.name}:{number + 1}; what they told does not" in done.stderr
+    assert f"quarantine: {segment.name}:{number + 1}; they do not" in done.stderr
     aside = run_dir / "quarantine" / f"{segment.name}.line{number + 1}"
     assert aside.read_bytes() == lines[number]
 
@@ -177,7 +174,7 @@ def test_an_index_that_hides_damage_costs_one_more_start(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_run_directory_that_vanishes_is_told_and_nothing_is_written_elsewhere(
+def test_a_run_directory_that_vanishes_stops_the_run_and_nothing_is_written_elsewhere(
     tmp_path: Path,
 ) -> None:
     """F16."""
@@ -190,7 +187,7 @@ def test_a_run_directory_that_vanishes_is_told_and_nothing_is_written_elsewhere(
             assert process.wait(timeout=60) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in said
-        assert "the run directory was moved or removed" in said
+        assert "the run directory has vanished: it was moved or removed" in said
         assert_gone(process.pid)
         assert not list((tmp_path / "trajectories").iterdir()), "nothing is made where it was"
         (tmp_path / "away").rename(tmp_path / "trajectories" / "r")
@@ -268,12 +265,12 @@ def test_journals_that_are_moved_under_a_run_are_to_be_put_back(tmp_path: Path) 
             wait_until(lambda: endpoint.journal()["replies"] >= 8)
             inflight.rename(tmp_path / "away")
             assert process.wait(timeout=60) == 4
-        assert "inflight: it was moved while" in (tmp_path / "output.txt").read_text()
+        assert "inflight: it was moved during" in (tmp_path / "output.txt").read_text()
         (tmp_path / "away").rename(inflight)
         resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=0)
 
 
-def test_a_disk_that_only_reads_is_told_before_any_call(tmp_path: Path) -> None:
+def test_a_read_only_disk_is_reported_before_any_call(tmp_path: Path) -> None:
     """F16."""
     scripted_rows(tmp_path, 1)
     with small_disk(tmp_path / "disk", "ro"):
@@ -282,7 +279,7 @@ def test_a_disk_that_only_reads_is_told_before_any_call(tmp_path: Path) -> None:
     assert "disk/r: cannot use this run directory: Read-only file system" in refused.stderr
 
 
-def test_a_disk_that_is_full_before_the_start_is_told_before_any_call(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_any_call(tmp_path: Path) -> None:
     """F9: exit code 4, since the same command goes on once there is room."""
     scripted_rows(tmp_path, 1)
     with small_disk(tmp_path / "disk", "size=64k"):
@@ -315,7 +312,7 @@ def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_is_no_file_of_a_run_is_named_before_anything_is_done(tmp_path: Path) -> None:
+def test_a_foreign_file_in_the_run_directory_is_named_first(tmp_path: Path) -> None:
     """F16: a pipe would be waited for without end, behind a dead link all would be paid again."""
     scripted_rows(tmp_path, 1)
     assert run(tmp_path, **SCRIPTED).returncode == 0

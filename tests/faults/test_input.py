@@ -86,7 +86,7 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_huge_line_and_many_rows_take_bounded_memory(tmp_path: Path) -> None:
+def test_a_huge_line_and_many_rows_take_limited_memory(tmp_path: Path) -> None:
     """F35: a line of 100 MB, and half a million rows."""
     with (tmp_path / "p.jsonl").open("wb") as file:
         file.write(b'{"prompt": "' + b"x" * (100 << 20) + b'"}\n')

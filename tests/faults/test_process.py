@@ -30,7 +30,7 @@ def asking(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
     return {**given, "base_url": endpoint.openai_url, **more}
 
 
-def test_the_parent_alone_is_killed_as_by_the_oom_killer(tmp_path: Path) -> None:
+def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
     """F7: its workers go with it, so that the next start has the directory to itself."""
     write_prompts(tmp_path / "p.jsonl", 12)
     with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
@@ -48,7 +48,7 @@ def test_the_parent_alone_is_killed_as_by_the_oom_killer(tmp_path: Path) -> None
     "asked", [pytest.param("the parent alone", marks=pytest.mark.long), "the whole group"]
 )
 @pytest.mark.slow
-def test_a_scheduler_asks_once_and_would_then_kill(tmp_path: Path, asked: str) -> None:
+def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, asked: str) -> None:
     """F5: Kubernetes asks the first process, Slurm all of them; calls outlast the grace."""
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=2, latency_s=300.0, **WRITE_A_NOTE) as endpoint:
@@ -60,9 +60,9 @@ def test_a_scheduler_asks_once_and_would_then_kill(tmp_path: Path, asked: str) -
             assert process.wait(timeout=60) == 128 + signal.SIGTERM
             assert_gone(process.pid)
     said = (tmp_path / "output.txt").read_text()
-    assert "stopping: running turns have 0.5 s to finish" in said
+    assert "stopping: running turns get 0.5 s to finish" in said
     assert (
-        "interrupted by SIGTERM; finished work is safe: run the same command again to resume"
+        "interrupted by SIGTERM; finished work is safe: run the same command again to continue"
         in said
     )
     assert "Traceback" not in said
@@ -71,7 +71,7 @@ def test_a_scheduler_asks_once_and_would_then_kill(tmp_path: Path, asked: str) -
         assert endpoint.journal()["requests"] == 8
 
 
-def test_whoever_reads_the_output_may_leave(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_does_not_stop_the_run(tmp_path: Path) -> None:
     """F6: `| head -1` closes the pipe after the first line."""
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": [{"content": "y"}]}, {})
     line = " ".join(command(**SCRIPTED)) + " 2>&1 | head -1"

@@ -146,7 +146,7 @@ def failures_of_kills(cwd: Path, work: Work) -> tuple[int, list[str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", WORKS)
-def test_a_kill_at_every_call_of_what_looks_after_runs(
+def test_a_kill_at_every_system_call_of_repair_merge_and_import(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Prints how many calls there were, and tells of all that did not survive."""

@@ -93,7 +93,7 @@ def test_a_run_by_batches_makes_the_same_data_for_half_the_price(
 
 @pytest.mark.long
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
-def test_what_fails_or_expires_in_a_batch_is_asked_live(tmp_path: Path, dialect: str) -> None:
+def test_calls_that_fail_or_expire_in_a_batch_are_made_live(tmp_path: Path, dialect: str) -> None:
     write_prompts(tmp_path / "p.jsonl", 8)
     with FakeBatches(options=OPTIONS, errored=0.2, expired=0.2) as api:
         done = run(tmp_path, BY_BATCH, **asking(api, dialect, batch_live_share=1))
@@ -117,7 +117,6 @@ def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["chat", only_long("messages")])
-@pytest.mark.slow
 def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
     """It is carried out and nobody is told its id: the next start finds it."""
     write_prompts(tmp_path / "p.jsonl", 4)
@@ -158,7 +157,7 @@ def test_a_stop_while_a_batch_is_waited_for(tmp_path: Path, number: int) -> None
 
 
 @pytest.mark.long
-def test_what_is_in_batches_is_not_merged_away(tmp_path: Path) -> None:
+def test_a_run_with_calls_in_batches_cannot_be_merged(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 2)
     with FakeBatches(options=OPTIONS, delay_s=60) as api:
         with started(tmp_path, BY_BATCH, **asking(api, grace_s=1)) as process:
@@ -241,9 +240,7 @@ def test_a_budget_holds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [only_long(signal.SIGKILL), signal.SIGTERM])
-def test_what_is_set_aside_for_a_batch_is_so_once_over_all_starts(
-    tmp_path: Path, number: int
-) -> None:
+def test_a_batch_has_one_reserve_over_all_starts(tmp_path: Path, number: int) -> None:
     """Three starts are ended in mid-batch, under a budget that has room for one worst case each."""
     write_prompts(tmp_path / "p.jsonl", 3)
     with FakeBatches(options=OPTIONS, delay_s=1000) as api:
@@ -267,7 +264,7 @@ def test_what_is_set_aside_for_a_batch_is_so_once_over_all_starts(
 
 
 @pytest.mark.slow
-def test_what_is_set_aside_for_calls_that_were_never_sent_is_free_at_the_next_start(
+def test_the_reserve_of_calls_never_sent_is_free_at_the_next_start(
     tmp_path: Path,
 ) -> None:
     """They are still being gathered, for want of money of one of them, when the run is stopped.
@@ -298,7 +295,7 @@ def test_what_is_set_aside_for_calls_that_were_never_sent_is_free_at_the_next_st
 
 
 @pytest.mark.long
-def test_what_is_set_aside_for_calls_that_were_never_sent_is_so_once(tmp_path: Path) -> None:
+def test_the_reserve_of_calls_never_sent_is_made_once(tmp_path: Path) -> None:
     """As above, and the run goes on after all."""
     write_prompts(tmp_path / "p.jsonl", 3)
     budget = tmp_path / "trajectories" / "r" / "budget.jsonl"

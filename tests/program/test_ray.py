@@ -185,7 +185,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, cluster: TwoNodes) -> Non
         wait_until(lambda: not actors())
 
 
-def test_a_cluster_of_its_own_goes_with_the_driver(tmp_path: Path) -> None:
+def test_a_cluster_that_the_run_started_ends_with_it(tmp_path: Path) -> None:
     """Without an address one is started here; its processes show no keys."""
     write_prompts(tmp_path / "p.jsonl", 12)
     with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
@@ -306,7 +306,7 @@ def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
         )
         assert endpoint.journal()["requests"] == 0
     assert done.returncode == 4, done.stderr
-    assert "runs other code of this program" in done.stderr
+    assert "has another version of this program" in done.stderr
 
 
 def test_a_node_is_lost(tmp_path: Path) -> None:

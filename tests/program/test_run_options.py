@@ -279,7 +279,7 @@ def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> Non
         ({"base_url": "http://u:secret@host/v1"}, "--base_url: must not have a password"),
     ],
 )
-def test_what_no_run_could_keep_is_refused(
+def test_options_that_no_run_can_satisfy_are_refused(
     tmp_path: Path, given: dict[str, str], words: str
 ) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
@@ -306,7 +306,7 @@ def test_the_price_of_a_subagent_must_be_known_where_a_row_has_a_budget(tmp_path
     assert "`max_cost_usd` needs a model whose price is known" in done.stderr
 
 
-def test_what_is_disabled_is_not_offered_to_subagents_either(tmp_path: Path) -> None:
+def test_disabled_toolsets_are_not_offered_to_subagents(tmp_path: Path) -> None:
     helper = {**HELPER, "enabled_toolsets": ["file", "python"], "script": [say("hi")]}
     script = [calls(call("helper", task="t")), say("done")]
     row = {"prompt": "x", "script": script}

@@ -51,7 +51,7 @@ def listening() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             thread.join()
 
 
-def test_nothing_of_the_operator_enters_the_prompt(tmp_path: Path) -> None:
+def test_context_files_of_the_user_are_not_in_the_prompt(tmp_path: Path) -> None:
     """S2.57: no memory and no context files, neither of the home nor of the current directory."""
     for place in (tmp_path, tmp_path / "home"):
         for name in CONTEXT_FILES:
@@ -87,7 +87,7 @@ def test_reasoning_that_is_disabled_is_disabled_whatever_the_effort(tmp_path: Pa
     assert asked[0]["reasoning_effort"] == "none"
 
 
-def test_the_tools_on_offer_are_told_before_anything_runs(tmp_path: Path) -> None:
+def test_the_tools_on_offer_are_printed_before_anything_runs(tmp_path: Path) -> None:
     """S2.36: by `--dry_run`, and in the log of each start."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("y")]})
     told = "toolsets   file (list_files, patch_file, read_file, search_files, write_file)"
@@ -108,7 +108,7 @@ def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:
         assert f"--{name} " in told, name
 
 
-def test_records_are_for_their_owner_and_a_mode_that_was_given_stays(tmp_path: Path) -> None:
+def test_records_are_private_and_keep_a_mode_that_the_user_set(tmp_path: Path) -> None:
     """S2.46."""
     before = os.umask(0)
     try:
@@ -125,7 +125,7 @@ def test_records_are_for_their_owner_and_a_mode_that_was_given_stays(tmp_path: P
     assert stat.S_IMODE(records.stat().st_mode) == 0o640
 
 
-def test_a_compacted_view_is_told_by_the_record(tmp_path: Path) -> None:
+def test_the_record_says_that_the_view_was_compacted(tmp_path: Path) -> None:
     """S1.30: and the record holds all that was said."""
     long = calls(call("list_files"), content="one", reasoning="R" * 300)
     script = [long, calls(call("list_files"), content="two"), say("three")]

@@ -67,7 +67,7 @@ def test_all_workers_see_the_same_page_and_no_key_is_written(tmp_path: Path) -> 
         ({"web_search_url": "http://x"}, "search_url cannot be used with provider ddgs"),
     ],
 )
-def test_what_cannot_work_is_said_before_the_run(
+def test_missing_keys_and_packages_are_reported_before_the_run(
     tmp_path: Path, options: dict[str, str], words: str
 ) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("x")]})

@@ -303,7 +303,7 @@ def test_a_report_replaces_nothing_but_a_report(run_dir: Path, tmp_path: Path) -
     os.mkfifo(tmp_path / "pipe")
     for kept in (run_dir / "records.jsonl", run_dir.with_suffix(".jsonl"), tmp_path / "pipe"):
         before = state_of(kept)
-        with pytest.raises(RunDirError, match="is there and is no report"):
+        with pytest.raises(RunDirError, match="exists and is not a report"):
             write_report(StoredRun(run_dir), kept)
         assert state_of(kept) == before
     page = tmp_path / "page.html"

@@ -207,7 +207,7 @@ def test_a_conversation_shows_all_that_was_said(page: Page) -> None:
     assert page.evaluate("document.activeElement.className") == "call is-error"
 
 
-def test_what_lies_beside_the_page_is_read_when_it_is_opened(large_page: Page) -> None:
+def test_data_files_beside_the_page_are_loaded_on_demand(large_page: Page) -> None:
     """Rows and a conversation come out of the files; the conversation as text too."""
     page = large_page
     assert page.locator("#found").text_content() == f"{MANY + 3} shown"
@@ -249,7 +249,9 @@ def test_a_run_without_checks_has_no_place_for_them(page: Page) -> None:
     assert not {"Passed", "Checks", "Rewards", "Check"} & set(names)
 
 
-def test_what_was_checked_is_seen_and_found(context: BrowserContext, tmp_path: Path) -> None:
+def test_checks_and_rewards_are_shown_and_can_be_filtered(
+    context: BrowserContext, tmp_path: Path
+) -> None:
     """In a tile, two charts, a column to sort by, and the filters."""
     rewards = {"bad": 0.25, "good": 1, "none": None}
     script = [{"content": "Yes."}]

@@ -3,9 +3,11 @@
 test_requirements     what the program says where it cannot start
 test_config_file      mistakes in config files and flags
 test_dataset          reading prompts
+test_sources          datasets in other forms than plain JSONL
 test_row_setup        rows that bring files, and checks of the final state
 test_kept_scan        the cached scan of a dataset
 test_endpoints        several models and endpoints in one run
+test_endpoint_access  headers, parameters, proxies and key commands of endpoints
 test_limiter          the limit on concurrent model calls
 test_budget           the budget of a run
 test_spending         the sum spent by a run

@@ -19,10 +19,10 @@ from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings, Request
 from agent.models.prices import estimate_cost
 from agent.models.resolve import resolve_model
-from runs.batch_api.batch_log import BatchJob, BatchLog, State, held_in
+from runs.batch_api.batch_log import BatchJob, BatchLog, State, free_unsent, held_in
 from runs.batch_api.collector import BatchCollector, CollectorLimits
 from runs.batch_api.delivery import BatchDelivery
-from runs.batch_api.totals import sum_up
+from runs.batch_api.totals import compute_batch_totals
 from runs.errors import Stopped
 from runs.protocol.batch_calls import item_id, name_of, task_of
 from runs.tasks import task_key
@@ -250,7 +250,7 @@ def test_answers_are_those_of_their_calls(tmp_path: Path, dialect: str) -> None:
         if answer.how == "reply":
             key = conversation_of(prompt)
             assert key in read_reply(answer.reply, settings).message["content"]
-    sums = sum_up(tmp_path)
+    sums = compute_batch_totals(tmp_path)
     assert sums is not None
     assert (sums.calls, sums.failed, sums.live) == (
         hows.count("reply"),
@@ -325,7 +325,7 @@ def test_an_endpoint_that_takes_no_batches_stops_the_run(tmp_path: Path, status:
     asyncio.run(ask())
 
 
-def test_a_batch_that_the_endpoint_does_not_know_stops_the_run_and_says_the_way_out(
+def test_an_unknown_batch_stops_the_run_with_a_message_that_says_what_to_do(
     tmp_path: Path,
 ) -> None:
     async def ask() -> None:
@@ -337,7 +337,7 @@ def test_a_batch_that_the_endpoint_does_not_know_stops_the_run_and_says_the_way_
                 api.batches.clear()
                 while not desks.problems:
                     await asyncio.sleep(0.02)
-                assert "is it the key" in desks.problems[0].lower()
+                assert "use the key" in desks.problems[0].lower()
                 assert "remove batches.jsonl" in desks.problems[0]
                 asking.cancel()
 
@@ -359,7 +359,7 @@ def test_near_the_end_calls_go_live_but_for_those_in_batches(tmp_path: Path) -> 
     asyncio.run(ask())
 
 
-def test_results_are_there_for_whoever_asks_again(tmp_path: Path) -> None:
+def test_results_of_a_batch_can_be_asked_for_again(tmp_path: Path) -> None:
     """A worker died with a reply that it had not journaled; nobody pays for it again."""
 
     async def ask() -> None:
@@ -385,14 +385,14 @@ def test_lost_results_are_fetched_again(tmp_path: Path, left: bytes) -> None:
                 first = await all_of(desks, ["a"])
             (results,) = (tmp_path / "batches").iterdir()
             results.write_bytes(left)
-            before = sum_up(tmp_path)
+            before = compute_batch_totals(tmp_path)
             with (tmp_path / "batches.jsonl").open("ab") as file:
                 file.write(b'{"kind":"collected"}\n{"kind":[]}\n7\n{"kind":"live","calls\n')
                 file.write(b'{"kind":"gathered","wave":"w","model":"m","at":1,"items":[3]}\n')
             async with office(tmp_path, api) as desks:
                 assert await all_of(desks, ["a"]) == first
             assert len(api.batches) == 1
-            after = sum_up(tmp_path)
+            after = compute_batch_totals(tmp_path)
             assert before is not None
             assert after is not None
             assert (after.batches, after.calls, after.cost_usd) == (1, 1, before.cost_usd)
@@ -400,7 +400,7 @@ def test_lost_results_are_fetched_again(tmp_path: Path, left: bytes) -> None:
     asyncio.run(ask())
 
 
-def test_who_left_before_a_wave_was_sent_is_not_in_it(tmp_path: Path) -> None:
+def test_a_call_cancelled_before_its_batch_is_not_sent(tmp_path: Path) -> None:
     async def ask() -> None:
         with FakeBatches() as api:
             async with office(tmp_path, api) as desks:
@@ -426,7 +426,7 @@ def test_calls_in_batches_are_claimed_at_their_price() -> None:
     assert by_batch.tokens == live.tokens
 
 
-def test_what_is_set_aside_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
+def test_a_reserve_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
     id = item_id(task_key("t", ""), b"asked", 0)
     job = BatchJob("w", "m", [id], most=[[0.5, 7]])
     ledger = BatchLog(tmp_path, tmp_path / "quarantine")
@@ -439,7 +439,7 @@ def test_what_is_set_aside_is_held_until_a_batch_can_have_answered(tmp_path: Pat
         ledger.note(job, step, **fields)
         if step == "gathered":
             continue
-        assert not ledger.give_up_unsent()
+        assert not free_unsent(tmp_path, tmp_path / "quarantine")
         assert held_in(tmp_path, ()) == {task_of(id): {id: [0.5, 7]}}
         assert not held_in(tmp_path, {task_of(id)}), "its conversation has ended"
     counts: dict[str, Any] = {"cost_usd": 0.1, "saved_usd": 0.1, "unpriced": 0}
@@ -465,13 +465,13 @@ async def model_of(
 ) -> AsyncIterator[BatchApiModel]:
     settings = settings_for(api, "chat")
     live = open_model(settings, api_key="none", on_retry=lambda words: None)
-    budget = WorkerBudget(bounds=None, tell=lambda told: None)
+    budget = WorkerBudget(budget=None, report=lambda told: None)
     gate = CallLimiter(permits=0, budget=budget, on_refusal=lambda *_: None)
     try:
         yield BatchApiModel(
             live,
-            desk=parent.desk,
-            gate=gate,
+            client=parent.desk,
+            limiter=gate,
             budget=budget,
             task=task_key("t", ""),
             used=used,

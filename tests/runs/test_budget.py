@@ -79,12 +79,12 @@ class TestClaim:
         # $3.75 per million tokens written into the cache, $15 per million of the reply
         assert found.usd == pytest.approx((found.tokens - 1000) * 3.75e-6 + 1000 * 15e-6)
 
-    def test_without_a_bound_or_a_price_nothing_is_known(self) -> None:
+    def test_without_a_limit_or_a_price_nothing_is_known(self) -> None:
         assert self.ask(max_tokens=None, api="openai_chat")[:2] == (None, None)
         assert self.ask(name="nobody-knows", provider=None).usd is None
         assert self.ask(name="nobody-knows", provider=None).tokens is not None
 
-    def test_a_bound_in_the_extra_body_counts(self) -> None:
+    def test_max_tokens_in_the_extra_body_counts(self) -> None:
         found = self.ask(extra_body={"max_tokens": 50_000})
         assert found.tokens is not None
         assert found.tokens > 60_000
@@ -93,11 +93,11 @@ class TestClaim:
 class TestWorkerBudget:
     """One worker's side."""
 
-    def test_what_a_call_did_not_use_pays_for_the_next(self) -> None:
+    def test_the_unused_reserve_of_a_call_is_available_to_the_next(self) -> None:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
             first = asyncio.create_task(budget.reserve(Cost(usd=1.0)))
             second = asyncio.create_task(budget.reserve(Cost(usd=1.0)))
             await asyncio.sleep(0)
@@ -126,11 +126,11 @@ class TestWorkerBudget:
             (None, 1.0),
         ],
     )
-    def test_what_nobody_knows_counts_as_the_most(self, outcome: Any, spent: float) -> None:
+    def test_an_unknown_cost_counts_as_the_worst_case(self, outcome: Any, spent: float) -> None:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
             budget.take_grant(Cost(usd=2.0))
             await budget.reserve(Cost(usd=1.0))
             budget.settle(Cost(usd=1.0), outcome)
@@ -140,11 +140,11 @@ class TestWorkerBudget:
         asyncio.run(use())
         assert told[-1]["returned"] == [2.0 - spent, 0]
 
-    def test_what_an_earlier_start_set_aside_is_for_its_call_alone(self) -> None:
+    def test_a_reserve_of_an_earlier_start_serves_only_its_call(self) -> None:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
             budget.take_over(Cost(usd=1.0))
             assert not budget.try_to_reserve(Cost(usd=0.5))
             budget.settle(Cost(usd=1.0), reply(0.25))
@@ -154,9 +154,9 @@ class TestWorkerBudget:
         asyncio.run(use())
         assert told[-1]["returned"] == [0.25, 0]
 
-    def test_who_waits_is_turned_away_when_the_run_stops(self) -> None:
+    def test_waiting_calls_are_refused_when_the_run_stops(self) -> None:
         async def use() -> None:
-            budget = WorkerBudget(bounds=Cost(tokens=5), tell=lambda told: None)
+            budget = WorkerBudget(budget=Cost(tokens=5), report=lambda told: None)
             waiter = asyncio.create_task(budget.reserve(Cost(tokens=1)))
             await asyncio.sleep(0)
             budget.stop()
@@ -176,14 +176,14 @@ class Worker:
     def __init__(self, bounds: Cost) -> None:
         self.to_parent: list[dict[str, Any]] = []
         self.from_parent: list[dict[str, Any]] = []
-        self.budget = WorkerBudget(bounds=bounds, tell=self.to_parent.append)
+        self.budget = WorkerBudget(budget=bounds, report=self.to_parent.append)
 
     def send(self, message: bytes) -> None:
         self.from_parent.append(orjson.loads(message.split(b"\n")[0]))
 
     def receive(self) -> None:
         for header in self.from_parent:
-            if header["type"] == "loan":
+            if header["type"] == "grant":
                 self.budget.take_grant(Cost(*header["amount"]))
             else:
                 self.budget.reclaim()
@@ -251,7 +251,7 @@ def test_the_budget_is_never_overshot_and_never_stuck(
 
 
 @pytest.mark.slow
-def test_a_run_stops_at_its_budget_and_goes_on_when_it_is_raised(tmp_path: Path) -> None:
+def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path) -> None:
     """256 conversations in flight, and a cap that falls into the middle of them."""
     write_prompts(tmp_path / "p.jsonl", 256)
     dataset = {"dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file"}
@@ -284,7 +284,7 @@ def test_a_run_stops_at_its_budget_and_goes_on_when_it_is_raised(tmp_path: Path)
         assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 256
 
 
-def test_a_worker_that_dies_takes_its_loan_along_but_not_the_run(tmp_path: Path) -> None:
+def test_a_worker_that_dies_loses_its_share_of_the_budget_but_not_the_run(tmp_path: Path) -> None:
     """What it had under way may have been charged, so nobody else spends that money."""
     write_prompts(tmp_path / "p.jsonl", 120)
     with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
@@ -330,7 +330,6 @@ def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> No
     assert "the budget of the run is used up" in stopped.stderr
 
 
-@pytest.mark.slow
 def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=1, latency_s=0.0, faults={"http403": 0.5}) as endpoint:

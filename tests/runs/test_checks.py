@@ -119,13 +119,13 @@ class TestARun:
         assert found["judged_otherwise"] == [{"id": "bad", "from": False, "to": True}]
 
     @pytest.mark.slow
-    def test_that_goes_on_counts_what_was_checked_before(self, cwd: Path, tmp_path: Path) -> None:
+    def test_that_resumes_counts_earlier_checks(self, cwd: Path, tmp_path: Path) -> None:
         write_dataset(tmp_path)
         start(tmp_path, max_samples=2)
         assert TOLD in start(tmp_path).splitlines()
 
     @pytest.mark.slow
-    def test_tells_of_them_while_it_goes_on(self, tmp_path: Path) -> None:
+    def test_reports_them_while_it_runs(self, tmp_path: Path) -> None:
         """Those of earlier starts too."""
         waiting = {"id": "waits", "check": f"until test -e {tmp_path / 'go'}; do sleep 0.01; done"}
         script = {"prompt": "x", "script": [say("done")]}
@@ -150,7 +150,7 @@ class TestARun:
         write_dataset(tmp_path)
         told = start(tmp_path, num_samples=2)
         assert (
-            "checked 6: passed 2 (33.3%), did not pass 4; mean reward 0.5; of 3 prompts 1 " in told
+            "checked 6: passed 2 (33.3%), did not pass 4; mean reward 0.5; 1 of 3 prompts " in told
         )
         summary = read(tmp_path / "trajectories" / "r" / "summary.json")
         assert (summary["prompts_checked"], summary["prompts_passed"]) == (3, 1)
@@ -190,7 +190,7 @@ class TestWhatIsRequired:
         assert run(cwd, "export", "r", "--check").returncode == 0
 
     @pytest.mark.slow
-    def test_beside_what_a_recipe_says(self, cwd: Path) -> None:
+    def test_can_be_combined_with_a_recipe(self, cwd: Path) -> None:
         (cwd / "recipe.yaml").write_text("filters: {exact_duplicates: false}\n")
         done = run(cwd, "export", "r", "--require_passed", recipe="recipe.yaml", output="d")
         assert done.returncode == 0, done.stderr
@@ -341,7 +341,7 @@ class TestWrongAnswers:
                 assert [row["id"] for row in found] == ["t0#s1"]
             assert len(lines(directory / "dpo" / "train.jsonl")) == 1
 
-    def test_one_that_was_given_by_a_call_is_told_as_text(self, tmp_path: Path) -> None:
+    def test_an_answer_given_by_a_call_is_exported_as_text(self, tmp_path: Path) -> None:
         """A pair must differ by what was answered, not by how."""
         samples = (by_call(right("4"), "4"), by_call(wrong("5"), "5"))
         source = make_run(tmp_path, *samples, samples=2, prompts=EXPECTED)

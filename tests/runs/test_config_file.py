@@ -56,12 +56,12 @@ def test_merged_mappings_may_be_overridden(tmp_path: Path) -> None:
         ("[" * 3000 + "]" * 3000, "run.yaml: cannot read this config file: nested too deeply"),
     ],
 )
-def test_what_is_no_json_cannot_be_sent(tmp_path: Path, value: str, reason: str) -> None:
+def test_values_that_are_not_json_cannot_be_sent(tmp_path: Path, value: str, reason: str) -> None:
     assert refused(tmp_path, f"extra_body: {value}\n").startswith(reason)
 
 
 @pytest.mark.parametrize("key", ["messages", "stream", "tools", "n"])
-def test_what_the_program_decides_is_not_overwritten(tmp_path: Path, key: str) -> None:
+def test_extra_body_cannot_overwrite_fields_of_the_program(tmp_path: Path, key: str) -> None:
     told = refused(tmp_path, f"extra_body: {{top_k: 5, {key}: true}}\n")
     assert f"extra_body: {key}: not allowed in extra_body" in told
 
@@ -78,7 +78,7 @@ def test_a_secret_in_a_url_is_not_shown(tmp_path: Path, url: str) -> None:
     told += [refused(tmp_path, f"base_url: {url}\n")]
     told += [refused(tmp_path, f"endpoints: {{mine: {{base_url: '{url}'}}}}\n")]
     for words in told:
-        assert "must not have a password or query" in words
+        assert "must not have a password, key or query" in words
         assert "canary" not in words
 
 
@@ -91,7 +91,7 @@ def test_a_flag_in_other_bytes_than_utf8_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_result_that_could_not_be_written_is_told_of(tmp_path: Path) -> None:
+def test_a_result_that_could_not_be_written_is_reported(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command("errors"), stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.stderr == "error: cannot write the result: No space left on device\n"

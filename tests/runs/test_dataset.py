@@ -10,7 +10,7 @@ import pytest
 
 from runs.dataset.lines import ContentDigest, Row, read_rows
 from runs.dataset.row import RowRules, opening_messages
-from runs.dataset.scan import scan, tasks, tasks_at
+from runs.dataset.scan import scan, tasks
 from runs.errors import DatasetChanged, DatasetError
 from runs.tasks import BadRow, Task
 
@@ -29,7 +29,7 @@ def test_a_pipe_is_named_instead_of_waited_for(tmp_path: Path) -> None:
 
 
 def all_tasks(path: Path, num_samples: int = 1, max_samples: int | None = None) -> list[Task]:
-    return list(tasks(scan(path, max_samples=max_samples), num_samples=num_samples))
+    return list(tasks(scan(path, max_samples=max_samples, num_samples=num_samples)))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_own_ids_are_kept_and_repeated_ones_are_counted(tmp_path: Path) -> None:
     assert ids[4].startswith("row-")
 
 
-def test_appending_a_row_with_a_used_id_renames_nobody(tmp_path: Path) -> None:
+def test_appending_a_row_with_a_used_id_renames_no_task(tmp_path: Path) -> None:
     """Nor does raising --max_samples so that it comes into view: finished work stays finished."""
     rows = [{"id": "k", "prompt": "a"}, {"id": "l", "prompt": "b"}, {"id": "k", "prompt": "c"}]
     path = write(tmp_path / "p.jsonl", *rows)
@@ -219,7 +219,7 @@ def test_text_parts_and_developers_are_the_same_prompt_in_other_words(
     assert other.columns[column][:2] == IN_PARTS, "the row stays as it is"
 
 
-def test_what_follows_the_prompt_in_a_chat_identifies_it_as_it_is(tmp_path: Path) -> None:
+def test_turns_after_the_prompt_are_part_of_its_identity(tmp_path: Path) -> None:
     """Runs that there are must find their rows again."""
     answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
     (task,) = all_tasks(write(tmp_path / "a.jsonl", {"id": "x", "messages": [*PLAIN, answer]}))
@@ -258,13 +258,13 @@ def test_a_row_that_changes_after_the_scan_is_no_task(tmp_path: Path, lines: lis
     found = scan(path, max_samples=None)
     write(path, *lines)
     with pytest.raises(DatasetChanged, match="run the same command again"):
-        list(tasks(found, num_samples=1))
+        list(tasks(found))
     with pytest.raises(DatasetChanged):
-        list(tasks_at(found, [0, 1]))
+        list(tasks(found, [0, 1]))
 
 
 def test_rows_that_are_appended_after_the_scan_wait_for_the_next(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
     found = scan(path, max_samples=None)
     write(path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
-    assert [task.columns["prompt"] for task in tasks(found, num_samples=1)] == ["a", "b"]
+    assert [task.columns["prompt"] for task in tasks(found)] == ["a", "b"]

@@ -78,7 +78,7 @@ class TestNames:
             ({"models": {}}, "at least 1"),
         ],
     )
-    def test_what_cannot_be_meant_is_refused(self, fields: dict[str, Any], words: str) -> None:
+    def test_impossible_values_are_refused(self, fields: dict[str, Any], words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             set_up_models(config(**fields))
 
@@ -120,7 +120,7 @@ class TestDraw:
 
 
 class TestBounds:
-    def test_what_an_endpoint_says_of_itself_counts_there_alone(self) -> None:
+    def test_limits_of_an_endpoint_apply_only_to_it(self) -> None:
         given = config(
             models={"a:m": 1, "b:m": 1}, max_in_flight=50, rpm=600, num_workers=2, batch_size=40,
             endpoints={
@@ -142,7 +142,7 @@ class TestBounds:
         more = config(model="a:m", endpoints={"a": LOCAL, "b": {**LOCAL, "temperature": 1}})
         assert meaning_of(asked) == meaning_of(more)
 
-    def test_two_names_of_one_endpoint_share_the_tighter_bounds(self) -> None:
+    def test_two_names_of_one_endpoint_share_the_lower_limits(self) -> None:
         given = config(
             models={"a:m": 1, "b:n": 1},
             endpoints={"a": {**LOCAL, "rpm": 60}, "b": {**LOCAL, "rpm": 30, "max_in_flight": 3}},

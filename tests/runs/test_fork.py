@@ -116,7 +116,7 @@ def summary(cwd: Path, run_name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def test_branches_go_on_where_their_parents_stood_and_cost_what_they_add(tmp_path: Path) -> None:
+def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path: Path) -> None:
     with finished_parent(tmp_path) as (_, asked):
         before = [body["messages"] for body in asked]
         done = run(tmp_path, *FORK)
@@ -165,7 +165,7 @@ def test_branches_go_on_where_their_parents_stood_and_cost_what_they_add(tmp_pat
 
 
 @pytest.mark.slow
-def test_what_a_killed_fork_left_beside_its_run_goes(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_fork_are_removed(tmp_path: Path) -> None:
     half = tmp_path / "trajectories" / ".b.fork.jsonl.1.tmp"
     with finished_parent(tmp_path):
         half.write_bytes(b"{")
@@ -174,7 +174,7 @@ def test_what_a_killed_fork_left_beside_its_run_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_dataset_of_a_run_that_goes_on_is_not_replaced(tmp_path: Path) -> None:
+def test_the_dataset_of_a_run_that_resumes_is_not_replaced(tmp_path: Path) -> None:
     with finished_parent(tmp_path):
         assert run(tmp_path, *FORK).returncode == 0
         rows = (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes()
@@ -196,7 +196,7 @@ def test_a_run_that_is_moved_aside_keeps_its_dataset(tmp_path: Path) -> None:
             assert begun.returncode == 0, begun.stderr
             assert len(records(tmp_path, "b")) == PROMPTS
         refused = run(tmp_path, *FORK)
-        assert "b.fork.2.jsonl: it holds other branches" in refused.stderr
+        assert "b.fork.2.jsonl: it has other branches" in refused.stderr
         (aside,) = runs.glob("b.2*/")
         back = run(tmp_path, *FORK, "--fresh")
         assert back.returncode == 0, back.stderr
@@ -229,8 +229,7 @@ def test_branches_become_pairs_of_one_step(tmp_path: Path) -> None:
         assert metadata["fork"] == {"run": "r", "record": pair["id"][5:7], "turn": 2}
 
 
-@pytest.mark.slow
-def test_a_killed_run_of_branches_goes_on_and_pays_nothing_twice(tmp_path: Path) -> None:
+def test_a_killed_fork_resumes_and_repeats_no_call(tmp_path: Path) -> None:
     with finished_parent(tmp_path) as (endpoint, asked):
         count = len(asked)
         endpoint.held.clear()
@@ -268,7 +267,7 @@ tools = [pay]
 
 
 @pytest.mark.slow
-def test_what_cannot_be_repeated_is_skipped_and_what_differs_is_noted(tmp_path: Path) -> None:
+def test_calls_that_cannot_be_repeated_are_skipped_and_differences_noted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TOOLS_FILE)
 
     def calls(name: str, **arguments: Any) -> dict[str, Any]:
@@ -339,15 +338,15 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert [record["id"] for record in records(tmp_path, "b")] == ["fork.cut@2"]
     for line, words in (
-        (["--at_turn=1", "--run_name=b"], "it holds other branches; take another --run_name"),
-        (["--at_turn=4", "--run_name=n"], "1 left out: it does not go on after turn 4"),
+        (["--at_turn=1", "--run_name=b"], "it has other branches; use another --run_name"),
+        (["--at_turn=4", "--run_name=n"], "1 left out: it does not continue after turn 4"),
     ):
         refused = run(tmp_path, "fork", "r", *line, "--n=1", "--status=max_turns")
         assert refused.returncode == 2
         assert words in refused.stderr
     identity = read_run_json(parent)
     for flags, words in (
-        ({"shard": "0/2", "run_name": "n"}, "--shard: a fork decides this itself"),
+        ({"shard": "0/2", "run_name": "n"}, "--shard: `fork` sets this itself"),
         ({}, "--run_name: the name of the new run is missing"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -370,7 +369,7 @@ def test_a_branch_draws_what_its_parent_drew(tmp_path: Path) -> None:
     assert branches != [drawn(plain, f"fork.p{n}@1") for n in range(20)]
 
 
-def test_a_row_that_holds_no_beginning_is_no_branch() -> None:
+def test_a_row_without_a_valid_beginning_is_not_a_branch() -> None:
     good = {"run": "r", "record": "p", "turn": 0, "drawn_as": "p", "inherited": {}, "events": []}
     assert read_fork({"fork": good}, OPENING).turn == 0
     bad: Any
@@ -408,10 +407,10 @@ def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) 
         if not {"max_cost_usd", "max_total_tokens"} & scene.options.keys():
             spec = terms_of(scene.options)
             assert next_step(branch, spec) == next_step(parent, spec)
-    assert "its events cannot be told from its record" not in reasons
+    assert "its record does not determine its events" not in reasons
 
 
-def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> None:
+def test_the_parent_s_cost_is_not_counted_in_a_branch(tmp_path: Path) -> None:
     scene = Scene([calls(call("echo", text=f"{n}")) for n in range(3)] + [say("done")], {})
     played = play(tmp_path, scene.script, cost_usd=0.25, reply_tokens=7)
     events = events_until(orjson.loads(record_of(played, scene)), 2, opening=OPENING)
@@ -423,7 +422,7 @@ def test_what_the_parent_paid_counts_in_no_sum_of_a_branch(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_was_unusual_about_a_parent_is_not_so_of_its_branch(tmp_path: Path) -> None:
+def test_flags_of_a_parent_are_not_those_of_its_branch(tmp_path: Path) -> None:
     look = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
     write = {"tool_calls": [{"name": "write_file", "arguments": {"path": "f", "content": ""}}]}
     script = [{"content": " "}, look, look, write, {"content": "done"}]

@@ -84,7 +84,7 @@ def theirs(tmp_path: Path) -> Path:
     return theirs
 
 
-def test_a_run_of_hermes_agent_goes_on_as_one_of_ours(theirs: Path) -> None:
+def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
     cwd = theirs.parent
     records = cwd / "trajectories" / "r" / "records.jsonl"
     for told in (
@@ -96,9 +96,9 @@ def test_a_run_of_hermes_agent_goes_on_as_one_of_ours(theirs: Path) -> None:
         for words in (
             *told,
             "1 repeated, left out batch_0.jsonl:3",
-            "1 of prompts that the dataset does not hold, left out batch_10.jsonl:1",
+            "1 of prompts that are not in the dataset, left out batch_10.jsonl:1",
             "1 unreadable; their prompts run again batch_0.jsonl:5 (",
-            "1 counted as done there, but no trajectory is left",
+            "1 counted as done, but without a trajectory",
             "pending            4",
         ):
             assert words in imported.stdout, imported.stdout
@@ -116,22 +116,22 @@ def test_a_run_of_hermes_agent_goes_on_as_one_of_ours(theirs: Path) -> None:
     assert sorted(record["status"] for record in theirs_kept) == [*["completed"] * 3, "max_turns"]
 
 
-def test_what_is_no_run_of_hermes_agent_is_refused(theirs: Path) -> None:
+def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) -> None:
     cwd = theirs.parent
     (cwd / "empty").mkdir()
     refused = run(cwd, "import_hermes", "empty", **SCRIPTED)
     assert refused.returncode == 2
-    assert "empty: no batch_N.jsonl and no trajectories.jsonl" in refused.stderr
+    assert "empty: not a run of hermes-agent" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("turns", "words"),
     [
-        ([], "the model says nothing"),
+        ([], "it has no message of the model"),
         ([("gpt", "<tool_call>\n{broken\n</tool_call>")], "Expecting"),
         ([("gpt", '<tool_call>\n{"name": "x"}')], "not closed"),
-        ([("gpt", '<tool_call>\n{"name": "x"}\n</tool_call> and more')], "something else"),
-        ([("gpt", "x"), WORK[1]], "2 results of 0 calls"),
+        ([("gpt", '<tool_call>\n{"name": "x"}\n</tool_call> and more')], "text between"),
+        ([("gpt", "x"), WORK[1]], "2 results for 0 calls"),
         ([("narrator", "x")], "from 'narrator'"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_row_that_is_not_of_the_format_says_why(turns: list[tuple[str, str]], 
         read_conversation(conversation("p", *turns), model=None, at=0.0)
 
 
-def test_what_a_user_says_on_the_way_is_kept() -> None:
+def test_later_user_messages_are_kept() -> None:
     found = read_conversation(
         conversation("p", ANSWER, ("human", "And now?"), ANSWER), model=None, at=0.0
     )
@@ -152,9 +152,12 @@ def test_what_a_user_says_on_the_way_is_kept() -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        (conversation("p", ANSWER)[1:], "not with system and human"),
-        ([*conversation("p"), {"from": "gpt", "value": None}], "a gpt entry is no text"),
-        ([{"from": "system", "value": "x"}, *conversation("p", ANSWER)[1:]], "lists no tools"),
+        (conversation("p", ANSWER)[1:], "instead of system and human"),
+        ([*conversation("p"), {"from": "gpt", "value": None}], "a gpt entry is not text"),
+        (
+            [{"from": "system", "value": "x"}, *conversation("p", ANSWER)[1:]],
+            "has no list of tools",
+        ),
     ],
 )
 def test_entries_that_are_not_of_the_format_say_why(entries: Any, words: str) -> None:
@@ -162,7 +165,7 @@ def test_entries_that_are_not_of_the_format_say_why(entries: Any, words: str) ->
         read_conversation(entries, model=None, at=0.0)
 
 
-def test_what_results_read_like_is_how_calls_went() -> None:
+def test_failed_calls_are_recognised_by_their_results() -> None:
     found = read_conversation(conversation("p", *WORK, ANSWER), model="m", at=5.0)
     told = found.trajectory.to_record()
     assert [call["is_error"] for call in told["tool_calls"]] == [False, True]

@@ -124,7 +124,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_index_says_what_the_records_say_and_is_mended(tmp_path: Path, name: str) -> None:
+def test_a_damaged_index_is_repaired_from_the_records(tmp_path: Path, name: str) -> None:
     write(tmp_path, seed=1, count=100)
     index = tmp_path / "records.idx"
     right, expected = index.read_bytes(), from_records(tmp_path)
@@ -237,13 +237,13 @@ def test_an_empty_index_has_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "odd", [{"attempt": "1"}, {"attempt": -1}, {"cost_usd": "free"}, {"turns": None}]
 )
-def test_what_fits_no_row_is_no_record(odd: dict[str, Any]) -> None:
+def test_a_record_with_unusable_fields_is_not_parsed(odd: dict[str, Any]) -> None:
     record = some_record(random.Random(0), 1)
     assert parse_record(orjson.dumps(record)) is not None
     assert parse_record(orjson.dumps({**record, **odd})) is None
 
 
-def test_an_attempt_beyond_what_a_row_can_hold_is_the_most_that_it_can(tmp_path: Path) -> None:
+def test_a_huge_attempt_number_is_capped(tmp_path: Path) -> None:
     record = some_record(random.Random(0), 1) | {"attempt": 10**9}
     rows = RowMaker().rows(index_fields(record), 0, 10)
     assert Index(MARK + rows).entry(2).attempt == 2**16 - 1

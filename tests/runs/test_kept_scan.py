@@ -15,7 +15,7 @@ import pytest
 
 from agent.options import AgentOptions
 from runs.dataset.row import RowRules
-from runs.dataset.scan import scan, tasks, tasks_at
+from runs.dataset.scan import scan, tasks
 from runs.dataset.scan_cache import cached_scan, load_scan, save_scan
 from runs.shards import Shard
 from testing.fake_endpoint import FakeEndpoint
@@ -61,8 +61,8 @@ def served(dataset: Path, **asked: Any) -> bool:
     asked = {**ASKED, **asked}
     found, scanned = cached_scan(kept, dataset, **asked), scan(dataset, **asked)
     assert found == scanned
-    every = list(tasks(scanned, num_samples=asked["num_samples"]))
-    assert list(tasks_at(found, range(found.tasks))) == every
+    every = list(tasks(scanned))
+    assert list(tasks(found)) == every
     assert [found.key(n) for n in range(found.tasks)] == [task.key for task in every]
     return load_scan(kept, dataset, **asked) is not None
 
@@ -100,7 +100,7 @@ def test_a_changed_dataset_is_scanned_even_with_its_old_size_and_time(
     assert not served(dataset)
 
 
-def test_a_last_line_that_goes_on_is_another_line(dataset: Path, tmp_path: Path) -> None:
+def test_a_last_line_that_grew_is_another_line(dataset: Path, tmp_path: Path) -> None:
     kept = tmp_path / "dataset.idx"
     for bounds in (None, 2):
         dataset.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}')
@@ -140,9 +140,7 @@ OTHER_RULES = [
         *({"rules": rules} for rules in OTHER_RULES),
     ],
 )
-def test_what_was_kept_for_other_questions_answers_none(
-    dataset: Path, asked: dict[str, Any]
-) -> None:
+def test_a_scan_saved_with_other_options_is_not_used(dataset: Path, asked: dict[str, Any]) -> None:
     assert not served(dataset, **asked)
     save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
     assert served(dataset, **asked)
@@ -156,7 +154,7 @@ def test_rules_are_the_same_whatever_the_order_of_their_names(dataset: Path) -> 
     assert served(dataset, rules=RowRules(models=frozenset(names[::-1]), toolsets=frozenset(names)))
 
 
-def test_a_torn_or_damaged_file_is_not_used_and_is_mended(dataset: Path, tmp_path: Path) -> None:
+def test_a_damaged_scan_file_is_not_used_and_is_replaced(dataset: Path, tmp_path: Path) -> None:
     kept = tmp_path / "dataset.idx"
     right = kept.read_bytes()
     draw = random.Random(0)
@@ -239,7 +237,7 @@ def test_a_run_takes_a_row_that_was_edited_in_place_as_new_work(tmp_path: Path) 
     assert "1 records belong to rows" in run(tmp_path, "status", "r").stdout
 
 
-def test_a_dataset_that_changes_under_the_run_stops_it_and_the_next_start_goes_on(
+def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
     tmp_path: Path,
 ) -> None:
     long = "x" * 4096  # so that few rows are read ahead
@@ -262,8 +260,7 @@ def test_a_dataset_that_changes_under_the_run_stops_it_and_the_next_start_goes_o
         assert not endpoint.journal()["repeated"]
 
 
-@pytest.mark.slow
-def test_a_kept_scan_that_is_wrong_costs_one_start(tmp_path: Path) -> None:
+def test_a_wrong_saved_scan_costs_one_start(tmp_path: Path) -> None:
     """As if a program of the same version had told rows apart in another way."""
     script = [{"content": "a"}]
     write_rows(

@@ -68,7 +68,7 @@ class TestLimiter:
             limiter.on_refusal(None, sent_at=n + 0.5, now=n + 1.0)
         assert limiter.limit == 1
 
-    def test_failures_hold_its_growth_up_until_enough_replies_came(self) -> None:
+    def test_after_failures_the_limit_grows_only_after_enough_replies(self) -> None:
         limiter = Limiter(start=4, ceiling=100)
         limiter.on_failures(1)
         limiter.on_replies(10, is_needed=True)
@@ -94,9 +94,7 @@ class TestLimiter:
         assert limiter.limit > 40
 
     @pytest.mark.parametrize(("asked", "pause"), [(2.0, 2.0), (86_400.0, MAX_COOL_DOWN_S)])
-    def test_what_the_endpoint_asks_for_cools_all_calls_down(
-        self, asked: float, pause: float
-    ) -> None:
+    def test_a_retry_after_pauses_all_calls(self, asked: float, pause: float) -> None:
         limiter = Limiter(start=4, ceiling=4)
         limiter.on_refusal(asked, sent_at=0.0, now=100.0)
         limiter.on_refusal(0.5, sent_at=0.0, now=100.0)
@@ -137,7 +135,7 @@ REPLY = Completion(
 
 
 def open_gate(**more: Any) -> CallLimiter:
-    budget = WorkerBudget(bounds=None, tell=lambda told: None)
+    budget = WorkerBudget(budget=None, report=lambda told: None)
     return CallLimiter(**{"permits": 1, "budget": budget, "on_refusal": lambda *_: None, **more})
 
 
@@ -179,7 +177,7 @@ class TestGate:
 
         asyncio.run(use())
 
-    def test_refusals_are_told_at_once_and_failures_counted(self) -> None:
+    def test_refusals_are_reported_at_once_and_failures_counted(self) -> None:
         told: list[tuple[float | None, float]] = []
 
         async def use() -> list[float]:
@@ -213,7 +211,7 @@ class TestGate:
 
         asyncio.run(use())
 
-    def test_who_comes_in_a_cool_down_goes_when_it_is_over(self) -> None:
+    def test_calls_during_a_cool_down_start_when_it_is_over(self) -> None:
         async def use() -> None:
             gate = open_gate()
             gate.allow(1, cool_down_s=0.05)
@@ -282,7 +280,7 @@ class TestPace:
                 taken += 1
         assert 295 <= taken <= 307
 
-    def test_without_a_bound_nothing_waits(self) -> None:
+    def test_without_a_limit_nothing_waits(self) -> None:
         pace = TokenBucket(None, now=0.0)
         pace.take(10**9)
         assert pace.wait_s(now=0.0) == 0.0
@@ -343,7 +341,7 @@ def test_calls_of_all_workers_together_never_exceed_the_limit(
     assert sum(worker.permits for worker in workers) == limit
 
 
-def test_a_bound_on_calls_in_flight_holds_among_workers(tmp_path: Path) -> None:
+def test_a_limit_on_calls_in_flight_holds_across_workers(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 16)
     with FakeEndpoint(turns=1, latency_s=0.3) as endpoint:
         done = run(

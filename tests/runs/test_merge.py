@@ -42,7 +42,7 @@ def cwd(parts: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_of_different_rows_become_one_that_goes_on(cwd: Path) -> None:
+def test_runs_of_different_rows_are_merged_into_one_that_can_be_resumed(cwd: Path) -> None:
     merged = run(cwd, "merge", "a", "trajectories/b", into="m", dataset_file="all.jsonl")
     assert merged.returncode == 0, merged.stderr
     assert "2 records of trajectories/a" in merged.stdout
@@ -68,7 +68,7 @@ def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -
     shutil.copytree(cwd / "trajectories" / "a", cwd / "trajectories" / "twin")
     merged = run(cwd, "merge", "a", "twin", into="m")
     assert merged.returncode == 0, merged.stderr
-    assert "2 of them were in two runs, equal" in merged.stdout
+    assert "2 of them were equal in two runs" in merged.stdout
     resume_and_judge(cwd, {**SCRIPTED, "run_name": "m", "dataset_file": "a.jsonl"}, tasks=2)
     records = cwd / "trajectories" / "twin" / "records.jsonl"
     first, *rest = records.read_bytes().splitlines(keepends=True)
@@ -82,10 +82,10 @@ def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -
 
 
 @pytest.mark.slow
-def test_what_cannot_be_one_run_is_refused(cwd: Path) -> None:
+def test_runs_that_cannot_be_merged_are_refused(cwd: Path) -> None:
     refusals: list[tuple[list[str], dict[str, Any], str]] = [
         (["a", "other"], {}, "differs from that of trajectories/a in max_turns"),
-        (["a", "b"], {}, "name one that has all rows by --dataset_file"),
+        (["a", "b"], {}, "give a dataset with all rows by --dataset_file"),
         (["a", "b"], {"dataset_file": "all.jsonl", "into": "a"}, "it exists already"),
         (["a", "b"], {"dataset_file": "all.jsonl", "into": "../x"}, "must be letters, digits"),
         (["a", "gone"], {}, "no such run; runs there: a, b"),
@@ -105,11 +105,11 @@ def test_a_damaged_run_is_to_be_repaired_first(cwd: Path) -> None:
     records.write_bytes(b"{" + records.read_bytes()[1:].replace(b"{", b"[", 1))
     refused = run(cwd, "merge", "a", "b", into="m", dataset_file="all.jsonl")
     assert refused.returncode == 2
-    assert "trajectories/a/records.jsonl:1: unreadable; `verify --repair` it" in refused.stderr
+    assert "trajectories/a/records.jsonl:1: unreadable; run `verify --repair`" in refused.stderr
 
 
 @pytest.mark.slow
-def test_records_that_lie_elsewhere_than_the_index_says_are_not_left_out(cwd: Path) -> None:
+def test_records_at_other_offsets_than_the_index_says_are_found(cwd: Path) -> None:
     """The last one lies where it should, so the index is taken for that of these records."""
     given = [{"id": f"c{n}", "prompt": "x" * n, "script": SAY} for n in (1, 200, 300, 4)]
     write_rows(cwd / "c.jsonl", *given)
@@ -120,12 +120,11 @@ def test_records_that_lie_elsewhere_than_the_index_says_are_not_left_out(cwd: Pa
     line = ["merge", "a", "c", "--into=m", "--dataset_file=c.jsonl"]
     refused = run(cwd, *line)
     assert refused.returncode == 2
-    assert "trajectories/c/records.idx: not what records.jsonl says; `verify" in refused.stderr
+    assert "trajectories/c/records.idx: does not match records.jsonl; run `verify" in refused.stderr
     assert run(cwd, "verify", "c", "--repair").returncode == 0
     assert "4 records of trajectories/c" in run(cwd, *line).stdout
 
 
-@pytest.mark.slow
 def test_conversations_under_way_are_left_behind_only_where_that_is_wanted(cwd: Path) -> None:
     reply = {"kind": "reply", "turn": 1, "message": {"role": "assistant", "content": ""}}
     event = {"task": "p9", "input_digest": "d", "deal": 1, "position": 0, "event": reply}

@@ -26,7 +26,9 @@ def test_without_its_packages_it_says_what_to_do(program: str, tmp_path: Path) -
     )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {python} does not have what the program needs (aiohttp, click")
+    assert line.startswith(
+        f"error: {python} does not have what the program needs (aiohttp, anthropic"
+    )
     assert f". In {ROOT}: " in line or f" {ROOT / '.venv'}" in line
     assert f"python {program} ..." in line or f" {ROOT / program} ..." in line
 

@@ -67,7 +67,7 @@ class TestColumns:
             ({"check": {"command": "x", "files": {"t": 1}}}, "`check.files.t` must be text"),
         ],
     )
-    def test_what_cannot_be_meant_is_a_bad_row(self, columns: Any, words: str) -> None:
+    def test_impossible_values_make_a_bad_row(self, columns: Any, words: str) -> None:
         with pytest.raises(ValueError, match=words):
             RowRules(with_setup=True).read({"prompt": "x", **columns})
         # Without the option they are columns like any other.
@@ -122,7 +122,7 @@ def test_the_exit_code_judges_and_a_reward_may_grade(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sandbox", ["bwrap", pytest.param("local", marks=pytest.mark.slow)])
-def test_shells_and_interpreters_begin_where_the_row_says(tmp_path: Path, sandbox: str) -> None:
+def test_shells_and_interpreters_start_in_the_row_s_directory(tmp_path: Path, sandbox: str) -> None:
     script = [
         calls(
             call("terminal", command="pwd; cat a.py"), call("python", code="open('a.py').read()")
@@ -152,7 +152,6 @@ def test_a_check_that_takes_too_long_has_not_passed(tmp_path: Path) -> None:
     assert (record["check"]["passed"], record["check"]["exit_code"]) == (False, None)
 
 
-@pytest.mark.slow
 def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> None:
     record = record_of(tmp_path, {"setup": "echo no such thing >&2; exit 3"}, max_attempts=1)
     assert record["status"] == "failed"
@@ -184,7 +183,7 @@ def test_empty_columns_are_as_good_as_none() -> None:
     assert read_row_setup({"files": {"/workspace/a": "x"}}).files == {"a": b"x"}
 
 
-def test_what_the_model_leaves_cannot_reach_the_check(tmp_path: Path) -> None:
+def test_files_and_processes_of_the_model_cannot_influence_the_check(tmp_path: Path) -> None:
     """Neither a directory in the place of the check's file, nor a process that rewrites it."""
     tamper = "(while sleep 0.05; do echo 'exit 0' > hidden.sh; done) >/dev/null 2>&1 &"
     in_the_way = calls(call("write_file", path="hidden.sh/x", content=""))
@@ -217,4 +216,4 @@ def test_commands_of_rows_need_a_sandbox_that_works(tmp_path: Path) -> None:
     refused = run(tmp_path, "--row_setup", **SCRIPTED, env=nowhere)
     assert refused.returncode == 2
     assert "bwrap" in refused.stderr
-    assert "`setup` and `check` are commands too" in refused.stderr
+    assert "`setup` and `check` are commands, too" in refused.stderr

@@ -58,11 +58,11 @@ class TestWhichShard:
 
     def test_every_task_and_bad_row_is_in_exactly_one(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "p.jsonl", *dataset())
-        whole = scan(path, max_samples=None)
-        expected = sorted(task.id for task in tasks(whole, num_samples=2))
+        whole = scan(path, max_samples=None, num_samples=2)
+        expected = sorted(task.id for task in tasks(whole))
         for count in (2, 3, 7, 50):
-            parts = self.scans(path, count)
-            found = [task.id for part in parts for task in tasks(part, num_samples=2)]
+            parts = self.scans(path, count, num_samples=2)
+            found = [task.id for part in parts for task in tasks(part)]
             assert sorted(found) == expected
             assert sum(part.rows for part in parts) == whole.rows
             bad = [row.line for part in parts for row in part.bad_rows]
@@ -74,8 +74,8 @@ class TestWhichShard:
     ) -> None:
         path = write_rows(tmp_path / "p.jsonl", *dataset())
         holders: dict[str, set[int]] = {}
-        for index, part in enumerate(self.scans(path, SHARDS)):
-            for task in tasks(part, num_samples=3):
+        for index, part in enumerate(self.scans(path, SHARDS, num_samples=3)):
+            for task in tasks(part):
                 holders.setdefault(task.id.partition("#")[0], set()).add(index)
         assert all(len(found) == 1 for found in holders.values())
 
@@ -84,14 +84,14 @@ class TestWhichShard:
         more = [{"id": f"new{n}", "prompt": "x"} for n in range(20)]
         after = write_rows(tmp_path / "b.jsonl", *more, *dataset())
         for old, new in zip(self.scans(before, 4), self.scans(after, 4), strict=True):
-            then, now = ({t.key for t in tasks(s, num_samples=1)} for s in (old, new))
+            then, now = ({t.key for t in tasks(s)} for s in (old, new))
             assert then <= now
 
-    def test_max_samples_bounds_the_dataset_and_not_each_shard(self, tmp_path: Path) -> None:
+    def test_max_samples_limits_the_dataset_and_not_each_shard(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "p.jsonl", *dataset())
-        first = {task.id for task in tasks(scan(path, max_samples=6), num_samples=1)}
+        first = {task.id for task in tasks(scan(path, max_samples=6))}
         parts = self.scans(path, SHARDS, max_samples=6)
-        assert {task.id for part in parts for task in tasks(part, num_samples=1)} == first
+        assert {task.id for part in parts for task in tasks(part)} == first
 
     def test_shards_are_of_about_one_size(self, tmp_path: Path) -> None:
         rows = [{"id": f"p{n}", "prompt": "x"} for n in range(4000)]
@@ -99,12 +99,12 @@ class TestWhichShard:
         assert all(430 < part.rows < 570 for part in parts)
 
     @pytest.mark.parametrize("text", ["3/3", "8", "-1/3", "1/0", "a/b", "0/1000000"])
-    def test_what_names_no_shard_is_refused(self, text: str) -> None:
+    def test_an_invalid_shard_is_refused(self, text: str) -> None:
         with pytest.raises(ValueError, match=text):
             parse_shard(text)
 
 
-def test_a_shard_accounts_for_its_own_tasks_alone(cwd: Path) -> None:
+def test_a_shard_counts_only_its_own_tasks(cwd: Path) -> None:
     counted = {"tasks": 0, "discarded": 0}
     for shard in range(SHARDS):
         run_dir = cwd / "trajectories" / f"s{shard}"
@@ -123,8 +123,8 @@ def test_a_shard_accounts_for_its_own_tasks_alone(cwd: Path) -> None:
 
 def test_a_run_keeps_to_its_shard(cwd: Path) -> None:
     for name, shard, words in (
-        ("s1", 2, "this run is shard 1/3, not shard 2/3"),
-        ("whole", 0, "this run is the whole dataset, not shard 0/3"),
+        ("s1", 2, "this run is for shard 1/3, now shard 2/3 is"),
+        ("whole", 0, "this run is for the whole dataset, now shard 0/3 is"),
     ):
         refused = run(cwd, **given(name, shard))
         assert refused.returncode == 2
@@ -164,8 +164,8 @@ def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
         (["s0", "s1", "s2", "twin"], "s0 and {place}/twin are both shard 0/3; merge one of them"),
         (["s0", "other", "s2"], "other: its config differs"),
         (["s0", "edited", "s2"], "edited: its dataset has other rows"),
-        (["s0", "halves", "s2"], "halves is shard 1/2, {place}/s0 one of 3"),
-        (["s0", "whole"], "whole is no shard but the others are"),
+        (["s0", "halves", "s2"], "halves is shard 1/2 but {place}/s0 one of 3"),
+        (["s0", "whole"], "whole is not a shard but others are"),
     ):
         place = cwd / "trajectories"
         found = [(place / name, run_json(cwd, name)) for name in names]

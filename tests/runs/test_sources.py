@@ -143,7 +143,7 @@ def test_a_json_list_keeps_long_integers_and_elements_that_are_not_rows(tmp_path
         ("p.csv", b'prompt\n"a\n', "not CSV"),
         ("p.csv", "prompt\nä\n".encode("utf-16"), "not UTF-8"),
         ("p.parquet", b"PAR1 and then nothing", "cannot read it as Parquet"),
-        ("p.jsonl.gz", gzip.compress(LINES.encode())[:30], "cannot read the dataset"),
+        ("p.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:30], "cannot read the dataset"),
         ("p.jsonl.gz", b"not compressed", "cannot read the dataset"),
         ("p.jsonl.zst", b"not compressed", "cannot read the dataset"),
     ],
@@ -310,7 +310,7 @@ class TestTheHub:
 @pytest.mark.slow
 def test_a_killed_run_of_each_source_resumes_to_the_same_training_file(tmp_path: Path) -> None:
     with FakeEndpoint(turns=3, latency_s=0.2, **WRITE_A_NOTE) as endpoint:
-        options = {
+        options: dict[str, Any] = {
             "model": "m", "base_url": endpoint.openai_url, "key_env": "none", "run_name": "r",
             "enabled_toolsets": "file", "num_workers": 1,
         }  # fmt: skip

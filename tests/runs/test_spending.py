@@ -155,7 +155,7 @@ def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("api", DIALECTS)
-def test_an_unreadable_reply_tells_what_it_cost_in_every_dialect(api: str) -> None:
+def test_the_cost_of_an_unreadable_reply_is_known_in_every_dialect(api: str) -> None:
     told = {
         "openai_chat": {"prompt_tokens": 7, "completion_tokens": 3, "cost": 0.5},
         "openai_responses": {"input_tokens": 7, "output_tokens": 3},

@@ -105,7 +105,7 @@ def test_the_last_record_of_a_task_counts(records: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(2, 60))
-def test_a_torn_last_record_is_set_aside_and_nothing_is_glued_to_it(
+def test_a_torn_last_record_is_quarantined_and_nothing_is_appended_to_it(
     records: Path, cut: int
 ) -> None:
     """However many bytes of the last record are missing, its task alone is to be done again."""
@@ -172,7 +172,9 @@ ODD_RECORDS = [
         *[orjson.dumps(odd) + b"\n" for odd in ODD_RECORDS],
     ],
 )
-def test_unreadable_records_are_set_aside_and_the_rest_stays(records: Path, garbage: bytes) -> None:
+def test_unreadable_records_are_quarantined_and_the_rest_stays(
+    records: Path, garbage: bytes
+) -> None:
     path = records / "records.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     whole_garbage = garbage if garbage.endswith(b"\n") else garbage + b"\n"
@@ -393,7 +395,7 @@ def test_full_segments_are_followed_by_new_ones(
     assert not list(tmp_path.iterdir())
 
 
-def test_segments_that_are_removed_under_their_writer_are_written_anew(
+def test_segments_removed_during_a_run_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full ones too, by the next event or, where none comes, at the end; the run is stopped."""
@@ -414,7 +416,7 @@ def test_segments_that_are_removed_under_their_writer_are_written_anew(
     assert turns_of(read_back(inflight, "a")) == [*range(1, 11)]
 
 
-def test_a_writer_whose_run_was_removed_closes_all_it_has_open_and_says_so(tmp_path: Path) -> None:
+def test_a_writer_whose_run_was_removed_closes_its_files_and_raises(tmp_path: Path) -> None:
     inflight = tmp_path / "run" / "inflight"
     inflight.mkdir(parents=True)
     errors: list[StorageError] = []

@@ -182,7 +182,7 @@ def on(name: str, change: Callable[[list[bytes]], Any]) -> Callable[[Path], Any]
 
 DAMAGES: dict[str, Damage] = {
     "torn record": Damage(
-        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: an incomplete"
+        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: an incomplete line"
     ),
     "zeros": Damage(
         on("records.jsonl", lambda c: c.__setitem__(1, b"\0" * (len(c[1]) - 1) + b"\n")),
@@ -204,13 +204,13 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a record of another schema": Damage(
         on("records.jsonl", change_record(0, schema_version=99)),
-        "has schema 99, not",
+        "schema 99",
         repaired=False,
     ),
-    "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: it ends before"),
+    "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: ends before"),
     "a wrong index": Damage(
         lambda p: edit_last_row(p / "records.idx", turns=7),
-        "records.idx:5: not what line 5 of records.jsonl says",
+        "records.idx:5: does not match line 5 of records.jsonl",
     ),
     "a flipped bit of the index": Damage(
         lambda p: flip_a_bit(p / "records.idx", 3 * ROW_BYTES), "records.idx: checksum mismatch"
@@ -243,19 +243,21 @@ DAMAGES: dict[str, Damage] = {
         "verdicts.jsonl:1: not a verdict",
     ),
     "an index that goes on": Damage(
-        lambda p: append_a_row(p / "records.idx"), "records.idx:6: it continues"
+        lambda p: append_a_row(p / "records.idx"), "records.idx:6: continues"
     ),
     "a kept scan of another dataset": Damage(
-        lambda p: mix_up_kept_scan(p / "dataset.idx"), "dataset.idx: not what the dataset gives"
+        lambda p: mix_up_kept_scan(p / "dataset.idx"), "dataset.idx: does not match the dataset"
     ),
     "a failure that is none": Damage(
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
     ),
     "a torn failure": Damage(
-        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: an incomplete"
+        lambda p: (p / "failures.jsonl").write_text('{"kind"'),
+        "failures.jsonl:1: an incomplete line",
     ),
     "a journal of nobody": Damage(
-        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: no unfinished"
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(),
+        "worker-3-0.jsonl: no unfinished"
     ),
     "a journal with garbage": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(b"gone\n" + event_of("z")),
@@ -263,7 +265,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a torn journal": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(event_of("z") + b'{"t'),
-        "worker-3-0.jsonl:2: an incomplete",
+        "worker-3-0.jsonl:2: an incomplete line",
     ),
     "a workspace of a finished task": Damage(
         lambda p: workspace_of_first(p).mkdir(parents=True), ": the files of a finished"
@@ -276,7 +278,7 @@ DAMAGES: dict[str, Damage] = {
         all_of(
             lambda p: note_batch(p, "gathered"), lambda p: append(p / "batches.jsonl", b'{"kind"')
         ),
-        "batches.jsonl:2: an incomplete",
+        "batches.jsonl:2: an incomplete line",
     ),
     "a batch that nobody takes": Damage(
         lambda p: note_batch(p, *ALL_STEPS[:3], task=workspace_of_first(p).name),
@@ -284,7 +286,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a batch of unknown calls": Damage(
         lambda p: note_batch(p, *ALL_STEPS[1:3]),
-        "batches.jsonl:2: wave w is created, and no line before tells which calls it has",
+        "batches.jsonl:2: job w is created, but no earlier line has its calls",
         repaired=False,
     ),
     "a batch of two waves": Damage(
@@ -292,12 +294,12 @@ DAMAGES: dict[str, Damage] = {
             lambda p: note_batch(p, *ALL_STEPS[:3], job="v"),
             lambda p: note_batch(p, *ALL_STEPS[:3]),
         ),
-        "batches.jsonl:6: batch b1 of wave w is that of wave v too",
+        "batches.jsonl:6: batch b1 of job w is also that of job v",
         repaired=False,
     ),
     "steps of a batch out of order": Damage(
         lambda p: note_batch(p, "gathered", "created"),
-        "batches.jsonl:2: wave w is created after it was gathered",
+        "batches.jsonl:2: job w is created after it was gathered",
         repaired=False,
     ),
     "a batch that brought too much": Damage(
@@ -306,15 +308,16 @@ DAMAGES: dict[str, Damage] = {
             on("batches.jsonl", lambda c: put(3, without(c[3], failed=2))(c)),
             lambda p: keep_results(p, RESULT),
         ),
-        "batches.jsonl:4: wave w has 1 calls, and 1 replies and 2 failures",
+        "batches.jsonl:4: job w has 1 calls, but 1 replies and 2 failures",
         repaired=False,
     ),
     "results that are gone": Damage(
-        lambda p: note_batch(p, *ALL_STEPS), "w.results: not what batch b1 brought", repaired=False
+        lambda p: note_batch(p, *ALL_STEPS),
+        "w.results: not the results of batch b1", repaired=False
     ),
     "results that are short": Damage(
         all_of(lambda p: note_batch(p, *ALL_STEPS), lambda p: keep_results(p, b"")),
-        "w.results: not what batch b1 brought (0 replies instead of 1)",
+        "w.results: not the results of batch b1 (0 replies instead of 1)",
         repaired=False,
     ),
     "results that nobody needs": Damage(
@@ -322,9 +325,10 @@ DAMAGES: dict[str, Damage] = {
             lambda p: note_batch(p, *ALL_STEPS, task=workspace_of_first(p).name),
             lambda p: keep_results(p, RESULT),
         ),
-        "w.results: what is left of a batch",
+        "w.results: left over from a batch",
     ),
-    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: an incomplete file"),
+    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(),
+    ".run.json.7.tmp: an incomplete file"),
     "half a training file": Damage(
         lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: an incomplete file"
     ),
@@ -336,7 +340,7 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "exports" / "manifest.json").write_bytes(b""), "manifest.json: unreadable"
     ),
     "a wrong summary": Damage(
-        lambda p: edit_json(p / "summary.json", done=9), "summary.json: it says done 9, the records"
+        lambda p: edit_json(p / "summary.json", done=9), "summary.json: it has done 9, the records"
     ),
     "no manifest": Damage(
         lambda p: (p / "exports" / "manifest.json").unlink(), "manifest.json: missing"
@@ -381,7 +385,6 @@ def append(file: Path, content: bytes) -> None:
         opened.write(content)
 
 
-@pytest.mark.slow
 def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
     keep_results(path, RESULT)
     note_batch(path, *ALL_STEPS)

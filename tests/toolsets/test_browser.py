@@ -190,7 +190,9 @@ def test_only_what_is_permitted_is_reached(web: Site, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_what_disturbs_is_told_and_passed_by(web: Site, tmp_path: Path) -> None:
+def test_dialogs_new_tabs_downloads_and_errors_are_reported_to_the_model(
+    web: Site, tmp_path: Path
+) -> None:
     """Dialogs, new tabs, downloads, errors of the server, refs that are none."""
     web.pages["/"] = page(
         "<button onclick=\"alert('Hi')\">A</button><a href=/tab target=_blank>B</a>"

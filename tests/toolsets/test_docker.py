@@ -68,7 +68,7 @@ def argument(args: list[str], name: str) -> str:
 
 
 @needs_bwrap
-def test_a_container_is_started_once_per_task_with_its_bounds(
+def test_a_container_is_started_once_per_task_with_its_limits(
     tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary")
@@ -131,7 +131,7 @@ class TestRows:
         assert "docker_image" in RowRules(image="allowed").rollout_columns(row)
 
     @pytest.mark.parametrize("image", ["--privileged", "a b", "", 7, "$(x)"])
-    def test_what_is_no_name_is_a_bad_row(self, image: Any) -> None:
+    def test_an_invalid_image_name_makes_a_bad_row(self, image: Any) -> None:
         with pytest.raises(ValueError, match="is not a valid image name"):
             RowRules(image="allowed").read({"prompt": "x", "docker_image": image})
 

@@ -197,7 +197,7 @@ def test_a_hundred_restarts(tmp_path: Path) -> None:
     assert [result.is_error for result in results] == [True, False] * 100
 
 
-def test_what_one_task_does_to_its_own_server_is_its_own(tmp_path: Path) -> None:
+def test_a_server_per_task_that_dies_affects_only_its_task(tmp_path: Path) -> None:
     contents = [
         result.content
         for result in play(
@@ -249,7 +249,7 @@ def test_a_server_that_never_answers_is_replaced_in_the_end(tmp_path: Path) -> N
     assert [result.details.get("failure") for result in results] == ["timeout"] * 3 + [None]
 
 
-def test_what_keeps_a_server_from_being_used_is_said_at_the_start(
+def test_an_unusable_server_is_an_error_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slow = refusal(raw=server("--slow", start_timeout_s=1))
@@ -407,7 +407,7 @@ def test_a_run_with_servers(tmp_path: Path) -> None:
     assert "mcp server raw offers 'echo': 'Say it again.'" in (run_dir / "run.log").read_text()
 
 
-def test_what_servers_offer_is_part_of_the_meaning(tmp_path: Path) -> None:
+def test_the_tools_of_servers_are_part_of_the_run_s_fingerprint(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
 
     def meaning(*more: str) -> Any:
@@ -455,7 +455,7 @@ def test_no_server_survives_its_worker(tmp_path: Path) -> None:
         wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_the_list_of_tools_says_what_works(tmp_path: Path) -> None:
+def test_the_list_of_tools_says_which_are_available(tmp_path: Path) -> None:
     (tmp_path / "my_tools.py").write_text(
         'def shout(text: str) -> str:\n    """Say it louder. Much."""\n    return text\n'
     )

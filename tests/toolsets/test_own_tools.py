@@ -82,7 +82,6 @@ def test_plain_functions_work_in_a_run_beside_the_built_in_tools(tmp_path: Path)
     assert "get_weather" in row["conversations"][0]["value"]
 
 
-@pytest.mark.slow
 def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     module = written(tmp_path, "my_tools", MODULE)
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
@@ -182,7 +181,7 @@ def unusable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("taken:FINISH", "the tool name 'final_answer' is reserved"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_with_its_place(
+def test_unusable_tools_are_a_one_line_error_with_their_place(
     unusable: Path, monkeypatch: pytest.MonkeyPatch, tools: str, words: str
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(unusable)])
@@ -269,7 +268,7 @@ def test_what_else_a_docstring_holds_hides_no_argument() -> None:
     assert described == {"city": "A name: in English.", "unit": "One of:\n\nC or F."}
 
 
-def test_the_space_is_given_to_those_who_ask_for_it_alone() -> None:
+def test_the_workspace_is_given_only_to_functions_that_ask_for_it() -> None:
     def with_space(context: ToolContext, city: str) -> str:
         """Take both."""
         return city

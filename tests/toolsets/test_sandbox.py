@@ -123,7 +123,7 @@ def test_python_of_this_process_runs_in_the_sandbox(name: str, workspace: Worksp
 
 
 @BOTH
-def test_memory_of_a_process_is_bounded(name: str, workspace: Workspace) -> None:
+def test_memory_of_a_process_is_limited(name: str, workspace: Workspace) -> None:
     hog = "x = bytearray(600 << 20); x[::4096] = b'1' * len(x[::4096]); print('got it')"
     result = run(name, workspace, "python3", "-c", hog, limits=Limits(memory_mb=256))
     assert "MemoryError" in result.stderr
@@ -131,14 +131,14 @@ def test_memory_of_a_process_is_bounded(name: str, workspace: Workspace) -> None
 
 
 @BOTH
-def test_size_of_a_file_is_bounded(name: str, workspace: Workspace) -> None:
+def test_the_size_of_a_file_is_limited(name: str, workspace: Workspace) -> None:
     result = sh(name, workspace, "head -c 5000000 /dev/zero > big", Limits(file_mb=2))
     assert result.exit_code != 0
     assert (workspace.root / "big").stat().st_size == 2 << 20
 
 
 @BOTH
-def test_an_output_flood_takes_bounded_memory(name: str, workspace: Workspace) -> None:
+def test_an_output_flood_takes_limited_memory(name: str, workspace: Workspace) -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     script = (
         "echo first; head -c 200000000 /dev/zero; echo; echo last; head -c 100000 /dev/zero >&2"
@@ -292,7 +292,7 @@ def test_bwrap_gives_no_privileges(workspace: Workspace) -> None:
 
 
 @needs_bwrap
-def test_bwrap_bounds_everything_writable_outside_the_workspace(workspace: Workspace) -> None:
+def test_bwrap_limits_everything_writable_outside_the_workspace(workspace: Workspace) -> None:
     script = (
         "for f in /x /dev/x /etc/x /usr/x /var/x /srv/x; do touch $f && echo wrote $f; done; "
         "for d in /tmp /dev/shm /var/tmp; do "

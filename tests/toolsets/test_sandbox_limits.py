@@ -61,7 +61,7 @@ def bounded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @BOTH
 @pytest.mark.parametrize("taking", TAKING)
 @pytest.mark.usefixtures("bounded")
-def test_memory_is_bounded_however_it_is_taken(
+def test_memory_is_limited_whichever_way_it_is_allocated(
     name: str, taking: str, workspace: Workspace
 ) -> None:
     async def greedy() -> str:
@@ -204,7 +204,7 @@ asyncio.run(main())
         pytest.param(False, id="no group", marks=pytest.mark.slow),
     ],
 )
-def test_a_machine_without_processes_is_no_result(
+def test_running_out_of_processes_is_a_failure_of_the_machine(
     name: str, grouped: bool, crowded: Path, tmp_path: Path
 ) -> None:
     """The command itself runs, in the shell that is there, and prints that it gets no process."""
@@ -214,7 +214,7 @@ def test_a_machine_without_processes_is_no_result(
 
 
 @BOTH
-def test_a_task_that_fills_its_own_bound_gets_a_result(
+def test_reaching_the_task_s_own_process_limit_is_a_result(
     name: str, crowded: Path, tmp_path: Path
 ) -> None:
     command = "i=0; while [ $i -lt 150 ]; do sleep 5 & i=$((i+1)); done 2>/dev/null; echo went on"

@@ -92,13 +92,20 @@ def small(kind: str, root: Path, **limits: Any) -> Task:
     return Task(kind, root, Limits(**{"timeout_s": 20, **limits}))
 
 
-def test_a_shell_keeps_what_a_shell_keeps(task: Task) -> None:
+def test_a_shell_keeps_directory_variables_functions_and_options(task: Task) -> None:
     task.out("mkdir d; cd d; X=1; export Y=2; f() { echo f$1; }; alias q='echo q'; set -o pipefail")
     assert task.out('basename "$PWD"; echo $X; sh -c "echo $Y"; f 3; q').split() == [
         *("d", "1", "2", "f3", "q")
     ]
     assert task.sh("false | true")["exit_code"] == 1
     assert task.out("echo $?") == "1\n"
+
+
+def test_a_command_reaches_the_shell_as_it_is_in_any_locale(task: Task) -> None:
+    odd = "\\n \\\\ \\c é日𝄞 %s %b 'x' " + "y" * 5000
+    for locale in ("", "export LC_ALL=C", "export LC_ALL=POSIX; set -o posix"):
+        task.sh(locale)
+        assert task.out(f"cat <<'END'\n{odd}\nEND\n") == f"{odd}\n"
 
 
 def test_redirections_and_traces_do_not_outlast_a_call(task: Task) -> None:
@@ -214,7 +221,7 @@ def test_output_of_any_bytes_becomes_text(task: Task) -> None:
     assert shown["stderr"] == "\ufffd"
 
 
-def test_what_a_command_starts_cannot_reach_how_calls_are_made(task: Task) -> None:
+def test_processes_of_a_command_cannot_reach_the_channel_of_calls(task: Task) -> None:
     """Only the shell itself holds its control, and what it could forge is its own result."""
     look = "import os\nprint(sorted(int(fd) for fd in os.listdir('/proc/self/fd'))[:-1])"
     assert task.out(f'python3 -c "{look}"') == "[0, 1, 2]\n"
@@ -308,7 +315,7 @@ def test_a_server_that_is_stopped_does_not_stop_the_worker(tmp_path: Path) -> No
         task.close()
 
 
-def test_a_call_that_is_cut_off_loses_the_state_and_the_next_says_so(
+def test_after_a_call_is_cut_off_the_next_says_that_the_state_is_lost(
     kind: str, tmp_path: Path
 ) -> None:
     task = Task(kind, tmp_path / "ws", Limits(), call_timeout_s=1)
@@ -326,7 +333,9 @@ def test_a_call_that_is_cut_off_loses_the_state_and_the_next_says_so(
         task.close()
 
 
-def test_a_resumed_task_is_told_that_its_shell_is_new(kind: str, tmp_path: Path) -> None:
+def test_after_a_resume_the_model_is_informed_that_its_shell_is_new(
+    kind: str, tmp_path: Path
+) -> None:
     """Only where it had one, and once."""
     answered = [{"role": "tool", "name": "terminal", "content": "{}"}]
     task = Task(kind, tmp_path / "ws", Limits(), resumed=True)
@@ -395,6 +404,15 @@ def test_an_interpreter_that_crashes_is_replaced(task: Task, code: str, exit_cod
     assert task.py("1 + 1")["value"] == "2"
 
 
+def test_an_interpreter_that_ended_between_calls_says_so(task: Task) -> None:
+    task.py("import os, threading\nthreading.Timer(0.1, os._exit, [3]).start()")
+    wait_until(lambda: "python3" not in task.out("ps -o comm --ppid $PPID").split())
+    late = task.py("1")
+    assert late["exit_code"] == 3
+    assert late["note"].startswith("[the interpreter ended; ")
+    assert task.py("1 + 1")["value"] == "2"
+
+
 def test_cells_that_fork_thread_or_return_floods(task: Task) -> None:
     code = (
         "import os\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait(); print('parent')"
@@ -446,7 +464,7 @@ def test_a_workspace_that_is_too_large_stops_what_fills_it(kind: str, tmp_path: 
         task.close()
 
 
-def test_memory_of_a_cell_is_bounded_and_its_state_survives(kind: str, tmp_path: Path) -> None:
+def test_memory_of_a_cell_is_limited_and_its_state_survives(kind: str, tmp_path: Path) -> None:
     task = small(kind, tmp_path / "ws", memory_mb=256)
     try:
         task.py("x = 1")
@@ -457,7 +475,7 @@ def test_memory_of_a_cell_is_bounded_and_its_state_survives(kind: str, tmp_path:
         task.close()
 
 
-def test_processes_of_a_task_are_bounded_where_they_can_be(kind: str, tmp_path: Path) -> None:
+def test_processes_of_a_task_are_limited_where_possible(kind: str, tmp_path: Path) -> None:
     if kind == "local" or os.getuid() == 0:
         if (group := make_group(30, 512)) is None:
             pytest.skip("no control groups can be made here, and nothing else bounds this user")
@@ -534,9 +552,9 @@ def of_our_own() -> tuple[set[int], set[str], set[str]]:
         if int(fields[1]) == os.getpid():
             children.add(int(path.parent.name))
     mounts = set(Path("/proc/self/mounts").read_text().splitlines())
-    mounts |= {
-        str(path) for path in Path("/sys/fs/cgroup").glob(f"**/trajectories-{os.getpid()}-*")
-    }
+    # Path.glob would fail where another test removes a group meanwhile.
+    groups = (path for path, _, _ in os.walk("/sys/fs/cgroup"))
+    mounts |= {path for path in groups if f"/trajectories-{os.getpid()}-" in path}
     return children, {path.name for path in Path("/proc/self/fd").iterdir()}, mounts
 
 

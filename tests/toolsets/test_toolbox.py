@@ -110,6 +110,18 @@ def test_stop_iteration_from_a_thread_does_not_hang(context: ToolContext) -> Non
     assert call(toolbox, "fail").content == "Error executing fail: end"
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_quick_function_runs_in_the_thread_of_the_event_loop(
+    context: ToolContext, quick: bool
+) -> None:
+    @tool(quick=quick)
+    def where() -> bool:
+        """Say whether this is the main thread."""
+        return threading.current_thread() is threading.main_thread()
+
+    assert call(Toolbox([where], context), "where").content == str(quick).lower()
+
+
 def test_messages_are_cut_and_hide_the_real_root(context: ToolContext) -> None:
     secret = f"{context.workspace.root}/a.txt is " + "long " * 2000
     result = call(Toolbox([raising(OSError(secret))], context), "fail")
@@ -197,7 +209,7 @@ def test_results_become_valid_text(
     result.content.encode()
 
 
-def test_results_are_bounded_with_head_and_tail(context: ToolContext) -> None:
+def test_long_results_keep_their_head_and_tail(context: ToolContext) -> None:
     result = call(Toolbox([returning("a" + "x" * 500_000 + "z")], context), "give")
     assert result.content[0] + result.content[-1] == "az"
     assert f"{500_002 - MAX_RESULT_CHARS} characters cut" in result.content
@@ -247,7 +259,7 @@ def test_closing_removes_the_workspace_only_if_asked(tmp_path: Path, remove: boo
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_machine_that_fails_is_no_result(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_failure_of_the_machine_is_not_a_result(tmp_path: Path, asynchronous: bool) -> None:
     """A full disk must not become something that a model is told, or trained on."""
 
     @tool(name="full")

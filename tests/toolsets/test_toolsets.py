@@ -72,7 +72,7 @@ def test_a_long_file_is_read_in_parts(files: Toolbox, root: Path) -> None:
     assert call(files, "read_file", path="long", start_line=51).is_error
 
 
-def test_reading_is_bounded_in_characters(files: Toolbox, root: Path) -> None:
+def test_reading_has_a_limit_in_characters(files: Toolbox, root: Path) -> None:
     (root / "wide").write_text(("x" * 1000 + "\n") * 500)
     (root / "one").write_text("x" * 1_000_000)
     for name, note in (("wide", "go on with start_line="), ("one", "characters cut")):

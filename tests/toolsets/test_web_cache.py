@@ -90,7 +90,7 @@ def test_processes_that_load_a_page_at_once_see_the_same(tmp_path: Path) -> None
     assert len(files_of(tmp_path / "c")) == 1
 
 
-def test_the_cache_stays_below_its_bound_and_keeps_what_is_new(tmp_path: Path) -> None:
+def test_the_cache_stays_below_its_limit_and_keeps_the_newest(tmp_path: Path) -> None:
     cache = WebCache(tmp_path, max_bytes=16 * 4000)
     for n in range(400):
         assert cache.put(f"key {n}", "x" * 900) == "x" * 900
@@ -108,7 +108,7 @@ def test_the_first_value_stays(tmp_path: Path) -> None:
     assert cache.put("k\ud800", ["b"]) == ["a"]
 
 
-def test_a_torn_entry_is_stored_anew(tmp_path: Path) -> None:
+def test_a_torn_cache_entry_is_fetched_again(tmp_path: Path) -> None:
     cache = WebCache(tmp_path, max_bytes=1 << 20)
     cache.put("k", "value")
     [path] = files_of(tmp_path)
@@ -119,7 +119,7 @@ def test_a_torn_entry_is_stored_anew(tmp_path: Path) -> None:
         assert cache.get("k") == "new"
 
 
-def test_what_a_crash_left_is_removed_by_the_next_who_stores_there(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_removed_by_the_next_writer(tmp_path: Path) -> None:
     """Half a file that nobody would ever read or count."""
     cache = WebCache(tmp_path, max_bytes=1 << 20)
     cache.put("k", "value")

@@ -62,7 +62,7 @@ def text_of(result: ToolResult) -> str:
 
 
 @needs_extra
-def test_a_page_becomes_markdown_with_title_and_whole_links(web: Site) -> None:
+def test_a_page_becomes_markdown_with_title_and_absolute_links(web: Site) -> None:
     web.pages["/pets/cats"] = Answer(ARTICLE, "text/html; charset=utf-8")
     result = fetch(WebSettings(allow=web.allow), web.url("/pets/cats#part"))
     assert result.content.startswith(f"Title: Cats & dogs\nURL: {web.url('/pets/cats')}\n\n")
@@ -147,7 +147,7 @@ def test_charsets_are_found(web: Site, content_type: str | None, head: str, enco
         (None, b"a\0b", "binary (of no stated type)"),
     ],
 )
-def test_what_is_no_text_is_named(
+def test_values_that_are_not_text_are_named(
     web: Site, content_type: str | None, body: bytes, named: str
 ) -> None:
     web.pages["/"] = Answer(body, content_type)
@@ -337,7 +337,7 @@ def test_the_address_that_was_judged_is_the_one_connected_to(web: Site) -> None:
     assert len(web.visits) == 1
 
 
-def test_a_redirect_asks_for_the_address_anew(web: Site) -> None:
+def test_a_redirect_resolves_its_host_again(web: Site) -> None:
     resolver = Turning("127.0.0.1", "127.0.0.3")
     web.redirect("/", "/secret")
     with pytest.raises(ToolError, match="not at a public address"):
@@ -394,7 +394,7 @@ def test_a_page_that_never_ends_is_given_up(web: Site) -> None:
     assert "ClientPayloadError" in fetch(WebSettings(allow=web.allow), web.url()).content
 
 
-def test_failures_are_told_in_words(web: Site) -> None:
+def test_failures_have_a_readable_message(web: Site) -> None:
     settings = WebSettings(allow=("127.0.0.1",))
     assert fetch(settings, web.url("/none")).content.endswith("/none: HTTP 404 Not Found")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -408,7 +408,7 @@ def test_failures_are_told_in_words(web: Site) -> None:
 
 
 @needs_extra
-def test_an_agent_reads_the_web_as_it_is_told(web: Site, tmp_path: Path) -> None:
+def test_an_agent_obeys_its_web_settings(web: Site, tmp_path: Path) -> None:
     web.pages["/"] = Answer(b"forty-two")
     script = [calls(planned("web_fetch", url=web.url())), say("done")]
     for allow, content in [(web.allow, "forty-two"), ((), "not at a public address")]:

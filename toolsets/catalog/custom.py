@@ -64,15 +64,18 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
     a function, a `Tool`, a list of those, or a `Toolset`. Tools outside a `Toolset` go into one
     that is named after their module or entry point. Raises `OwnToolError`.
     """
-    entry_points = {entry.name: entry.value for entry in metadata.entry_points(group=ENTRY_POINTS)}
+    entry_points: dict[str, str] = {}
+    if any(":" not in place for place in places):
+        entries = metadata.entry_points(group=ENTRY_POINTS)  # reads a file of each package
+        entry_points = {entry.name: entry.value for entry in entries}
     named: list[tuple[str, Any]] = []
     for place in places:
         module = place.rpartition(":")[0]
         module = Path(module).stem if module.endswith(".py") else module
-        if place in entry_points:
-            named.append((place, import_place(entry_points[place], f"tools: {place}")))
-        elif ":" in place:
+        if ":" in place:
             named.append((module, import_place(place, "tools")))
+        elif place in entry_points:
+            named.append((place, import_place(entry_points[place], f"tools: {place}")))
         else:
             known = ", ".join(sorted(entry_points)) or "none"
             msg = (

@@ -178,7 +178,7 @@ class _Connection:
             await self.stop()
             if isinstance(error, TimeoutError):
                 why = f"did not start within {self._server.start_timeout_s:g} s"
-                raise StartError(self._describe(why)) from error
+                raise StartError(self._with_stderr(why)) from error
             raise
 
     async def stop(self) -> None:
@@ -224,12 +224,12 @@ class _Connection:
             return first
         if (words := machine_failure(first)) is not None:
             return HostError(f"mcp server {self._name!r}: {words}")
-        message = self._describe(f"did not start: {_describe(error)}")
+        message = self._with_stderr(f"did not start: {_describe(error)}")
         if (words := machine_failure_in(message)) is not None:
             return HostError(words)
         return StartError(message)
 
-    def _describe(self, what: str) -> str:
+    def _with_stderr(self, what: str) -> str:
         return f"the server {self._name!r} {what}{self.last_stderr()}"
 
     async def _open(self, stack: AsyncExitStack) -> Any:

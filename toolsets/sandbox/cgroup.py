@@ -43,7 +43,7 @@ class Group:
 
     def refusals(self) -> int:
         """How often processes or memory were refused in it, by whosever limit."""
-        return sum(map(_count, self._counters))
+        return sum(counter.value() for counter in self._counters)
 
     def was_full(self) -> bool:
         """Whether it has ever held as many processes as it may."""
@@ -68,18 +68,23 @@ class Group:
             return _value(path / "memory.events", "oom") > 0
         return False
 
+    def stop_counting(self) -> None:
+        """Close what counts refusals."""
+        while self._counters:
+            self._counters.pop().close()
+
     async def close(self) -> None:
         """Kill whatever is still in the group, and remove it."""
+        self.stop_counting()
         left = list(self.paths)
         for _ in range(_REMOVAL_ATTEMPTS):
             for path in [*left]:
-                _kill_all(path)
                 try:
                     path.rmdir()
                 except FileNotFoundError:
                     left.remove(path)
                 except OSError:
-                    continue
+                    _kill_all(path)
                 else:
                     left.remove(path)
             if not left:
@@ -104,11 +109,10 @@ def make_group(max_processes: int | None, memory_mb: int) -> Group | None:
         try:
             path.mkdir(exist_ok=True)
             for file, limit in limits.items():
-                if (path / file).exists():
-                    (path / file).write_text(str(limit))
-            for no_more in ("memory.swap.max", "memory.memsw.limit_in_bytes"):
-                if controller == "memory" and (path / no_more).exists():
-                    (path / no_more).write_text("0" if "swap" in no_more else str(memory))
+                _set(path, file, limit)
+            if controller == "memory":
+                _set(path, "memory.swap.max", 0)
+                _set(path, "memory.memsw.limit_in_bytes", memory)
         except OSError:
             if path not in made:
                 with contextlib.suppress(OSError):
@@ -119,11 +123,24 @@ def make_group(max_processes: int | None, memory_mb: int) -> Group | None:
     return Group(made) if made else None
 
 
+def _set(group: Path, file: str, limit: int) -> None:
+    """Set a limit, if this kind of group has it."""
+    try:
+        fd = os.open(f"{group}/{file}", os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.write(fd, str(limit).encode())
+    finally:
+        os.close(fd)
+
+
 def can_bound_memory() -> bool:
     """Whether groups made here bound memory."""
     group = make_group(None, 1)
     if group is None:
         return False
+    group.stop_counting()
     for path in group.paths:
         with contextlib.suppress(OSError):
             path.rmdir()
@@ -132,39 +149,41 @@ def can_bound_memory() -> bool:
 
 def refusals_here() -> int:
     """How often processes or memory were refused in the group of this process itself."""
-    return sum(map(_count, _own()))
+    return sum(counter.value() for counter in _own())
 
 
-_Counter = tuple[str, bytes]
-"""A file, and what begins the line that counts."""
+class _Counter:
+    """A line of a file that counts. The file is kept open, because it is read around each call."""
+
+    def __init__(self, fd: int, begins: bytes) -> None:
+        self._fd, self._begins = fd, b"\n" + begins
+
+    def value(self) -> int:
+        try:
+            said = os.pread(self._fd, 4096, 0)
+        except OSError:  # the group is gone
+            return 0
+        _, begins, count = (b"\n" + said).partition(self._begins)
+        return int(count.split(b"\n", 1)[0]) if begins else 0
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def _counters(group: Path) -> list[_Counter]:
-    """What counts refusals in a group. Looked up once, because it is read around each call."""
+    """What counts refusals in a group."""
     found = []
-    for names, counts in (
+    for names, begins in (
         # With what is not local, newer systems count the groups beneath as well.
         (("pids.events.local", "pids.events"), b"max "),
         (("memory.events.local", "memory.events", "memory.oom_control"), b"oom_kill "),
     ):
-        there = [group / name for name in names if (group / name).exists()]
-        found += [(str(path), counts) for path in there[:1]]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(f"{group}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+                found.append(_Counter(fd, begins))
+                break
     return found
-
-
-def _count(counter: _Counter) -> int:
-    path, begins = counter
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return 0
-    try:
-        for line in os.read(fd, 4096).splitlines():
-            if line.startswith(begins):
-                return int(line[len(begins) :])
-    finally:
-        os.close(fd)
-    return 0
 
 
 def _memory_limit(group: Path) -> bool:

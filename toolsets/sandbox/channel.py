@@ -6,7 +6,7 @@ Nothing that comes out of a sandbox is trusted: replies are bounded and checked 
 from __future__ import annotations
 
 import asyncio
-import base64
+import binascii
 import contextlib
 import os
 import socket
@@ -21,10 +21,10 @@ from toolsets import exact_json
 from toolsets.errors import HostError, machine_failure, machine_failure_in
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
-from toolsets.sandbox.first_process import FirstProcess, Forked, Launched, until_ready
+from toolsets.sandbox.first_process import FirstProcess, ForkedProcess, LaunchedProcess, until_ready
 from toolsets.sandbox.inside.boot import LENGTH, framed
 
-_CHUNK_BYTES = 1 << 18
+_LEAST_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 18
 _SPARE_BYTES = 1 << 20
 _STOP_GRACE_S = 3.0
 _MAX_SAID = 300
@@ -68,11 +68,12 @@ class Reply(BaseModel):
 
 
 class Channel:
-    """A process of ours at the other end of a socket: `launch` starts it, or `fork` has it forked."""
+    """A process of ours at the other end of a socket, started by `launch` or `fork`."""
 
     def __init__(self, group: Group | None, *, output_bytes: int) -> None:
         # The head and the tail of two streams, in base64, and a value that JSON may make longer.
         self._max_bytes = 12 * output_bytes + _SPARE_BYTES
+        self._inbox = bytearray()
         self.group = group
         self._process: FirstProcess | None = None
         self._socket, self._theirs = socket.socketpair()
@@ -85,7 +86,7 @@ class Channel:
         """Start the process; raises `SandboxError` and `HostError`."""
         try:
             # In this thread: a sandbox may be told to die with the thread that made it.
-            self._process = Launched(
+            self._process = LaunchedProcess(
                 subprocess.Popen(
                     list(launch.argv) if self.group is None else self.group.joined(launch.argv),
                     stdin=self._theirs.fileno(),
@@ -170,11 +171,10 @@ class Channel:
 
         After any exception, cancellation too, the channel is good for nothing but closing.
         """
+        raw = exact_json.dumps(request)
         async with asyncio.timeout(timeout_s):
-            raw = exact_json.dumps(request)
             try:
-                send = asyncio.get_running_loop().sock_sendall
-                await send(self._socket, LENGTH.pack(len(raw)) + raw)
+                await self._send(LENGTH.pack(len(raw)) + raw)
                 size = LENGTH.unpack(await self._read(LENGTH.size))[0]
                 if size > self._max_bytes:
                     raise Gone("said more than it may and was ended")
@@ -208,27 +208,36 @@ class Channel:
             raise Gone("ended") from error
         if not said or not handles:
             raise Gone("ended")
-        return Forked(handles[0])
+        return ForkedProcess(handles[0])
 
     def _close_theirs(self) -> None:
         self._theirs.close()
         os.close(self._their_errors)
 
+    async def _send(self, raw: bytes) -> None:
+        # Nearly always as a whole, which is cheaper without the event loop.
+        with contextlib.suppress(BlockingIOError):
+            raw = raw[self._socket.send(raw) :]
+        if raw:
+            await asyncio.get_running_loop().sock_sendall(self._socket, raw)
+
     async def _read(self, size: int) -> bytes:
-        raw = bytearray()
-        receive = asyncio.get_running_loop().sock_recv
-        while len(raw) < size:
-            chunk = await receive(self._socket, min(_CHUNK_BYTES, size - len(raw)))
+        while len(self._inbox) < size:
+            await until_ready(self._socket.fileno())
+            missing = size - len(self._inbox)
+            chunk = self._socket.recv(max(_LEAST_BYTES, min(_CHUNK_BYTES, missing)))
             if not chunk:
                 raise Gone("ended")
-            raw += chunk
-        return bytes(raw)
+            self._inbox += chunk
+        taken = bytes(self._inbox[:size])
+        del self._inbox[:size]
+        return taken
 
 
 def decoded(kept: tuple[bytes, bytes, int], max_bytes: int) -> tuple[bytes, bytes, int]:
     """The head, the tail and the length of a stream; raises `Gone` where they cannot be that."""
     try:
-        head, tail = (base64.b64decode(part, validate=True) for part in kept[:2])
+        head, tail = (binascii.a2b_base64(part, strict_mode=True) for part in kept[:2])
     except ValueError as error:
         raise Gone("said what it may not and was ended") from error
     if len(head) + len(tail) > max_bytes or kept[2] < len(head) + len(tail):

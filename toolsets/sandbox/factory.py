@@ -8,10 +8,12 @@ from __future__ import annotations
 from toolsets.sandbox.base import ExecResult, Limits, Sandbox, SandboxError
 from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
 from toolsets.sandbox.docker import DockerSandbox, docker_problem
+from toolsets.sandbox.fork_servers import FORK_SERVERS
 from toolsets.sandbox.local import LocalSandbox
 from toolsets.workspace.workspace import Workspace
 
 __all__ = [
+    "FORK_SERVERS",
     "SANDBOXES",
     "ExecResult",
     "Limits",

@@ -26,7 +26,7 @@ class FirstProcess(Protocol):
         """Wait until it has ended by itself, and after `grace_s` end it by force."""
 
 
-class Launched:
+class LaunchedProcess:
     """A child of this process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -55,7 +55,7 @@ class Launched:
             self._process.wait()
 
 
-class Forked:
+class ForkedProcess:
     """A child of a fork server, known by a handle: its number could be that of another by now."""
 
     def __init__(self, handle: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.transport import Transport
 from agent.models.client.unsupported_options import UnsupportedOptions
@@ -24,9 +26,9 @@ class EndpointModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        return await self._refusals.ask(lambda settings: self._ask(settings, request))
+        return await self._refusals.ask(partial(self._ask, request))
 
-    async def _ask(self, settings: ModelSettings, request: Request) -> Completion:
+    async def _ask(self, request: Request, settings: ModelSettings) -> Completion:
         dialect = self._dialect
         assembly = None if request.on_delta is None else dialect.assembly(request.on_delta)
         body = dialect.body(settings, request)

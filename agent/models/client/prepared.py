@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
     key: Key
-    """Its secrets, to be taken out of what comes back."""
+    """Its secrets, to be removed from the reply."""
 
 
 class Preparer(Protocol):
@@ -66,7 +66,7 @@ def fixed_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
     headers |= DIALECTS[settings.api].headers(settings, api_key)
     if connection.headers_env and api_key == PLACEHOLDER:
         headers = {name: headers[name] for name in headers if name.lower() not in _CREDENTIALS}
-    for name, value in (connection.headers | read_headers(connection)).items():
+    for name, value in {**connection.headers, **read_headers(connection)}.items():
         headers = {one: headers[one] for one in headers if one.lower() != name.lower()}
         headers[name] = value
     return headers
@@ -158,7 +158,7 @@ class ClientPreparer:
         self._fixed = tuple(read_headers(connection).values())
         self._templates: dict[tuple[str, str, bool], _Template] = {}
         self._lock = asyncio.Lock()
-        """One preparation at a time: it tells whose request was captured."""
+        """One preparation at a time: it makes clear whose request was captured."""
         self._signs = False
         self._has_prepared = False
 
@@ -181,7 +181,7 @@ class ClientPreparer:
                     template = self._templates[place] = self._template(request, _outline(body))
         if template.dropped or template.added:
             kept = {name: body[name] for name in body if name not in template.dropped}
-            body = kept | template.added
+            body = {**kept, **template.added}
         return Prepared(template.url, template.headers, exact_json.dumps(body), template.key)
 
     async def renew(self, rejected: Prepared) -> bool:
@@ -235,8 +235,7 @@ class ClientPreparer:
     def _failure(self, error: Exception) -> ModelError:
         """Until it has had credentials once they are missing; later they may come back."""
         words = clip(f"{self._what}: {type(error).__name__}: {error}", max_chars=500)
-        kind = "connection" if self._has_prepared else "auth"
-        return ModelError(kind, words, was_sent=False)
+        return ModelError("connection" if self._has_prepared else "auth", words, was_sent=False)
 
     def _template(self, request: Any, outline: Mapping[str, Any]) -> _Template:
         sent = exact_json.loads(request.content)

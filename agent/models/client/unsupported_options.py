@@ -1,8 +1,8 @@
-"""Options that a model refuses: it is asked again without them, and the user is told once.
+"""Options that a model refuses: the call is repeated without them, and the log says so once.
 
 Reasoning models take no temperature, some take no effort, and the bound on a reply's tokens has
 two names in the chat dialect. Only a 400 that names one of our own options as unsupported counts;
-what is out of range, or stands in `extra_body`, is for the user to mend.
+values out of range, and those in `extra_body`, are for the user to fix.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _named(field: str) -> re.Pattern[str]:
 
 
 _NAMED = tuple(field for field in _OPTION_OF if field != "reasoning")
-"""Fields that may be named in a text. One field is a word that errors about other things use too: it counts as a `param` alone."""
+"""Fields that may be named in a text. "reasoning" is a word that errors about other things use too:
+it counts as a `param` alone."""
 
 
 class UnsupportedOptions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,7 +107,12 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
 
 def is_openai(settings: ModelSettings) -> bool:
     """Whether it is OpenAI itself that is asked, in whatever region."""
-    host = urlsplit(settings.base_url or "").hostname or ""
+    return _is_openai(settings.base_url or "")
+
+
+@lru_cache(maxsize=64)
+def _is_openai(base_url: str) -> bool:
+    host = urlsplit(base_url).hostname or ""
     return host == "api.openai.com" or host.endswith(".api.openai.com")
 
 
@@ -152,13 +158,13 @@ def to_api_messages(
 
 
 def _is_continued(earlier: Mapping[str, Any], role: str) -> bool:
-    """Whether a message of `role` goes on with the earlier one; open calls want results first."""
+    """Whether a message of `role` continues the earlier one; open calls need results first."""
     is_speech = role in ("user", "assistant") and "tool_calls" not in earlier
     return is_speech and earlier["role"] == role
 
 
 def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Two user messages are paragraphs; an assistant goes on where it was interrupted."""
+    """Two user messages are paragraphs; an assistant continues where it was interrupted."""
     between = "\n\n" if later["role"] == "user" else ""
     content = between.join(filter(None, (earlier["content"], later["content"])))
     return {**earlier, **later, "content": content or later["content"]}
@@ -303,7 +309,7 @@ def _flat_text(content: Any) -> str:
 
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
-    """The tokens that a reply's body tells."""
+    """The token counts in a reply's body."""
     return read_usage(reply.get("usage"), given="prompt", made="completion")
 
 

@@ -1,8 +1,8 @@
 """Workers as Ray actors.
 
-executor       places actors, and hears of their deaths
-worker_handle  the parent's side of one
-actor          what runs on the node
-tcp            the connection between them
-code_digest    whether both run the same code
+executor       starts actors, and watches for their deaths
+worker_handle  the parent's handle of an actor
+actor          the actor, on its node
+tcp            the connection between parent and actor
+code_digest    tells whether both run the same code
 """

@@ -1,7 +1,7 @@
-"""A worker in a process of Ray's, on any node.
+"""A worker in a Ray actor, on any node.
 
-Ray gives it its place, its resources and its life; what it says and hears goes over a TCP
-connection of ours to the parent, in the same bytes as through the pipe of a local worker.
+Ray starts it on a node with resources. It exchanges the same messages with the parent as a local
+worker, over a TCP connection instead of a pipe.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What the parent tells a worker that has connected and runs the same code.
+    """The parent's first message to a worker that has connected and runs the same code.
 
-    It is pickled. Only the parent's side of an authenticated connection is ever unpickled; what
-    workers send is JSON and bytes.
+    It is pickled. Workers unpickle only this message, over an authenticated connection; the
+    parent unpickles nothing, as workers send JSON and bytes.
     """
 
     setup: WorkerSetup
     run_token: str
-    """Names the run among all that ever use a node."""
+    """Identifies the run among all that use a node."""
     lock: bytes
-    """What the run directory's lock file holds, to know the directory by."""
+    """The content of the run directory's lock file, to recognize the directory."""
     environment: Mapping[str, str]
-    """The parent's, where the cluster is its own and on its machine; else nothing."""
+    """The parent's environment if it started the cluster on its machine; else empty."""
     cwd: Path
-    told_at: float
-    """The parent's monotonic clock as it sent this."""
+    sent_at: float
+    """The parent's monotonic clock when it sent this."""
 
 
 class RayWorkerActor:
     """The class of the actors."""
 
     def run(self, host: str, port: int, key: bytes, number: int) -> None:
-        """Work until the parent says exit or is gone."""
-        # They may be blocked, so that a Ctrl-C for all does not end the cluster before the work.
+        """Work until the parent sends exit or is gone."""
+        # The parent may have blocked them so that Ctrl-C does not end the cluster first.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         hide_environment()
         connection = connect((host, port), key)
@@ -70,10 +70,10 @@ class RayWorkerActor:
         try:
             welcome: Welcome = pickle.loads(connection.recv_bytes())
         except EOFError:
-            return  # this code is not the parent's, which says so to the user
+            return  # this code differs from the parent's, which tells the user
         name = f"worker-{number} on {hello['host']}"
-        multiprocessing.current_process().name = name  # as it is logged
-        offset_s = welcome.told_at - (asked_at + time.monotonic()) / 2
+        multiprocessing.current_process().name = name  # for the log
+        offset_s = welcome.sent_at - (asked_at + time.monotonic()) / 2
         os.environ.update(welcome.environment)
         with contextlib.suppress(OSError):
             os.chdir(welcome.cwd)
@@ -95,11 +95,11 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
         if run_worker(connection, setup):
             shutil.rmtree(scratch, ignore_errors=True)
     except Exception as error:
-        words = machine_failure(error)
-        if words is None and not isinstance(error, RunError | ImportError | OSError | ValueError):
+        failure = machine_failure(error)
+        if failure is None and not isinstance(error, RunError | ImportError | OSError | ValueError):
             raise
-        # What is missing on this node will be missing for the next worker here too.
-        message = f"{multiprocessing.current_process().name}: {words or error}"
+        # The next worker on this node would fail in the same way.
+        message = f"{multiprocessing.current_process().name}: {failure or error}"
         connection.send_bytes(pack("halt", message=message))
 
 
@@ -117,24 +117,24 @@ def _check_shares(run_dir: Path, lock: bytes) -> None:
 
 
 def _scratch(setup: WorkerSetup, run_token: str) -> Path:
-    """Where this node keeps what workers keep of a run; the same for all of them."""
+    """The directory for the run's files on this node, shared by its workers."""
     parent = setup.config.ray_scratch_dir or Path(tempfile.gettempdir())
-    ours = parent / f"batch-trajectories-{os.getuid()}"
-    ours.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = ours.lstat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o077 or ours.is_symlink():
-        msg = f"{ours}: not a directory of this user's alone; choose another --ray_scratch_dir"
+    own = parent / f"batch-trajectories-{os.getuid()}"
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = own.lstat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o077 or own.is_symlink():
+        msg = f"{own}: not a private directory of this user; choose another --ray_scratch_dir"
         raise ValueError(msg)
-    scratch = ours / run_token
+    scratch = own / run_token
     scratch.mkdir(mode=0o700, exist_ok=True)
     return scratch
 
 
 def _name_of(scratch: Path) -> str:
-    """A name that no other storage has: hosts and paths repeat, among containers above all."""
+    """A unique name of this storage: containers may have the same host names and paths."""
     mark, mine = scratch / "place", scratch / f".{uuid.uuid4().hex}"
     mine.write_text(uuid.uuid4().hex)
     with contextlib.suppress(FileExistsError):
-        os.link(mine, mark)  # whole or not at all, and only by the first
+        os.link(mine, mark)  # atomic, and only the first worker succeeds
     mine.unlink()
     return mark.read_text()

@@ -1,4 +1,4 @@
-"""Which code of ours a process runs, so that machines that work together can compare."""
+"""A digest of the code that workers run, to compare machines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 from pathlib import Path
 
 _ROOMS = ("agent", "runs", "toolsets")
-"""All that a worker imports."""
+"""The packages that a worker imports."""
 
 
 def code_digest() -> str:
-    """16 hex digits over the modules that workers run."""
+    """16 hex digits over the modules of workers."""
     root = Path(__file__).parents[3]
     digest = hashlib.sha256()
     for room in _ROOMS:

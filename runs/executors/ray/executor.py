@@ -1,8 +1,8 @@
 """Workers as Ray actors, on any node of a cluster.
 
-Ray is asked for places, resources and news of deaths, and for nothing per task: actors connect
-back and are dealt with like local workers. It restarts and retries nothing, because who is to
-blame for a death is decided here.
+Ray only starts actors with resources and reports their deaths; it does nothing per task. Actors
+connect back and are handled like local workers. Ray restarts and retries nothing, because the
+supervisor decides which task is to blame for a death.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _RAY_NEEDS = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"),
     *("HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "RAY_TMPDIR"),
 )
-_OF_RAY = ("num_cpus", "num_gpus", "memory")
-"""The resources that Ray has options for."""
+_RAY_RESOURCES = ("num_cpus", "num_gpus", "memory")
+"""The resources with options of their own in Ray."""
 
 _HELLO_BYTES = 1 << 16
 _WATCH_EVERY_S = 1.0
 _REACH_S = 10.0
 _SAY_WAITING_S = 15.0
 _OBJECT_STORE_BYTES = 80 << 20
-"""About the least that Ray takes; nothing of ours lies there."""
+"""About the minimum that Ray allows; we store nothing there."""
 
 
 class RayExecutor:
     """Joins a cluster, or starts one on this machine, and starts workers in it."""
 
     def __init__(self, config: RunConfig, run_dir: RunDir) -> None:
-        """Raises `ConfigError` where the cluster cannot be joined."""
+        """Raises `ConfigError` if the cluster cannot be joined."""
         address = config.ray_address or os.environ.get("RAY_ADDRESS")
         with _without_ray_handlers():
             environment = _start_cluster(config) if address is None else _join(address)
@@ -114,15 +114,15 @@ class RayExecutor:
         os.close(self._run.log_fd)
 
     def _accept(self) -> None:
-        """Let workers in; whoever else connects proves nothing and keeps nobody waiting."""
+        """Accept connections; each peer authenticates in its own thread and delays no other."""
         while not self._closing.is_set():
             try:
                 connection = self._listener.accept()
             except OSError:
                 continue
-            threading.Thread(target=self._let_in, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
 
-    def _let_in(self, connection: Connection) -> None:
+    def _admit(self, connection: Connection) -> None:
         if not welcome(connection, self._run.key):
             return
         try:
@@ -132,52 +132,49 @@ class RayExecutor:
         self._workers[hello["number"]].attach(connection, hello)
 
     def _watch(self) -> None:
-        """Hear from Ray which actors have ended, also those that have never connected."""
+        """Ask Ray which actors have ended, also those that never connected."""
         began = time.monotonic()
         while not self._closing.wait(_WATCH_EVERY_S):
-            living = [worker for worker in list(self._workers.values()) if not worker.is_gone]
+            alive = [worker for worker in list(self._workers.values()) if not worker.is_gone]
             try:
-                self._look_at(living)
+                self._check(alive)
             except ray.exceptions.RayError as error:
-                log.warning("Ray does not say which workers live: %s", error)
+                log.warning("Ray does not report which workers are alive: %s", error)
             if time.monotonic() - began > _SAY_WAITING_S:
-                self._say_who_waits(living)
+                self._say_if_waiting(alive)
 
-    def _look_at(self, living: list[RayWorker]) -> None:
-        if not living:
+    def _check(self, alive: list[RayWorker]) -> None:
+        if not alive:
             return
-        by_reference = {worker.ended: worker for worker in living}
-        # Never without a bound: Ray can wait for ever for what is on a lost node.
-        ended, _ = ray.wait(list(by_reference), num_returns=len(living), timeout=0)
+        by_reference = {worker.ended: worker for worker in alive}
+        # Always with a timeout: Ray may wait forever for a result on a lost node.
+        ended, _ = ray.wait(list(by_reference), num_returns=len(alive), timeout=0)
         for reference in ended:
             by_reference[reference].end(_why(reference))
 
-    def _say_who_waits(self, living: list[RayWorker]) -> None:
-        waiting = [worker for worker in living if worker.is_waiting]
+    def _say_if_waiting(self, alive: list[RayWorker]) -> None:
+        waiting = [worker for worker in alive if worker.is_waiting]
         if waiting and not self._has_said:
             self._has_said = True
-            asked = ", ".join(f"{name}={value}" for name, value in self._describe_resources())
+            named = self._resources.keys() & set(_RAY_RESOURCES)
+            needed = {name: self._resources[name] for name in sorted(named)}
+            needed |= self._resources["resources"]
+            described = ", ".join(f"{name}={value}" for name, value in needed.items())
             message = (
-                f"{len(waiting)} of {len(living)} workers wait for a place in the Ray cluster; "
-                f"each needs {asked} (see --worker_resources, --num_workers and `ray status`)"
+                f"{len(waiting)} of {len(alive)} workers wait for a place in the Ray cluster; "
+                f"each needs {described} (see --worker_resources, --num_workers and `ray status`)"
             )
             waiting[0].inbox.put((waiting[0], pack("say", message=message)))
 
-    def _describe_resources(self) -> Iterator[tuple[str, float]]:
-        for name in _OF_RAY:
-            if name in self._resources:
-                yield name, self._resources[name]
-        yield from self._resources["resources"].items()
-
 
 def _resources(config: RunConfig) -> dict[str, Any]:
-    """What an actor is started with."""
-    asked = dict(config.worker_resources)
-    own: dict[str, Any] = {name: asked.pop(name) for name in _OF_RAY if name in asked}
+    """The options that an actor starts with."""
+    custom = dict(config.worker_resources)
+    named: dict[str, Any] = {name: custom.pop(name) for name in _RAY_RESOURCES if name in custom}
     return {
         "num_cpus": 1,
-        **own,
-        "resources": asked,
+        **named,
+        "resources": custom,
         "max_restarts": 0,
         "max_task_retries": 0,
         "scheduling_strategy": "SPREAD",
@@ -185,9 +182,9 @@ def _resources(config: RunConfig) -> dict[str, Any]:
 
 
 def _start_cluster(config: RunConfig) -> Mapping[str, str]:
-    """Start a cluster on this machine; gives the environment that its workers lack.
+    """Start a cluster on this machine; return the environment that its workers lack.
 
-    Its processes could show theirs to all of this user, so it holds no keys.
+    Every process of this user can read the environment of the cluster, so it has no keys.
     """
     cpus = math.ceil(config.num_workers * config.worker_resources.get("num_cpus", 1))
     with environment_of(_RAY_NEEDS) as environment, _signals_blocked():
@@ -210,7 +207,7 @@ def _join(address: str) -> Mapping[str, str]:
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         try:
-            # Ray itself tries for many minutes.
+            # Ray itself would try for many minutes.
             socket.create_connection((host, int(port)), timeout=_REACH_S).close()
         except OSError as error:
             raise _cannot_join(address, error) from error
@@ -229,13 +226,13 @@ def _init(address: str, **options: Any) -> None:
 def _cannot_join(address: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"ray_address: {address}: cannot join this Ray cluster: {error}. `ray status` on this "
-        "machine must show it (`ray start --head` begins one)"
+        "machine must show it (`ray start --head` starts one)"
     )
 
 
 @contextlib.contextmanager
 def _without_ray_handlers() -> Iterator[None]:
-    """Ray handles SIGTERM by ending the process, where ours stops the run in good order."""
+    """Keep our signal handlers: that of Ray for SIGTERM would end the process at once."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
@@ -246,8 +243,8 @@ def _without_ray_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Processes that are started meanwhile do not end by what the terminal sends to all."""
-    # Not SIGTERM, by which Ray's own processes end when the others have gone.
+    """Protect processes that are started inside from Ctrl-C and hang-up of the terminal."""
+    # Not SIGTERM, which ends Ray's own processes when the others have gone.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
     try:
         yield
@@ -261,16 +258,16 @@ def _token(run_dir: Path) -> str:
 
 
 def _why(reference: Any) -> str | None:
-    """Why an actor has ended, None where it was sent home."""
+    """Why an actor has ended, None if the parent had it exit."""
     try:
         ray.get(reference, timeout=1)
     except Exception as error:
-        # Of any class: what an actor raised is among them.
-        words = " ".join(str(error).split())
-        if "ModuleNotFoundError" in words or "ImportError" in words:
+        # Of any class: it may be what the actor raised.
+        reason = " ".join(str(error).split())
+        if "ModuleNotFoundError" in reason or "ImportError" in reason:
             return (
-                f"a node cannot import this program ({words[-300:]}): install the same version "
+                f"a node cannot import this program ({reason[-300:]}): install the same version "
                 "with its extra `ray` on every node"
             )
-        return words[:600]
+        return reason[:600]
     return None

@@ -1,7 +1,7 @@
 """TCP connections between the parent of a run and workers on other machines.
 
-Both sides prove that they know the run's key, which is random and new for each start. What
-follows is authenticated by nothing more and not encrypted, like all of a Ray cluster's traffic.
+Both sides prove that they know the run's key, which is random for each start. Later messages are
+neither authenticated nor encrypted, like all traffic of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiprocessing.connection import (
 
 _HANDSHAKE_S = 20
 _SILENT_S, _PROBE_EVERY_S, _PROBES = 10, 5, 4
-"""A peer whose machine is gone is noticed after 30 seconds."""
+"""A lost machine is noticed after 30 seconds."""
 
 
 def listen(host: str) -> Listener:
@@ -30,7 +30,7 @@ def listen(host: str) -> Listener:
 
 
 def welcome(connection: Connection, key: bytes) -> bool:
-    """Let a peer prove that it knows `key`, and prove it to the peer; False where it does not."""
+    """Check that a peer knows `key`, and prove the same to it; False if it does not."""
     with _socket_of(connection) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE_S, 0))
         try:
@@ -45,7 +45,7 @@ def welcome(connection: Connection, key: bytes) -> bool:
 
 
 def connect(address: tuple[str, int], key: bytes) -> Connection:
-    """Connect to who listens. Raises `OSError` or `AuthenticationError`."""
+    """Connect to a listener. Raises `OSError` or `AuthenticationError`."""
     connection: Connection = Client(address, authkey=key)
     with _socket_of(connection) as raw:
         _tune(raw)
@@ -53,13 +53,13 @@ def connect(address: tuple[str, int], key: bytes) -> Connection:
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection that other threads read and write: they get an end of file."""
+    """Shut down a connection that other threads use: they get an end of file."""
     with contextlib.suppress(OSError), _socket_of(connection) as raw:
         raw.shutdown(socket.SHUT_RDWR)
 
 
 def _tune(raw: socket.socket) -> None:
-    # Without it a message in two parts waits for the acknowledgment of the first.
+    # Else the second part of a message waits for the acknowledgment of the first.
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -68,7 +68,7 @@ def _tune(raw: socket.socket) -> None:
         ("TCP_KEEPCNT", _PROBES),
         ("TCP_USER_TIMEOUT", (_SILENT_S + _PROBE_EVERY_S * _PROBES) * 1000),
     ):
-        if option := getattr(socket, name, None):  # Linux has them all
+        if option := getattr(socket, name, None):  # only Linux has all of them
             raw.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

@@ -1,4 +1,4 @@
-"""A worker that is a Ray actor, as the supervisor sees it."""
+"""The supervisor's handle of a worker that is a Ray actor."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from runs.store.journal_writer import JournalWriter
 log = logging.getLogger(__name__)
 
 _SYNC_EVERY_S = 0.1
-"""All workers' journals are on one disk here, and a sync costs the driver CPU, too."""
+"""The journals of all workers share the driver's disk and CPU."""
 
 _EVENTS, _LOG = pack("events")[:16], pack("log")[:13]
-"""How messages begin that are dealt with here."""
+"""The beginnings of messages that are handled here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What all workers of a start have in common."""
+    """What all workers of a start share."""
 
     key: bytes
     address: Any
@@ -50,31 +50,31 @@ class Run:
 
 @dataclass(eq=False, kw_only=True)
 class RayWorker(WorkerHandle):
-    """A worker in a process of Ray's. Where it shares no disk with us, its journal is kept here:
-    its events are written by the thread that listens to it, and then it is told so."""
+    """A worker in a Ray actor. If it does not share the run directory, its journal is written
+    here: by the thread that receives its events, which then acknowledges them."""
 
     setup: WorkerSetup
     run: Run
     actor: Any
     ended: Any
-    """Ray's reference to the end of its work."""
+    """Ray's reference to the result of its work."""
     is_gone: bool = False
     _connection: Connection | None = None
     _journal: JournalWriter | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while it is decided whether it is gone, and for each use of its journal."""
+    """Guards `is_gone` and the journal."""
 
     @property
     def is_waiting(self) -> bool:
-        """See `WorkerHandle`: Ray has found no place for it yet."""
+        """See `WorkerHandle`."""
         return self._connection is None
 
     def attach(self, connection: Connection, hello: Mapping[str, Any]) -> None:
-        """Its process has connected and says what it is."""
+        """Its process has connected and introduced itself."""
         if hello["code"] != self.run.code:
             message = (
-                f"node {hello['host']} runs other code of this program ({hello['code']}, here "
-                f"{self.run.code}): install the same version there, or submit the job with it"
+                f"node {hello['host']} has another version of this program ({hello['code']}, here "
+                f"{self.run.code}): install the same version there, or submit it with the job"
             )
             self.inbox.put((self, pack("halt", message=message)))
             connection.close()
@@ -94,22 +94,22 @@ class RayWorker(WorkerHandle):
             self._connection = connection
         self.name = f"{self.name} on {hello['host']}"
         self.heard_at = time.monotonic()
-        told = Welcome(
+        welcome = Welcome(
             setup=setup,
             run_token=self.run.token,
             lock=self.run.lock,
             environment=self.run.environment,
             cwd=Path.cwd(),
-            told_at=time.monotonic(),
+            sent_at=time.monotonic(),
         )
         try:
-            connection.send_bytes(pickle.dumps(told))
+            connection.send_bytes(pickle.dumps(welcome))
         except OSError:
-            log.warning("%s went away as it came", self.name)  # which the listener then notices
+            log.warning("%s disconnected at once", self.name)  # the listening thread notices, too
         self._move_bytes(connection)
 
     def end(self, why: str | None) -> None:
-        """It has ended, or is to be taken for ended: nothing that it says counts any more."""
+        """It has ended, or counts as ended: later messages are ignored."""
         with self._lock:
             if self.is_gone:
                 return
@@ -126,7 +126,7 @@ class RayWorker(WorkerHandle):
         return not self.is_gone
 
     def kill(self) -> None:
-        """See `WorkerHandle`. A process that cannot be reached ends when it finds us gone."""
+        """See `WorkerHandle`. A process that cannot be reached ends when its connection breaks."""
         self._end_actor()
         self.end(None)
 
@@ -154,7 +154,7 @@ class RayWorker(WorkerHandle):
         if message.startswith(_EVENTS):
             self._keep(*unpack(message))
         elif message.startswith(_LOG):
-            with suppress(OSError):  # a log that cannot be written must not stop the work
+            with suppress(OSError):  # the run continues without its log
                 os.write(self.run.log_fd, unpack(message)[1])
         else:
             super()._heard(message)
@@ -168,7 +168,7 @@ class RayWorker(WorkerHandle):
         except StorageError as error:
             self._on_storage_error(error)
             return
-        # From this thread, which costs half of what a message through the other one does.
+        # From this thread: a message through the other one costs twice as much.
         with suppress(OSError), self._sending:
             self._connection.send_bytes(pack("kept", number=header["number"]))
 
@@ -179,5 +179,5 @@ class RayWorker(WorkerHandle):
         try:
             ray.kill(self.actor, no_restart=True)
         except Exception as error:
-            # Of any class: the cluster itself may be going.
+            # Of any class: the cluster itself may be shutting down.
             log.warning("%s: Ray cannot end it: %s", self.name, error)

@@ -1,5 +1,5 @@
-"""Taking over a batch run of hermes-agent.
+"""Import a batch run of hermes-agent.
 
-importer  its files as records
-sharegpt  its trajectories as events
+importer  its files to records
+sharegpt  its trajectories to events
 """

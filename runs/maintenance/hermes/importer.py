@@ -1,8 +1,8 @@
-"""A batch run of hermes-agent becomes a run of ours, which then does only what is missing.
+"""Import a batch run of hermes-agent, so that a run only does what is missing.
 
-Its directory holds `batch_<n>.jsonl` (a trajectory per line), `trajectories.jsonl` (all of them,
-once the run has ended) and `checkpoint.json` (the numbers of the prompts that count as done).
-Rows are found again by their prompt, for the numbers shift when a dataset is edited.
+Its directory has `batch_<n>.jsonl` (a trajectory per line), `trajectories.jsonl` (all of them, at
+the end of the run) and `checkpoint.json` (the numbers of the prompts that count as done). Rows are
+matched by prompt, because numbers shift when a dataset is edited.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = 20
 
 @dataclass(slots=True)
 class Imported:
-    """What a run of hermes-agent had, and what of it is in ours now."""
+    """The result of an import."""
 
     directory: Path
     completed: int = 0
@@ -43,38 +43,34 @@ class Imported:
     """Tasks that had a record already."""
     repeated: list[str] = field(default_factory=list)
     """Rows (file:line) whose prompt another row has answered."""
-    strange: list[str] = field(default_factory=list)
-    """Rows whose prompt the dataset does not hold."""
+    unknown: list[str] = field(default_factory=list)
+    """Rows whose prompt is not in the dataset."""
     unreadable: list[str] = field(default_factory=list)
-    """Lines that are no trajectories, each with the reason."""
+    """Lines that are not trajectories, with the reasons."""
     lost: list[int] = field(default_factory=list)
-    """Prompts that count as done there, and of which no trajectory is left."""
+    """Prompts that count as done but have no trajectory."""
 
     def describe(self) -> str:
-        """A line per kind, with what it means and the first places."""
+        """A line per kind of row, with the first ones."""
         counted = [
             (self.completed, "completed", [""]),
             (self.ended_early, "ended early", [""]),
             (self.there, "already in this run", [""]),
             (len(self.repeated), "repeated, left out", self.repeated),
-            (
-                len(self.strange),
-                "of prompts that the dataset does not hold, left out",
-                self.strange,
-            ),
+            (len(self.unknown), "of prompts that are not in the dataset, left out", self.unknown),
             (len(self.unreadable), "unreadable; their prompts run again", self.unreadable),
             (
                 len(self.lost),
-                "counted as done there, but no trajectory is left (discarded or lost); they run "
-                "again: prompts",
+                "counted as done, but without a trajectory (discarded or lost); they run again: "
+                "prompts",
                 list(map(str, self.lost)),
             ),
         ]
-        lines = [f"{self.directory}: what that run had"]
-        for count, words, places in counted:
+        lines = [f"{self.directory}: rows of that run"]
+        for count, kind, places in counted:
             if count:
                 named = ", ".join(places[:_SHOWN]) + (" …" if len(places) > _SHOWN else "")
-                lines.append(f"{count:>9,} {words} {named}".rstrip())
+                lines.append(f"{count:>9,} {kind} {named}".rstrip())
         return "\n".join(lines)
 
 
@@ -87,19 +83,19 @@ class _Row:
     conversation: ImportedConversation
 
 
-def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: int) -> Imported:
-    """Write a record for each task that `directory` holds a trajectory of.
+def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
+    """Write a record for each task that has a trajectory in `directory`.
 
-    Safe to repeat: tasks that have a record are left alone. Raises `ConfigError` where
-    `directory` holds no trajectories, `StorageError` where records cannot be written.
+    Safe to repeat: it skips tasks that have a record. Raises `ConfigError` if `directory` has no
+    trajectories, `StorageError` if records cannot be written.
     """
     files = _files(directory)
     imported = Imported(directory)
     rows = list(_rows(files, imported))
     by_prompt: defaultdict[str, list[tuple[int, Task]]] = defaultdict(list)
-    for position, task in enumerate(tasks(scan, num_samples=num_samples)):
-        if task.sample == 0:
-            by_prompt[_prompt_of(task, scan)].append((position // num_samples, task))
+    first_samples = tasks(scan, range(0, scan.tasks, scan.num_samples))
+    for position, task in enumerate(first_samples):
+        by_prompt[_prompt_of(task, scan)].append((position, task))
     records = RecordFile(run_dir.path, run_dir.quarantine)
     there = records.take_found()
     try:
@@ -111,7 +107,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: 
             taken = _take(by_prompt, row)
             if taken is None:
                 known = row.conversation.prompt in by_prompt
-                (imported.repeated if known else imported.strange).append(row.place)
+                (imported.repeated if known else imported.unknown).append(row.place)
                 continue
             if row.number is not None:
                 answered.add(row.number)
@@ -133,7 +129,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: 
 
 
 def _files(directory: Path) -> list[Path]:
-    """Batch files in their order, then the merged file, which holds the same again."""
+    """Batch files in their order, then the merged file, which repeats their rows."""
     found = sorted(
         (path for path in directory.glob("batch_*.jsonl") if _BATCH.fullmatch(path.name)),
         key=lambda path: int(path.stem.split("_")[1]),
@@ -141,7 +137,7 @@ def _files(directory: Path) -> list[Path]:
     merged = directory / "trajectories.jsonl"
     files = [*found, merged] if merged.exists() else found
     if not files:
-        msg = f"{directory}: no batch_N.jsonl and no trajectories.jsonl, so no run of hermes-agent"
+        msg = f"{directory}: not a run of hermes-agent (no batch_N.jsonl and no trajectories.jsonl)"
         raise ConfigError(msg)
     return files
 
@@ -151,7 +147,7 @@ def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
             if not line.strip() or line in seen:
-                continue  # the merged file holds the rows of the batch files
+                continue  # the merged file repeats the rows of the batch files
             seen.add(line)
             place = f"{file.name}:{number}"
             try:
@@ -179,7 +175,7 @@ def _prompt_of(task: Task, scan: Scan) -> str:
 
 
 def _take(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:
-    """The task that a row answers: of equal prompts the one at its number, else the first."""
+    """The task that a row answers: among equal prompts that with its number, else the first."""
     waiting = by_prompt.get(row.conversation.prompt)
     if not waiting:
         return None
@@ -201,7 +197,7 @@ def _record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
         status = "completed"
     else:
         status = "errors" if fields.get("partial") else "max_turns"
-    told = conversation.trajectory.to_record()
+    content = conversation.trajectory.to_record()
     return {
         "id": task.id,
         "status": status,
@@ -212,12 +208,12 @@ def _record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
         "input_digest": task.input_digest,
         "attempt": 1,
         "row": task.columns,
-        **told,
-        "api_calls": fields.get("api_calls", told["api_calls"]),
+        **content,
+        "api_calls": fields.get("api_calls", content["api_calls"]),
         "tools": conversation.tools,
         "options": {},
         "view_compacted": False,
-        "model": told["model_returned"],
+        "model": content["model_returned"],
         "api": "hermes-agent",
         "endpoint": None,
         "toolsets": list(fields.get("toolsets_used") or ()),

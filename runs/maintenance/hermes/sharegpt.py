@@ -1,7 +1,7 @@
-"""One row of a hermes-agent trajectory file, read back into the events of a conversation.
+"""Convert a row of a hermes-agent trajectory file to the events of a conversation.
 
-The format is lossy: of the prompt's own system message, of times and of tokens nothing is known,
-and whether a call failed is judged by what its result reads like, as hermes-agent does.
+The format is lossy: the prompt's own system message, times and tokens are unknown, and whether a
+call failed is guessed from the text of its result, as in hermes-agent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class ImportedConversation:
-    """What a row holds."""
+    """The conversation of a row."""
 
     prompt: str
     trajectory: Trajectory
@@ -31,7 +31,7 @@ class ImportedConversation:
 
     @property
     def is_answered(self) -> bool:
-        """It ends with a text of the model that asks for no tools."""
+        """Whether it ends with a message of the model without tool calls."""
         last = self.trajectory.messages[-1]
         return last["role"] == "assistant" and not last.get("tool_calls")
 
@@ -41,11 +41,11 @@ def read_conversation(
 ) -> ImportedConversation:
     """Read the `conversations` of a row; `at` (epoch seconds) is when it was saved.
 
-    Raises `ValueError` with the reason where it is not of the format.
+    Raises `ValueError` with the reason if it is not in this format.
     """
     kinds = [entry.get("from") for entry in entries if isinstance(entry, dict)]
     if kinds[:2] != ["system", "human"] or len(kinds) != len(entries):
-        raise ValueError(f"it begins with {kinds[:2]}, not with system and human")
+        raise ValueError(f"it begins with {kinds[:2]} instead of system and human")
     values = [_text(entry.get("value"), entry["from"]) for entry in entries]
     prompt = values[1]
     events: list[Event] = []
@@ -65,21 +65,21 @@ def read_conversation(
         else:
             raise ValueError(f"an entry is from {kind!r}")
     if not turn:
-        raise ValueError("the model says nothing in it")
+        raise ValueError("it has no message of the model")
     opening = [Message(role="user", content=prompt)]
     return ImportedConversation(prompt, Trajectory(opening, events), _tools(values[0]))
 
 
 def _text(value: Any, who: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"the value of a {who} entry is no text")
+        raise ValueError(f"the value of a {who} entry is not text")
     return value
 
 
 def _tools(system: str) -> list[dict[str, Any]]:
     found = _TOOLS.search(system)
     if found is None:
-        raise ValueError("its system entry lists no tools")
+        raise ValueError("its system entry has no list of tools")
     return [
         {
             "type": "function",
@@ -129,10 +129,10 @@ def _reply(value: str, turn: int, model: str | None, at: float) -> ReplyEvent:
 def _results(
     value: str, calls: list[ToolCall], turn: int, at: float, ids: set[str]
 ) -> Iterator[ResultEvent]:
-    """The results of a tool entry, in call order; calls get the ids that their results name."""
+    """The results of a tool entry, in call order; calls get the ids in their results."""
     responses = list(_blocks(value, "tool_response"))
     if len(responses) > len(calls):
-        raise ValueError(f"turn {turn}: {len(responses)} results of {len(calls)} calls")
+        raise ValueError(f"turn {turn}: {len(responses)} results for {len(calls)} calls")
     for number, (call, response) in enumerate(zip(calls, responses, strict=False)):
         own = response.get("tool_call_id")
         if isinstance(own, str) and own and own not in ids:
@@ -153,16 +153,16 @@ def _results(
 
 
 def _blocks(text: str, tag: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects between tags; what they hold may contain the tags themselves."""
+    """The JSON objects between tags; their texts may contain the tags, too."""
     rest = text.strip()
     while rest:
         if not rest.startswith(f"<{tag}>"):
-            raise ValueError(f"something else than <{tag}> stands beside one: {rest[:40]!r}")
+            raise ValueError(f"text between <{tag}> blocks: {rest[:40]!r}")
         rest = rest.removeprefix(f"<{tag}>").lstrip()
         block, end = _DECODER.raw_decode(rest)
         rest = rest[end:].lstrip()
         if not isinstance(block, dict) or not rest.startswith(f"</{tag}>"):
-            raise ValueError(f"a <{tag}> that holds no object, or is not closed")
+            raise ValueError(f"a <{tag}> block without an object, or not closed")
         yield block
         rest = rest.removeprefix(f"</{tag}>").lstrip()
 

@@ -1,5 +1,6 @@
 """Clients of the openai and anthropic packages against an endpoint whose tokens change.
 
+The packages are imported where they are used: each pytest process imports this file.
 The functions that make them are what a user's `client: MODULE:FUNCTION` would name.
 """
 
@@ -7,13 +8,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
-
-import anthropic
-import openai
 
 from tests.answering import listening
 
@@ -104,6 +103,8 @@ TOKENS = Tokens()
 
 
 def azure(root: str) -> Any:
+    import openai
+
     return openai.AsyncAzureOpenAI(
         base_url=f"{root}/openai",
         api_version="2025-04-01-preview",
@@ -112,6 +113,8 @@ def azure(root: str) -> Any:
 
 
 def azure_sync(root: str) -> Any:
+    import openai
+
     return openai.AzureOpenAI(
         base_url=f"{root}/openai",
         api_version="2025-04-01-preview",
@@ -120,10 +123,13 @@ def azure_sync(root: str) -> Any:
 
 
 def azure_v1(root: str) -> Any:
+    import openai
+
     return openai.AsyncOpenAI(base_url=f"{root}/openai/v1", api_key=TOKENS.give_async)
 
 
 def openai_on_bedrock(root: str) -> Any:
+    import openai
     from openai.providers import bedrock
 
     return openai.AsyncOpenAI(
@@ -134,6 +140,7 @@ def openai_on_bedrock(root: str) -> Any:
 
 
 def openai_on_bedrock_signed(root: str) -> Any:
+    import openai
     from botocore.credentials import Credentials
     from openai.providers import bedrock
 
@@ -147,6 +154,7 @@ def openai_on_bedrock_signed(root: str) -> Any:
 
 
 def openai_on_vertex(root: str) -> Any:
+    import openai
     from openai.providers import vertex
 
     return openai.AsyncOpenAI(
@@ -155,20 +163,26 @@ def openai_on_vertex(root: str) -> Any:
 
 
 def foundry(root: str) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropicFoundry(
         base_url=f"{root}/anthropic", azure_ad_token_provider=TOKENS.give_async
     )
 
 
 def foundry_sync(root: str) -> Any:
+    import anthropic
+
     return anthropic.AnthropicFoundry(
         base_url=f"{root}/anthropic", azure_ad_token_provider=TOKENS.give
     )
 
 
 def google_cloud(root: str) -> Any:
+    import anthropic
+
     made: Any = anthropic.AsyncAnthropicGoogleCloud
-    return made(base_url=root, project="p", token_provider=TOKENS.give_async)
+    return made(base_url=root, project="p", workspace_id="w", token_provider=TOKENS.give_async)
 
 
 class GoogleCredentials:
@@ -183,6 +197,8 @@ class GoogleCredentials:
 
 
 def vertex(root: str) -> Any:
+    import anthropic
+
     credentials: Any = GoogleCredentials()
     return anthropic.AsyncAnthropicVertex(
         base_url=f"{root}/v1", region="us-east5", project_id="p", credentials=credentials
@@ -190,10 +206,12 @@ def vertex(root: str) -> Any:
 
 
 def anthropic_workload(root: str) -> Any:
+    import anthropic
+
     """Claude's own API with credentials that the client caches until it hears a 401."""
     from anthropic.lib.credentials import AccessToken
 
-    async def provide(**_: Any) -> Any:
+    def provide(**_: Any) -> Any:
         return AccessToken(token=TOKENS.give(), expires_at=None)
 
     made: Any = anthropic.AsyncAnthropic
@@ -201,12 +219,16 @@ def anthropic_workload(root: str) -> Any:
 
 
 def mantle_with_key(root: str) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropicBedrockMantle(
         base_url=f"{root}/anthropic", aws_region="us-east-1", api_key=TOKENS.give()
     )
 
 
 def mantle_signed(root: str) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropicBedrockMantle(
         base_url=f"{root}/anthropic",
         aws_region="us-east-1",
@@ -216,6 +238,8 @@ def mantle_signed(root: str) -> Any:
 
 
 def aws_signed(root: str) -> Any:
+    import anthropic
+
     made: Any = anthropic.AsyncAnthropicAWS
     return made(
         base_url=root,
@@ -227,6 +251,8 @@ def aws_signed(root: str) -> Any:
 
 
 def bedrock_classic(root: str) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropicBedrock(
         base_url=root, aws_region="us-east-1", aws_access_key="a", aws_secret_key="b"
     )
@@ -251,13 +277,24 @@ def cloud(*, rotates: bool = True) -> Iterator[tuple[str, Tokens]]:
         protocol_version = "HTTP/1.1"
         wbufsize = -1
 
+        def do_GET(self) -> None:
+            """Of a machine's identity, as Azure's hosts give it."""
+            token = {"access_token": tokens.give(), "token_type": "Bearer", "resource": "r"}
+            self._reply(200, {**token, "expires_on": str(int(time.time()) + 60)})
+
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers["content-length"]))
+            if self.path == "/token":  # as Google gives them to service accounts
+                self._reply(200, {"access_token": tokens.give(), "expires_in": 60})
+                return
             headers = {name.lower(): value for name, value in self.headers.items()}
             is_taken = tokens.take(Seen("POST", self.path, headers, json.loads(content)))
             refused = {"error": {"type": "authentication_error", "message": "expired"}}
-            reply = json.dumps(REPLIES[api_of_path(self.path)] if is_taken else refused).encode()
-            self.send_response(200 if is_taken else 401)
+            self._reply(*((200, REPLIES[api_of_path(self.path)]) if is_taken else (401, refused)))
+
+        def _reply(self, status: int, said: dict[str, Any]) -> None:
+            reply = json.dumps(said).encode()
+            self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(reply)))
             self.end_headers()

@@ -59,13 +59,13 @@ def test_a_key_is_taken_out_of_what_is_no_utf_8(encoding: str) -> None:
     assert KEY.encode(encoding) not in Key(KEY).out_of(f"no {KEY}".encode(encoding))
 
 
-def test_what_holds_no_key_is_the_same_object() -> None:
+def test_an_object_without_a_key_is_returned_as_it_is() -> None:
     for body in (b'{"a": 1}', b'{"a": "caf\\u00e9 \\u003c"}', b"\\u00 no JSON", b"\0", b"[" * 500):
         assert Key(KEY).out_of(body) is body
 
 
 @pytest.mark.parametrize("key", ["no-key", "EMPTY", "password", "not-needed", "lm-studio", ""])
-def test_a_placeholder_is_no_secret(key: str) -> None:
+def test_a_placeholder_is_not_a_secret(key: str) -> None:
     """It may be a word of a reply, and that is data."""
     body = f"say {key} here".encode()
     assert Key(key).out_of(body) is body
@@ -190,7 +190,7 @@ def test_no_piece_of_the_key_is_in_an_error_of_a_stream(dialect: str) -> None:
         assert PIECE not in str(ask(dialect, sent, type="text/event-stream"))
 
 
-def test_a_redirect_is_told_without_the_key() -> None:
+def test_an_error_about_a_redirect_does_not_show_the_key() -> None:
     error = ask(CHAT, b"", status=307, location=f"http://127.0.0.1/?key={KEY}")
     assert MARK in str(error)
     assert PIECE not in str(error)

@@ -286,7 +286,7 @@ STRANGE: dict[str, bytes] = {
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("head", STRANGE.values(), ids=STRANGE)
-def test_what_is_no_http_is_a_failed_connection(
+def test_a_reply_that_is_not_http_is_a_failed_connection(
     dialect: str, head: bytes, is_streamed: bool
 ) -> None:
     with pytest.raises(ModelError) as caught:
@@ -331,7 +331,7 @@ def test_the_proxy_that_the_environment_names_is_asked(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("scheme", ["http://", ""])
-def test_a_proxy_is_not_told_the_key(
+def test_a_proxy_does_not_get_the_key(
     dialect: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = []

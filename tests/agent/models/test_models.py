@@ -26,7 +26,7 @@ from agent.models.prices import is_known, price
 from agent.models.resolve import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.scripted import parse_script
 from agent.reasoning import split_inline_reasoning
-from runs.config.endpoints import EndpointConfig
+from runs.config.endpoint_config import EndpointConfig
 from tests.answering import answering
 from toolsets.exact_json import is_nested_too_deep
 
@@ -243,7 +243,7 @@ def test_an_openai_refusal_is_a_refusal_and_its_words_are_kept() -> None:
     ("url", "key"),
     [("https://api.openai.com/v1", "max_completion_tokens"), ("http://h/v1", "max_tokens")],
 )
-def test_the_bound_on_tokens_has_the_name_that_the_endpoint_knows(url: str, key: str) -> None:
+def test_max_tokens_has_the_name_that_the_endpoint_knows(url: str, key: str) -> None:
     settings = resolve("openai:m", base_url=url)
     body = openai_chat.request_body(dataclasses.replace(settings, max_tokens=5), Request([]))
     assert body[key] == 5
@@ -262,7 +262,7 @@ def test_an_empty_text_beside_calls_is_said_as_openai_says_it() -> None:
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_what_litellm_says_of_another_api_goes_back_verbatim(listens: bool) -> None:
+def test_thinking_blocks_of_litellm_are_sent_back_verbatim(listens: bool) -> None:
     """It takes signed thoughts only so, and shows the model a sentence for an empty text."""
     block = {"type": "thinking", "thinking": "why", "signature": "s"}
     said = {"role": "assistant", "content": None, "tool_calls": [CALL], "thinking_blocks": [block]}
@@ -370,7 +370,7 @@ def test_tools_can_be_told_and_forbidden() -> None:
             assert "tool_choice" not in dialect.request_body(SETTINGS, request)
 
 
-def test_what_one_role_says_in_a_row_is_one_message_to_anthropic() -> None:
+def test_consecutive_messages_of_a_role_are_merged_for_anthropic() -> None:
     text = {"type": "text", "text": "go on"}
     calls, outcome = said("", "1"), result("1")
     sent = sent_to_anthropic(user("hi"), calls, outcome, user("go on"))
@@ -399,7 +399,7 @@ def test_an_assistant_message_with_nothing_in_it_is_not_sent_to_anthropic() -> N
     assert [(message["role"], len(message["content"])) for message in sent] == [("user", 2)]
 
 
-def test_what_one_role_says_in_a_row_is_one_message_to_openai() -> None:
+def test_consecutive_messages_of_a_role_are_merged_for_openai() -> None:
     first = openai_reply({"content": "one ", "reasoning_content": "why"}).message
     second = openai_reply(
         {
@@ -464,7 +464,7 @@ def test_roles_alternate_on_anthropic(messages: list[Message]) -> None:
 
 
 @given_any(conversations())
-def test_nobody_speaks_twice_in_a_row_on_openai(messages: list[Message]) -> None:
+def test_roles_alternate_on_openai(messages: list[Message]) -> None:
     before = orjson.dumps(messages)
     sent = sent_to_openai(*messages)
     for earlier, later in pairwise(sent):
@@ -504,7 +504,7 @@ def test_one_anthropic_cache_mark_on_the_system_message_else_on_the_last_tool() 
     assert b"cache_control" not in orjson.dumps(plain)
 
 
-def test_blank_reasoning_stands_where_there_is_none() -> None:
+def test_messages_without_reasoning_are_sent_with_a_blank_one() -> None:
     own = openai_reply({"content": "b", "reasoning": "why"}).message
     messages = (user("hi"), said("a"), user("go on"), own)
     assert sent_to_openai(*messages, blank_reasoning=True)[1::2] == [
@@ -751,7 +751,7 @@ def test_any_text_is_a_wait_or_none(value: str) -> None:
         ),
     ],
 )
-def test_what_a_model_name_means(name: str, given: Any, means: Any) -> None:
+def test_a_model_name_gives_provider_url_and_key(name: str, given: Any, means: Any) -> None:
     found = resolve(name, **given)
     assert (found.name, found.api, found.base_url, found.key_env) == means
 
@@ -805,7 +805,7 @@ def test_a_url_that_only_looks_like_a_known_provider_s_is_one_s_own(url: str) ->
     assert EndpointConfig.model_validate({"base_url": url}).to_endpoint().key_env == "none"
 
 
-def test_the_habits_of_a_known_provider_come_with_its_url() -> None:
+def test_a_known_url_is_treated_as_its_provider() -> None:
     by_url = resolve("m", base_url="https://openrouter.ai/api/v1/", reasoning_effort="low")
     plain = resolve("m", reasoning_effort="low")
     hello = Request([{"role": "user", "content": "Hello"}])

@@ -192,7 +192,7 @@ def test_a_refused_option_goes_and_all_else_stays(
     )
 
 
-def test_the_bound_is_tried_by_its_other_name_and_then_left_out(
+def test_max_tokens_is_tried_under_its_other_name_and_then_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     text = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
@@ -225,7 +225,7 @@ def test_the_bound_is_tried_by_its_other_name_and_then_left_out(
         assert not asked[-1].keys() & {"max_tokens", "max_completion_tokens"}
 
 
-def test_a_bound_that_is_blamed_for_ever_is_not_asked_about_for_ever() -> None:
+def test_a_max_tokens_that_is_always_refused_is_not_retried_forever() -> None:
     error = openai_error("unsupported_parameter", "max_tokens")
     with serving(lambda body: error) as (root, asked), pytest.raises(ModelError):
         ask(root, "openai_chat", max_tokens=7)
@@ -277,7 +277,9 @@ def test_nothing_else_is_dropped(
     assert "refuses" not in caplog.text
 
 
-def test_what_was_blamed_in_vain_is_not_remembered(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_that_was_removed_in_vain_is_not_remembered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """An endpoint that goes on refusing did not mean the option, and is not asked for ever."""
     error = openai_error("unsupported_parameter", "temperature")
 

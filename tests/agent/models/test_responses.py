@@ -284,7 +284,7 @@ def test_a_conversation_is_the_same_streamed_or_not(repeats_ids: bool) -> None:
             assert len(started) == len(set(started)), "each call begins once"
 
 
-def test_what_is_read_of_a_conversation() -> None:
+def test_a_conversation_is_read_with_text_reasoning_and_calls() -> None:
     with serving(Endpoint()) as endpoint:
         whole, _ = asyncio.run(converse(endpoint.url))
     said = [completion.message for completion in whole]
@@ -454,7 +454,7 @@ def test_a_thought_that_the_token_limit_cut_does_not_go_back() -> None:
         [calls("1", namespace=None)],
     ],
 )
-def test_what_the_record_says_by_itself_is_not_kept_twice(output: list[JSON]) -> None:
+def test_blocks_without_further_fields_are_not_kept(output: list[JSON]) -> None:
     assert "provider_blocks" not in read(*output).message
 
 
@@ -476,7 +476,7 @@ def test_what_the_record_says_by_itself_is_not_kept_twice(output: list[JSON]) ->
         [says(text_part("<think>why</think>a"))],
     ],
 )
-def test_what_says_more_is_kept_as_it_is_and_goes_back(output: list[JSON]) -> None:
+def test_blocks_with_further_fields_are_kept_verbatim_and_sent_back(output: list[JSON]) -> None:
     """Also what nobody here knows."""
     message = read(*copy.deepcopy(output)).message
     assert message["provider_blocks"] == {"api": API, "blocks": output}
@@ -530,7 +530,7 @@ def test_why_a_reply_ended(output: list[JSON], more: JSON, finish: str, streams:
     assert not streams or told(events) == held(completion.message)
 
 
-def test_a_refusal_after_some_words_is_one() -> None:
+def test_a_refusal_after_some_text_is_a_refusal() -> None:
     reply = read(says(text_part("Well, "), {"type": "refusal", "refusal": "no."}))
     assert (reply.finish_reason, reply.message["content"]) == ("refusal", "Well, no.")
 
@@ -555,7 +555,7 @@ def test_a_refusal_after_some_words_is_one() -> None:
         body(status="failed", error={"code": "9" * 50, "message": "boom"}),
     ],
 )
-def test_what_cannot_be_known_to_be_complete_is_malformed(raw: Any) -> None:
+def test_a_reply_that_may_be_incomplete_is_malformed(raw: Any) -> None:
     with pytest.raises(ModelError) as caught:
         read_reply(raw if isinstance(raw, bytes) else orjson.dumps(raw))
     assert (caught.value.kind, caught.value.action) == ("malformed", "retry")
@@ -631,7 +631,7 @@ def test_items_that_the_last_event_leaves_out_are_those_that_were_done() -> None
     assert reply == read(*output)
 
 
-def test_calls_that_come_in_one_piece_are_told_too() -> None:
+def test_calls_that_arrive_in_one_piece_have_events() -> None:
     item = calls("1", '{"a": 1}')
     done = {"type": "response.output_item.done", "output_index": 0, "item": item}
     stray = {"type": "response.function_call_arguments.delta", "output_index": 7, "delta": "x"}

@@ -495,7 +495,7 @@ def test_an_emoji_cut_in_two_by_the_stream_is_whole_again() -> None:
     assert reply.message["content"] == "\N{GRINNING FACE}\ufffd"
 
 
-def test_calls_of_a_cut_stream_are_not_told_to_have_ended() -> None:
+def test_calls_of_a_cut_stream_have_no_end_event() -> None:
     events: list[StreamEvent] = []
     assembly = ChatAssembly(events.append)
     assembly.add(calling(part("{", "f", index=0, id="a")))
@@ -634,7 +634,7 @@ def test_an_anthropic_stream_without_a_stop_reason_is_malformed() -> None:
     assert caught.value.kind == "malformed"
 
 
-def test_the_scripted_model_tells_of_its_reply(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_scripted_model_emits_events_for_its_reply(caplog: pytest.LogCaptureFixture) -> None:
     turn = {
         "reasoning": "why",
         "content": "hi",

@@ -146,7 +146,7 @@ def test_a_chat_stream_gives_the_same() -> None:
     assert chat(*CHUNKS) == whole()
 
 
-def test_what_belongs_to_a_message_goes_back_and_what_describes_it_does_not() -> None:
+def test_fields_of_a_message_are_sent_back_and_metadata_is_not() -> None:
     assert to_api(whole().message) == {
         "role": "assistant",
         "content": "See.",
@@ -213,7 +213,7 @@ def test_parts_are_merged_by_one_rule(parts: list[JSON], merged: JSON) -> None:
     assert kept == merged
 
 
-def test_a_call_that_comes_in_many_parts_has_its_signature() -> None:
+def test_a_call_streamed_in_many_parts_keeps_its_signature() -> None:
     """Some send it with the first part, some with a part of its own."""
     first = {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}
     for where in range(3):
@@ -390,7 +390,6 @@ def answer(reply: JSON) -> JSON:
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url=None, key_env=None)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_and_its_forks_send_back_what_came(tmp_path: Path) -> None:
     """Through journal, record and branch the signature is what Gemini wants to see again."""
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x"})

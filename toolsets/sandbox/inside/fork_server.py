@@ -95,7 +95,10 @@ class ForkServer:
 
     def _try(self, request: dict[str, Any]) -> int | None:
         """What refuses a sandbox here, as an error number; None where nothing does."""
-        pid = self._fork()
+        try:
+            pid = self._fork()
+        except OSError as error:
+            return error.errno
         if pid == 0:
             number = 255
             try:

@@ -73,7 +73,9 @@ class Job:
         """Begin to send what is to be run."""
         self.status = None
         self.unsent += request
-        self._server.watch(self.control, select.POLLIN | select.POLLOUT, self._talk)
+        self._send_more()
+        if self.unsent:
+            self._server.watch(self.control, select.POLLIN | select.POLLOUT, self._talk)
 
     def read_output(self, fd: int) -> int:
         """Take what is in an output pipe, a piece at most; return how many bytes it was."""
@@ -106,10 +108,16 @@ class Job:
         self.pipes = {}
         self.control = -1
 
+    def _send_more(self) -> None:
+        if self.control < 0:  # it ended after its last call, which the caller will find
+            self.unsent = b""
+            return
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            self.unsent = self.unsent[os.write(self.control, self.unsent[:_CHUNK_BYTES]) :]
+
     def _talk(self) -> None:
         if self.unsent:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-                self.unsent = self.unsent[os.write(self.control, self.unsent[:_CHUNK_BYTES]) :]
+            self._send_more()
             if not self.unsent:
                 self._server.watch(self.control, select.POLLIN, self._talk)
         try:

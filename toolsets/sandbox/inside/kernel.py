@@ -1,8 +1,8 @@
 """The interpreter that runs a task's cells, one after the other, in one namespace.
 
-It is a fork of the server, which has Python started. It is told what to run on a descriptor that is
-given by number: four bytes of length, then the code. After each cell it says there, in a line of
-JSON, how it went: `exit_code` (1 for an exception), `value` (the `repr` of a last expression that is
+It is a fork of the server, so that no Python has to be started. It reads what to run from a
+descriptor that is given by number: four bytes of length, then the code. After each cell it writes
+there a line of JSON: `exit_code` (1 for an exception), `value` (the `repr` of a last expression, if
 not None) and `plots` (files of open figures).
 """
 
@@ -29,7 +29,7 @@ def run_cells(control: int, max_chars: int) -> None:
         import site
 
         site.main()
-    sys.meta_path.remove(__loader__)
+    sys.meta_path.remove(globals()["__loader__"])  # which only knows our programs
     os.set_inheritable(control, False)
     for name in [name for name in sys.modules if name.startswith("toolsets")]:
         del sys.modules[name]

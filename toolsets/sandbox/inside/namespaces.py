@@ -1,8 +1,8 @@
 """Namespaces for a sandbox that the fork server has forked, and the end of its privileges.
 
-The fork server runs inside bubblewrap, as root of a user namespace that holds no more of the machine
-than a sandbox does, apart from the directory of all workspaces. A sandbox leaves that directory and
-all privileges behind before it runs anything that is not ours; see `toolsets.sandbox.bwrap`.
+The fork server runs inside bubblewrap, as root of a user namespace. It sees no more of the machine
+than a sandbox does, apart from the directory of all workspaces. A sandbox gives up that directory
+and all privileges before it runs any command; see `toolsets.sandbox.bwrap`.
 """
 
 from __future__ import annotations

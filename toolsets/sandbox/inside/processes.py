@@ -6,9 +6,11 @@ import contextlib
 import errno
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 
 HAS_PROC = os.path.isdir("/proc/self")
+HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -26,25 +28,58 @@ def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
     None escape by losing their parent, for they then become children of this process. Without
     /proc there are none to be found.
     """
-    children: dict[int, list[tuple[int, int]]] = {}
-    for name in os.listdir("/proc") if HAS_PROC else ():
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()
-            if fields[0] != b"Z":
-                children.setdefault(int(fields[1]), []).append((int(name), int(fields[19])))
-    pending = [os.getpid() if root is None else root]
+    children = _children if HAS_CHILDREN else _children_by_parent().__getitem__
+    pending = [os.getpid() if root is None else root] if HAS_PROC else []
     while pending:
-        for pid, start in children.get(pending.pop(), ()):
-            pending.append(pid)
-            yield pid, start
+        for pid in children(pending.pop()):
+            with contextlib.suppress(OSError):
+                fields = _stat_fields(pid)
+                if fields[0] != b"Z":
+                    pending.append(pid)
+                    yield pid, int(fields[19])
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            children = read_file(f"/proc/{pid}/task/{thread}/children")
+            found += [int(child) for child in children.split()]
+    return found
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    """The children of all processes, where the system does not list those of each."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            found[int(_stat_fields(int(name))[1])].append(int(name))
+    return found
+
+
+def read_file(path: str) -> bytes:
+    """What a file of /proc says, with fewer system calls than `open` makes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        said = b""
+        while chunk := os.read(fd, 1 << 16):
+            said += chunk
+        return said
+    finally:
+        os.close(fd)
+
+
+def _stat_fields(pid: int) -> list[bytes]:
+    """What /proc says of a process, from its state on."""
+    return read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
 def count_tasks() -> int:
     """The processes and threads beneath this one."""
     total = 0
     for pid, _ in descendants():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as f:
-            total += int(f.read().rpartition(b")")[2].split()[17])
+        with contextlib.suppress(OSError):
+            total += int(_stat_fields(pid)[17])
     return total
 
 
@@ -53,7 +88,7 @@ def memory_of(enough: int) -> int:
 
     A first sum counts what several hold for each; only one above `enough` is made exact.
     """
-    pids = list(_beneath())
+    pids = [pid for pid, _ in descendants()]
     total = files = 0
     seen: set[tuple[int, int]] = set()
     for pid in pids:
@@ -84,19 +119,6 @@ def _shares(pids: list[int], files: int) -> int:
                 elif line.startswith(b"Pss_Shmem:"):
                     shared += int(line.split()[1]) << 10
     return own + max(shared, files)
-
-
-def _beneath() -> Iterator[int]:
-    """As `descendants`, where the system tells of children without a look at all processes."""
-    pending = [os.getpid()]
-    while pending:
-        pid = pending.pop()
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
-                    found = [int(child) for child in f.read().split()]
-                yield from found
-                pending += found
 
 
 def size_of(root: str) -> int:

@@ -130,21 +130,24 @@ class Server:
             job.close()
             if kind == "command":
                 self._kill(since)
-        reply["full_mb"] = self._full_mb()
+        if (full_mb := self._full_mb()) is not None:
+            reply["full_mb"] = full_mb
         for fd, name in ((1, "stdout"), (2, "stderr")):
-            reply[name] = [*map(_encoded, outputs[fd].kept()), outputs[fd].total]
+            if outputs[fd].total:
+                reply[name] = [*map(_encoded, outputs[fd].kept()), outputs[fd].total]
         return reply
 
     def _begin(self, request: dict[str, Any]) -> Job:
-        """Start what the request needs that is not there, and hand over what is to be run."""
+        """Start what the request needs that is not there, and send it what is to be run."""
         kind = request["kind"]
-        os.chdir(self._home)
         if kind == "command":
+            os.chdir(self._home)
             stdin = _file_with(binascii.a2b_base64(request["stdin"]))
             return self._add(kind, Job(self, request["argv"], stdin=stdin))
-        with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
-            os.chdir(self._start_dir)
-        job = self._jobs.get(kind)
+        if (job := self._jobs.get(kind)) is None:
+            os.chdir(self._home)
+            with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
+                os.chdir(self._start_dir)
         code = request["code"]
         if kind == "python":
             if job is None:
@@ -158,7 +161,6 @@ class Server:
         shell = BASH if has_bash() else SH
         if job is None:
             job = self._add(kind, Job(self, shell.argv, control_at=shell.control))
-            job.send(shell.encode(shell.loop))
         if request["output_file"] is not None:
             code = in_background(code, request["output_file"])
         job.send(shell.encode(code))
