@@ -24,9 +24,12 @@ or repeat the option.
 """
 
 OF_COMMANDS = """\
-`estimate`, `fork` and `import_hermes` also take the options of a run. RUN is the name or directory
+`estimate`, `fork` and `import_hermes` also take the options of a run; `look`, `tools` and `endpoints`
+take those that name what they show, as in the config of a run. RUN is the name or directory
 of a run; `--output_dir PATH` says where named runs are. `--json` prints JSON.
 """
+
+AS_FOR_RUN = "As for `run`."
 
 EXPLAINED_ONCE = {
     "--output_dir": "Where to find RUN if it is a name, not a directory.  [default: trajectories]",
@@ -79,7 +82,7 @@ def _commands() -> Iterator[str]:
 def _is_explained_once(param: click.Parameter) -> bool:
     """Whether the text of the page covers this option of many commands."""
     assert isinstance(param, click.Option)
-    if param.opts[0] in ("--help", "--help_all"):
+    if param.opts[0] in ("--help", "--help_all") or param.help == AS_FOR_RUN:
         return True
     return EXPLAINED_ONCE.get(param.opts[0]) == param.help
 
