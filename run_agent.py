@@ -83,7 +83,7 @@ class AIAgent:
         script: Sequence[dict[str, Any]] | None = None,
         output_dir: Path | str = "trajectories",
         transcript_dir: Path | str | None = None,
-        tools: Sequence[Any] | str = (),
+        tools: Sequence[Any] | str | None = None,
         mcp: Mapping[str, Any] | None = None,
         stream_handler: StreamHandler | None = None,
         approve_calls: Approve | None = None,
@@ -117,6 +117,9 @@ class AIAgent:
             key_env=key_env,
             **_check_model_options(model_options or {}),
         )
+        if api_key is not None and settings.connection.client is not None:
+            msg = f"api_key: the client of {model!r} has its own credentials; see key_env"
+            raise ValueError(msg)
         checked = _check_options({"max_turns": max_turns, **options})
         servers = McpServers(_listed_servers(mcp or {}))
         common = set_up(
@@ -317,7 +320,7 @@ def _check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _own_toolsets(tools: Sequence[Any] | str) -> tuple[Toolset, ...]:
+def _own_toolsets(tools: Sequence[Any] | str | None) -> tuple[Toolset, ...]:
     """The toolsets of tools that are given as MODULE:ATTRIBUTE or as objects."""
     given = tools if isinstance(tools, list | tuple) else _names(tools) or ()
     places = tuple(tool for tool in given if isinstance(tool, str))
@@ -366,37 +369,10 @@ def _list_option(name: str, help: str) -> Callable[[Any], Any]:
 @click.option("--sandbox", type=click.Choice(["bwrap", "local"]), default="bwrap")
 @click.option("--save_trajectories", is_flag=True, help="Append to trajectories/*.jsonl.")
 @click.option("--verbose_logging", is_flag=True, help="Log each turn on standard error.")
-def main(
-    prompt: str,
-    model: str,
-    base_url: str | None,
-    api: Api | None,
-    key_env: str | None,
-    system_prompt: str | None,
-    max_turns: int,
-    enabled_toolsets: str | None,
-    disabled_toolsets: str | None,
-    tools: str | None,
-    sandbox: str,
-    save_trajectories: bool,
-    verbose_logging: bool,
-) -> None:
+def main(prompt: str, **settings: Any) -> None:
     """Answer PROMPT with one agent and print its final answer."""
     try:
-        agent = AIAgent(
-            model,
-            base_url=base_url,
-            max_turns=max_turns,
-            api=api,
-            key_env=key_env,
-            system_prompt=system_prompt,
-            enabled_toolsets=enabled_toolsets,
-            disabled_toolsets=disabled_toolsets,
-            tools=tools or (),
-            sandbox=sandbox,
-            save_trajectories=save_trajectories,
-            verbose_logging=verbose_logging,
-        )
+        agent = AIAgent(**settings)
     except (ValueError, SandboxError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)

@@ -49,9 +49,7 @@ SEAM = (
     "state.final_answer",
     "state.forking",
     "state.history",
-    "state.tally",
     "state.trajectory",
     "stream_events",
-    "views.summary",
     "views.views",
 )

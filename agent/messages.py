@@ -70,6 +70,12 @@ class Message(TypedDict, total=False):
     repairs: list[dict[str, str]]
 
 
+OWN_CHARS = "own_chars"
+"""In the details of a result: where the tool's text ends in the content, if not at its end."""
+
+OWN_FROM = "own_from"
+"""In the details of a result: where the tool's last text begins, if not at the beginning."""
+
 MOST_TOKENS = 2**44
 """No call has as many tokens: a larger count is an endpoint's mistake, and sums could overflow."""
 
@@ -94,7 +100,7 @@ UNREADABLE = "unreadable"
 OUT_OF_PLACE = "out_of_place"
 """A reply whose earlier events a power loss or damage removed from the journal: asked for again."""
 
-PAID_ALONE = frozenset({UNREADABLE, OUT_OF_PLACE})
+COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE})
 """Reasons of discarded replies of which only the cost matters: the rules ignore them."""
 
 
@@ -211,6 +217,12 @@ class ForkedEvent(TypedDict):
     replay: dict[str, Any]
 
 
+PREPARATION = "preparation"
+SUMMARY = "summary"
+STAGES = frozenset({PREPARATION, SUMMARY})
+"""Names of inner conversations that are not subagents."""
+
+
 class SubEvent(TypedDict):
     """An event of a conversation inside this one.
 
@@ -236,6 +248,12 @@ Event = (
 )
 
 
-def is_paid_alone(event: Event) -> bool:
-    """Whether an event is a reply of which only the cost matters; see `PAID_ALONE`."""
-    return event["kind"] == "reply" and event.get("discarded") in PAID_ALONE
+def failure_of(result: Message) -> str | None:
+    """How a call failed; None if it did not, or if the tool itself reports the failure."""
+    failure = result.get("details", {}).get("failure")
+    return failure if result["is_error"] and isinstance(failure, str) else None
+
+
+def is_cost_only(event: Event) -> bool:
+    """Whether an event is a reply of which only the cost matters; see `COST_ONLY`."""
+    return event["kind"] == "reply" and event.get("discarded") in COST_ONLY

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from agent.messages import STAGES
 from agent.state.final_answer import RESERVED
 from toolsets import exact_json
 from toolsets.validation import did_you_mean, mistakes_in
@@ -31,9 +32,6 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Limits that keep numbers representable in JSON and in every reader."""
 
 ROW_COLUMN = "agent_options"
-
-_STAGES = frozenset({"preparation", "summary"})
-"""Names of inner conversations; not allowed for subagents."""
 
 _NOT_PER_ROW = frozenset({"approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"})
 """Options that name code, other endpoints, or texts that must appear in no file."""
@@ -230,7 +228,7 @@ class AgentOptions(BaseModel):
     def _subagents_fit(self) -> AgentOptions:
         names = [subagent.name for subagent in self.subagents]
         for name in names:
-            if name in RESERVED or name in _STAGES:
+            if name in RESERVED or name in STAGES:
                 msg = f"subagent {name!r}: the name is reserved"
                 raise ValueError(msg)
             if names.count(name) > 1:

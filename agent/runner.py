@@ -9,12 +9,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from agent.loop.loop import run_agent
-from agent.loop.resume import take_up
+from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
 from agent.loop.tools import AgentTools
-from agent.messages import Event, Message, OpeningEvent, SubEvent
+from agent.messages import PREPARATION, Event, Message, OpeningEvent, SubEvent
 from agent.models.model import Model
 from agent.options import AgentOptions, Subagent
 from agent.setup import Home
@@ -56,7 +56,7 @@ class ConversationRunner:
         tools = self.tools()
         spec = replace(self.spec, tool_names=tuple(tools.names))
         if taken_up:
-            take_up(
+            prepare_resume(
                 self.trajectory,
                 tools=tools,
                 spec=spec,
@@ -163,9 +163,9 @@ class ConversationRunner:
         own = options.model_copy(update=_OFF_IN_PREPARATION)
         end = Finish("failed")
         for attempt in range(1, options.preparation_attempts + 1):
-            key = f"{preparation.STAGE}#{attempt}"
+            key = f"{PREPARATION}#{attempt}"
             opening = preparation.preparation_opening(task, prompt)
-            inner = self._inner(key, preparation.STAGE, opening, own)
+            inner = self._inner(key, PREPARATION, opening, own)
             inner = replace(inner, toolbox=self.host.toolbox(options.preparation_toolsets))
             end = await inner.run_inner()
             if end.status == "completed":

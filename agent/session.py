@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from agent.loop.loop import close_calls
-from agent.loop.opening import with_bound_stated
+from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.tools import check_names
@@ -222,7 +222,7 @@ class AgentSession:
         if changes := self._changes_of_tools():
             prompt["content"] = f"[Tools have changed; {changes}]\n\n{text}"
             prompt["notes"] = ["tools_changed"]
-        return with_bound_stated([*opening, prompt], self._setup.options)
+        return with_turn_limit([*opening, prompt], self._setup.options)
 
     def _changes_of_tools(self) -> str:
         """The changes since the last prompt, in words for the model; "" if there are none."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from agent.loop.subagents import schema_of
 from agent.loop.tools import Approve, check_names, offered
-from agent.messages import is_paid_alone
+from agent.messages import is_cost_only
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
 from agent.models.prices import is_known
@@ -208,7 +208,7 @@ class Home:
 def replies_played(conversation: Trajectory, setup: Setup) -> int:
     """How many turns of its script a conversation has used, inner conversations included."""
     played = len(conversation.replies)
-    played += sum(not is_paid_alone(reply) for reply in conversation.discarded)
+    played += sum(not is_cost_only(reply) for reply in conversation.discarded)
     for inner in conversation.inner.values():
         subagent = setup.subagents.get(inner.name)
         if subagent is None or subagent.settings is None:

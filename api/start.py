@@ -9,7 +9,7 @@ from pathlib import Path
 
 from api.results import write_results
 from runs.config.run_config import RunConfig
-from runs.dataset.scan import Scan, tasks_at
+from runs.dataset.scan import Scan, tasks
 from runs.errors import SIGNALLED, ConfigError, interrupted, machine_failures_as_stops
 from runs.planning.plan import Plan, make_plan, refuse_bad_rows, warn
 from runs.process.console import say
@@ -150,8 +150,7 @@ def _discard(message: str) -> None:
 def _keys_of(scan: Scan, ids: Collection[str]) -> set[bytes]:
     """The keys of the tasks with these ids. Raises `ConfigError` for unknown ids."""
     wanted = set(ids)
-    tasks = tasks_at(scan, range(scan.tasks))
-    found = {task.id: task.key for task in tasks if task.id in wanted}
+    found = {task.id: task.key for task in tasks(scan) if task.id in wanted}
     if missing := sorted(wanted - found.keys()):
         named = ", ".join(map(repr, missing[:_IDS_SHOWN]))
         msg = f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"

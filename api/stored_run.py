@@ -15,7 +15,7 @@ from api.in_flight import conversations_in_flight
 from export.conversation.style import style_of_run
 from export.run_statistics import statistics_of
 from runs.config.run_config import RunConfig
-from runs.dataset.scan import Scan, tasks_at
+from runs.dataset.scan import Scan, tasks
 from runs.errors import RunDirError
 from runs.maintenance.upkeep import scan_of
 from runs.run_dir import read_run_json, runs_in
@@ -87,7 +87,7 @@ class StoredRun:
 
     def tasks(self) -> Iterator[Task]:
         """All tasks, in dataset order: `id`, `prompt_id`, `sample`, `columns`."""
-        return tasks_at(self.scan, range(self.scan.tasks))
+        return tasks(self.scan)
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records of finished conversations, in the order written.

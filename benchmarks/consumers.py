@@ -57,6 +57,16 @@ _CONSUMERS = {
     "trl": _Consumer("trl_sft", ("trl",), needs_torch=True, more=("trl_preferences",)),
     "llamafactory": _Consumer("llamafactory_loader", ("llamafactory",), needs_torch=True),
     "axolotl": _Consumer("axolotl_chat", ("axolotl",), needs_torch=True),
+    "verl": _Consumer("verl_sft", ("verl",), needs_torch=True),
+    "ms-swift": _Consumer("swift_template", ("ms-swift",), needs_torch=True),
+    "openrlhf": _Consumer(
+        "openrlhf_sft",
+        ("transformers", "datasets", "loguru", "pylatexenc", "ray"),
+        needs_torch=True,
+        bare=("openrlhf",),  # it depends on packages that are compiled for a GPU
+    ),
+    "unsloth": _Consumer("unsloth_standard", ("unsloth",), needs_torch=True),
+    "automodel": _Consumer("nemo_automodel_chat", ("nemo_automodel",), needs_torch=True),
     "harbor": _Consumer("atif_models", ("pydantic",), bare=("harbor",)),
 }
 
@@ -112,7 +122,7 @@ def _export(run_dir: Path, lines: Path, twins: Path) -> None:
     source = Source(run_dir, found, config.num_samples)
     splits = {"train": 0.8, "test": 0.2}
     export_dataset(source, Recipe(formats=_FORMATS, splits=splits), lines)
-    export_dataset(source, Recipe(formats=(*_FORMATS, "parquet"), splits=splits), twins)
+    export_dataset(source, Recipe(formats=(*_FORMATS, "parquet", "hf"), splits=splits), twins)
 
 
 def _environment(place: Path, consumer: _Consumer, torch: str) -> Path:

@@ -221,7 +221,7 @@ def _make_run(
 
 
 def _copies(found: Scan, templates: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for number, task in enumerate(tasks(found, num_samples=1)):
+    for number, task in enumerate(tasks(found)):
         record = templates[number % len(templates)]
         *messages, last = record["messages"]
         yield {

@@ -44,7 +44,7 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
     found = StoredRun(run_dir).scan
     save_scan(run_dir / NAME, found)
     file = RecordFile(run_dir, run_dir / "quarantine")
-    for number, task in enumerate(tasks(found, num_samples=1)):
+    for number, task in enumerate(tasks(found)):
         if number == records:
             break
         record: dict[str, Any] = {

@@ -66,6 +66,10 @@ class Work:
     tool: str = "step"
     argument: str = "number"
     """Of the tool."""
+    text: str = "{turn}"
+    """What a text argument is."""
+    sandbox: str | None = None
+    """Where the tool runs its argument as a command."""
 
     @property
     def calls(self) -> int:
@@ -119,11 +123,14 @@ def runner(work: Work, url: str, cwd: Path) -> list[str]:
     dataset.write_text("\n".join(lines))
     (cwd / "steps.py").write_text(_TOOLS_FILE)
     model, root = ("openai:m", f"{url}/v1") if work.api == "chat" else ("anthropic:m", url)
+    tools = [f"--tools={cwd}/steps.py:tools", "--enabled_toolsets=steps"]
+    if work.sandbox is not None:
+        tools = ["--enabled_toolsets=terminal", f"--sandbox={work.sandbox}"]
     return [
         *(sys.executable, str(ROOT / "batch_runner.py"), "--fresh", "--key_env=none"),
         *(f"--model={model}", f"--base_url={root}"),
         *(f"--dataset_file={dataset}", "--run_name=r", f"--output_dir={cwd}"),
-        *(f"--tools={cwd}/steps.py:tools", "--enabled_toolsets=steps"),
+        *tools,
         *(f"--num_workers={work.workers}", f"--batch_size={work.agents // work.workers}"),
         *(f"--max_in_flight={work.agents}", f"--start_in_flight={work.agents}"),
         *(f"--system_prompt={SYSTEM}", "--max_turns=100"),
@@ -150,7 +157,9 @@ def measure(
     Raises `RuntimeError` where it failed, or asked for less than the work or for more, beyond
     `may_repeat` calls.
     """
-    replies = scripted_replies(work.turns, tool=work.tool, argument=work.argument)
+    replies = scripted_replies(
+        work.turns, tool=work.tool, argument=work.argument, given_text=work.text
+    )
     with (
         tempfile.TemporaryDirectory() as cwd,
         tempfile.TemporaryFile() as output,

@@ -21,13 +21,14 @@ _RECIPE_FLAGS = {
     "system": "system",
     "empty_think": "empty_think",
     "max_tool_chars": "max_tool_chars",
+    "tools": "tools",
     "accept_rows": "accept_rows",
     "splits": "splits",
     "shard_mb": "shard_mb",
 }
 
 _OPTIONS = (
-    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, atif, dpo, kto, raw."),
+    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, raw."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
     (
@@ -39,6 +40,7 @@ _OPTIONS = (
     ("system", "saved|omit", "The system prompt that the model saw."),
     ("empty_think", "keep|omit", "The empty <think> block of turns without reasoning."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
+    ("tools", "text|list", "Tools as JSON text or as a list: openai, dpo, kto, hf."),
     ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
     ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
     ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),

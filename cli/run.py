@@ -74,9 +74,7 @@ def estimate(
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags)
         config = plan.config
-        sample = sample_tasks(
-            plan.scan, num_samples=config.num_samples, count=pilot, seed=config.seed
-        )
+        sample = sample_tasks(plan.scan, count=pilot, seed=config.seed)
         ended = start(
             plan, fresh=fresh, accept_config_change=accept_config_change, live=live, only=sample
         )
@@ -122,9 +120,7 @@ def import_hermes(
     with errors_as_exit_codes():
         plan = make_plan_of(config_file, flags, will_start=False)
         with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
-            imported = import_hermes(
-                directory, plan.scan, run_dir, num_samples=plan.config.num_samples
-            )
+            imported = import_hermes(directory, plan.scan, run_dir)
             totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
     show_run(run_dir.path, totals)

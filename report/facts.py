@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import Message
+from agent.messages import Message, failure_of
 from agent.reasoning import split_inline_reasoning
-from agent.state.tally import failure_of
 from export.conversation.own_work import Own, has_reasoning, own_of
 from runs.store.checks import judgement_of
 from runs.store.index import own_work

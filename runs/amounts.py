@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Dollars and tokens; always 0 for the one that has no budget."""
+    """Dollars and tokens; a unit without a budget stays 0."""
 
     usd: float = 0.0
     tokens: int = 0

@@ -59,7 +59,7 @@ def missing(what: str, extra: str) -> ConfigError:
 def interrupted(number: int) -> str:
     """The message after a signal."""
     name = signal.Signals(number).name
-    return f"interrupted by {name}; nothing is lost: run the same command again to continue"
+    return f"interrupted by {name}; finished work is safe: run the same command again to continue"
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from runs.amounts import Cost
 from runs.batch_api.batch_log import free_unsent, held_in, set_aside_damaged_steps
 from runs.batch_api.service import BatchService, with_open_batches
 from runs.config.models import budget_of, limits_of
-from runs.dataset.scan import tasks_at
+from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME
 from runs.errors import DatasetChanged, RunLocked
 from runs.executor_choice import open_executor
@@ -168,7 +168,7 @@ def _work(
                 spent=state.spent,
                 held=state.held,
                 budget_log=budget_log,
-                tasks=tasks_at(plan.scan, state.remaining),
+                tasks=tasks(plan.scan, state.remaining),
                 records=records,
                 failures=failures,
                 inflight=inflight,

@@ -149,11 +149,16 @@ class QuickEndpoint:
 
 
 def scripted_replies(
-    turns: int, *, reasoning_chars: int = 400, tool: str = "step", argument: str = "number"
+    turns: int,
+    *,
+    reasoning_chars: int = 400,
+    tool: str = "step",
+    argument: str = "number",
+    given_text: str = "{turn}",
 ) -> dict[str, list[dict[str, Any]]]:
     """Conversations of `turns` turns in both dialects: all but the last call the tool.
 
-    It is given the turn, as a text where the argument is not called number.
+    It is given the turn, in `given_text` where the argument is not called number.
     """
     thought = "I should look at the next part of it. " * (reasoning_chars // 38 + 1)
     thought = thought[:reasoning_chars]
@@ -162,7 +167,10 @@ def scripted_replies(
     for turn in range(1, turns + 1):
         is_last = turn == turns
         text = "All of it is done." if is_last else ""
-        id, given = f"call_{turn}", {argument: turn if argument == "number" else str(turn)}
+        id, given = (
+            f"call_{turn}",
+            {argument: turn if argument == "number" else given_text.format(turn=turn)},
+        )
         message: dict[str, Any] = {
             "role": "assistant",
             "content": text,

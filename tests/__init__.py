@@ -7,6 +7,7 @@ test_architecture   the structure of the code
 test_docs           the README and the pages are true
 test_seeds          every behaviour of the seed documents has a test
 test_fake_endpoint  the endpoint that other tests rely on
+test_prefork        forked commands do what new processes do
 
 running answering websites playing exporting   shared helpers
 prefork             starts batch_runner.py without the time of its imports

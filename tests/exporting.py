@@ -74,12 +74,12 @@ def make_run(
         "versions": {},
     }
     (run_dir / "run.json").write_text(json.dumps(identity))
-    write_rows(run_dir / "records.jsonl", *_stored(found, samples, records))
+    write_rows(run_dir / "records.jsonl", *_stored(found, records))
     (run_dir / "records.idx").unlink(missing_ok=True)
     return Source(run_dir, found, samples)
 
 
-def _stored(found: Scan, samples: int, records: Any) -> list[dict[str, Any]]:
+def _stored(found: Scan, records: Any) -> list[dict[str, Any]]:
     of_task = {"id", "prompt_id", "sample", "input_digest", "row"}
     return [
         {
@@ -91,7 +91,7 @@ def _stored(found: Scan, samples: int, records: Any) -> list[dict[str, Any]]:
             "input_digest": task.input_digest,
             "row": task.columns,
         }
-        for task, record in zip(tasks(found, num_samples=samples), records, strict=False)
+        for task, record in zip(tasks(found), records, strict=False)
     ]
 
 

@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -36,6 +37,9 @@ _IMPORTED = (
 
 _READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "MALLOC")
 """Beginnings of the variables that only a new interpreter obeys."""
+
+_LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_NOFILE)
+"""What tests limit for the processes that they start."""
 
 _environment = dict(os.environ)
 _server: socket.socket | None = None
@@ -63,7 +67,10 @@ class Forked:
         self.args = args
         self.returncode: int | None = None
         self._status, theirs = socket.socketpair()
-        request = {"args": args, "cwd": str(cwd), "env": dict(env), "umask": _umask()}
+        request = {
+            **{"args": args, "cwd": str(cwd), "env": dict(env), "umask": _umask()},
+            "limits": {number: resource.getrlimit(number) for number in _LIMITS},
+        }
         data = json.dumps(request).encode()
         server = _started_server()
         with theirs:
@@ -185,6 +192,8 @@ def _become(request: dict[str, Any]) -> None:
     """Make this process what a new one would be, and run the program."""
     os.setsid()
     os.umask(request["umask"])
+    for number, limits in request["limits"].items():
+        resource.setrlimit(int(number), limits)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

@@ -120,6 +120,7 @@ def started(cwd: Path, *args: object, forks: bool = True, **options: object) -> 
     finally:
         for pid in session_of(process.pid):
             os.kill(pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 

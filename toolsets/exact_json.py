@@ -128,7 +128,7 @@ def has_long_digits(text: str | bytes) -> bool:
     sample = raw[::_STEP].translate(_DIGITS_AS_ZERO)
     at = sample.find(b"000")
     looks = max(_FEW, len(raw) >> 8)
-    while at >= 0:
+    while at >= 0 and looks:
         first = at * _STEP
         if raw[first : first + 2 * _STEP + 1].isdigit() and _LONG.search(
             raw, max(0, first - _STEP), first + 2 * _DIGITS

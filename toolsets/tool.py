@@ -82,7 +82,7 @@ class Tool:
     """Checks the arguments if there is no model; raises `ArgumentsError`."""
     quick: bool = False
     """A plain function that takes microseconds and waits for nothing: it runs in the event loop,
-    where others run in a thread. All conversations of the worker wait for it."""
+    while others run in a thread. All conversations of the worker wait for it."""
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """The loop: decide the next step, take it, until the conversation ends.
 
-steps         the steps there are
-rules         which step is next; pure
+steps         all kinds of steps
+rules         decides the next step; a pure function
 loop          takes the steps
-acceptance    what happens to a reply before it counts
-tools         the toolbox with what options put around it
+acceptance    checks a reply before it becomes part of the conversation
+tools         the toolbox, and the wrappers that options put around it
 references    earlier results by name in arguments
 subagents     agents as tools
 user_replies  tools that ask the user
 plan          plans and their steps
-opening       what is added to the first messages
-resume        what a crash interrupted
+opening       states the turn limit in the system prompt
+resume        resumes a conversation after a crash
 """

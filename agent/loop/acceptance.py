@@ -1,7 +1,7 @@
-"""What is done with a model's reply before it becomes part of the conversation.
+"""Checks a model's reply before it becomes part of the conversation.
 
-It may be set aside, because nothing in it can be used. Otherwise it is taken as it came, but for
-call ids, which must be unique, and tool names where repairing them was asked for.
+An unusable reply is discarded. Otherwise only call ids change, which must be unique, and tool names
+if `repair_tool_names` is on.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from agent.reasoning import opens_reasoning, split_inline_reasoning
 from toolsets import exact_json
 
 _CLOSE = 0.8
-"""How alike a misspelt name must be (ratio of difflib) to be taken for another."""
+"""How similar a misspelt name must be to a known one (ratio of difflib)."""
 
 RUN_CALLS = 128
-"""So many calls of one reply are run; the others get a result that says so. It is far more than
-models make in earnest, and few enough that a worker stays responsive while they run."""
+"""Maximum calls of one reply that are run; the others get a result that says so. Models never need
+as many, and a worker stays responsive while they run."""
 
 MAX_CALLS = 1_000
-"""A reply with more calls is set aside: a result for each would only make the next request huge."""
+"""A reply with more calls is discarded: their results would make the next request huge."""
 
 _ID_FIELDS: Mapping[str, str] = {"tool_use": "id", "function_call": "call_id"}
-"""Where verbatim blocks of each kind that is a call hold its id."""
+"""The field with the call id in each type of verbatim block that is a call."""
 
 
 def why_unusable(completion: Completion, request: Request, options: AgentOptions) -> str | None:
-    """Why a reply cannot be used and should be asked for again; None where it can.
+    """Why a reply is unusable, so that the model is asked again; None if it is usable.
 
-    A reply that was cut or withheld is never asked for again: the same would come.
+    After a reply that was cut or refused the model is not asked again: the next would be the same.
     """
     message = completion.message
     calls = message.get("tool_calls", ())
@@ -41,11 +41,11 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
         return "too_many_calls"
     if completion.finish_reason not in ("stop", "tool_calls"):
         return None
-    said = split_inline_reasoning(message["content"]).rest
-    if opens_reasoning(said):
+    text = split_inline_reasoning(message["content"]).rest
+    if opens_reasoning(text):
         return "unclosed_reasoning"
     if not calls:
-        return None if said.strip() else "blank"
+        return None if text.strip() else "blank"
     if request.tool_choice == "none":
         return "calls_not_allowed"
     if options.bad_arguments == "resample":
@@ -56,19 +56,19 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
 
 
 def repair_names(message: Message, names: Sequence[str]) -> None:
-    """Replace each unknown tool name by the one known name that it is close to, with a mark."""
+    """Replace each unknown tool name by the only similar known name; record the repair."""
     repairs = []
     for call in message.get("tool_calls", ()):
         written = call["function"]["name"]
-        if written not in names and (meant := _nearest(written, names)):
-            call["function"]["name"] = meant
+        if written not in names and (nearest := _nearest(written, names)):
+            call["function"]["name"] = nearest
             repairs.append({"call": call["id"], "name": written})
     if repairs:
         message["repairs"] = message.get("repairs", []) + repairs
 
 
 def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> None:
-    """Some servers send empty or repeated call ids; a pairing by id needs unique ones."""
+    """Replace empty and repeated call ids, which some servers send: results are found by id."""
     calls = message.get("tool_calls")
     if not calls:
         return
@@ -79,7 +79,7 @@ def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> No
             call["id"] = _new_id(f"call_{turn}_{n}", taken, used)
         taken.add(call["id"])
         seen.add(call["id"])
-    # The same calls stand in the verbatim blocks of some dialects and must keep their pairing.
+    # Verbatim blocks of some dialects contain the same calls and need the same ids.
     ids = iter(call["id"] for call in calls)
     for block in message.get("provider_blocks", {"blocks": []})["blocks"]:
         if field := _ID_FIELDS.get(str(block.get("type"))):
@@ -101,8 +101,8 @@ def _is_object(arguments: str) -> bool:
 def _nearest(written: str, names: Sequence[str]) -> str | None:
     plain = {_plain(name): name for name in names}
     near = difflib.get_close_matches(_plain(written), plain, n=2, cutoff=_CLOSE)
-    sure = len(near) == 1 or near[:1] == [_plain(written)]
-    return plain[near[0]] if sure else None
+    is_clear = len(near) == 1 or near[:1] == [_plain(written)]
+    return plain[near[0]] if is_clear else None
 
 
 def _plain(name: str) -> str:

@@ -1,9 +1,9 @@
-"""The agent loop: ask the model, run what it asked for, until the conversation has an ending.
+"""The agent loop: call the model, run its tool calls, until the conversation ends.
 
-Every reply and every tool result is journaled before anything is done with it. The model's own
-mistakes (unknown tool, bad arguments, a failing handler) come back to it as error results; only
-a failing endpoint or a cancelled task leaves the loop as an exception, and what was journaled
-until then is where the next attempt goes on. What happens next is decided in `agent.loop.rules`.
+Every reply and every tool result is journaled before anything else is done with it. Mistakes of the
+model and failures of tools become error results. Only a failed endpoint, a failed machine and
+cancellation are exceptions; the next attempt then resumes from the journal. `agent.loop.rules`
+decides each step.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from agent.stream_events import StreamEvent, StreamHandler
 from toolsets.tool import ToolResult
 
 _NOT_RUN = "Error: this call was not run, because the conversation ended before it ({})."
-_BROKEN_OFF = (
+_INTERRUPTED = (
     "Error: this call was broken off, because the conversation ended before its result ({}). It "
     "may have run in part."
 )
-_ONE_TOO_MANY = ToolResult(
+_TOO_MANY_CALLS = ToolResult(
     f"Error: this call was not run: of one reply, the first {RUN_CALLS} calls are run. Make it "
     "again in a later reply if it is still needed.",
     is_error=True,
@@ -53,10 +53,10 @@ async def run_agent(
     journal: Journal,
     on_event: StreamHandler | None = None,
 ) -> Finish:
-    """Carry `trajectory` on to its ending and return how it ended.
+    """Continue `trajectory` to its ending and return how it ended.
 
-    Raises `ModelError` where the endpoint failed for good, and lets cancellation through;
-    `trajectory` then holds all that happened before.
+    Raises `ModelError` if the endpoint failed after all retries, and `CancelledError` if it is
+    cancelled; `trajectory` then has everything that happened before.
     """
 
     def record(event: Event) -> None:
@@ -103,7 +103,7 @@ async def _ask(
     clock = Clock()
 
     def pay(unreadable: Completion) -> None:
-        # A clock of its own: the time until then is that of the reply that comes in its place.
+        # A new clock: the time until now counts for the reply that follows.
         record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
 
     request = Request(
@@ -134,7 +134,7 @@ async def _ask(
 
 
 def _deadline(trajectory: Trajectory, spec: ConversationSpec) -> Deadline | None:
-    """When what is done next is to be cut off, if ever."""
+    """The deadline of the next call; None without a time limit."""
     limit = spec.options.max_conversation_s
     if limit is None:
         return None
@@ -153,12 +153,12 @@ async def _answer(
 
     async def answer(n: int, call: ToolCall) -> None:
         clock = Clock()
-        result = _ONE_TOO_MANY
+        result = _TOO_MANY_CALLS
         if n < RUN_CALLS:
             result = await _call(call, None, tools, trajectory, spec)
         record(result_event(turn, n, call, result, clock))
         if on_event is not None:
-            on_event(_told(call, result, clock))
+            on_event(_stream_event(call, result, clock))
 
     if not spec.options.parallel_tools or tools.need_order(calls):
         for n, call in calls:
@@ -166,7 +166,7 @@ async def _answer(
             if over_time(trajectory, spec.options):
                 return
         return
-    # Where one fails for good, what its neighbours are doing must still be recorded.
+    # If one call raises, the results of the others must still be recorded.
     done = await asyncio.gather(*(answer(n, call) for n, call in calls), return_exceptions=True)
     for failure in done:
         if failure is not None:
@@ -180,7 +180,7 @@ async def _call(
     trajectory: Trajectory,
     spec: ConversationSpec,
 ) -> ToolResult:
-    """Run a call; a tool's is cut off when the time is over, a subagent sees to that itself."""
+    """Run a call. The time limit cuts off a tool; a subagent checks it in its own conversation."""
     deadline = _deadline(trajectory, spec)
     if deadline is None or tools.is_subagent(call["function"]["name"]):
         return await tools.call(call, user_reply)
@@ -190,7 +190,7 @@ async def _call(
     except TimeoutError:
         if not deadline.has_passed:
             raise
-        words = _BROKEN_OFF.format("time_limit")
+        words = _INTERRUPTED.format("time_limit")
         return ToolResult(words, True, {"failure": "interrupted"})
 
 
@@ -206,14 +206,14 @@ async def _continue(
     if step.is_for_tool:
         result = await _call(step.call, step.reply, tools, trajectory, spec)
     if result is not None and on_event is not None:
-        on_event(_told(step.call, result, clock))
+        on_event(_stream_event(step.call, result, clock))
     return continued_event(step.result, step.reply, result, clock)
 
 
 def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> None:
-    """Give each call that was not run a result that says so: every call id has exactly one.
+    """Give each call without a result one that says why: every call id has exactly one result.
 
-    `status` is how the conversation ended; the calls of inner conversations are closed too.
+    `status` is how the conversation ended. Calls of inner conversations get results, too.
     """
     for key, inner in trajectory.inner.items():
 
@@ -222,16 +222,16 @@ def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> Non
 
         close_calls(inner.trajectory, status, journal_inner)
     for n, call in trajectory.open_calls():
-        # Rules end a conversation before its calls run; whatever else ends it may come later.
-        began = call["id"] in trajectory.inner or status in ("cancelled", "failed")
-        words, failure = (_BROKEN_OFF, "interrupted") if began else (_NOT_RUN, "not_run")
-        result = ToolResult(words.format(status), True, {"failure": failure})
+        # Rules end a conversation before its calls run; these two can end it while they run.
+        may_have_run = call["id"] in trajectory.inner or status in ("cancelled", "failed")
+        text, failure = (_INTERRUPTED, "interrupted") if may_have_run else (_NOT_RUN, "not_run")
+        result = ToolResult(text.format(status), True, {"failure": failure})
         event = result_event(trajectory.turns, n, call, result, Clock())
         journal(event)
         trajectory.apply(event)
 
 
-def _told(call: ToolCall, result: ToolResult, clock: Clock) -> StreamEvent:
+def _stream_event(call: ToolCall, result: ToolResult, clock: Clock) -> StreamEvent:
     return {
         "type": "tool_result",
         "tool_id": call["id"],

@@ -1,6 +1,6 @@
-"""The plan phase: the model writes a plan, then works on one step after the other.
+"""Plans: the model writes a plan, then works on one step after the other.
 
-All of it is one conversation: the plan is its first reply, and each step begins with a note.
+It is one conversation: the plan is its first reply, and each step begins with a note.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ALL_DONE = "All steps of the plan are done. Give the final answer now."
 
 
 def plan_note(t: Trajectory, options: AgentOptions) -> AddNote | None:
-    """What the plan has to say now, None where its current step goes on.
+    """The note that begins the next step or the final answer; None if the current step continues.
 
-    A step ends with a reply without calls, or with `plan_step_turns` replies.
+    A step ends with a reply without calls, or after `plan_step_turns` replies.
     """
     if not t.replies:
         return AddNote(PLAN, _MAKE_A_PLAN)
@@ -44,5 +44,5 @@ def plan_note(t: Trajectory, options: AgentOptions) -> AddNote | None:
 
 
 def steps_of(plan: str) -> list[str]:
-    """The items of the list that a plan is; a plan without a list is one step."""
+    """The steps of a plan: the items of its list; a plan without a list is one step."""
     return [match["step"].strip() for match in _STEP.finditer(plan)] or ["do what the plan says"]

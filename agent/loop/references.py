@@ -1,46 +1,45 @@
-"""Results by name: `$$TOOL-res-N` in arguments stands for the result of the Nth call."""
+"""References: `$$TOOL-res-N` in arguments is replaced by the result of the Nth call."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from agent.messages import ToolCall
-from agent.state.tally import OWN_CHARS, OWN_FROM
+from agent.messages import OWN_CHARS, OWN_FROM, ToolCall
 from agent.state.trajectory import Trajectory
 from toolsets import exact_json
 
 STORED_AS = "stored_as"
-"""In the details of a result: its name."""
+"""Key in the details of a result: its name."""
 
 _REFERENCE = re.compile(r"\$\$([A-Za-z0-9_-]+-res-[0-9]+)")
 
 MAX_RESOLVED_CHARS = 1_000_000
-"""Results that are named many times must not grow beyond what a machine can hold."""
+"""Limit of inserted results: a result that is named many times must not use up all memory."""
 
 
 class UnusableReference(Exception):
-    """A name that no result has, or results too long to be put in."""
+    """No result has the name, or the inserted results are too long."""
 
 
 def name_for(call: ToolCall, t: Trajectory) -> str:
-    """The name that the result of a call of the last reply gets; N counts over all calls."""
-    # The results of a turn are added when all of them are known, so these are those before it.
+    """The name for the result of a call of the last reply; N counts all calls."""
+    # Only results of earlier turns: those of a turn are added when all of them are known.
     before = sum(message["role"] == "tool" for message in t.messages)
     number = before + [other["id"] for other in t.last_calls()].index(call["id"]) + 1
     return f"{call['function']['name']}-res-{number}"
 
 
 def tag(name: str) -> str:
-    """The line that tells the model under which name a result is stored."""
+    """The line for the model with the name of a result."""
     return f"\n[stored as $${name}; in arguments, this name stands for the result above]"
 
 
 def resolve(arguments: str, t: Trajectory) -> str:
-    """Put results in the place of their names in the strings of `arguments` (JSON text).
+    """Replace names by results in the strings of `arguments` (JSON text).
 
-    `$$` before anything but a name stays. Raises `UnusableReference`; arguments that are not JSON
-    come back as they are, for the check of arguments to report.
+    `$$` before anything else does not change. Raises `UnusableReference`. Arguments that are not
+    JSON are returned unchanged; the check of arguments will report them.
     """
     room = MAX_RESOLVED_CHARS
 

@@ -1,8 +1,8 @@
-"""What happens next in a conversation: the rules by which it goes on and ends.
+"""The rules that decide the next step of a conversation, or end it.
 
-A pure function of the trajectory, so that a conversation that was killed and replayed decides as
-it would have decided. Where several rules apply, the order in which they stand here decides:
-budget, time_limit, length, completed, awaiting_input, repeat, errors, max_turns.
+`next_step` is a pure function of the trajectory: a conversation that was killed and replayed
+decides as before. If several rules apply, the first in this order wins: budget, time_limit,
+length, completed, awaiting_input, repeat, errors, max_turns.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.loop.plan import PLAN, plan_note
-from agent.loop.steps import AddNote, CallModel, Finish, Move, ResumeTool, RunTools
+from agent.loop.steps import AddNote, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.loop.user_replies import waiting_call, wants_other_work
-from agent.messages import PAID_ALONE
+from agent.messages import COST_ONLY
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
 
 _MAX_UNUSABLE_TURNS = 3
-"""So many turns in a row that hold nothing usable: the model has lost its way."""
+"""A conversation ends after this many turns in a row without anything usable."""
 
 _ROUNDING = 1e-9
-"""Sums of dollars may differ from the true ones by this share."""
+"""Relative rounding error of sums of dollars."""
 
 _SUMMARY = "final_summary"
 
@@ -42,22 +42,22 @@ _SUM_UP = (
 
 @dataclass(frozen=True, slots=True)
 class ConversationSpec:
-    """What one conversation is held to."""
+    """What decides how one conversation runs and ends."""
 
     options: AgentOptions = field(default_factory=AgentOptions)
     expected: str | None = None
-    """The answer that is right; never part of anything the model sees."""
+    """The right answer; the model never sees it."""
     user_replies: tuple[str, ...] = ()
-    """What the user says where a tool asks for input, one reply after the other."""
+    """The user's replies to tools that ask for input, in order."""
     tool_names: tuple[str, ...] = ()
 
 
-def next_step(t: Trajectory, spec: ConversationSpec) -> Move:
-    """Decide what happens next in conversation `t`."""
+def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
+    """Decide the next step of conversation `t`."""
     options = spec.options
     whole = t.outermost()
     if end := _over_budget(whole, t.turns, options) or over_time(whole, options):
-        # Subagents that a crash cut off end by themselves, as they would have ended without it.
+        # Subagents that a crash interrupted continue to their own ending, as without the crash.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return RunTools(begun) if begun else end
     if t.notes_of(_SUMMARY):
@@ -65,17 +65,17 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> Move:
     if end := _too_many_reasks(t, options):
         return end
     if not t.replies:
-        return _opening_move(t, options)
+        return _opening_step(t, options)
     if t.noted:
-        # Notes are only made where another reply is within the bounds.
+        # A note is only added if the limits allow another reply.
         return CallModel()
     match t.replies[-1]["finish_reason"]:
         case "length" if _may_continue(t, options):
-            return _go_on(t, options, AddNote(CONTINUE_CUT, _CUT), otherwise=Finish("length"))
+            return _continue(t, options, AddNote(CONTINUE_CUT, _CUT), otherwise=Finish("length"))
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
         case "pause" if not t.last_calls():
-            return _go_on(t, options)
+            return _continue(t, options)
     if calls := t.open_calls():
         return RunTools(calls)
     if not t.last_calls():
@@ -88,7 +88,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> Move:
 
 
 def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
-    """The budget is that of the outermost conversation, and so is what was spent of it."""
+    """The ending if the outermost conversation, which has the budget, has exceeded it."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
     if dollars is not None and whole.unpriced:
         return Finish("budget", "the cost of a reply is unknown, so the budget cannot be kept")
@@ -104,15 +104,15 @@ def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> Finish
 
 
 def over_time(t: Trajectory, options: AgentOptions) -> Finish | None:
-    """The end for the time that was taken: that of the outermost one, as the budget is."""
+    """The ending if the outermost conversation has exceeded its time limit."""
     limit = options.max_conversation_s
     if limit is None or (took_s := t.outermost().seconds_at_work()) < limit:
         return None
     return Finish("time_limit", f"{took_s:.1f} s are over the limit of {limit:g} s")
 
 
-def _in_summary(t: Trajectory, options: AgentOptions) -> Move:
-    """The bound of turns is reached: one answer more, whatever it is."""
+def _in_summary(t: Trajectory, options: AgentOptions) -> NextStep:
+    """At the turn limit: one more reply, then the end."""
     if t.noted and t.reasks <= options.max_reasks:
         return CallModel("none")
     return Finish("max_turns")
@@ -121,26 +121,26 @@ def _in_summary(t: Trajectory, options: AgentOptions) -> Move:
 def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
     if t.reasks <= options.max_reasks:
         return None
-    why = next(r["discarded"] for r in reversed(t.discarded) if r["discarded"] not in PAID_ALONE)
+    why = next(r["discarded"] for r in reversed(t.discarded) if r["discarded"] not in COST_ONLY)
     return Finish("errors", f"{t.reasks} unusable replies in a row, the last one {why}")
 
 
-def _opening_move(t: Trajectory, options: AgentOptions) -> Move:
+def _opening_step(t: Trajectory, options: AgentOptions) -> NextStep:
     if not options.plan:
         return CallModel()
     return CallModel("none") if t.notes_of(PLAN) else plan_note(t, options) or CallModel()
 
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
-    """Only a text that has begun can be continued: thoughts alone are none."""
+    """Only a reply whose text has begun can be continued, not thoughts alone."""
     if t.last_calls() or t.notes_of(CONTINUE_CUT) >= options.continue_cut:
         return False
-    said = split_inline_reasoning(t.replies[-1]["message"]["content"]).rest
-    return bool(said.strip()) and not opens_reasoning(said)
+    text = split_inline_reasoning(t.replies[-1]["message"]["content"]).rest
+    return bool(text.strip()) and not opens_reasoning(text)
 
 
-def _waiting(t: Trajectory, spec: ConversationSpec) -> Move | None:
-    """What to do about a tool that asked for the user's input."""
+def _waiting(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
+    """The step for a tool that asked for the user's input."""
     if not spec.options.awaiting_input or (waiting := waiting_call(t)) is None:
         return None
     if t.replies_used >= len(spec.user_replies):
@@ -151,7 +151,7 @@ def _waiting(t: Trajectory, spec: ConversationSpec) -> Move | None:
     return ResumeTool(waiting.call, waiting.result, reply, is_for_tool)
 
 
-def _after_results(t: Trajectory, options: AgentOptions) -> Move:
+def _after_results(t: Trajectory, options: AgentOptions) -> NextStep:
     limit = options.repeat_limit
     if limit and t.tally.streak >= limit:
         return Finish(
@@ -160,29 +160,31 @@ def _after_results(t: Trajectory, options: AgentOptions) -> Move:
     if end := _too_many_errors(t, options):
         return end
     if options.plan and (note := plan_note(t, options)):
-        return _go_on(t, options, note)
+        return _continue(t, options, note)
     if limit and 2 <= t.tally.streak == limit - 1:
-        return _go_on(t, options, AddNote("repeat", _REPEATED))
-    return _go_on(t, options)
+        return _continue(t, options, AddNote("repeat", _REPEATED))
+    return _continue(t, options)
 
 
-def _after_text(t: Trajectory, spec: ConversationSpec) -> Move:
+def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
     options = spec.options
     if "unusable" in t.replies[-1]["message"]:
-        return _too_many_errors(t, options) or _go_on(t, options, AddNote("no_action", _NO_ACTION))
+        return _too_many_errors(t, options) or _continue(
+            t, options, AddNote("no_action", _NO_ACTION)
+        )
     if options.plan and (note := plan_note(t, options)):
-        return _go_on(t, options, note)
+        return _continue(t, options, note)
     return _check_answer(t, spec)
 
 
-def _check_answer(t: Trajectory, spec: ConversationSpec) -> Move:
+def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
     options = spec.options
     if spec.expected is None or _is_expected(t.final_text(), spec.expected):
         return Finish("completed")
     attempts = 1 + t.notes_of("expected")
     if attempts >= options.expected_attempts:
         return Finish("errors", f"not the expected answer in {attempts} attempts")
-    return _go_on(t, options, AddNote("expected", _WRONG))
+    return _continue(t, options, AddNote("expected", _WRONG))
 
 
 def _too_many_errors(t: Trajectory, options: AgentOptions) -> Finish | None:
@@ -193,16 +195,16 @@ def _too_many_errors(t: Trajectory, options: AgentOptions) -> Finish | None:
     return None
 
 
-def _go_on(
+def _continue(
     t: Trajectory,
     options: AgentOptions,
     note: AddNote | None = None,
     *,
     otherwise: Finish | None = None,
-) -> Move:
-    """Ask again, after `note` if there is one; at the bound of turns the conversation ends.
+) -> NextStep:
+    """Call the model again, after `note` if there is one; at the turn limit end the conversation.
 
-    `otherwise` is the ending at the bound that goes before `max_turns`.
+    `otherwise` is the ending at the turn limit instead of `max_turns`.
     """
     if t.turns < options.max_turns:
         return note or CallModel()

@@ -1,4 +1,4 @@
-"""What can happen next in a conversation: the rules choose a move, the loop makes it."""
+"""The steps of a conversation: the rules choose a step, the loop takes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agent.state.trajectory import Status
 
 
 class CallModel(NamedTuple):
-    """Ask the model for its next reply."""
+    """Call the model for its next reply."""
 
     tool_choice: Literal["auto", "none"] = "auto"
 
@@ -25,24 +25,24 @@ class ResumeTool(NamedTuple):
 
     call: ToolCall
     result: ResultEvent
-    """The result in which it asked."""
+    """The result with the question."""
     reply: str
     is_for_tool: bool
-    """The tool is called again with the reply; else the model alone reads it."""
+    """The tool is called again with the reply; else only the model sees it."""
 
 
 class AddNote(NamedTuple):
-    """Tell the model something; `reason` names the rule."""
+    """Add a text for the model; `reason` names the rule."""
 
     reason: str
     text: str
 
 
 class Finish(NamedTuple):
-    """The conversation is over. `reason` says in words what the status alone does not."""
+    """End the conversation; `reason` adds details to the status."""
 
     status: Status
     reason: str | None = None
 
 
-Move = CallModel | RunTools | ResumeTool | AddNote | Finish
+NextStep = CallModel | RunTools | ResumeTool | AddNote | Finish

@@ -1,7 +1,7 @@
 """Agents that an agent can call as tools.
 
 The calling agent sees one result. The subagent's conversation is an inner conversation of the
-caller's: kept in its record, paid from its budget, and taken up again after a crash where it was.
+caller's: part of its record, paid from its budget, and resumed after a crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, tool
 
 Start = Callable[[Subagent, str, str], Awaitable[tuple[Finish, Trajectory]]]
-"""Runs a subagent, given the id of the call and the task; gives its ending and conversation."""
+"""Runs a subagent, given the call id and the task; returns its ending and conversation."""
 
 
 @tool(name="subagent")
@@ -29,11 +29,11 @@ def _form(
     context: ToolContext,
     task: Annotated[str, Field(description="What to do, with all that must be known for it.")],
 ) -> None:
-    """The form that calls of all subagents have; it is never run."""
+    """The schema of the calls of all subagents; it is never run."""
 
 
 class SubagentTool:
-    """One subagent, as its caller can call it."""
+    """One subagent as a tool of its caller."""
 
     def __init__(self, subagent: Subagent, start: Start) -> None:
         self._subagent = subagent
@@ -48,8 +48,8 @@ class SubagentTool:
     async def call(self, call: ToolCall) -> ToolResult:
         """Have the subagent work on the task of the call.
 
-        The result is its answer, or an error that says how it ended without one. A failing
-        endpoint is no result: it fails the caller's conversation too, as `ModelError`.
+        The result is its answer, or an error that says how it ended. If the endpoint fails, the
+        `ModelError` fails the caller's conversation, too.
         """
         try:
             arguments = self._tool.parse_arguments(call["function"]["arguments"])
@@ -67,7 +67,7 @@ class SubagentTool:
 
 
 def schema_of(subagent: Subagent) -> Mapping[str, Any]:
-    """What a calling model is told about a subagent, in OpenAI form."""
+    """The schema of a subagent for a calling model, in OpenAI form."""
     return _as_tool(subagent).schema
 
 
@@ -79,7 +79,7 @@ _INVALID = {"failure": "invalid_arguments"}
 
 
 def options_of(subagent: Subagent, caller: AgentOptions) -> AgentOptions:
-    """The options of a subagent's conversation: its own bounds, and the caller's care."""
+    """The options of a subagent's conversation: its own turn limit, the rest from the caller."""
     return AgentOptions(
         max_turns=subagent.max_turns,
         max_errors=caller.max_errors,

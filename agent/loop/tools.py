@@ -1,7 +1,7 @@
-"""The tools of one conversation as the loop sees them: the toolbox and what is put around it.
+"""The tools of one conversation: the toolbox, and the wrappers that options put around it.
 
-A caller takes a call and gives its result. What an option asks for is a caller around the next
-one; options that are off are not there at all.
+A `Caller` takes a call and returns its result. Each option that is on is a caller around the next
+caller; options that are off cost nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import orjson
 
 from agent.loop.references import STORED_AS, UnusableReference, name_for, resolve, tag
-from agent.messages import ToolCall
+from agent.messages import OWN_CHARS, ToolCall
 from agent.options import AgentOptions
 from agent.state.final_answer import RESERVED, SCHEMAS, finish_in
-from agent.state.tally import OWN_CHARS
 from agent.state.trajectory import Trajectory
 from toolsets import exact_json
 from toolsets.errors import machine_failure
@@ -26,21 +25,21 @@ from toolsets.text import clip, valid_utf8
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox, cancellations
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _REASON_CHARS = 2_000
-"""Of the reason for which a call is denied."""
+"""Maximum length of the reason for which a call is denied."""
 
 Caller = Callable[[ToolCall, str | None], Awaitable[ToolResult]]
-"""Gives the result of a call; the second argument is the user's reply where there is one."""
+"""Returns the result of a call; the second argument is the user's reply, if there is one."""
 
 Decision = str | tuple[str, str]
 
 Approve = Callable[[str, Mapping[str, Any]], Decision | Awaitable[Decision]]
-"""Asked with a tool's name and its arguments; says "approve", "deny" or "always".
+"""Called with a tool's name and its arguments; returns "approve", "deny" or "always".
 
-A pair ("deny", REASON) tells the model why. "always" approves this tool with these arguments for
-the rest of the conversation, its subagents' included; after a crash it is asked again. A plain
+A pair ("deny", REASON) gives the model a reason. "always" approves this tool with these arguments
+for the rest of the conversation and its subagents; after a crash the hook is called again. A sync
 function runs in a thread.
 """
 
@@ -50,16 +49,16 @@ class CallableAgent(Protocol):
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """What the calling model is told, in OpenAI form."""
+        """The agent as a tool, in OpenAI form."""
         ...
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Work on what a call asks for."""
+        """Run the agent on the task of a call."""
         ...
 
 
 class AgentTools:
-    """What the model can call in one conversation."""
+    """Everything that the model can call in one conversation."""
 
     def __init__(
         self,
@@ -71,9 +70,9 @@ class AgentTools:
         approve: Approve | None = None,
         approved: set[bytes] | None = None,
     ) -> None:
-        """`approved` collects what was approved for good, and may be shared.
+        """`approved` collects the calls that are always approved, and may be shared.
 
-        Raises `ValueError` where two tools have one name, or one that is reserved.
+        Raises `ValueError` for repeated and reserved tool names.
         """
         self._toolbox = toolbox
         self._trajectory = trajectory
@@ -97,15 +96,15 @@ class AgentTools:
         self._call = call
 
     async def call(self, call: ToolCall, user_reply: str | None = None) -> ToolResult:
-        """Answer a call. Every failure of the model or a tool is a result; see `Toolbox.call`."""
+        """Run a call. Every mistake of the model or a tool is a result; see `Toolbox.call`."""
         return await self._call(call, user_reply)
 
     def is_subagent(self, name: str) -> bool:
-        """Whether a conversation answers calls of this name."""
+        """Whether the name is that of a subagent."""
         return name in self._subagents
 
     def is_idempotent(self, name: str) -> bool:
-        """Whether a call may be repeated; a subagent goes on where it was instead."""
+        """Whether a call may be run again after a crash. A subagent may: it resumes."""
         return name in self._subagents or self._toolbox.is_idempotent(name)
 
     def need_order(self, calls: Sequence[tuple[int, ToolCall]]) -> bool:
@@ -126,12 +125,12 @@ class AgentTools:
 
 
 def offered(schemas: Sequence[Mapping[str, Any]], options: AgentOptions) -> list[Mapping[str, Any]]:
-    """All that a model is offered: `schemas`, and the completion tools where they are on."""
+    """`schemas`, and the completion tools if they are on."""
     return [*schemas, *SCHEMAS] if options.completion_tools else list(schemas)
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `ValueError` where a name is reserved or there twice."""
+    """Raise `ValueError` for a reserved or repeated name."""
     seen: set[str] = set()
     for name in names:
         if name in RESERVED:
@@ -182,7 +181,7 @@ def _approving(next_caller: Caller, approve: Approve, approved: set[bytes]) -> C
         try:
             arguments = exact_json.loads(written) if written.strip() else {}
         except exact_json.JSONDecodeError:
-            # The check of arguments, with the same parser, will refuse them.
+            # The check of arguments, which uses the same parser, will refuse them.
             return await next_caller(call, user_reply)
         why = await _why_denied(approve, name, arguments, approved)
         if why is not None:
@@ -197,14 +196,11 @@ def _approving(next_caller: Caller, approve: Approve, approved: set[bytes]) -> C
 async def _why_denied(
     approve: Approve, name: str, arguments: Any, approved: set[bytes]
 ) -> str | None:
-    """Ask the hook: None where it approves, else its reason, "" without one.
-
-    A hook that fails has not approved.
-    """
+    """Call the hook: None if it approves, else its reason or "". A hook that fails denies."""
     try:
         key = exact_json.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
     except TypeError:
-        log.warning("a call of %s is denied: its arguments are nested too deep to be shown", name)
+        _log.warning("a call of %s is denied: its arguments are nested too deep", name)
         return ""
     if key in approved:
         return None
@@ -220,7 +216,7 @@ async def _why_denied(
             raise
         if machine_failure(error) is not None:
             raise
-        log.exception("the approval hook failed; the call of %s is denied", name)
+        _log.exception("the approval hook failed; the call of %s is denied", name)
         return ""
     reason = ""
     if isinstance(decision, tuple) and len(decision) == 2 and isinstance(decision[1], str):

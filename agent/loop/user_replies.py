@@ -1,7 +1,7 @@
-"""Tools that ask the user for something, and the user's replies that answer them.
+"""Tools that ask the user, and the user's replies.
 
-A tool asks by the object that it returns (see `toolsets.tool.as_result`). A reply goes to the
-tool that asked, unless it plainly wants something else.
+A tool asks with the object that it returns (see `toolsets.tool.as_result`). A reply goes to the
+tool that asked, unless it is clearly a new instruction.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _ANSWERS = re.compile(
     r"|n|no|nope|cancel|stop|abort|never ?mind|don't|do not|reject(?:ed)?|change|instead)\b",
     re.IGNORECASE,
 )
-"""How an acceptance, a refusal or a correction begins."""
+"""The beginning of an acceptance, a refusal or a correction."""
 
 _INSTRUCTS = re.compile(
     r"(?:please\s+)?(?:list|show|get|find|search|create|add|make|write|read|open|run|delete|remove"
     r"|update|explain|tell|give|fetch|compute|calculate|summari[sz]e)\b",
     re.IGNORECASE,
 )
-"""How a fresh instruction begins."""
+"""The beginning of a new instruction."""
 
 
 class Waiting(NamedTuple):
-    """A call whose tool waits for the user, with its result so far and what it asks."""
+    """A call whose tool waits for the user, its result so far, and its question."""
 
     call: ToolCall
     result: ResultEvent
@@ -47,7 +47,7 @@ def waiting_call(t: Trajectory) -> Waiting | None:
 
 
 def wants_other_work(reply: str, *, called: str, tools: Sequence[str]) -> bool:
-    """Whether a user's reply is a fresh instruction rather than one for the tool that asked."""
+    """Whether a user's reply is a new instruction rather than a reply to the tool that asked."""
     if any(tool != called and re.search(rf"\b{re.escape(tool)}\b", reply) for tool in tools):
         return True
     reply = reply.strip()

@@ -10,7 +10,7 @@ from agent.models.model import Completion
 
 
 class CostEstimate(NamedTuple):
-    """What one attempt may use up, as far as can be told before it is made."""
+    """What one attempt may use at most, as far as that is known before it."""
 
     usd: float | None
     """At most; None where the price of the model is unknown."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 KEY_REFRESH_S = 600.0
+
+DIRECT = "none"
+"""What `proxy` says of an endpoint to which no proxy leads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Connection:
 
 
 def _digest(said: object) -> str:
+    import json
+
     text = json.dumps(said, sort_keys=True).encode()
     return blake2b(text, digest_size=6).hexdigest()
 

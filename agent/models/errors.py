@@ -135,9 +135,9 @@ class ModelError(Exception):
         code: str = "",
         param: str = "",
     ) -> None:
-        """`was_sent` False tells that the request certainly never reached the endpoint.
+        """`was_sent` False means that the request certainly never reached the endpoint.
 
-        `is_lasting` tells of what hardly passes by itself, such as a name that nobody knows: an
+        `is_lasting` marks failures that rarely pass by themselves, such as an unknown host: an
         endpoint that has never answered is then given up sooner.
         """
         super().__init__("".join(c if c.isprintable() else " " for c in message))
@@ -163,7 +163,7 @@ class ModelError(Exception):
 
     @property
     def may_have_cost(self) -> bool:
-        """Whether the endpoint may charge for the attempt although nobody could use its reply."""
+        """Whether the endpoint may charge for the attempt although its reply cannot be used."""
         return self._was_sent and self.kind in _UNANSWERED
 
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from toolsets import exact_json
 
 MARK = "[API key]"
-"""Stands where a key stood."""
+"""Replaces a key."""
 
 _SHORTEST = 8
 
@@ -82,7 +82,7 @@ def _forms(key: str) -> Iterator[bytes]:
     yield from (text.encode() for text in (escaped, escaped.replace("/", "\\/")))
     yield quote(key, safe="").encode()
     for before in range(3):
-        # What stands around it decides about the letters that hold bits of both.
+        # Letters at its edges also hold bits of the bytes around it, so they are left out.
         coded = base64.b64encode(bytes(before) + key.encode()).rstrip(b"=")
         inner = coded[(0, 2, 3)[before] : len(coded) - ((before + len(key)) % 3 > 0)]
         yield from (inner, inner.translate(bytes.maketrans(b"+/", b"-_")))

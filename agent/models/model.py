@@ -1,4 +1,4 @@
-"""The seam between a conversation and whatever answers it."""
+"""The interface between conversations and models: requests, replies and settings."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ class Completion:
     """The model id as the endpoint returned it."""
     response_id: str | None
     cost_usd: float | None = None
-    """What this call cost, where the endpoint said so or its price is known."""
+    """What this call cost, if the endpoint reports it or the price is known."""
     extra: Mapping[str, Any] | None = None
-    """What the reply held beyond all that is read of it, by what it stood in: "reply", "choice",
-    "choices" (further ones) and "usage", and under the text protocol "message". It describes the
-    reply and is never sent; what belongs to the message or to a call of it is there."""
+    """Unknown fields of the reply, by their place: "reply", "choice", "choices" (further ones) and
+    "usage", and under the text protocol "message". They describe the reply and are never sent;
+    unknown fields of the message and its tool calls are kept in the message."""
     batch_item: str | None = None
     """The item of a provider batch that was to bring it; see `runs.batch_api.service`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a model is asked with."""
+    """One call of a model."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas in OpenAI form."""
     tool_choice: Literal["auto", "none"] = "auto"
-    """With "none" the tools are told but must not be called."""
+    """With "none" the tools are listed but must not be called."""
     on_delta: StreamHandler | None = None
-    """Told of the reply's parts as they arrive; None asks for the reply in one piece. It must not
+    """Gets the reply's parts as they arrive; None requests the reply in one piece. It must not
     raise: see `agent.stream_events.guarded`."""
     deadline: Deadline | None = None
-    """Told of the times in which others are waited for; None where nobody counts."""
+    """Pauses while the call waits for its turn; None without a time limit."""
     on_unreadable: Callable[[Completion], None] | None = None
-    """Told of each reply that was charged for and cannot be read, before it is asked for again."""
+    """Gets each reply that was charged for and cannot be read, before the call is repeated."""
 
 
 class ConversationChanged(Exception):
-    """What had to be done before a request has changed what is to be asked, or whether."""
+    """Work just before a request has changed the conversation: decide on the next step again."""
 
 
 class Model(Protocol):
@@ -61,7 +61,7 @@ class Model(Protocol):
         """Ask for the next message.
 
         The reply is the same whether or not its parts are streamed. Raises `ModelError` where
-        the endpoint failed, and `ConversationChanged` where the caller has to decide anew.
+        the endpoint failed, and `ConversationChanged` where the caller has to decide again.
         """
         ...
 
@@ -75,16 +75,16 @@ class Adapter(Model, Protocol):
 
     @property
     def settings(self) -> ModelSettings:
-        """What it is asked with: as the user said, less the options that it refused so far."""
+        """The user's settings without the options that the endpoint has refused so far."""
         ...
 
 
 _ANTHROPIC_MAX_TOKENS = 16_000
-"""The API demands a bound; this one leaves room for thinking and is within every model's own."""
+"""The API requires a limit; this leaves room for thinking and is within every model's maximum."""
 
 
 _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-"""What the dialects call that bound."""
+"""Names of that limit in the APIs."""
 
 
 class Price(NamedTuple):
@@ -100,7 +100,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Everything that decides how a model is asked. Holds no secrets."""
+    """Everything that decides how a model is called. Holds no secrets."""
 
     name: str
     """The model id that the endpoint knows."""
@@ -123,7 +123,7 @@ class ModelSettings:
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
-    """Bound on one reply's tokens; see `reply_bound`."""
+    """Limit on one reply's tokens; see `reply_bound`."""
     max_tokens_name: str | None = None
     """Chat dialect: what the limit has to be called, where the endpoint refused the usual name."""
     usual_max_tokens_name: str = "max_tokens"
@@ -151,9 +151,9 @@ class ModelSettings:
     """How long after its beginning a call is tried once more; waits for a turn do not count."""
 
     needs_bound: bool = False
-    """No request may go out without a bound on the reply's tokens: a budget rests on it."""
+    """Every request must limit the reply's tokens: a budget depends on it."""
     stream_replies: bool = False
-    """Have replies sent in parts although nobody watches: some proxies cut silent connections."""
+    """Stream replies even if nothing shows them: some proxies cut silent connections."""
 
     @property
     def endpoint(self) -> str:
@@ -162,7 +162,7 @@ class ModelSettings:
 
     @property
     def own_price(self) -> Price | None:
-        """What the user says that the model costs, None where the user says nothing."""
+        """The user's own price of the model, if there is one."""
         return (
             self.endpoint_prices.get(self.name)
             or self.prices.get(self.reference)
@@ -192,7 +192,7 @@ class ModelSettings:
 
     @property
     def reply_bound(self) -> int | None:
-        """The bound on one reply's tokens that requests carry, None where they carry none."""
+        """The limit on one reply's tokens in requests, None if they have none."""
         own = [value for name, value in (self.extra_body or {}).items() if name in _BOUNDS]
         if own:
             bounds = [bound for bound in own if isinstance(bound, int)]

@@ -1,4 +1,4 @@
-"""What the adapters share: reading a reply's bytes, and the errors that endpoints tell."""
+"""Shared by the dialects: parsing replies, and the errors that endpoints report."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def count_or_none(value: Any) -> int | None:
 
 
 def read_usage(raw: Any, *, given: str, made: str) -> Usage | None:
-    """Usage as OpenAI's APIs tell it; `given` and `made` are what they call input and output."""
+    """Usage in OpenAI's APIs; `given` and `made` are their names for input and output."""
     if not isinstance(raw, dict):
         return None
     of_input = object_of(raw, f"{given}_tokens_details")
@@ -154,33 +154,33 @@ def text_or_none(value: Any) -> str | None:
 
 
 def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> ModelError:
-    """The failure that a reply tells by its status."""
+    """The error that a reply reports by its status."""
     if 300 <= status < 400:
         place = headers.get("location", "another place")
         words = f"HTTP {status}: it has moved to {place}; give that as the base URL"
         return ModelError("not_found", words)
-    told = _read_error(body.decode(errors="replace"))
+    found = _read_error(body.decode(errors="replace"))
     return ModelError(
-        kind_of(status, told.codes, told.message),
-        f"HTTP {status}: {told.message}",
+        kind_of(status, found.codes, found.message),
+        f"HTTP {status}: {found.message}",
         retry_after_s=retry_after_s(headers),
-        code=told.code,
-        param=told.param,
+        code=found.code,
+        param=found.param,
     )
 
 
 def error_behind_200(error: Any, place: str) -> ModelError:
-    """An error that is told after the status was sent; its code or type stands for the status.
+    """An error reported after the status was sent; its code or type stands for the status.
 
     Routers put the provider's error into the body, and streams have no other way. `place` is
     where it stood.
     """
-    told = _read_error(json.dumps({"error": error}))
-    statuses = [int(code) if code.isdecimal() else _STATUS_OF.get(code, 0) for code in told.codes]
+    found = _read_error(json.dumps({"error": error}))
+    statuses = [int(code) if code.isdecimal() else _STATUS_OF.get(code, 0) for code in found.codes]
     status = next((status for status in statuses if 400 <= status < 600), None)
-    kind = kind_of(status, told.codes, told.message)
-    words = f"error in {place}: {told.message}"
-    return ModelError(kind, words, code=told.code, param=told.param)
+    kind = kind_of(status, found.codes, found.message)
+    words = f"error in {place}: {found.message}"
+    return ModelError(kind, words, code=found.code, param=found.param)
 
 
 class _ErrorBody(NamedTuple):
@@ -196,7 +196,7 @@ class _ErrorBody(NamedTuple):
 
 
 def _read_error(body: str) -> _ErrorBody:
-    """What an error body says in either dialect; where it is no such body, its start.
+    """What an error body says in either dialect; for any other body, its beginning.
 
     As the clients of both APIs read it: the error may also be the body itself.
     """

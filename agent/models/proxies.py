@@ -7,8 +7,7 @@ import urllib.request
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-DIRECT = "none"
-"""What `proxy` says of an endpoint to which no proxy leads."""
+from agent.models.connection import DIRECT
 
 
 class UnusableProxy(ValueError):

@@ -217,7 +217,7 @@ def _is_of(row: Provider, prefix: str, settings: ModelSettings) -> bool:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """What stands before the first colon, the colon, and what stands after it."""
+    """The prefix, the colon and the name; no prefix without a colon."""
     parts = name.partition(":")
     if not name.strip() or (parts[1] and not parts[2].strip()):
         msg = f"model {name!r}: the name of a model is missing"

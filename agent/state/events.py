@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import time
 
-from agent.messages import CutEvent, Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
+from agent.messages import (
+    OWN_CHARS,
+    OWN_FROM,
+    CutEvent,
+    Message,
+    NoteEvent,
+    ReplyEvent,
+    ResultEvent,
+    ToolCall,
+)
 from agent.models.model import Completion
-from agent.state.tally import OWN_CHARS, OWN_FROM
 from toolsets.tool import ASKS, ToolResult
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import Event, Message, NoteEvent, OpeningEvent, ReplyEvent, ResultEvent
-from agent.state.tally import failure_of
+from agent.messages import (
+    SUMMARY,
+    Event,
+    Message,
+    NoteEvent,
+    OpeningEvent,
+    ReplyEvent,
+    ResultEvent,
+    failure_of,
+)
 from agent.state.trajectory import Trajectory
 
 
@@ -26,7 +34,7 @@ def events_until(
     """
     if turn >= len(record["turns"]):
         raise NotForkable(f"it does not continue after turn {turn}")
-    if any(inner["key"].startswith("summary#") for inner in record["inner"]):
+    if any(inner["key"].startswith(f"{SUMMARY}#") for inner in record["inner"]):
         raise NotForkable("the model was shown summaries of it")
     messages: list[Message] = record["messages"]
     own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]

@@ -6,14 +6,8 @@ from collections.abc import Sequence
 
 import orjson
 
-from agent.messages import Message, ToolCall
+from agent.messages import OWN_CHARS, Message, ToolCall, failure_of
 from toolsets import exact_json
-
-OWN_CHARS = "own_chars"
-"""In the details of a result: where the tool's text ends in the content, if not at its end."""
-
-OWN_FROM = "own_from"
-"""In the details of a result: where the tool's last text begins, if not at the beginning."""
 
 _NO_FAULT = frozenset({"not_run", "interrupted", "denied"})
 """Failures that are no fault of the model or the tool."""
@@ -63,12 +57,6 @@ class Tally:
     def count_continued(self, result: Message) -> None:
         """Count the second result of a tool that had asked the user."""
         self.errors += failure_of(result) in _COUNTED
-
-
-def failure_of(result: Message) -> str | None:
-    """How a call failed; None if it did not, or if the tool itself reports the failure."""
-    failure = result.get("details", {}).get("failure")
-    return failure if result["is_error"] and isinstance(failure, str) else None
 
 
 def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bool:

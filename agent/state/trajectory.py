@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from agent.deadline import TimeAtWork
 from agent.messages import (
+    COST_ONLY,
     MOST_TOKENS,
-    PAID_ALONE,
     CutEvent,
     Event,
     ForkedEvent,
@@ -276,7 +276,7 @@ class Trajectory:
         self.outermost()._not_added.append(event)
         if "discarded" in event:
             self.discarded.append(event)
-            self.reasks += event["discarded"] not in PAID_ALONE
+            self.reasks += event["discarded"] not in COST_ONLY
             return
         message = event["message"]
         if any(note["reason"] == CONTINUE_CUT for note in self.noted):

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from agent.messages import Message
 
-STAGE = "preparation"
-
 _INSTRUCTION = (
     "You prepare context for another agent. Do not do the request itself: only find out what the "
     "preparation asks for. End with one line for each thing found, in the form\n"

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from agent.messages import UNREADABLE, Event, Message
+from agent.messages import SUMMARY, UNREADABLE, Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.options import AgentOptions
@@ -19,8 +19,6 @@ from agent.state.trajectory import Trajectory
 from toolsets import exact_json
 
 _log = logging.getLogger(__name__)
-
-STAGE = "summary"
 
 _NO_SUMMARY = "no_summary"
 """Why a reply was discarded, and the note of an inner conversation without a reply."""
@@ -72,7 +70,7 @@ class SummarizingModel:
             completion = await self._model.complete(view)
             # Noted only now: if this call fails, too, the summary was not the problem.
             note = note_event(0, _NO_SUMMARY, f"{error.kind}: {error}")
-            self._record_inner(f"{STAGE}#{upto}", STAGE, note)
+            self._record_inner(f"{SUMMARY}#{upto}", SUMMARY, note)
             return completion
         raise ConversationChanged
 
@@ -121,14 +119,14 @@ class SummarizingModel:
             Message(role="system", content=_INSTRUCTION),
             Message(role="user", content="\n\n".join(map(_as_text, older))),
         ]
-        key = f"{STAGE}#{upto}"
-        self._record_inner(key, STAGE, {"kind": "opening", "messages": opening})
+        key = f"{SUMMARY}#{upto}"
+        self._record_inner(key, SUMMARY, {"kind": "opening", "messages": opening})
         clock = Clock()
         waited_s = deadline.waited_s if deadline is not None else 0.0
 
         def pay(unreadable: Completion) -> None:
             event = reply_event(1, unreadable, Clock(), discarded=UNREADABLE)
-            self._record_inner(key, STAGE, event)
+            self._record_inner(key, SUMMARY, event)
 
         request = Request(opening, deadline=deadline, on_unreadable=pay)
         completion = await self._writer.complete(request)
@@ -136,7 +134,7 @@ class SummarizingModel:
         whole = completion.finish_reason == "stop" and completion.message["content"].strip()
         why = None if whole else _NO_SUMMARY
         event = reply_event(1, completion, clock, discarded=why, waited_s=waited_s)
-        self._record_inner(key, STAGE, event)
+        self._record_inner(key, SUMMARY, event)
 
 
 def latest_summary(t: Trajectory) -> tuple[int, str]:
@@ -149,7 +147,7 @@ def _summaries(t: Trajectory) -> list[tuple[int, str]]:
     return [
         (int(key.rpartition("#")[2]), inner.trajectory.final_text().strip())
         for key, inner in t.inner.items()
-        if inner.name == STAGE
+        if inner.name == SUMMARY
         and (inner.trajectory.api_calls() or inner.trajectory.notes_of(_NO_SUMMARY))
     ]
 

@@ -29,6 +29,20 @@ def main(directory: Path) -> None:
             rows = {split: len(part) for split, part in loaded.items()}
         assert rows == dict(written), f"{config}: {rows} of {dict(written)} rows"
         print(f"= datasets {datasets.__version__}, {suffix[1:]}, {config}: {rows}, none dropped")
+    saved_ones = sorted(directory.glob("*_hf")) if hasattr(datasets, "Json") else ()
+    for folder in saved_ones:
+        saved = datasets.load_from_disk(folder)
+        for split, rows in saved.items():
+            lines = directory / folder.name.removesuffix("_hf") / f"{split}.jsonl"
+            ours = [json.loads(line) for line in lines.open(encoding="utf-8")]
+            for row in ours:
+                if saved[split].features["tools"] != datasets.Value("string"):
+                    row["tools"] = json.loads(row["tools"])
+            assert list(rows) == ours, f"{folder.name}, {split}: other rows than the JSON lines"
+        told = {split: len(rows) for split, rows in saved.items()}
+        print(
+            f"= datasets {datasets.__version__}, load_from_disk, {folder.name}: {told}"
+        )
 
 
 def _files(manifest: dict[str, list[dict[str, list[dict[str, str]]]]]) -> list[dict[str, str]]:

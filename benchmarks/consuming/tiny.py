@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,31 @@ def check_spans(row: dict[str, Any], learnt: str, rest: str) -> tuple[int, int]:
     for text in theirs:
         assert text in rest, f"{row['id']}: not in the masked part: {text[:80]!r}"
     return len(ours), len(theirs)
+
+
+class Spans:
+    """Counts of the texts of rows that are on their side of the mask."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self.rows = self.learnt = self.masked = 0
+
+    def add(self, row: dict[str, Any], ids: Iterable[int], marks: Iterable[bool]) -> None:
+        """Check one row in the format openai; `marks` say which tokens carry loss."""
+        sides: dict[bool, list[int]] = {True: [], False: []}
+        for token, mark in zip(ids, marks, strict=True):
+            sides[bool(mark)].append(token)
+        texts = (self._tokenizer.decode(sides[side]) for side in (True, False))
+        learnt, masked = check_spans(row, *texts)
+        self.rows += 1
+        self.learnt += learnt
+        self.masked += masked
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows, {self.learnt} texts of the model are learnt, {self.masked} of "
+            "others masked"
+        )
 
 
 def _is_text(value: Any) -> bool:

@@ -24,7 +24,7 @@ _TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja
 
 
 def main(directory: Path) -> None:
-    """Train on the JSON lines and on the Parquet twin."""
+    """Train on the JSON lines, the Parquet copy and the directory of `datasets`."""
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     tokenizer = tiny.tokenizer_for(directory, _TEMPLATE.read_text(encoding="utf-8"))
@@ -40,6 +40,9 @@ def main(directory: Path) -> None:
         features = datasets.Features({**twin.features, "messages": messages})
         decoded = datasets.Dataset.from_list(told, features=features)
         print("=", _train("Parquet, decoded", decoded, rows, tokenizer, cache))
+        saved = datasets.load_from_disk(directory / "openai_hf")
+        joined = datasets.concatenate_datasets([saved[split] for split in sorted(saved)])
+        print("=", _train("load_from_disk", joined, rows, tokenizer, cache))
 
 
 def _as_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

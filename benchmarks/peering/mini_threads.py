@@ -1,8 +1,8 @@
 """mini-swe-agent on the work of `benchmarks.peers`: its agent in threads, as in its batch command.
 
-python mini_threads.py URL PROMPTS AGENTS TURNS
+python mini_threads.py URL PROMPTS AGENTS TURNS [nowhere|local|bwrap]
 
-Its environment answers without running anything, and an agent ends at its bound of steps.
+Nowhere, its environment answers without running anything. An agent ends at its limit of steps.
 """
 
 import os
@@ -13,6 +13,8 @@ os.environ |= {"OPENAI_API_KEY": "no-key", "MSWEA_SILENT_STARTUP": "1"}
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it waits for a download at its start
 
 from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment
+from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 
 SYSTEM = "You work through a list of steps, one call at a time, and say when all is done. " * 14
@@ -36,9 +38,13 @@ class Nowhere:
         return {}
 
 
+ENVIRONMENTS = {"nowhere": Nowhere, "local": LocalEnvironment, "bwrap": BubblewrapEnvironment}
+
+
 def main() -> None:
     """Run them all."""
-    url, prompts, agents, turns = sys.argv[1], *map(int, sys.argv[2:])
+    url, prompts, agents, turns = sys.argv[1], *map(int, sys.argv[2:5])
+    environment = ENVIRONMENTS[sys.argv[5]]
 
     def converse(number: int) -> None:
         model = LitellmModel(
@@ -48,7 +54,7 @@ def main() -> None:
         )
         agent = DefaultAgent(
             model,
-            Nowhere(),
+            environment(),
             system_template=SYSTEM,
             instance_template="{{task}}",
             step_limit=turns,

@@ -1,16 +1,20 @@
-"""The card of a dataset: what the Hugging Face hub and a reader need to know of it."""
+"""The dataset card, for the Hugging Face hub and readers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import yaml
 
+from export.formats.columns import columns_of
 from export.recipe import Recipe
 
-_TURNS = {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]}
-_MESSAGES = {"list": "json"}
+_LISTS: dict[str, dict[str, Any]] = {
+    "turns": {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]},
+    "messages": {"list": "json"},
+}
 
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
 
@@ -19,7 +23,7 @@ _LOADING = {
     "LLaMA-Factory a `dataset_info.json` with all seven tags.",
     "llamafactory": "Point `dataset_dir` at the folder `llamafactory`; its `dataset_info.json` "
     "names one dataset per split.",
-    "openai": "TRL and Axolotl (`type: chat_template`) read it as it is. Arguments are objects, "
+    "openai": "TRL and Axolotl (`type: chat_template`) read it directly. Arguments are objects, "
     "so the JSON lines need datasets 4.7 or newer; the Parquet files hold them as JSON text and "
     "open everywhere.",
     "atif": "One ATIF-v1.8 document per line; not meant for `load_dataset`.",
@@ -29,14 +33,14 @@ _LOADING = {
 }
 
 _NOT_LOADED = ("atif", "raw")
-"""Formats whose rows have no one schema."""
+"""Formats without a fixed schema."""
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes equal parts out in full, for readers that know no aliases."""
+    """Writes equal parts in full, for readers without YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Nothing is referred to."""
+        """No aliases."""
         return True
 
 
@@ -61,10 +65,10 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
                 **({} if configs else {"default": True}),
             }
         )
-        if not _has_twins(manifest):  # a Parquet file says what its columns are
-            infos.append({"config_name": name, "features": _features(name)})
+        if _suffix(manifest) == ".jsonl":  # other files say what their columns are
+            infos.append({"config_name": name, "features": _features(name, recipe)})
     rows = max((part["rows"] for part in manifest["formats"]), default=0)
-    size = next((name for bound, name in _SIZES if rows < bound), "n>1M")
+    size = next((name for limit, name in _SIZES if rows < limit), "n>1M")
     return {
         **({"pretty_name": recipe.card.title} if recipe.card.title else {}),
         "license": recipe.card.license,
@@ -80,10 +84,9 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
     """The configs of the hub, each with its files by split.
 
-    Its loader takes all configs of a repository for one kind of file, so where there are Parquet
-    twins it is given these alone.
+    Its loader reads all configs of a repository as one kind of file.
     """
-    suffix = ".parquet" if _has_twins(manifest) else ".jsonl"
+    suffix = _suffix(manifest)
     for part in manifest["formats"]:
         found: dict[str, list[str]] = {}
         for file in part["files"]:
@@ -99,36 +102,17 @@ def _pattern(path: str) -> str:
     return f"{folder}/*.{name.rpartition('.')[2]}" if "-of-" in name else path
 
 
-def _has_twins(manifest: Mapping[str, Any]) -> bool:
-    paths = (file["path"] for part in manifest["formats"] for file in part["files"])
-    return any(path.endswith(".parquet") for path in paths)
+def _suffix(manifest: Mapping[str, Any]) -> str:
+    """The kind of file that the hub is to load: Parquet, else JSON lines, else Arrow."""
+    files = (file["path"] for part in manifest["formats"] for file in part["files"])
+    written = {PurePath(path).suffix for path in files}
+    return next((kind for kind in (".parquet", ".jsonl") if kind in written), ".arrow")
 
 
-def _features(name: str) -> list[dict[str, Any]]:
-    def column(name: str, dtype: str = "string") -> dict[str, Any]:
-        return {"name": name, "dtype": dtype}
-
-    def messages(*names: str) -> list[dict[str, Any]]:
-        return [{"name": name, **_MESSAGES} for name in names]
-
-    if name == "dpo":
-        columns = [*messages("prompt", "chosen", "rejected"), column("tools")]
-        return [column("id"), *columns, column("metadata")]
-    if name == "kto":
-        columns = [*messages("prompt", "completion"), column("label", "bool"), column("tools")]
-        return [column("id"), *columns, column("metadata")]
-    turns = {"name": "conversations", **_TURNS}
-    own = [column("partial", "bool"), column("api_calls", "int64")] if name == "hermes" else []
+def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
+    columns = columns_of(name, lists_tools=recipe.tools == "list")
     return [
-        column("id"),
-        *(messages("messages") if name == "openai" else [turns]),
-        column("tools"),
-        column("completed", "bool"),
-        *own,
-        column("num_turns", "int64"),
-        column("num_tool_calls", "int64"),
-        column("has_reasoning", "bool"),
-        column("metadata"),
+        {"name": column, **_LISTS.get(kind, {"dtype": kind})} for column, kind in columns.items()
     ]
 
 
@@ -146,7 +130,7 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         yield f"- toolset `{toolset['toolset']}`: offered in {toolset['percent']}%"
     source = recipe.card.prompt_source or "not stated; say where they come from and their license"
     yield f"- prompts: {source}"
-    yield "- terms of the models' providers on training: to be checked by whoever publishes this"
+    yield "- terms of the models' providers on training: check them before you publish this"
     yield f"- run `{run['name']}`, config {run['config_digest']}, prompts x samples = " + (
         f"{run['prompts']:,} x {run['samples']:,}"
     )
@@ -175,8 +159,8 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield ""
     yield (
         f"- reasoning: in {reasoning['with_reasoning']:,} of {reasoning['assistant_turns']:,} "
-        + (f"turns, told `{recipe.reasoning or 'as each format has it'}`")
-        + (f"; {hidden:,} more turns had some that nobody can read" if hidden else "")
+        + (f"turns, style `{recipe.reasoning or 'as each format has it'}`")
+        + (f"; {hidden:,} more turns had some that the API hides" if hidden else "")
     )
     yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
     yield f"- parallel calls: `{recipe.parallel_calls}`"

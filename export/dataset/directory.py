@@ -1,7 +1,8 @@
-"""The directory of a dataset: rows, card, manifest; replaced together, and checked again at will.
+"""The directory of a dataset: rows, card and manifest, replaced together.
 
     <format>/<split>.jsonl          rows; with shards <format>/<split>/<split>-00000-of-00003.jsonl
-    <format>_parquet/...            their Parquet twins
+    <format>_parquet/...            copies as Parquet
+    <format>_hf/                    copies that `datasets.load_from_disk` loads
     llamafactory/dataset_info.json  how LLaMA-Factory is to read its rows
     rejects.jsonl                   {"id", "status", "format" (null: in none), "reason", "detail"}
     README.md                       the card
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from export.dataset.build import SCHEMA_VERSION, Source, judge_answers, write_rows
 from export.dataset.card import card
+from export.formats.arrow import datasets_frame
 from export.formats.llamafactory import dataset_info
 from export.recipe import Recipe
 from export.row_files import FileTarget, Nowhere, Staging, Written
@@ -33,7 +35,7 @@ from toolsets.validation import mistakes_in
 MANIFEST = "manifest.json"
 
 _NAMED = 5
-"""How many of the files that were removed are named."""
+"""Number of removed files that are named."""
 
 
 class _File(BaseModel):
@@ -52,7 +54,7 @@ class _Format(BaseModel):
 
 
 class _Finished(BaseModel):
-    """What is relied on of a manifest that was read back."""
+    """The keys of a manifest that this program reads back."""
 
     tasks: int
     discarded: int
@@ -72,10 +74,10 @@ class _UnderWay(BaseModel):
 
 
 def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
-    """Write a dataset; gives its manifest.
+    """Write a dataset; returns its manifest.
 
     Files of an earlier export into `directory` that are not written again are removed, others
-    are left alone. Raises `ConfigError` where something else is in its place, `RunLocked`
+    are left alone. Raises `ConfigError` if the directory holds something else, `RunLocked`
     while another export writes there, and `StorageError`.
     """
     try:
@@ -107,7 +109,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
         names = ", ".join(sorted(gone)[:_NAMED])
         more = f" and {len(gone) - _NAMED:,} more" if len(gone) > _NAMED else ""
         say(
-            f"removed from {directory}, for this export takes the place of the one before: "
+            f"removed from {directory}, as this export replaces the previous one: "
             f"{names}{more}; --output keeps several"
         )
     return manifest
@@ -127,7 +129,7 @@ def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a dataset. Raises `ConfigError` where there is none of ours."""
+    """The manifest of a dataset. Raises `ConfigError` without a valid one."""
     try:
         manifest = orjson.loads((directory / MANIFEST).read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
@@ -163,6 +165,8 @@ def _make(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
         if part["format"] == "llamafactory":
             content = dataset_info(_loaded_by_llamafactory(manifest["run"]["name"], part))
             others.append(_write(place, "llamafactory/dataset_info.json", _indented(content)))
+        for path, content in _loaded_by_datasets(part, recipe).items():
+            others.append(_write(place, path, _indented(content)))
     others.append(_write(place, "README.md", card(manifest, recipe).encode()))
     return {**manifest, "other_files": [file.to_json() for file in others]}
 
@@ -175,6 +179,16 @@ def _loaded_by_llamafactory(name: str, part: Mapping[str, Any]) -> dict[str, str
         if folder == "llamafactory":
             found[f"{name}_{file['split']}"] = rest.partition("/")[0]
     return found
+
+
+def _loaded_by_datasets(part: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The files of a directory of `datasets` except its rows, by path."""
+    files = [file for file in part["files"] if file["path"].endswith(".arrow")]
+    if not files:
+        return {}
+    name = part["format"]
+    frame = datasets_frame(name, files, lists_tools=recipe.copies_list_tools)
+    return {f"{name}_hf/{path}": content for path, content in frame.items()}
 
 
 def _write(place: FileTarget, path: str, content: bytes) -> Written:
@@ -195,7 +209,7 @@ def _old_paths(directory: Path) -> set[str]:
     """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
     if not (directory / MANIFEST).exists():
         if any(not path.name.startswith(".export.") for path in directory.iterdir()):
-            msg = f"{directory}: holds files that are no dataset of ours; name another --output"
+            msg = f"{directory}: holds files but no dataset; name another --output"
             raise ConfigError(msg)
         return set()
     manifest = read_manifest(directory)
@@ -205,7 +219,7 @@ def _old_paths(directory: Path) -> set[str]:
         paths = {str(file["path"]) for file in listed_files(manifest)}
     root = directory.resolve()
     if out := [path for path in paths if not (root / path).resolve().is_relative_to(root)]:
-        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which lies outside; name another --output"
+        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which is outside; name another --output"
         raise ConfigError(msg)
     return paths
 

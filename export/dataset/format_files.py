@@ -1,4 +1,4 @@
-"""What is written of each format: rows and their Parquet twins, counted and by split."""
+"""The files of each format: JSON lines and their copies, by split and with counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from export.conversation.reading import Conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import styled
 from export.conversation.validity import Reason, Rejected
-from export.formats.parquet import parquet_writer
+from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
-from export.formats.registry import GROUP_FORMATS, ROW_FORMATS, TWINNED, Format
+from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
 from export.recipe import Recipe
-from export.row_files import FileTarget, LineWriter, SplitFiles
+from export.row_files import FileTarget, LineWriter, MakeWriter, SplitFiles
 from runs.store.checksum import without_checksum
 
 Why = tuple[str, str]
@@ -24,45 +24,45 @@ Why = tuple[str, str]
 
 
 class Candidate(NamedTuple):
-    """A record that the filters have passed."""
+    """A record that passed the filters."""
 
     record: Mapping[str, Any]
     line: bytes
-    """As it lies in the records."""
+    """The line of the record."""
     conversation: Conversation | None
-    """None where no format needs it."""
+    """None if no format needs it."""
 
     @property
     def own(self) -> Own:
-        """What this run's model did in it."""
+        """What this run's model did in the conversation."""
         return own_of(self.record) if self.conversation is None else self.conversation.own
 
     @property
-    def told(self) -> Conversation:
-        """The conversation."""
+    def parsed(self) -> Conversation:
+        """The conversation, which some format needs."""
         assert self.conversation is not None
         return self.conversation
 
 
 class FormatFiles(Protocol):
-    """One format of a dataset in the making."""
+    """Writes one format of a dataset."""
 
     name: str
 
     def add(
         self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
     ) -> Iterator[tuple[Candidate, Why]]:
-        """Write what the candidates of one prompt make; gives those that are not used, and why.
+        """Write the rows of the candidates of one prompt; yields those that are not used, and why.
 
-        `left_out` names candidates, by id, that only comparisons may look at.
+        `left_out` names candidates, by id, that only preferences may use.
         """
 
     def finish(self) -> dict[str, Any]:
-        """Close the files; gives the format's part of the manifest."""
+        """Close the files; returns the format's part of the manifest."""
 
 
 class _Lengths:
-    """Lengths by classes that are 5% apart, so memory does not grow with their number."""
+    """A histogram of lengths in steps of 5%, so memory does not grow with their number."""
 
     def __init__(self) -> None:
         self._classes: Counter[int] = Counter()
@@ -90,24 +90,25 @@ class _Lengths:
 
 
 class _Files:
-    """Lines and, where asked for, their twin; and the counts."""
+    """JSON lines and the copies asked for, by split and with their counts."""
 
-    def __init__(
-        self, name: str, place: FileTarget, recipe: Recipe, *, lines: bool, twin: bool
-    ) -> None:
+    def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
+        """Raises `ConfigError` where a package is missing."""
         self.name = name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
+
+        def files(folder: str, suffix: str, make: MakeWriter, **named: str) -> SplitFiles:
+            return SplitFiles(place, folder, suffix, make, shard_bytes=shard_bytes, **named)
+
         self._outputs = []
-        if lines:
-            self._outputs.append(
-                SplitFiles(place, name, "jsonl", LineWriter, shard_bytes=shard_bytes)
-            )
-        if twin:
-            folder = f"{name}_parquet"
-            make = parquet_writer(name)
-            self._outputs.append(
-                SplitFiles(place, folder, "parquet", make, shard_bytes=shard_bytes)
-            )
+        copies = recipe.formats if name in COPIED else ()
+        if recipe.writes_lines or not copies:
+            self._outputs.append(files(name, "jsonl", LineWriter))
+        if "parquet" in copies:
+            self._outputs.append(files(f"{name}_parquet", "parquet", parquet_writer(name)))
+        if "hf" in copies:
+            make = datasets_writer(name, lists_tools=recipe.copies_list_tools)
+            self._outputs.append(files(f"{name}_hf", "arrow", make, name="data"))
         self._splits = list(recipe.splits)
         self._rows = 0
         self._used = 0
@@ -145,8 +146,8 @@ class _Files:
 class _RowFiles(_Files):
     """A format with one row per record."""
 
-    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, **outputs: bool) -> None:
-        super().__init__(format.name, place, recipe, **outputs)
+    def __init__(self, format: Format, place: FileTarget, recipe: Recipe) -> None:
+        super().__init__(format.name, place, recipe)
         self._format = format
         style = recipe.style.of(format.name)
         self._style = style if format.splits_calls else style.with_calls("keep")
@@ -159,7 +160,7 @@ class _RowFiles(_Files):
                 yield self.unused(candidate, why)
                 continue
             try:
-                conversation = styled(candidate.told, self._style)
+                conversation = styled(candidate.parsed, self._style)
                 row = self._format.row_of(conversation, self._style)
             except Rejected as rejected:
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))
@@ -168,7 +169,7 @@ class _RowFiles(_Files):
 
 
 class _RawFiles(_Files):
-    """The records as they are."""
+    """The records, unchanged."""
 
     def add(
         self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
@@ -181,10 +182,10 @@ class _RawFiles(_Files):
 
 
 class _PreferenceFiles(_Files):
-    """Rows out of the samples of one prompt."""
+    """Rows that compare the samples of one prompt."""
 
-    def __init__(self, name: str, place: FileTarget, recipe: Recipe, **outputs: bool) -> None:
-        super().__init__(name, place, recipe, **outputs)
+    def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
+        super().__init__(name, place, recipe)
         self._style = recipe.style.of(name)
         self._preference = recipe.preference
 
@@ -194,7 +195,7 @@ class _PreferenceFiles(_Files):
         samples: list[tuple[Candidate, Sample]] = []
         for candidate in candidates:
             try:
-                sample = sample_of(styled(candidate.told, self._style), self._style)
+                sample = sample_of(styled(candidate.parsed, self._style), self._style)
             except Rejected as rejected:
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))
             else:
@@ -214,17 +215,13 @@ class _PreferenceFiles(_Files):
 
 
 def open_formats(recipe: Recipe, place: FileTarget) -> list[FormatFiles]:
-    """Begin the files of all formats of a recipe. Raises `ConfigError` without pyarrow."""
-    has_twins = "parquet" in recipe.formats
-    alone = has_twins and set(recipe.formats).isdisjoint(TWINNED)
+    """Begin the files of all formats of a recipe. Raises `ConfigError` without a package."""
     formats: list[FormatFiles] = []
     for name in recipe.row_formats:
-        twin = has_twins and name in TWINNED
-        outputs = {"lines": not (alone and twin), "twin": twin}
         if name in ROW_FORMATS:
-            formats.append(_RowFiles(ROW_FORMATS[name], place, recipe, **outputs))
+            formats.append(_RowFiles(ROW_FORMATS[name], place, recipe))
         elif name in GROUP_FORMATS:
-            formats.append(_PreferenceFiles(name, place, recipe, **outputs))
-        elif name == "raw":
-            formats.append(_RawFiles(name, place, recipe, **outputs))
+            formats.append(_PreferenceFiles(name, place, recipe))
+        else:
+            formats.append(_RawFiles(name, place, recipe))
     return formats

@@ -6,5 +6,6 @@ openai_chat   OpenAI messages
 llamafactory  LLaMA-Factory
 atif          ATIF of harbor
 preference    DPO and KTO
-parquet       any of them as Parquet
+columns       the columns of each format
+arrow         copies as Parquet and as directories of `datasets`
 """

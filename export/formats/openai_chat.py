@@ -1,7 +1,7 @@
-"""Conversations as chat messages with tool calls: what the `messages` of trainers are.
+"""Conversations as OpenAI chat messages with tool calls.
 
-Absent keys are left out, content is always a string, and arguments are objects, as chat templates
-want them.
+Keys without a value are left out, content is always a string, and arguments are objects, as chat
+templates expect.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from export.conversation.tolerance import Flaw, Tolerance
 from export.conversation.tools import Tools, once
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import common_columns
+from toolsets.exact_json import within_64_bits
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
-    """One row of `messages`, `tools` (a JSON string) and the common columns; raises Rejected."""
+    """One row of `messages`, `tools` and the common columns; raises Rejected."""
     return {
         "id": conversation.record["id"],
         "messages": messages_of(conversation, style),
-        "tools": tools_json(conversation, style.tolerance),
+        "tools": tools_column(conversation, style),
         "completed": conversation.completed,
         **common_columns(conversation),
     }
 
 
 def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]]:
-    """The conversation as messages; raises Rejected where text would be read as structure."""
+    """The conversation as messages; raises Rejected if text would be read as structure."""
     style.tolerance.refuse(conversation.flaws)
     inline = style.is_inline(by_default=False)
     messages = []
@@ -48,6 +49,12 @@ def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]
     for entry in conversation.entries:
         messages.extend(_messages(entry, style.tolerance, inline=inline))
     return messages
+
+
+def tools_column(conversation: Conversation, style: Style) -> str | Tools:
+    """The tools on offer, as JSON text or as a list; raises Rejected."""
+    text = tools_json(conversation, style.tolerance)
+    return once(conversation.tools, within_64_bits) if style.tools == "list" else text
 
 
 def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:
@@ -64,7 +71,7 @@ def _tools_and_token(tools: Tools) -> tuple[str, Token | None]:
 
 
 def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:
-    """Raise Rejected where the result of a call would close its own block, or open another."""
+    """Raise Rejected if a result holds the tags of results or a control token."""
     for result in turn.results:
         if holds_structure(result.content):
             where = f"result of turn {turn.number}"
@@ -74,7 +81,7 @@ def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:
 
 
 def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
-    """Raise Rejected where arguments, once a template has spelt them out, would end their call."""
+    """Raise Rejected if arguments hold the tags of calls or a control token."""
     for call in turn.calls:
         if holds_structure(call.arguments):
             where = f"arguments of turn {turn.number}"
@@ -115,7 +122,7 @@ def _messages(entry: Entry, tolerance: Tolerance, *, inline: bool) -> Sequence[d
         said["reasoning_content"] = entry.reasoning
     refuse_structure_in_arguments(entry, tolerance)
     refuse_structure_in_results(entry, tolerance)
-    for call in entry.calls:  # there are templates that spell out the ids of calls
+    for call in entry.calls:  # some templates render the ids of calls
         refuse_control_tokens(call.id, tolerance, where=f"call id of turn {entry.number}")
     if entry.calls:
         said["tool_calls"] = [

@@ -1,4 +1,4 @@
-"""The formats by name: what makes a row of a conversation, and what a folder of rows needs."""
+"""The formats of rows by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from export.conversation.reading import Conversation
 from export.conversation.style import Style
 from export.formats import atif, hermes, llamafactory
 from export.formats import openai_chat as chat
+from export.formats.columns import COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,10 @@ class Format:
     splits_calls: bool = True
 
 
-def _hermes_row(conversation: Conversation, style: Style) -> dict[str, Any]:
-    return hermes.row_of(conversation, style)
-
-
 ROW_FORMATS: Mapping[str, Format] = {
     one.name: one
     for one in (
-        Format("hermes", _hermes_row, has_reasoning_field=False, has_inline_reasoning=True),
+        Format("hermes", hermes.row_of, has_reasoning_field=False, has_inline_reasoning=True),
         Format(
             "llamafactory",
             llamafactory.row_of,
@@ -48,13 +45,16 @@ ROW_FORMATS: Mapping[str, Format] = {
         ),
     )
 }
-"""Formats that make one row of one conversation."""
+"""Formats with one row per conversation."""
 
 GROUP_FORMATS = ("dpo", "kto")
-"""Formats whose rows are made of the samples of one prompt."""
+"""Formats whose rows compare the samples of one prompt."""
 
-TWINNED = ("hermes", "llamafactory", "openai", "dpo", "kto")
-"""Formats that have a Parquet twin."""
+COPIED = frozenset(COLUMNS)
+"""Formats whose rows can be copied to other files."""
 
-KNOWN = (*ROW_FORMATS, "parquet", *GROUP_FORMATS, "raw")
+COPIES = frozenset({"parquet", "hf"})
+"""Names for such copies."""
+
+KNOWN = (*ROW_FORMATS, *sorted(COPIES, reverse=True), *GROUP_FORMATS, "raw")
 """All names, as a user may give them."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from agent.loop.opening import with_bound_stated
+from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
 from agent.messages import Event, Message
 from agent.models.scripted import parse_script
@@ -109,7 +109,7 @@ class RowRules:
         if image is None and self.image == "needed":
             msg = "no `docker_image` or `image` field (or give --docker_image)"
             raise ValueError(msg)
-        opening = with_bound_stated(opening, options)
+        opening = with_turn_limit(opening, options)
         fork = read_fork(columns, opening) if self.with_forks else None
         return RowTask(opening, spec, image, setup, fork)
 

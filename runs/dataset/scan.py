@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 import orjson
 
@@ -36,6 +36,15 @@ ID_COLUMNS = ("id", "task_id", "instance_id")
 _LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}|^\d{4}-\d\d-\d\d([T ]|$)")
 """Own ids that are replaced by the content hash: they could collide with generated ones, or, being
 dates, the Hugging Face loader would convert the whole column to timestamps."""
+
+
+class ScanOptions(TypedDict):
+    """What the result of `scan` depends on, beside the dataset."""
+
+    max_samples: int | None
+    rules: RowRules
+    num_samples: int
+    shard: Shard | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,16 @@ class Scan:
     """Number of usable rows that have each of `row_setup.TELLTALE_COLUMNS`."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
+
+    @property
+    def options(self) -> ScanOptions:
+        """The options of this scan."""
+        return ScanOptions(
+            max_samples=self.max_samples,
+            rules=self.rules,
+            num_samples=self.num_samples,
+            shard=self.shard,
+        )
 
     @property
     def tasks(self) -> int:
@@ -149,37 +168,23 @@ def scan(
     )
 
 
-def tasks(scan: Scan, *, num_samples: int) -> Iterator[Task]:
-    """Stream the tasks of a scanned file in file order; samples of a prompt are adjacent.
+def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:
+    """Stream the tasks with these numbers (see `Scan.key`), or all.
 
     Raises `DatasetChanged` at a row that has changed since the scan.
     """
     with _open(scan.path) as file:
-        for row in range(scan.rows):
-            yield from _tasks_of(scan, file, row, range(num_samples))
-
-
-def tasks_at(scan: Scan, numbers: Iterable[int]) -> Iterator[Task]:
-    """Stream the tasks with these numbers; see `Scan.key`.
-
-    Raises `DatasetChanged` at a row that has changed since the scan.
-    """
-    with _open(scan.path) as file:
-        for number in numbers:
+        for number in range(scan.tasks) if numbers is None else numbers:
             row, sample = divmod(number, scan.num_samples)
-            yield from _tasks_of(scan, file, row, (sample,))
-
-
-def _tasks_of(scan: Scan, file: BinaryIO, row: int, samples: Iterable[int]) -> Iterator[Task]:
-    columns = read_row_at(file, scan.offsets[row])
-    if columns is None:
-        raise _changed(scan.path, scan.offsets[row])
-    digest = input_digest(columns, scan.rules)
-    prompt_id = _numbered(_base_id(columns), scan.occurrences[row])
-    if task_key(prompt_id, digest) != scan.key(row * scan.num_samples):
-        raise _changed(scan.path, scan.offsets[row])
-    for sample in samples:
-        yield Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
+            columns = read_row_at(file, scan.offsets[row])
+            if columns is None:
+                raise _changed(scan.path, scan.offsets[row])
+            digest = input_digest(columns, scan.rules)
+            prompt_id = _numbered(_base_id(columns), scan.occurrences[row])
+            task = Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
+            if task.key != scan.key(number):
+                raise _changed(scan.path, scan.offsets[row])
+            yield task
 
 
 def _open(path: Path) -> BinaryIO:

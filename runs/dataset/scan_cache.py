@@ -15,15 +15,14 @@ from dataclasses import fields
 from hashlib import blake2b, file_digest
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import orjson
 from pydantic import BaseModel
 
 from runs.dataset.lines import is_unchanged
 from runs.dataset.row import RowRules
-from runs.dataset.scan import Scan, scan
-from runs.shards import Shard
+from runs.dataset.scan import Scan, ScanOptions, scan
 from runs.store.files import replace_file
 from runs.tasks import BadRow
 
@@ -40,15 +39,6 @@ _IN_HEADER = (
 """Fields of a scan in the header, beside its bad rows."""
 
 
-class ScanOptions(TypedDict):
-    """What the result of `scan` depends on, beside the dataset."""
-
-    max_samples: int | None
-    rules: RowRules
-    num_samples: int
-    shard: Shard | None
-
-
 def cached_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan:
     """The scan of a dataset, from the file `cache` if it is valid. Writes nothing.
 
@@ -61,12 +51,7 @@ def save_scan(cache: Path, found: Scan) -> None:
     """Write `found` to the file `cache`, unless it is there already. Raises `StorageError`."""
     header = orjson.dumps(
         {
-            "for": _options_digest(
-                max_samples=found.max_samples,
-                rules=found.rules,
-                num_samples=found.num_samples,
-                shard=found.shard,
-            ),
+            "for": _options_digest(**found.options),
             "bad_rows": [list(row) for row in found.bad_rows],
             **{name: getattr(found, name) for name in _IN_HEADER},
         }

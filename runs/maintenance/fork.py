@@ -30,7 +30,7 @@ _FIXED_KEYS = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
 
 
 @dataclass(slots=True)
-class Forked:
+class ForkedRows:
     """The result of `write_forks`."""
 
     path: Path
@@ -109,7 +109,7 @@ def write_forks(
     turn: int,
     rules: RowRules,
     fresh: bool,
-) -> Forked:
+) -> ForkedRows:
     """Write a dataset to `path` with branches of `records` after `turn`.
 
     `run` is the name of their run, `rules` are its row rules. If `path` has other branches and
@@ -117,7 +117,7 @@ def write_forks(
     number. Raises `ConfigError` if no record can be forked, or if `path` has other branches and
     `fresh` is not given.
     """
-    forked = Forked(path)
+    forked = ForkedRows(path)
     rules = replace(rules, with_forks=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_for(path)

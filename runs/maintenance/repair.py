@@ -18,7 +18,7 @@ from runs.store.checksum import is_whole
 from runs.store.files import keep_readable
 from runs.store.journal import Inflight, read_journaled_replies
 from runs.store.records import RecordFile, load_index, take_out
-from runs.store.settled import NO_LIMIT, Settled, is_settled
+from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.damaged import set_aside_damaged
 from toolsets.workspace.removal import remove_tree
 
@@ -60,19 +60,14 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
 def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
     """The tasks that the same command would run now, in one line; "" if none."""
     entries = load_index(path)
-    unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks.values()
-    remaining = [
-        task.id
-        for task in tasks(scan, num_samples=config.num_samples)
-        if (entry := entries.get(task.key)) is None or not is_settled(entry, config.max_attempts)
-    ]
+    settled = Settled(entries, config.max_attempts)
+    remaining = [number for number in range(scan.tasks) if scan.key(number) not in settled]
     if not remaining:
         return ""
-    line = (
-        f"run the same command again to run {len(remaining)} tasks: {', '.join(remaining[:_SHOWN])}"
-    )
-    if len(remaining) > _SHOWN:
-        line += " …"
+    named = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
+    named += " …" if len(remaining) > _SHOWN else ""
+    line = f"run the same command again to run {len(remaining)} tasks: {named}"
+    unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks.values()
     if unfinished:
         turns = sum(replies.turns for replies in unfinished)
         line += f"; {len(unfinished)} of them resume after {turns} saved turns"

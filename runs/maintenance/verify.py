@@ -113,7 +113,7 @@ def _check_records(path: Path, report: Report) -> Index:
         report.records += 1
         if record.get("schema_version") != SCHEMA_VERSION:
             message = (
-                f"{record['id']}: of schema {record.get('schema_version')}, this program has "
+                f"{record['id']}: it has schema {record.get('schema_version')}, not "
                 f"{SCHEMA_VERSION}; use the version that wrote it"
             )
             report.problems.append(Problem("contradiction", records, number, message))
@@ -145,7 +145,7 @@ def _what_is_lost(line: bytes) -> str:
     except DamagedLine as error:
         details.append(str(error))
     why = f" ({'; '.join(details)})" if details else ""
-    return f"not a whole record{why}: it is lost and its task will run again"
+    return f"not a complete record{why}: it is lost and its task will run again"
 
 
 def _id_of(records: Path, entry: IndexEntry) -> str:
@@ -157,9 +157,9 @@ def _id_of(records: Path, entry: IndexEntry) -> str:
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
     """A line without a newline was cut off while it was written."""
     if tail := tail_of(file):
-        message = "a line that was cut off while it was written; it was never used"
+        message = "an incomplete line, cut off while it was written; it was never used"
         if is_whole(tail):
-            message = "a whole line without its newline, which the next start adds; it counts"
+            message = "a complete line without its newline, which the next start adds; it counts"
         yield Problem("unreadable", file, lines + 1, message)
 
 
@@ -185,7 +185,7 @@ class _Index:
         if self._rows and not is_index(self._rows):
             self._add_problem(None, "not an index of this version; it will be made again")
         elif self._rows and not checked_bytes(self._rows):
-            self._add_problem(None, "its checksum does not match; it will be made again")
+            self._add_problem(None, "checksum mismatch; it will be made again")
 
     def compare(self, number: int, rows: bytes | None) -> None:
         """Compare the index with the `rows` of record `number`, None if it is unreadable."""
@@ -232,13 +232,13 @@ def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
                 open_tasks.add(key)
         yield from _check_tail(segment, number)
         if not open_tasks:
-            message = "it has no unfinished conversation; the next start removes it"
+            message = "no unfinished conversation in it; the next start removes it"
             yield Problem("leftover", segment, None, message)
 
 
 def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
     for file in stale_files_of(path):
-        message = "half written when a crash came; the next start removes it"
+        message = "an incomplete file, left by a crash; the next start removes it"
         yield Problem("leftover", file, None, message)
     workspaces = path / "workspaces"
     for workspace in listed(workspaces):
@@ -253,15 +253,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
 
 def _check_cached_scan(cache: Path, scan: Scan) -> Iterator[Problem]:
     """If the next start would use the cached scan, it must match the dataset."""
-    found = load_scan(
-        cache,
-        scan.path,
-        max_samples=scan.max_samples,
-        rules=scan.rules,
-        num_samples=scan.num_samples,
-        shard=scan.shard,
-    )
-    if found not in (None, scan):
+    if load_scan(cache, scan.path, **scan.options) not in (None, scan):
         yield Problem("derived", cache, None, "does not match the dataset; it will be made again")
 
 

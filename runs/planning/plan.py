@@ -1,4 +1,4 @@
-"""What a run is going to do, checked before anything is written or paid for."""
+"""Plan a start: check everything before anything is written or paid for."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _BAD_ROWS_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a start would do: everything checked, nothing begun."""
+    """A checked start that has not begun."""
 
     config: RunConfig
     setups: Setups
     sandbox: str | None
-    """None where no tool runs commands."""
+    """None if no tool runs commands."""
     script: list[ScriptedTurn] | None
     dataset: KeptDataset
     scan: Scan
 
     @property
     def api(self) -> str:
-        """The dialect of the models; of several, that of the first."""
+        """The dialect of the model; if there are several, of the first."""
         return next(iter(self.setups.values())).settings.api
 
     @property
@@ -173,7 +173,7 @@ def _describe(settings: ModelSettings, weight: float | None) -> str:
 
 
 def _own_price(price: Price) -> str:
-    """So that a slip in it is seen before it is paid for."""
+    """The user's own price, shown so that mistakes are seen before they cost."""
     cached = ", ".join(
         f"${dollars:g} {what}"
         for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
@@ -184,7 +184,7 @@ def _own_price(price: Price) -> str:
 
 
 def _shares(plan: Plan) -> str:
-    """The toolsets, with their percentages where each conversation draws its own."""
+    """The toolsets, with percentages if conversations draw them."""
     drawn = plan.config.toolset_percentages()
     return ", ".join(
         name if drawn is None else f"{name} {drawn[name]:g}%" for name in plan.toolsets

@@ -1,4 +1,4 @@
-"""What a dry run shows: where an existing run stands, and the first request of a conversation."""
+"""The preview of a dry run: the state of an existing run, and the first request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agent.runner import ConversationRunner
 from agent.setup import Home
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import unused_turns
-from runs.dataset.scan import tasks_at
+from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, cached_keys
 from runs.planning.plan import Plan
 from runs.run_dir import check_reopening
@@ -29,9 +29,9 @@ _ROWS_READ = 1000
 
 
 def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
-    """Where the run stands that a start of `plan` would go on with, and its first prompt.
+    """The state of the run that a start of `plan` would continue, and its first request.
 
-    Writes nothing. Raises what the start would refuse: `ConfigError`, `RunDirError`, `RunLocked`.
+    Writes nothing. Raises what the start would raise: `ConfigError`, `RunDirError`, `RunLocked`.
     """
     path = plan.config.run_dir
     lines = []
@@ -73,7 +73,7 @@ def _owed_in_words(plan: Plan, found: RunTotals) -> str:
 
 
 def _new_tasks(plan: Plan) -> int:
-    """How many tasks without a record the last start did not have; 0 where nobody can tell."""
+    """Number of tasks without a record that the last start did not have; 0 if unknown."""
     if (before := cached_keys(plan.config.run_dir / NAME)) is None:
         return 0
     known = {before[start : start + 16] for start in range(0, len(before), 16)}
@@ -84,7 +84,7 @@ def _new_tasks(plan: Plan) -> int:
 def _first_prompt(plan: Plan) -> list[str]:
     if not plan.scan.rows:  # none of them belongs to the shard
         return []
-    task = next(tasks_at(plan.scan, [0]))
+    task = next(tasks(plan.scan, [0]))
     request = asyncio.run(_request_of(plan, task))
     names = [tool["function"]["name"] for tool in request.tools]
     lines = [f"first      {_plain(task.id)}, as sent to the model:"]
@@ -96,7 +96,7 @@ def _first_prompt(plan: Plan) -> list[str]:
 
 
 async def _request_of(plan: Plan, task: Task) -> Request:
-    """The first request of a task: what stands between a conversation and its model has its say."""
+    """The first request of a task, after everything between conversation and model."""
     config = plan.config
     row = config.row_rules(plan.api).read(task.columns)
     setup = setup_of_task(plan.setups, config, task)
@@ -107,7 +107,7 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     conversation = ConversationRunner(
         trajectory=row.trajectory([]),
         spec=row.spec,
-        model=_Listening(),
+        model=_CapturingModel(),
         toolbox=home.toolbox(),
         journal=lambda event: None,
         host=home,
@@ -115,33 +115,33 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     )
     try:
         await conversation.run()
-    except _Heard as heard:
-        return heard.request
+    except _Captured as captured:
+        return captured.request
     return Request(row.opening)  # it ends without any call
 
 
-class _Heard(Exception):
+class _Captured(Exception):
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.request = request
 
 
-class _Listening:
-    """A model that only listens."""
+class _CapturingModel:
+    """A model that only captures the request."""
 
     async def complete(self, request: Request) -> Completion:
-        raise _Heard(request)
+        raise _Captured(request)
 
     async def close(self) -> None:
         """Nothing is open."""
 
 
 def _unused_turns(plan: Plan) -> list[str]:
-    """What rows hold behind their first user message, and no model is asked with."""
+    """A line about rows with turns after their first user message, which are not sent."""
     numbers = range(0, plan.scan.tasks, plan.scan.num_samples)
     found: dict[str, int] = {}
     read = 0
-    for task in islice(tasks_at(plan.scan, numbers), _ROWS_READ):
+    for task in islice(tasks(plan.scan, numbers), _ROWS_READ):
         read += 1
         if (turns := unused_turns(task.columns)) is not None:
             found[task.prompt_id] = turns
@@ -157,5 +157,5 @@ def _unused_turns(plan: Plan) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Without control characters."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)

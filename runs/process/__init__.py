@@ -1,8 +1,8 @@
-"""What a process does to itself before it works.
+"""Settings of a process: environment, limits, log, console.
 
 startup        limits, logging, life and privacy
 child_watcher  how asyncio hears of ended children
 first_process  reaping orphans as process 1 of a container
-console        words for the user
+console        messages and results for the user
 requirements   what to do where the program is started without its dependencies
 """

@@ -1,4 +1,4 @@
-"""How worker processes watch the processes that they start."""
+"""How asyncio watches child processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 
 def use_pidfd_watcher() -> None:
-    """Have Python 3.11 notice the end of processes without a thread for each.
+    """Let Python 3.11 watch child processes without a thread for each.
 
-    Later versions do so by themselves; there, and where the system has no pidfd, this does
-    nothing. Call it before the event loop starts.
+    Does nothing in later versions, which do so themselves, or if the system has no pidfd. Call it
+    before the event loop starts.
     """
     if sys.version_info < (3, 12) and hasattr(os, "pidfd_open"):
         try:

@@ -1,7 +1,7 @@
-"""Running as process 1, as in a container without an init.
+"""Run as process 1, as in a container without an init.
 
-Processes that lose their parent become children of process 1. One that does not wait for them
-collects the dead until the machine, or the container, has no room for another process.
+Processes that lose their parent become children of process 1. If it does not wait for them, dead
+processes accumulate until no new process can start.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import os
 import signal
 from typing import NoReturn
 
-# Those that a process raises by a fault of its own must reach it at once.
+# Signals by faults of this process itself must reach it at once.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
 
 
 def leave_first_place() -> None:
-    """Where this is process 1, go on in a child, while process 1 waits for whoever ends.
+    """If this is process 1, continue in a child, while process 1 waits for all children.
 
-    Call it before anything is open or running. A child of our own is known only to whoever started
-    it, so one process cannot both start children and wait for those of others.
+    Call it before anything is open or running. Waiting for any child would take away exit statuses
+    from code that has started children itself, so this needs a process of its own.
     """
     if os.getpid() != 1:
         return
@@ -32,18 +32,18 @@ def leave_first_place() -> None:
 
 
 def _wait_for_all(child: int, waited: set[signal.Signals]) -> NoReturn:
-    """Pass signals on to `child` and wait for all that end; end as it ends."""
+    """Pass signals on to `child`, reap all processes that end, and exit like `child`."""
     while True:
         info = signal.sigwaitinfo(waited)
         if info.si_signo == signal.SIGCHLD:
             _collect(child)
-        elif info.si_code <= 0:  # sent by a process; a terminal's reach the child too
+        elif info.si_code <= 0:  # sent by a process; those of a terminal reach the child, too
             os.kill(child, info.si_signo)
 
 
 def _collect(child: int) -> None:
     while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)  # `child` is there to be waited for
+        pid, status = os.waitpid(-1, os.WNOHANG)  # never fails: `child` exists
         if pid == 0:
             return
         if pid == child:

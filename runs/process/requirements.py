@@ -1,6 +1,6 @@
-"""What must be there before anything else can start, said in words instead of a traceback.
+"""Check Python and dependencies first, for a clear message instead of a traceback.
 
-Read by interpreters that are too old for the rest of the program, so its syntax is plain.
+Interpreters that are too old for the rest of the program must be able to read this file.
 """
 
 import importlib.util
@@ -26,11 +26,11 @@ PACKAGES = (
     "truststore",
     "yarl",
 )
-"""What is imported of each dependency; in the order of pyproject.toml."""
+"""The import names of the dependencies, in the order of pyproject.toml."""
 
 
 def check_requirements(program: str) -> None:
-    """Exit with 2, saying what to do, where the interpreter cannot run `program`."""
+    """If the interpreter cannot run `program`, say what to do and exit with 2."""
     problem = requirements_problem(program, sys.version_info[:2])
     if problem is not None:
         sys.stderr.write("error: " + problem + "\n")

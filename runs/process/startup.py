@@ -1,4 +1,4 @@
-"""What a process of a run does to itself before it works: limits, logging, life and privacy."""
+"""Settings of the processes of a run: limits, logging, parent death, privacy."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _QUIET_LOGGERS = ("aiohttp", "httpx2", "httpcore2", "asyncio")
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """At the end of a `with` block, undo what the functions below have changed in this process.
+    """At the end of a `with` block, undo the changes of the functions below to this process.
 
-    A run that is started from Python leaves the caller's logging, limits and privacy as they were.
+    So a run started from Python leaves the caller's logging, limits and privacy unchanged.
     """
     root = logging.getLogger()
     handlers, raises = root.handlers[:], logging.raiseExceptions
@@ -51,15 +51,15 @@ def settings_restored() -> Iterator[None]:
 
 
 def _dumpable() -> int:
-    """1 where other processes of this user may read /proc/PID/environ."""
+    """1 if other processes of this user may read /proc/PID/environ."""
     return int(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE)) if sys.platform == "linux" else 0
 
 
 def collect_garbage_rarely() -> None:
-    """Let the collector of cycles look less often at what is only growing.
+    """Run the garbage collector less often.
 
-    Conversations in flight are many objects that live long and hold no cycles: by default, looking
-    for some takes about a tenth of a worker's time.
+    Conversations in flight are many long-lived objects without cycles; by default, the collector
+    takes about a tenth of a worker's time.
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -81,15 +81,15 @@ def hide_environment() -> None:
 
 
 def allow_many_files() -> None:
-    """Raise the soft limit of open files to the hard one: every conversation needs several."""
+    """Raise the soft limit of open files to the hard limit: each conversation needs several."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def log_to(path: Path, level: str) -> None:
-    """Log to `path`, a file of its owner's alone.
+    """Log to `path`, a file that only its owner can read.
 
-    The loggers of libraries, which may quote requests, are heard from warnings on only.
+    Loggers of libraries may quote requests, so only their warnings are logged.
     """
     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
     logging.basicConfig(
@@ -102,14 +102,14 @@ def log_to(path: Path, level: str) -> None:
 
 
 def log_through(send: Callable[..., None], level: str) -> None:
-    """Log to whoever gets the messages "log" of `send`: warnings at once, others by `flush_log`."""
+    """Log by messages "log" of `send`: warnings at once, others at `flush_log`."""
     handler = _Sent(send)
     logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, handlers=[handler], force=True)
     _quieten()
 
 
 def flush_log() -> None:
-    """Let go of what is held back of the log."""
+    """Send log lines that are held back."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 

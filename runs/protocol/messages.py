@@ -4,15 +4,15 @@ A message is a JSON header, a newline, and for finished tasks the record as it g
 parent never parses records.
 
 Parent to worker:  tasks {"assignments": [Assignment…]} · durable {"keys": [hex…]}
-                   · stop {"grace_s"} · exit {"done"} · limits {"limits"} · loan {"amount"}
-                   · recall · answer {"id", "how"} + reply
+                   · stop {"grace_s"} · exit {"done"} · limits {"limits"} · grant {"amount"}
+                   · reclaim · answer {"id", "how"} + reply
                    · key {"command", "number", "problem"} + key
 Worker to parent:  ready · alive {"counters", "proven", "busy"} · finished {"key", "fields",
                    "failure"} + record · failed {"key", "failure"} · released {"key"}
                    · ask {"id", "model"} + body of a call that is to go by a batch
                    · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
-                   · key_rejected {"command", "number"} · purse {"told"} · note {"message"}
-                   · say {"message"} · halt {"message"}
+                   · key_rejected {"command", "number"} · budget {"report"}
+                   · outage {"url", "words", "left_s"} · say {"message"} · halt {"message"}
 
 A worker on another machine also sends its log and its journal, and waits until that is on disk:
 

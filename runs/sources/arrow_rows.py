@@ -1,7 +1,7 @@
 """Rows of Arrow tables as JSON has them.
 
 Arrow cannot tell an absent value from null, so nulls are absent, in objects at any depth. Dates
-and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out and counted.
+and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out.
 """
 
 from __future__ import annotations
@@ -41,19 +41,6 @@ def rows_of(tables: Iterable[pa.Table | pa.RecordBatch]) -> Iterator[dict[str, A
     for table in tables:
         for row in table.to_pylist():
             yield _object(row)
-
-
-def bytes_columns(schema: pa.Schema) -> list[str]:
-    """The columns that hold nothing but bytes at some depth, which JSON cannot hold."""
-    return [field.name for field in schema if _holds_bytes(field.type)]
-
-
-def _holds_bytes(kind: pa.DataType) -> bool:
-    import pyarrow.types as types
-
-    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-        return True
-    return any(_holds_bytes(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def _object(members: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from agent.messages import OUT_OF_PLACE, Event, ForkedEvent, ReplyEvent, is_paid_alone
+from agent.messages import OUT_OF_PLACE, Event, ForkedEvent, ReplyEvent, is_cost_only
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import StorageError, set_aside
 from runs.tasks import task_key
@@ -261,7 +261,7 @@ def usable_prefix(events: list[Event]) -> list[Event]:
     for event in events:
         if event["kind"] == "forked":
             turn = event["turn"]  # earlier turns are in the row
-        elif is_paid_alone(event):
+        elif is_cost_only(event):
             pass  # it does not depend on other events
         elif event["kind"] == "reply":
             if event["turn"] != turn + 1 or len(results) < calls:

@@ -8,6 +8,6 @@ limiter      finds how many calls in flight an endpoint supports
 limits       divides that among the workers
 progress     the progress line and progress.json
 damaged      sets damaged lines aside
-key_service  runs key commands, sends keys to workers
+key_service  runs key commands and sends their keys to workers
 outages      reports endpoints that do not answer
 """

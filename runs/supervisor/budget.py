@@ -61,7 +61,7 @@ class RunBudget:
     def on_worker_budget(self, worker: WorkerHandle, report: dict[str, Any]) -> None:
         """A worker reports what it has and wants; see `WorkerBudget`."""
         share = self._shares.setdefault(worker, _WorkerShare())
-        share.grants_seen = report["loans"]
+        share.grants_seen = report["grants"]
         share.calls = report["calls"]
         share.is_short = report["is_short"]
         share.wanted = Cost(*report["wanted"])
@@ -89,7 +89,7 @@ class RunBudget:
             for worker, share in self._shares.items():
                 if worker.ready and not share.is_reclaimed:
                     share.is_reclaimed = True
-                    worker.send(pack("recall"))
+                    worker.send(pack("reclaim"))
 
     def used_up(self, workers: Sequence[WorkerHandle]) -> str | None:
         """A message that the budget is used up; None while some call can still be paid for."""
@@ -135,7 +135,7 @@ class RunBudget:
         share.needs = []
         # On disk before it can be spent: after a crash, what was not returned counts as spent.
         self._log.append("lent", grant)
-        worker.send(pack("loan", amount=grant.to_json()))
+        worker.send(pack("grant", amount=grant.to_json()))
 
 
 class BudgetLog:

@@ -224,8 +224,8 @@ class Supervisor:
                 )
             case "key_rejected":
                 self._start.keys.on_rejected(header["command"], header["number"])
-            case "purse":
-                self.budget.on_worker_budget(worker, header["told"])
+            case "budget":
+                self.budget.on_worker_budget(worker, header["report"])
             case "outage":
                 self._outages.note(header["url"], header["words"], header["left_s"])
             case "say":
@@ -417,8 +417,8 @@ class Supervisor:
             header = unpack(message)[0]
             if header["type"] == "load":
                 self.limits.on_load(worker, header["endpoint"], header["load"])
-            elif header["type"] == "purse":
-                self.budget.on_worker_budget(worker, header["told"])
+            elif header["type"] == "budget":
+                self.budget.on_worker_budget(worker, header["report"])
 
 
 def _answer(worker: WorkerHandle, id: str, how: str, reply: bytes) -> None:

@@ -13,7 +13,7 @@ from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 from runs.amounts import EndpointLimits
-from runs.dataset.scan import Scan, tasks
+from runs.dataset.scan import Scan
 from runs.store.failures import load_failed_attempts
 from runs.store.index import IndexEntry, own_work
 from runs.store.reader import open_records, read_record
@@ -60,13 +60,13 @@ class Forecast:
         return asdict(self)
 
 
-def sample_tasks(scan: Scan, *, num_samples: int, count: int, seed: int) -> frozenset[bytes]:
+def sample_tasks(scan: Scan, *, count: int, seed: int) -> frozenset[bytes]:
     """The keys of `count` random tasks: the same for the same file and seed."""
 
     def draw(key: bytes) -> bytes:
         return hashlib.blake2b(f"{seed}/pilot/".encode() + key, digest_size=8).digest()
 
-    keys = (task.key for task in tasks(scan, num_samples=num_samples))
+    keys = map(scan.key, range(scan.tasks))
     return frozenset(heapq.nsmallest(count, keys, key=draw))
 
 

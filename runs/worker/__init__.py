@@ -1,16 +1,16 @@
-"""What runs in a worker process.
+"""Code of worker processes.
 
 worker           the process: one event loop, many conversations
-task_runner      one task, from replay to record
-durable_calls    nothing is used before it is on disk
+task_runner      runs one task, up to its record
+durable_calls    waits until replies are on disk before they are used
 calls            the open models and their limiters
 parent_keys      keys that the parent sends
-call_limiter     the worker's share of the calls in flight
-token_bucket     rates per minute
+call_limiter     limits the worker's calls to one endpoint
+token_bucket     limits rates per minute
 budget_share     the worker's share of the budget
-batch_api_model  a model whose calls go by a provider's batch
-replay           replaying a stored conversation
-workspaces       workspace and sandbox of a task
+batch_api_model  a model whose calls are made by a Batch API
+replay           repeats the tool calls of a branch's parent
+workspaces       workspaces and sandboxes of tasks
 workspace_setup  files, commands and check of a row
-remote_journal   a journal that the parent keeps
+remote_journal   a journal that the parent writes
 """

@@ -1,8 +1,8 @@
-"""The worker's side of batches: a model whose calls go to the parent, who gathers them into waves.
+"""A model whose calls go to the parent, which gathers them into batches.
 
-A call has an id by which it is known again after a crash: its task, what is asked, and how often
-the task has asked just that. The journal holds the id beside the reply, so a call whose reply was
-never journaled is asked under the same id, and its batch is waited for, or read, once more.
+The id of a call is the same after a crash: it is made from the task, the question, and how often
+the task has asked it. The journal has it beside the reply. So a call whose reply was not journaled
+is requested again with the same id, and gets the result of its batch.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from toolsets import exact_json
 
 
 class BatchAnswer(NamedTuple):
-    """What the parent says to a call."""
+    """The parent's answer to a call."""
 
     how: str
-    """"reply"; "live": ask the endpoint itself; "again": send the call once more."""
+    """"reply"; "live": call the endpoint directly; "again": request the call again."""
     reply: bytes
 
 
 class BatchApiClient:
-    """Where the conversations of a worker leave their calls, and wait for the answers."""
+    """Requests the calls of a worker from the parent and waits for the answers."""
 
     def __init__(self, send: Callable[..., None]) -> None:
-        """`send(type, payload, **fields)` reaches the parent."""
+        """`send(type, payload, **fields)` sends to the parent."""
         self._send = send
         self._waiting: dict[str, asyncio.Future[BatchAnswer]] = {}
         self._is_stopping = False
@@ -49,26 +49,26 @@ class BatchApiClient:
     async def ask(
         self, id: str, settings: ModelSettings, body: bytes, most: Cost | None = None
     ) -> BatchAnswer:
-        """Have a call made by a batch, for which `most` is set aside; raises `Stopped`."""
+        """Have a call made in a batch, with `most` reserved for it; raises `Stopped`."""
         if self._is_stopping:
             raise Stopped
         answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
-        told = None if most is None else most.to_json()
-        self._send("ask", body, id=id, model=name_of(settings), most=told)
+        amount = None if most is None else most.to_json()
+        self._send("ask", body, id=id, model=name_of(settings), most=amount)
         try:
             return await answer
         finally:
             self._waiting.pop(id, None)
 
     def on_answer(self, id: str, how: str, reply: bytes) -> None:
-        """The parent answers."""
+        """The parent has answered."""
         answer = self._waiting.get(id)
         if answer is not None and not answer.done():
             answer.set_result(BatchAnswer(how, reply))
 
     def stop(self) -> None:
-        """Turn all away that wait and come: their batches are found again by the next start."""
+        """Stop all calls that wait or come; the next start finds their batches again."""
         self._is_stopping = True
         for answer in self._waiting.values():
             if not answer.done():
@@ -76,28 +76,28 @@ class BatchApiClient:
 
 
 class BatchApiModel:
-    """A model of one conversation, asked by batches, or live where the parent says so."""
+    """A model of one conversation, called in batches, or live if the parent says so."""
 
     def __init__(
         self,
         live: RetryingModel,
         *,
-        desk: BatchApiClient,
-        gate: CallLimiter,
+        client: BatchApiClient,
+        limiter: CallLimiter,
         budget: WorkerBudget,
         task: bytes,
         used: set[str],
         held: dict[str, Cost],
     ) -> None:
-        """`gate` is that of the live calls, told when the endpoint answers.
+        """`limiter` limits live calls, and hears when the endpoint answers.
 
-        `used` are the ids of the task's calls that have their replies, `held` what earlier starts
-        have set aside for others; both are kept up to date.
+        `used` are the ids of the task's calls with replies, `held` the amounts that earlier starts
+        have reserved for others; this class updates both.
         """
         self._live = live
         self._settings = live.asked
-        self._desk = desk
-        self._gate = gate
+        self._client = client
+        self._limiter = limiter
         self._budget = budget
         self._task = task
         self._used = used
@@ -105,7 +105,7 @@ class BatchApiModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
-        # What is asked, rather than its body: options of the transport may change between starts.
+        # Not the request body: options of the transport may change between starts.
         asked = exact_json.dumps(
             [name_of(self._settings), request.messages, request.tools, request.tool_choice],
             option=orjson.OPT_SORT_KEYS,
@@ -128,7 +128,7 @@ class BatchApiModel:
         """See `Model.close`: the live model is the pool's."""
 
     async def _by_batch(self, id: str, request: Request) -> Completion | None:
-        """The reply that a batch brings, with its price; None where it brings none."""
+        """The reply from a batch, with its price; None if there is none."""
         most = Cost()
         if self._budget.is_kept:
             most = self._budget.worst_case_of(estimate_cost(request, self._settings, by_batch=True))
@@ -137,7 +137,7 @@ class BatchApiModel:
                 self._budget.take_over(most)
             else:
                 await self._budget.reserve(most)
-        may_cost, completion = True, None  # who stops waiting leaves a batch behind
+        may_cost, completion = True, None  # after a stop, the call may still be in a batch
         try:
             answer = await self._ask(id, request, most if self._budget.is_kept else None)
             may_cost = answer.how == "reply"
@@ -153,24 +153,24 @@ class BatchApiModel:
     async def _ask(self, id: str, request: Request, most: Cost | None) -> BatchAnswer:
         while True:
             body = body_of(request, self._live.settings)
-            answer = await self._desk.ask(id, self._settings, body, most)
+            answer = await self._client.ask(id, self._settings, body, most)
             if answer.how != "again":
                 return answer
 
     def _read(self, reply: bytes, request: Request) -> Completion | None:
-        """None for a reply that nobody can use: it is asked for live."""
+        """The completion; None if the reply is unusable, and the call is then made live."""
         try:
             completion = read_reply(reply, self._settings)
         except ModelError as error:
             if error.paid is not None and request.on_unreadable is not None:
                 request.on_unreadable(priced(error.paid, self._settings, by_batch=True))
             return None
-        self._gate.has_answered = True
+        self._limiter.has_answered = True
         return priced(completion, self._settings, by_batch=True)
 
 
 def items_in(events: Iterable[Event]) -> set[str]:
-    """The ids of the calls whose replies are journaled."""
+    """The ids of batch calls whose replies are in the journal."""
     found = set()
     for event in events:
         while event["kind"] == "sub":

@@ -1,7 +1,7 @@
-"""Where a worker's calls to one endpoint wait for their turn.
+"""Limits a worker's calls to one endpoint.
 
-The parent says how many of the run's calls this worker may have in flight; each attempt of a call
-passes here. What the endpoint does is told back: refusals at once, the rest in sums.
+The parent decides how many calls this worker may have in flight; each attempt of a call waits here
+for its turn. The parent hears of refusals at once, and of other results in sums.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from runs.worker.budget_share import WorkerBudget
 from runs.worker.token_bucket import TokenBucket
 
 _WEIGHT = 0.1
-"""Of the newest reply in the running mean of reply lengths."""
+"""The weight of a reply in the moving average of reply lengths."""
 
 
 @dataclass(slots=True)
 class Load:
-    """What a gate has seen since it was asked last, and what goes on now."""
+    """Calls in flight and waiting, and results since the last report."""
 
     in_flight: int = 0
     waiting: int = 0
     told: int = 0
-    """The number of the last message about permits that was heard."""
+    """The number of the last message with permits that has arrived."""
     replies: int = 0
     failures: int = 0
 
 
 class CallLimiter:
-    """Lets `permits` attempts through at a time, at a pace, and as far as the money goes."""
+    """Lets attempts through as far as permits, rates and the budget allow."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class CallLimiter:
         initial: float = 1.0,
         has_answered: bool = False,
     ) -> None:
-        """`on_refusal` is told of each refusal (429) at once: what the endpoint asked for, and when
-        the call was sent. `rpm` and `tpm` bound requests and tokens per minute; with a `initial`
-        below 1 the first call waits, so that those of several workers are spread."""
+        """`on_refusal` gets each refusal (429) at once: the delay that the endpoint asks for, and
+        when the call was sent. `rpm` and `tpm` limit requests and tokens per minute. If `initial`
+        is below 1, the first call waits, which spreads the first calls of several workers."""
         now = time.monotonic()
         self._permits = permits
         self._told = 0
@@ -72,7 +72,7 @@ class CallLimiter:
         self._is_stopping = False
 
     async def enter(self, claim: Callable[[], CostEstimate]) -> CallPermit:
-        """See `CallAdmission`; raises `Stopped` where no new call is to be made."""
+        """See `CallAdmission`; raises `Stopped` if the worker is stopping."""
         if self._is_stopping:
             raise Stopped
         claimed = claim() if self._has_tpm or self._budget.is_kept else None
@@ -84,7 +84,7 @@ class CallLimiter:
             worst_case = self._budget.worst_case_of(claimed)
         await self._take_turn(tokens)
         if self._budget.is_kept and not self._budget.try_to_reserve(worst_case):
-            # Money is waited for without a turn, which others can use, and a pause may begin.
+            # Give up the turn while waiting for budget: others can use it, or a pause may begin.
             self._give_up_turn(tokens)
             await self._budget.reserve(worst_case)
             try:
@@ -117,10 +117,8 @@ class CallLimiter:
         rpm: float | None = None,
         tpm: float | None = None,
     ) -> None:
-        """Take a new share of the run's limits; nothing is sent for `cool_down_s`.
-
-        `number` is that of the message that told of it.
-        """
+        """Set a new share of the run's limits, from message `number`; send nothing for
+        `cool_down_s`."""
         now = time.monotonic()
         self._told = number
         self._permits = permits
@@ -130,7 +128,7 @@ class CallLimiter:
         self._let_in()
 
     def stop(self) -> None:
-        """Turn all away that wait and come."""
+        """Stop all calls that wait or come."""
         self._is_stopping = True
         while self._waiting:
             turn, _ = self._waiting.popleft()
@@ -138,7 +136,7 @@ class CallLimiter:
                 turn.set_exception(Stopped())
 
     def take_load(self) -> Load:
-        """What has happened since this was asked last."""
+        """The load, with the results since the last call."""
         waiting = sum(not turn.done() for turn, _ in self._waiting)
         load = Load(self._in_flight, waiting, self._told, self._replies, self._failures)
         self._replies = self._failures = 0
@@ -173,7 +171,7 @@ class CallLimiter:
         self._let_in()
 
     def _count_tokens(self, permit: CallPermit, completion: Completion) -> None:
-        """Set right what was guessed when the call went out."""
+        """Replace the estimate for a call by its real number of tokens."""
         usage = completion.usage
         if not self._has_tpm or usage is None:
             return
@@ -185,7 +183,7 @@ class CallLimiter:
         self._mean_reply_tokens = mean + _WEIGHT * (received - mean) if mean else float(received)
 
     def _wait_s(self) -> float:
-        """How long nothing may go yet: 0 where something may, infinite until a call is over."""
+        """Seconds until the next call may go; infinite until a call in flight ends."""
         if self._in_flight >= self._permits:
             return float("inf")
         now = time.monotonic()
@@ -207,13 +205,13 @@ class CallLimiter:
 
 @dataclass(frozen=True, slots=True)
 class CallPermit:
-    """One attempt that may be made; a `Permit`."""
+    """The permission for one attempt; a `Permit`."""
 
     gate: CallLimiter
     worst_case: Cost
-    """What was set aside for it."""
+    """The amount reserved for it."""
     tokens: float
-    """What it was expected to use of the tokens per minute."""
+    """Its estimated number of tokens."""
     sent_at: float
 
     def leave(self, outcome: Completion | ModelError | None) -> None:

@@ -1,4 +1,4 @@
-"""The model calls of one worker: its models, the gates before them, its share of the budget."""
+"""The model calls of a worker: its models, their limiters, and its share of the budget."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _LOAD_EVERY_S = 0.1
 
 
 class Calls:
-    """What all conversations of a worker share in asking models. Needs a running event loop."""
+    """The models and limiters that all conversations of a worker share. Needs a running event
+    loop."""
 
     def __init__(
         self,
-        bounds: Mapping[str, EndpointLimits],
+        limits: Mapping[str, EndpointLimits],
         budget: Cost | None,
         *,
         number: int,
@@ -40,36 +41,40 @@ class Calls:
         send: Callable[..., None],
         on_retry: OnRetry,
     ) -> None:
-        """`bounds` are those of the run, by endpoint; this is worker `number` of some `workers`.
-        `proven` are the base URLs that have answered before. With `by_batch` calls go by batches
-        first. `keys` are those of key commands, None to run these here. See
+        """`limits` are those of the run, by endpoint; this is worker `number` of some `workers`.
+        `proven` are base URLs that have answered before. With `by_batch`, calls are made in
+        batches first. `keys` are those of key commands, None to run these here. See
         `WorkerSetup.clock_offset_s`.
 
-        `send(type, **fields)` reaches the parent. `on_retry` is told of every failure that
-        is waited out.
+        `send(type, **fields)` sends to the parent. `on_retry` gets each failure that is retried.
         """
         self._send = send
         self._keys = keys
         self._clock_offset_s = clock_offset_s
-        self._part, self._stock = 1 / workers, 1 - number % workers / workers
-        self._budget = WorkerBudget(bounds=budget, tell=lambda told: send("purse", told=told))
+        self._part, self._initial = 1 / workers, 1 - number % workers / workers
+        self._budget = WorkerBudget(
+            budget=budget, report=lambda report: send("budget", report=report)
+        )
         self._proven_before = frozenset(proven)
-        self._gates = {
-            endpoint: self._gate(endpoint, of_one) for endpoint, of_one in bounds.items()
+        self._limiters = {
+            endpoint: self._limiter(endpoint, of_endpoint)
+            for endpoint, of_endpoint in limits.items()
         }
-        self._desk = BatchApiClient(send) if by_batch else None
-        self._loads = dict.fromkeys(bounds, Load())
+        self._batch_client = BatchApiClient(send) if by_batch else None
+        self._loads = dict.fromkeys(limits, Load())
         self.pool = ModelPool(
             key_of=self._key_of,
             on_retry=on_retry,
-            gate_of=lambda settings: self._gates[settings.endpoint],
+            gate_of=lambda settings: self._limiters[settings.endpoint],
         )
         self._report_on()
 
     @property
     def proven(self) -> frozenset[str]:
         """The base URLs that have answered."""
-        now = {url_of(endpoint) for endpoint, gate in self._gates.items() if gate.has_answered}
+        now = {
+            url_of(endpoint) for endpoint, limiter in self._limiters.items() if limiter.has_answered
+        }
         return self._proven_before | now
 
     def is_the_endpoints(self, error: ModelError) -> bool:
@@ -80,7 +85,7 @@ class Calls:
 
     @staticmethod
     def describe(error: ModelError) -> str:
-        """Why an endpoint stops the run, with what to look at."""
+        """Why an endpoint stops the run, and what to check."""
         words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
             words += f". {error.key_source}"
@@ -95,9 +100,9 @@ class Calls:
         rpm: float | None,
         tpm: float | None,
     ) -> None:
-        """The parent says, in its message `number`, what this worker may do at an endpoint."""
-        gate = self._gates[endpoint]
-        gate.allow(permits, cool_down_s=cool_down_s, number=number, rpm=rpm, tpm=tpm)
+        """The parent sets this worker's limits at an endpoint, in its message `number`."""
+        limiter = self._limiters[endpoint]
+        limiter.allow(permits, cool_down_s=cool_down_s, number=number, rpm=rpm, tpm=tpm)
 
     def on_key(self, command: str, number: int, problem: str, key: bytes) -> None:
         """The parent has a new key of a key command."""
@@ -105,41 +110,46 @@ class Calls:
             self._keys.on_key(command, number, problem, key.decode())
 
     def on_answer(self, id: str, how: str, reply: bytes) -> None:
-        """The parent answers a call that was to be made by a batch."""
-        assert self._desk is not None
-        self._desk.on_answer(id, how, reply)
+        """The parent answers a call that was to be made in a batch."""
+        assert self._batch_client is not None
+        self._batch_client.on_answer(id, how, reply)
 
-    def by_batch(self, task: bytes, deal: Assignment) -> Callable[[Model], Model]:
-        """How a task calls its models; see `BatchApiModel`. Scripts need no Batch API."""
-        if (desk := self._desk) is None:
+    def by_batch(self, task: bytes, assignment: Assignment) -> Callable[[Model], Model]:
+        """Wraps the models of a task in a `BatchApiModel`, except scripted ones."""
+        if (client := self._batch_client) is None:
             return lambda model: model
-        used = items_in(deal["events"])
-        held = {id: Cost(*most) for id, most in deal["held"].items()}
+        used = items_in(assignment["events"])
+        held = {id: Cost(*most) for id, most in assignment["held"].items()}
 
         def wrapped(model: Model) -> Model:
             if not isinstance(model, RetryingModel):
                 return model
-            gate = self._gates[model.asked.endpoint]
             return BatchApiModel(
-                model, desk=desk, gate=gate, budget=self._budget, task=task, used=used, held=held
+                model,
+                client=client,
+                limiter=self._limiters[model.asked.endpoint],
+                budget=self._budget,
+                task=task,
+                used=used,
+                held=held,
             )
 
         return wrapped
 
     def on_grant(self, amount: list[Any]) -> None:
-        """The parent lends money."""
+        """The parent grants a part of the budget."""
         self._budget.take_grant(Cost(*amount))
 
     def on_reclaim(self) -> None:
-        """The run is short of money."""
+        """The budget is nearly used up."""
         self._budget.reclaim()
 
     def stop(self) -> None:
-        """Let no new attempt through: who waits or comes gets `Stopped`."""
-        if self._desk is not None:
-            self._desk.stop()
-        for gate in self._gates.values():
-            gate.stop()
+        """Stop all attempts that wait or come: they raise `Stopped`."""
+        if self._batch_client is not None:
+            self._batch_client.stop()
+        for limiter in self._limiters.values():
+            limiter.stop()
         self._budget.stop()
 
     def _key_of(self, settings: ModelSettings) -> str | RenewableKey:
@@ -147,12 +157,12 @@ class Calls:
             return self._keys.of(settings.connection)
         return read_key(settings)
 
-    def _gate(self, endpoint: str, bounds: EndpointLimits) -> CallLimiter:
+    def _limiter(self, endpoint: str, limits: EndpointLimits) -> CallLimiter:
         return CallLimiter(
-            permits=0,  # until the parent has told what is free
-            rpm=bounds.rpm and bounds.rpm * self._part,
-            tpm=bounds.tpm and bounds.tpm * self._part,
-            initial=self._stock,
+            permits=0,  # until the parent sends some
+            rpm=limits.rpm and limits.rpm * self._part,
+            tpm=limits.tpm and limits.tpm * self._part,
+            initial=self._initial,
             budget=self._budget,
             has_answered=url_of(endpoint) in self._proven_before,
             on_refusal=lambda retry_after_s, sent_at: self._send(
@@ -164,7 +174,7 @@ class Calls:
         )
 
     async def close(self) -> None:
-        """Tell the last news, give money back, and release all connections."""
+        """Report the last results, return the rest of the budget, and close all connections."""
         self._report()
         if self._budget.is_kept:
             self._budget.close()
@@ -175,9 +185,9 @@ class Calls:
         asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_on)
 
     def _report(self) -> None:
-        """Tell the parent what the calls did, where there is news."""
-        for endpoint, gate in self._gates.items():
-            load = gate.take_load()
+        """Report the load of each endpoint to the parent, if it has changed."""
+        for endpoint, limiter in self._limiters.items():
+            load = limiter.take_load()
             if load != self._loads[endpoint] or load.replies or load.failures:
                 self._loads[endpoint] = load
                 self._send("load", endpoint=endpoint, load=asdict(load))

@@ -1,5 +1,5 @@
-"""What a conversation in a worker lives in: nothing is done with a reply before it is safe, and
-no call is made once the worker is stopping."""
+"""Model and tools of a conversation in a worker: they wait until earlier replies are on disk, and
+make no model call once the worker is stopping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolsets.tool import Tool, ToolResult
 from toolsets.toolbox import Toolbox
 
 Kept = Callable[[], Awaitable[None]] | None
-"""Waits until the replies so far are safe; None where they are at once."""
+"""Waits until the replies so far are on disk; None where they are at once."""
 
 
 class Stops(Protocol):
@@ -24,12 +24,12 @@ class Stops(Protocol):
     is_stopping: bool
 
     def halt(self, message: str) -> None:
-        """Have the whole run stopped, and say why."""
+        """Stop the whole run with this message."""
         ...
 
 
 class StoppableModel:
-    """Lets no new model call through once the worker is stopping, or before replies are safe."""
+    """Makes no call before earlier replies are on disk, or once the worker is stopping."""
 
     def __init__(self, stops: Stops, model: Model, kept: Kept) -> None:
         self._stops = stops
@@ -51,7 +51,7 @@ class StoppableModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurableHome(Home):
-    """A home whose tools wait until the reply that calls them is safe."""
+    """A home whose tools wait until the reply that calls them is on disk."""
 
     kept: Kept
 

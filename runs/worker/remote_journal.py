@@ -1,11 +1,11 @@
-"""The turn journal of a worker whose disk may go with it: the parent keeps it.
+"""The turn journal of a worker on another machine: the parent writes it.
 
-Events travel to the parent, who writes them as a worker beside it would and says so. Nothing is
-done with a reply before (`kept`): a model call that was paid for is on the parent's disk by then.
-Results of tools travel with the next reply of any task, or a little later.
+Events go to the parent, which writes and acknowledges them. A reply is not used before that
+(`kept`), so a paid model call is on the parent's disk. Tool results are sent with the next reply
+of any task, or a little later.
 
-While the parent has not answered, what comes up waits and then travels together, so that a
-parent who is busy gets fewer, larger messages.
+Until the parent has answered, further events wait and are then sent together: a busy parent gets
+fewer and larger messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RESULTS_WAIT_S = 0.02
 
 
 class RemoteJournal:
-    """A `Journal` at the other end of the connection. Belongs to the event loop's thread."""
+    """A `Journal` at the other end of the connection. Use it in the event loop's thread."""
 
     def __init__(self, send: Callable[[bytes], None], *, place: str) -> None:
         self._send = send
@@ -30,7 +30,7 @@ class RemoteJournal:
         self._lines: list[bytes] = []
         self._keys: set[bytes] = set()
         self._reply_of: dict[bytes, int] = {}
-        """The number of the message that each task's last reply travels in."""
+        """The number of the message with each task's last reply."""
         self._sent = 0
         self._kept = 0
         self._is_urgent = False
@@ -70,7 +70,7 @@ class RemoteJournal:
             await answer
 
     def on_kept(self, number: int) -> None:
-        """The parent has kept all messages up to this one."""
+        """The parent has written all messages up to this number."""
         self._kept = number
         waiting, self._waiting = self._waiting, []
         for wanted, answer in waiting:
@@ -94,7 +94,7 @@ class RemoteJournal:
             self._lines, self._keys = [], set()
 
     def finish(self, key: bytes) -> None:
-        """See `Journal`: the parent has forgotten it already."""
+        """See `Journal`: the parent has done so already."""
         self._reply_of.pop(key, None)
 
     def close(self) -> None:
@@ -107,5 +107,5 @@ class RemoteJournal:
 
 
 def holds_reply(event: Event) -> bool:
-    """Whether an event is a model's reply, of an inner conversation too."""
+    """Whether an event is a model reply, also of an inner conversation."""
     return holds_reply(event["event"]) if event["kind"] == "sub" else event["kind"] == "reply"

@@ -1,7 +1,7 @@
-"""Restoring the workspace of a branch: the tool calls of its parent, made once more.
+"""Restore the workspace of a branch by repeating the tool calls of its parent.
 
-What the model is shown stays what the parent's tools said; where they say something else now,
-that is noted. Tools whose effects leave the workspace are not called again.
+The model still sees the parent's results; different results are recorded. Tools with effects
+outside the workspace are not called again.
 """
 
 from __future__ import annotations
@@ -10,35 +10,34 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from agent.loop.references import UnusableReference, resolve
-from agent.messages import Event, Message, ResultEvent, ToolCall
+from agent.messages import OWN_CHARS, Event, Message, ResultEvent, ToolCall, failure_of
 from agent.setup import Setup
-from agent.state.tally import OWN_CHARS, failure_of
 from agent.state.trajectory import Trajectory
 from toolsets.text import clip
 from toolsets.toolbox import Toolbox
 
 _OF_WORKSPACES = ("file", "python", "terminal")
-"""The toolsets whose tools change nothing but the workspace and what runs in its sandbox."""
+"""Toolsets with effects only in the workspace and its sandbox."""
 
-_OF_THE_NET = ("browser", "web")
+_NETWORK_TOOLSETS = ("browser", "web")
 
 _NEVER_RAN = frozenset(
     {"not_run", "denied", "unknown_tool", "invalid_arguments", "unknown_reference"}
 )
-"""Failures of calls that have done nothing, so that there is nothing to do again."""
+"""Failures of calls that had no effect and need not be repeated."""
 
 _SHOWN = 500
-"""Characters of a different result that the record holds."""
+"""Maximum characters of a different result in the record."""
 
 
 def replayable(setup: Setup, servers: Collection[str]) -> frozenset[str]:
-    """The tools that are called again: those of workspaces, and of a user's own those that work in
-    the workspace and say that a call may be repeated. `servers` are the MCP servers."""
+    """The tools that are called again: those of workspaces, and the user's own ones that are
+    idempotent and take a context. `servers` are the MCP servers."""
     names = set()
     for toolset in setup.toolsets:
         if toolset.name in _OF_WORKSPACES:
             names |= {tool.name for tool in toolset.tools}
-        elif toolset.name not in (*_OF_THE_NET, *servers):
+        elif toolset.name not in (*_NETWORK_TOOLSETS, *servers):
             names |= {tool.name for tool in toolset.tools if tool.idempotent and tool.takes_context}
     return frozenset(names)
 
@@ -49,12 +48,12 @@ async def replay(
     trajectory: Trajectory,
     names: Collection[str],
     *,
-    go_on: Callable[[], None],
+    check_stop: Callable[[], None],
 ) -> dict[str, Any]:
-    """Make the calls of `events` again, one after the other; see `ForkedEvent` for what it gives.
+    """Repeat the calls of `events` in order; see `ForkedEvent` for the result.
 
-    `trajectory` holds the events; `names` are the tools to call. `go_on` is asked before each
-    call and raises where the worker is stopping. Raises what `Toolbox.call` raises.
+    `trajectory` has the events; `names` are the tools to call. `check_stop` is called before each
+    call and raises if the worker is stopping. Raises what `Toolbox.call` raises.
     """
     replayed = 0
     different: list[dict[str, Any]] = []
@@ -69,7 +68,7 @@ async def replay(
             why = "it was interrupted" if name in names else "it may act outside the workspace"
             skipped.append({**place, "why": why})
             continue
-        go_on()
+        check_stop()
         arguments = call["function"]["arguments"]
         if "stored_as" in message.get("details", {}):
             try:
@@ -80,13 +79,13 @@ async def replay(
         now = await toolbox.call(name, arguments, conversation=trajectory.messages)
         replayed += 1
         if now.content != _said(message) or now.is_error != message["is_error"]:
-            told = clip(now.content, max_chars=_SHOWN)
-            different.append({**place, "result": told, "is_error": now.is_error})
+            content = clip(now.content, max_chars=_SHOWN)
+            different.append({**place, "result": content, "is_error": now.is_error})
     return {"replayed": replayed, "different": different, "skipped": skipped}
 
 
 def _calls(events: Iterable[Event]) -> Iterator[tuple[ToolCall, ResultEvent]]:
-    """The calls with their results, in call order, which is the order in which they count."""
+    """The calls with their results, in call order."""
     calls: list[ToolCall] = []
     for event in events:
         if event["kind"] == "reply" and "discarded" not in event:
@@ -96,7 +95,7 @@ def _calls(events: Iterable[Event]) -> Iterator[tuple[ToolCall, ResultEvent]]:
 
 
 def _said(message: Message) -> str:
-    """What the tool itself said, before the runtime shortened or added anything."""
+    """The tool's own result, before the runtime shortened or extended it."""
     details = message.get("details", {})
     if "whole_content" in details:
         return str(details["whole_content"])

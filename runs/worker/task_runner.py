@@ -1,4 +1,4 @@
-"""Carrying one task out, from its deal to the message that says how it ended."""
+"""Run one task, from its assignment to the message about its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from agent.loop.loop import close_calls
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
-from agent.messages import Event, is_paid_alone
+from agent.messages import Event, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class TaskRunner:
-    """Carries out the tasks of one worker, each on its own; keeps what they have in common."""
+    """Runs the tasks of one worker."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class TaskRunner:
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, ToolContext] = {}
         self.counters = no_counters()
-        """What was done since whoever reads them set them back."""
+        """Work since the last heartbeat, which resets them."""
 
-    async def run(self, task: Task, deal: Assignment) -> bytes:
-        """Run one task; give the message about how it went: the parent must hear of it."""
+    async def run(self, task: Task, assignment: Assignment) -> bytes:
+        """Run one task; return the message about its end, whatever happens."""
         try:
-            return await self._carry_out(task, deal)
+            return await self._carry_out(task, assignment)
         except Stopped:
             return pack("released", key=task.key.hex())
         except (StorageError, HostError) as error:
@@ -82,80 +82,84 @@ class TaskRunner:
             return pack("released", key=task.key.hex())
         except (Exception, asyncio.CancelledError) as error:
             try:
-                return self._sort_out(task, deal, error)
+                return self._sort_out(task, assignment, error)
             except Exception as defect:
                 if (words := machine_failure(defect)) is not None:
                     self._stops.halt(f"{task.id}: {words}")
                     return pack("released", key=task.key.hex())
-                # Not even a record of it can be made; its attempt must be told all the same.
-                log.exception("%s: no record of its failure can be made", task.id)
+                # Its record cannot be made, but the parent must know of the attempt.
+                log.exception("%s: cannot make a record of its failure", task.id)
                 trace = traceback.format_exc()
-                failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
+                failure = Failure(
+                    task.id, task.input_digest, assignment["attempt"], "internal", trace
+                )
                 return pack("failed", key=task.key.hex(), failure=failure._asdict())
         finally:
             self._trajectories.pop(task.key, None)
 
     def release(self, key: bytes) -> ToolContext | None:
-        """The task's record is durable; give its space where that is to be removed."""
+        """The task's record is durable; return its context if its workspace must be removed."""
         self._journal.finish(key)
         context = self._not_durable.pop(key, None)
         return context if context is not None and context.workspace.root.exists() else None
 
-    def _sort_out(self, task: Task, deal: Assignment, error: BaseException) -> bytes:
-        """The message about a task that ended in a way which nothing foresaw."""
+    def _sort_out(self, task: Task, assignment: Assignment, error: BaseException) -> bytes:
+        """The message about a task that ended with an unexpected error."""
         if (words := machine_failure(error)) is not None:
             log.error("%s: the machine failed", task.id, exc_info=error)
             self._stops.halt(f"{task.id}: {words}")
         if self._stops.is_stopping:
             return pack("released", key=task.key.hex())
-        log.error("%s: a defect of this program", task.id, exc_info=error)
+        log.error("%s: a bug in this program", task.id, exc_info=error)
         trace = "".join(traceback.format_exception(error))
-        failure = Failure(task.id, task.input_digest, deal["attempt"], "internal", trace)
-        if deal["attempt"] < self._config.max_attempts:
+        failure = Failure(task.id, task.input_digest, assignment["attempt"], "internal", trace)
+        if assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         row = self._rules.read(task.columns)
-        # What it had received by then was paid for and belongs into its record.
-        trajectory = self._trajectories.get(task.key) or row.trajectory(deal["events"])
+        # The record includes all replies so far: they were paid for.
+        trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
         close_calls(trajectory, "failed", lambda event: None)
-        return self._finished(task, deal, trajectory, row.spec, Finish("failed"), failure)
+        return self._finished(task, assignment, trajectory, row.spec, Finish("failed"), failure)
 
-    async def _carry_out(self, task: Task, deal: Assignment) -> bytes:
-        """Run one task; give the message that says how it ended, with its record if there is one.
+    async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
+        """Run one task; return the message about its end, with its record if there is one.
 
-        Raises what `run` has to sort out.
+        Raises errors that `run` handles.
         """
         row = self._rules.read(task.columns)
-        context = self._spaces.open(task.key, row, resumed=_has_begun(deal))
-        trajectory = row.trajectory(deal["events"])
+        context = self._spaces.open(task.key, row, resumed=_has_begun(assignment))
+        trajectory = row.trajectory(assignment["events"])
         self._trajectories[task.key] = trajectory
         end = Finish("failed")
         failure = check = None
         try:
-            kept = await self._spaces.prepare(context, row, place=deal["place"])
-            end = await self._converse(task, deal, trajectory, row, context, kept=kept)
+            kept = await self._spaces.prepare(context, row, place=assignment["place"])
+            end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             check = await self._spaces.judge(context, row)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.describe(error))
                 raise Stopped from error
-            failure = Failure(task.id, task.input_digest, deal["attempt"], error.kind, str(error))
+            failure = Failure(
+                task.id, task.input_digest, assignment["attempt"], error.kind, str(error)
+            )
         except SetupFailed as error:
             end = Finish("failed")
             failure = Failure(
-                task.id, task.input_digest, deal["attempt"], "setup_failed", str(error)
+                task.id, task.input_digest, assignment["attempt"], "setup_failed", str(error)
             )
         finally:
             await context.close(remove=False)
         log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
-        if failure and deal["attempt"] < self._config.max_attempts:
+        if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = context
-        return self._finished(task, deal, trajectory, row.spec, end, failure, check)
+        return self._finished(task, assignment, trajectory, row.spec, end, failure, check)
 
     def _finished(
         self,
         task: Task,
-        deal: Assignment,
+        assignment: Assignment,
         trajectory: Trajectory,
         spec: ConversationSpec,
         end: Finish,
@@ -170,7 +174,7 @@ class TaskRunner:
             setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             check=check,
-            attempt=deal["attempt"],
+            attempt=assignment["attempt"],
             provenance=self._setup.provenance,
         )
         return pack(
@@ -184,7 +188,7 @@ class TaskRunner:
     async def _converse(
         self,
         task: Task,
-        deal: Assignment,
+        assignment: Assignment,
         trajectory: Trajectory,
         row: RowTask,
         context: ToolContext,
@@ -195,7 +199,7 @@ class TaskRunner:
 
         kept_by = self._journal.kept
         until_kept = None if kept_by is None else partial(kept_by, task.key)
-        by_batch = self._calls.by_batch(task.key, deal)
+        by_batch = self._calls.by_batch(task.key, assignment)
 
         def gated(model: Model) -> StoppableModel:
             return StoppableModel(self._stops, by_batch(model), until_kept)
@@ -208,14 +212,14 @@ class TaskRunner:
             gate=gated,
             kept=until_kept,
         )
-        positions = itertools.count(len(deal["events"]))
+        positions = itertools.count(len(assignment["events"]))
 
         def journal(event: Event) -> None:
             self._journal.append(
                 task.id,
                 task.input_digest,
                 event,
-                assignment=deal["number"],
+                assignment=assignment["number"],
                 position=next(positions),
             )
             self._count(event)
@@ -237,18 +241,22 @@ class TaskRunner:
             subagents=row.spec.options.subagents,
             kept=kept,
         )
-        return await conversation.run(taken_up=_has_begun(deal))
+        return await conversation.run(taken_up=_has_begun(assignment))
 
     async def _replay(
         self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork
     ) -> dict[str, Any]:
-        def go_on() -> None:
+        def check_stop() -> None:
             if self._stops.is_stopping:
                 raise Stopped
 
         servers = frozenset(self._config.mcp or ())
         return await replay(
-            fork.events, home.toolbox(), trajectory, replayable(setup, servers), go_on=go_on
+            fork.events,
+            home.toolbox(),
+            trajectory,
+            replayable(setup, servers),
+            check_stop=check_stop,
         )
 
     def _count(self, event: Event) -> None:
@@ -273,6 +281,6 @@ class TaskRunner:
         return self._setup.script or () if own is None else parse_script(own)
 
 
-def _has_begun(deal: Assignment) -> bool:
-    """Whether the task goes on from something, and not only paid for what is lost."""
-    return not all(map(is_paid_alone, deal["events"]))
+def _has_begun(assignment: Assignment) -> bool:
+    """Whether the task continues a conversation: it has events other than discarded replies."""
+    return not all(map(is_cost_only, assignment["events"]))

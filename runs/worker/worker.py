@@ -1,8 +1,8 @@
 """A worker: one process, one event loop, many conversations in flight.
 
-It journals every reply and tool result itself and sends each finished record to the parent, who
-alone writes records. A task's journal and workspace are kept until the parent says that its
-record is durable. A worker never outlives its parent.
+It journals every reply and tool result itself and sends finished records to the parent, which
+writes them. It keeps a task's journal and workspace until the parent has acknowledged its record.
+A worker never outlives its parent.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
 
-_TELL_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
 
 
 def worker_main(connection: Connection, setup: WorkerSetup) -> None:
@@ -62,12 +62,12 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
 
 
 def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
-    """Work in this process until the parent says exit; see `Worker.serve`.
+    """Work in this process until the parent sends exit; see `Worker.serve`.
 
-    Exits where the machine fails, having told the parent.
+    If the machine fails, tells the parent and exits.
     """
-    # The parent decides what a Ctrl-C, a scheduler's SIGTERM or a closed terminal means. Not
-    # SIG_IGN: commands would inherit that, and `kill` would do nothing in them.
+    # The parent handles Ctrl-C, a scheduler's SIGTERM and a closed terminal. Not SIG_IGN: commands
+    # would inherit it, and `kill` would have no effect in them.
     for number in STOPPING:
         signal.signal(number, _leave_to_the_parent)
     allow_many_files()
@@ -94,11 +94,11 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
 
 
 def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:
-    """A signal that the whole process group got."""
+    """Ignore a signal to the whole process group."""
 
 
 class Worker:
-    """Runs the tasks that it is dealt, as many at a time as it is dealt."""
+    """Runs all tasks that it is assigned, at the same time."""
 
     def __init__(self, connection: Connection, setup: WorkerSetup) -> None:
         self._connection = connection
@@ -110,14 +110,14 @@ class Worker:
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self.is_stopping = False
-        self._told_at: dict[str, float] = {}
+        self._reported_at: dict[str, float] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._exit = asyncio.Event()
         self._cpu_s, self._asked_at = time.process_time(), time.monotonic()
         self._is_done = False
 
     async def serve(self) -> bool:
-        """Take deals until the parent says exit; tell whether the run is done by then."""
+        """Run assigned tasks until the parent sends exit; return whether the run is done."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_lost_error)
         self._sender = sender = threading.Thread(
@@ -186,7 +186,7 @@ class Worker:
         )
 
     def _busy(self) -> float:
-        """How much of a core this process has used since this was asked last."""
+        """The share of a core that this process has used since the last call."""
         cpu_s, self._cpu_s = self._cpu_s, time.process_time()
         asked_at, self._asked_at = self._asked_at, time.monotonic()
         return (self._cpu_s - cpu_s) / max(self._asked_at - asked_at, 0.001)
@@ -195,7 +195,7 @@ class Worker:
         try:
             header, payload = unpack(self._connection.recv_bytes())
         except (EOFError, OSError):
-            os._exit(1)  # the parent is gone: whoever resumes the run owns its files now
+            os._exit(1)  # the parent is gone, and another process may resume the run
         match header["type"]:
             case "tasks":
                 for assignment in header["assignments"]:
@@ -210,9 +210,9 @@ class Worker:
                 self._calls.on_key(**fields, key=payload)
             case "limits":
                 self._calls.on_limits(**header["limits"])
-            case "loan":
+            case "grant":
                 self._calls.on_grant(header["amount"])
-            case "recall":
+            case "reclaim":
                 self._calls.on_reclaim()
             case "stop":
                 self.is_stopping = True
@@ -225,18 +225,18 @@ class Worker:
                 self._is_done = header["done"]
                 self._exit.set()
 
-    def _start(self, deal: Assignment) -> None:
-        task = Task(**deal["task"])
-        self._running[task.key] = asyncio.create_task(self._run(task, deal))
+    def _start(self, assignment: Assignment) -> None:
+        task = Task(**assignment["task"])
+        self._running[task.key] = asyncio.create_task(self._run(task, assignment))
 
-    async def _run(self, task: Task, deal: Assignment) -> None:
-        message = await self._runner.run(task, deal)
+    async def _run(self, task: Task, assignment: Assignment) -> None:
+        message = await self._runner.run(task, assignment)
         self._journal.flush()
         self._running.pop(task.key, None)
         self._outbox.put(message)
 
     def _release(self, key: bytes) -> None:
-        """The task's record is durable: nothing else of it is needed."""
+        """The task's record is durable: remove its other files."""
         context = self._runner.release(key)
         if context is not None:
             removal = asyncio.create_task(context.close(remove=True))
@@ -244,50 +244,50 @@ class Worker:
             removal.add_done_callback(self._removals.discard)
 
     def _abandon(self) -> None:
-        """Grace is over: what runs now is repeated by the next start."""
+        """The grace period is over: cancel running turns; the next start repeats them."""
         for task in self._running.values():
             task.cancel()
 
     def _on_retry(self, asked: ModelSettings, retry: Retry) -> None:
-        """Log every retry; tell the parent of one a second, which it shows while nothing answers.
+        """Log every retry; report at most one per second to the parent, which shows outages.
 
-        That an endpoint which has answered wants fewer calls is no outage.
+        Rate limits of an endpoint that has answered are not an outage.
         """
         url = asked.base_url or ""
         log.info("%s: %s", url, retry)
         now = time.monotonic()
-        is_told = now - self._told_at.get(url, -_TELL_EVERY_S) < _TELL_EVERY_S
-        if is_told or (retry.kind == "rate_limited" and url in self._calls.proven):
+        is_reported = now - self._reported_at.get(url, -_REPORT_EVERY_S) < _REPORT_EVERY_S
+        if is_reported or (retry.kind == "rate_limited" and url in self._calls.proven):
             return
-        self._told_at[url] = now
+        self._reported_at[url] = now
         words = f"{retry.kind}: {retry.words}"
         self.send("outage", url=url, words=words, left_s=retry.left_s)
 
     def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback failed, and what it was to do is lost: by the machine's fault, all stops."""
+        """A callback failed; if the machine is the cause, stop the run."""
         error = context.get("exception")
         words = None if error is None else machine_failure(error)
         if words is None:
             loop.default_exception_handler(context)
             return
         log.error("the machine failed", exc_info=error)
-        self.halt(f"a worker cannot go on: {words}")
+        self.halt(f"a worker cannot continue: {words}")
         self._outbox.put(None)
         self._sender.join()
         os._exit(1)
 
     def halt(self, message: str) -> None:
-        """Ask the parent to stop the run; conversations rest until it is taken up again."""
+        """Ask the parent to stop the run; the next start continues its conversations."""
         self.is_stopping = True
         self._calls.stop()
         self.send("halt", message=message)
 
     def send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
-        """Tell the parent; from any thread."""
+        """Send a message to the parent, from any thread."""
         self._outbox.put(pack(type, payload, **fields))
 
     def _send_forever(self) -> None:
-        """A pipe that is full must not hold the event loop, so a thread does the writing."""
+        """Send in a thread: a full pipe must not block the event loop."""
         while (message := self._outbox.get()) is not None:
             try:
                 self._connection.send_bytes(message)

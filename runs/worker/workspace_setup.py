@@ -1,4 +1,4 @@
-"""Setting a workspace up as its row says, and checking it at the end."""
+"""Set up a workspace as its row says, and run the row's check at the end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from toolsets.sandbox.base import ExecResult
 from toolsets.text import clip
 
 _SHOWN = 2000
-"""Characters of a command's output that a record or a message repeats."""
-
+"""Maximum characters of a command's output in a record or message."""
 
 _NOT_PASSED: dict[str, Any] = {
     "passed": False,
@@ -32,11 +31,11 @@ _NOT_PASSED: dict[str, Any] = {
 
 
 class SetupFailed(Exception):
-    """The workspace of a task could not be set up as its row says."""
+    """The workspace of a task could not be set up, or its check could not run."""
 
 
 async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
-    """Write the files and run the commands. Raises `SetupFailed` with what went wrong."""
+    """Write the files and run the commands. Raises `SetupFailed` with the reason."""
     mark = half_set_up(context.workspace.root)
     await asyncio.to_thread(mark.touch)
     await _write(context, row.files)
@@ -44,27 +43,27 @@ async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
         result = await _run(context, command)
         if result.exit_code != 0:
             how = "timed out" if result.timed_out else f"ended with exit code {result.exit_code}"
-            said = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
-            raise SetupFailed(f"`setup`: {clip(command, max_chars=200)!r} {how}: {said}")
+            output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+            raise SetupFailed(f"`setup`: {clip(command, max_chars=200)!r} {how}: {output}")
     await asyncio.to_thread(mark.unlink, missing_ok=True)
 
 
 def half_set_up(root: Path) -> Path:
-    """The mark beside a workspace that is being set up: a crash may have left it half done."""
+    """The file beside a workspace that is being set up; after a crash it shows that it is not."""
     return root.with_name(f"{root.name}.half")
 
 
 async def run_check(context: ToolContext, check: Check) -> dict[str, Any]:
-    """Judge the workspace; a command that ends with exit code 0 has passed.
+    """Run the check of a workspace; it has passed if its exit code is 0.
 
-    Keys: `passed`, `reward` (the number under "reward" where the last line of the output is a
-    JSON object that has one, else 1.0 or 0.0), `exit_code` (None after a timeout), `stdout` and
-    `stderr` (cut), `duration_s`. Raises `SetupFailed` where it could not be run at all.
+    Keys: `passed`, `reward` (the number "reward" of a JSON object in the last line of the output,
+    else 1.0 or 0.0), `exit_code` (None after a timeout), `stdout` and `stderr` (shortened),
+    `duration_s`. Raises `SetupFailed` if it could not run at all.
     """
     try:
         await _write(context, check.files)
     except SetupFailed as error:
-        # What the model left there is in the way: that is its doing.
+        # Files of the model are in the way, so the check fails.
         return _NOT_PASSED | {"stderr": str(error)}
     result = await _run(context, check.command)
     passed = result.exit_code == 0
@@ -99,10 +98,10 @@ async def _run(context: ToolContext, command: str) -> ExecResult:
 def _reward(stdout: str) -> float | None:
     last = stdout.strip().rpartition("\n")[2]
     try:
-        told = orjson.loads(last)
+        result = orjson.loads(last)
     except orjson.JSONDecodeError:
         return None
-    reward = told.get("reward") if isinstance(told, dict) else None
+    reward = result.get("reward") if isinstance(result, dict) else None
     if isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward):
         return float(reward)
     return None

@@ -1,4 +1,4 @@
-"""Where the tasks of a worker work: a workspace each, set up and judged as its row says."""
+"""The workspaces and sandboxes of a worker's tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolsets.workspace.workspace import Workspace
 
 
 class Workspaces:
-    """Opens the spaces of the tasks of one worker."""
+    """Opens the workspaces of one worker's tasks."""
 
     def __init__(self, setup: WorkerSetup, browsers: Browsers) -> None:
         self._setup = setup
@@ -29,7 +29,7 @@ class Workspaces:
         self._images: dict[str, str | None] = {}
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
-        """The space of the task with this key; its directory is made when it is needed."""
+        """The context of the task with this key; its directory is made when it is needed."""
         workspace = Workspace(self._setup.run_dir / "workspaces" / key.hex())
         return ToolContext(
             workspace,
@@ -40,9 +40,9 @@ class Workspaces:
         )
 
     async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> bool:
-        """Make a space what its row says; tell whether it is the one of an earlier deal.
+        """Prepare a workspace as its row says; return whether it is from an earlier assignment.
 
-        `place` is where the workspace of that deal is. Raises `SetupFailed`.
+        `place` is where the workspace of that assignment is. Raises `SetupFailed`.
         """
         root = context.workspace.root
         is_new = not context.resumed or place != self._setup.place
@@ -62,10 +62,10 @@ class Workspaces:
         return kept
 
     async def judge(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
-        """What the row's check says at the end; None where it has none. Raises `SetupFailed`."""
+        """The result of the row's check; None if it has none. Raises `SetupFailed`."""
         if row.setup is None or row.setup.check is None:
             return None
-        # What the model left running could change what the check relies on.
+        # Processes that the model left running could affect the check.
         await sandbox_of(context).stop()
         judged = replace(context, sandbox=self._sandbox_for(context.workspace, row.image))
         try:
@@ -74,7 +74,7 @@ class Workspaces:
             await judged.close(remove=False)
 
     async def _image_problem(self, image: str) -> str | None:
-        """Why a row's image cannot be run; asked once per image."""
+        """Why a row's image cannot be run, checked once per image."""
         if image not in self._images:
             self._images[image] = await asyncio.to_thread(docker_problem, image)
         return self._images[image]

@@ -35,7 +35,7 @@ def test_chat_gives_the_final_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"api_key": "sk-of-a-file\n"}, "api_key: it holds characters"),
+        ({"api_key": "sk-of-a-file\n"}, "api_key: it has invalid characters"),
         ({"base_url": "127.0.0.1:8000/v1"}, "base_url: must start with http"),
         ({"base_url": "http://127.0.0.1/v1?version=1"}, "base_url: must not have a password"),
     ],

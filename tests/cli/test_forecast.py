@@ -17,22 +17,22 @@ from tests.running import lines, run, write_prompts, write_rows
 
 class TestSample:
     def test_it_is_the_same_in_every_start_and_another_by_seed(self, tmp_path: Path) -> None:
-        found = scan(write_prompts(tmp_path / "p.jsonl", 200), max_samples=None)
-        first = sample_tasks(found, num_samples=2, count=30, seed=0)
+        found = scan(write_prompts(tmp_path / "p.jsonl", 200), max_samples=None, num_samples=2)
+        first = sample_tasks(found, count=30, seed=0)
         assert len(first) == 30
-        assert first == sample_tasks(found, num_samples=2, count=30, seed=0)
-        assert first != sample_tasks(found, num_samples=2, count=30, seed=1)
+        assert first == sample_tasks(found, count=30, seed=0)
+        assert first != sample_tasks(found, count=30, seed=1)
 
     def test_it_comes_from_all_over_the_file(self, tmp_path: Path) -> None:
         found = scan(write_prompts(tmp_path / "p.jsonl", 400), max_samples=None)
-        drawn = sample_tasks(found, num_samples=1, count=80, seed=0)
-        places = [n for n, task in enumerate(tasks(found, num_samples=1)) if task.key in drawn]
+        drawn = sample_tasks(found, count=80, seed=0)
+        places = [n for n, task in enumerate(tasks(found)) if task.key in drawn]
         quarters = [sum(n // 100 == quarter for n in places) for quarter in range(4)]
         assert min(quarters) > 8
 
     def test_a_small_file_is_drawn_whole(self, tmp_path: Path) -> None:
         found = scan(write_prompts(tmp_path / "p.jsonl", 5), max_samples=None)
-        assert len(sample_tasks(found, num_samples=1, count=30, seed=0)) == 5
+        assert len(sample_tasks(found, count=30, seed=0)) == 5
 
 
 class TestIntervals:

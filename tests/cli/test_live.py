@@ -110,7 +110,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
         assert terminal.read_to_the_end() == 130
         terminal.assert_is_as_it_was()
     after = terminal.written.partition(LEAVE)[2].decode()
-    assert "stopping: running turns have 0 s to finish" in after
+    assert "stopping: running turns get 0 s to finish" in after
 
 
 def test_a_killed_run_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def export(folder: Path, *records: dict[str, Any], pending: int = 0, **options: 
     kept = {"attempt": 1, "tool_calls": [], "cost_usd": None}
     stored = [
         record | kept | {"id": task.id, "input_digest": task.input_digest}
-        for task, record in zip(tasks(found, num_samples=1), records, strict=False)
+        for task, record in zip(tasks(found), records, strict=False)
     ]
     write_rows(run_dir / "records.jsonl", *stored)
     export_run(run_dir, found, num_samples=1, **options)

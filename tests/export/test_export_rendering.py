@@ -145,7 +145,8 @@ def test_the_command_shows_rows_and_sums_up_what_is_dropped(tmp_path: Path) -> N
     options: dict[str, Any] = {"format": "openai", "render": "t.jinja", "render_rows": 1}
     done = run(tmp_path, "export", source.run_dir, **options)
     assert done.returncode == 0, done.stderr
-    _, shown, told = done.stdout.partition("=== t0\n")[2].partition("=== of 2 rows")
+    end = "=== dropped by the template in 2 rows"
+    _, shown, told = done.stdout.partition("=== t0\n")[2].partition(end)
     assert "dropped: message 3 (assistant), reasoning" in done.stdout
     assert "=== t1" not in done.stdout
     assert shown

@@ -97,7 +97,6 @@ def test_no_process_is_the_machines_failure(crowded: Path, tmp_path: Path) -> No
     is_stopped_and_goes_on(tmp_path, options, "Resource temporarily unavailable; raise the limit")
 
 
-@pytest.mark.slow
 def test_one_oversized_value_is_the_tools_failure(tmp_path: Path) -> None:
     done = run(tmp_path, **given(tmp_path, calls(call("take_far_too_much"))))
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,10 @@ def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, asked: s
             assert_gone(process.pid)
     said = (tmp_path / "output.txt").read_text()
     assert "stopping: running turns get 0.5 s to finish" in said
-    assert "interrupted by SIGTERM; nothing is lost: run the same command again to continue" in said
+    assert (
+        "interrupted by SIGTERM; finished work is safe: run the same command again to continue"
+        in said
+    )
     assert "Traceback" not in said
     with FakeEndpoint(turns=2, latency_s=0.0, port=endpoint.port, **WRITE_A_NOTE) as endpoint:
         resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint)

@@ -266,7 +266,7 @@ def test_after_the_reply_and_before_its_tools(tmp_path: Path) -> None:
     """The worker dies as the first tool is about to make the workspace."""
     dataset = write_prompts(tmp_path / "p.jsonl", 1)
     rules = RunConfig(dataset_file=dataset, run_name="r").row_rules("openai")
-    (task,) = tasks(scan(dataset, max_samples=None, rules=rules), num_samples=1)
+    (task,) = tasks(scan(dataset, max_samples=None, rules=rules))
     workspace = tmp_path / "trajectories" / "r" / "workspaces" / task.key.hex()
     kill = ["-P", str(workspace), "-e", "inject=mkdir:signal=KILL:when=1"]
     with FakeEndpoint(turns=3, latency_s=0.0, **WRITE_A_NOTE) as endpoint:

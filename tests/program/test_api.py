@@ -25,7 +25,7 @@ from runs.run import Outcome
 from runs.run_lock import locked
 from tests.answering import JSON, answering
 from tests.program.test_processes import AS_FIRST, needs_first_place
-from tests.running import ROOT, SCRIPTED, started, wait_until, workers_of, write_rows
+from tests.running import ROOT, SCRIPTED, started, wait_until, write_rows
 from tests.running import run as run_command
 
 CALL = {"name": "list_files", "arguments": {}}
@@ -149,7 +149,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 class TestAsLibrary:
-    @pytest.mark.slow
     def test_a_script_needs_no_guard(self, tmp_path: Path) -> None:
         """Workers do not import it, so it runs once."""
         scripted(tmp_path)
@@ -277,10 +276,10 @@ class TestOpenRun:
         write_rows(tmp_path / "p.jsonl", *dataset)
         options = {"model": "m", "key_env": "none", "enabled_toolsets": "file"}
         with (
-            answering(lambda path, body: (500, {})) as (url, _),
+            answering(lambda path, body: (500, {})) as (url, asked),
             started(tmp_path, **{**SCRIPTED, **options, "base_url": url}) as process,
         ):
-            wait_until(lambda: workers_of(process.pid))
+            wait_until(lambda: asked)
             stored = open_run(tmp_path / "trajectories" / "r")
             holder = stored.holder
             assert holder is not None

@@ -117,7 +117,6 @@ def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["chat", only_long("messages")])
-@pytest.mark.slow
 def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
     """It is carried out and nobody is told its id: the next start finds it."""
     write_prompts(tmp_path / "p.jsonl", 4)

@@ -243,8 +243,11 @@ def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, how: signal.Sig
 @pytest.mark.slow
 def test_a_task_that_kills_its_workers_fails_alone(tmp_path: Path) -> None:
     """The culprit becomes a failed record with its reason; all its neighbours complete."""
-    of_the_shells_parent = "kill -9 $(cut -d' ' -f4 /proc/$PPID/stat)"
-    kill = {"name": "terminal", "arguments": {"command": of_the_shells_parent}}
+    (tmp_path / "own.py").write_text(
+        "import os, signal\n\n\ndef die() -> None:\n"
+        '    """Kill the worker."""\n    os.kill(os.getpid(), signal.SIGKILL)\n'
+    )
+    kill = {"name": "die", "arguments": {}}
     nap = {"name": "terminal", "arguments": {"command": "sleep 0.2"}}
     rows: list[Any] = [
         {"id": f"good{n}", "prompt": "x", "script": [{"tool_calls": [nap]}, {"content": "ok"}]}
@@ -252,7 +255,8 @@ def test_a_task_that_kills_its_workers_fails_alone(tmp_path: Path) -> None:
     ]
     rows.insert(3, {"id": "culprit", "prompt": "x", "script": [{"tool_calls": [kill]}] * 9})
     write_rows(tmp_path / "p.jsonl", *rows)
-    given = {**RUN, "model": "scripted", "sandbox": "local", "enabled_toolsets": "terminal"}
+    given = {**RUN, "model": "scripted", "sandbox": "local", "tools": "own.py:die"}
+    given["enabled_toolsets"] = "own,terminal"
     done = run(tmp_path, **given, batch_size=4)
     assert done.returncode == 1, done.stderr
     by_id = {record["id"]: record for record in lines(records(tmp_path))}
@@ -322,7 +326,6 @@ def test_one_signal_stops_the_run_after_the_turns_in_flight(
     assert_sums_agree(tmp_path)
 
 
-@pytest.mark.slow
 def test_two_signals_stop_the_run_at_once(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 8)
     with (
@@ -529,7 +532,6 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
         assert [turn["turn"] for turn in record["turns"]] == list(range(1, 13))
 
 
-@pytest.mark.slow
 def test_a_closed_terminal_stops_the_run_after_the_turns_in_flight(tmp_path: Path) -> None:
     """SIGHUP goes to the whole group; running turns are finished and journaled all the same."""
     write_prompts(tmp_path / "p.jsonl", 8)
@@ -700,9 +702,8 @@ def test_a_full_disk_stops_the_run_and_the_next_start_resumes(tmp_path: Path) ->
 BAD_INPUT: list[tuple[dict[str, object], str]] = [
     ({"dataset_file": "absent.jsonl"}, "no such dataset file"),
     ({"dataset_file": "empty.jsonl"}, "the file is empty"),
-    ({"dataset_file": "."}, "is a directory"),
     ({"enabled_toolsets": "file,flight"}, "unknown toolset 'flight'; known: browser, file, "),
-    ({"model": "foo:bar"}, "unknown prefix 'foo'. Known: anthropic, openai, openrouter"),
+    ({"model": "foo:bar"}, "unknown prefix 'foo'. Known: anthropic, "),
     ({"model": "anthropic:m"}, "set the environment variable ANTHROPIC_API_KEY"),
     ({"output_dir": "p.jsonl"}, "cannot use this run directory"),
     ({"run_name": "a/b"}, "must be letters, digits"),
@@ -785,7 +786,8 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         "import sys; sys.argv = ['batch_runner.py', '--help']; import batch_runner\n"
         "try: batch_runner.main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'httpx2', 'aiohttp', 'genai_prices', 'asyncio'}\n"
+        "heavy = {'httpx2', 'aiohttp', 'genai_prices', 'asyncio', 'urllib.request'}\n"
+        "heavy |= {'openai', 'anthropic'}\n"
         "print('LOADED', sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(

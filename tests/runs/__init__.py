@@ -3,6 +3,7 @@
 test_requirements     what the program says where it cannot start
 test_config_file      mistakes in config files and flags
 test_dataset          reading prompts
+test_sources          datasets in other forms than plain JSONL
 test_row_setup        rows that bring files, and checks of the final state
 test_kept_scan        the cached scan of a dataset
 test_endpoints        several models and endpoints in one run

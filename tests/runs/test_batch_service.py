@@ -465,13 +465,13 @@ async def model_of(
 ) -> AsyncIterator[BatchApiModel]:
     settings = settings_for(api, "chat")
     live = open_model(settings, api_key="none", on_retry=lambda words: None)
-    budget = WorkerBudget(bounds=None, tell=lambda told: None)
+    budget = WorkerBudget(budget=None, report=lambda told: None)
     gate = CallLimiter(permits=0, budget=budget, on_refusal=lambda *_: None)
     try:
         yield BatchApiModel(
             live,
-            desk=parent.desk,
-            gate=gate,
+            client=parent.desk,
+            limiter=gate,
             budget=budget,
             task=task_key("t", ""),
             used=used,

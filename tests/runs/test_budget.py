@@ -97,7 +97,7 @@ class TestWorkerBudget:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
             first = asyncio.create_task(budget.reserve(Cost(usd=1.0)))
             second = asyncio.create_task(budget.reserve(Cost(usd=1.0)))
             await asyncio.sleep(0)
@@ -130,7 +130,7 @@ class TestWorkerBudget:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
             budget.take_grant(Cost(usd=2.0))
             await budget.reserve(Cost(usd=1.0))
             budget.settle(Cost(usd=1.0), outcome)
@@ -144,7 +144,7 @@ class TestWorkerBudget:
         told: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(bounds=Cost(usd=5.0), tell=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
             budget.take_over(Cost(usd=1.0))
             assert not budget.try_to_reserve(Cost(usd=0.5))
             budget.settle(Cost(usd=1.0), reply(0.25))
@@ -156,7 +156,7 @@ class TestWorkerBudget:
 
     def test_waiting_calls_are_refused_when_the_run_stops(self) -> None:
         async def use() -> None:
-            budget = WorkerBudget(bounds=Cost(tokens=5), tell=lambda told: None)
+            budget = WorkerBudget(budget=Cost(tokens=5), report=lambda told: None)
             waiter = asyncio.create_task(budget.reserve(Cost(tokens=1)))
             await asyncio.sleep(0)
             budget.stop()
@@ -176,14 +176,14 @@ class Worker:
     def __init__(self, bounds: Cost) -> None:
         self.to_parent: list[dict[str, Any]] = []
         self.from_parent: list[dict[str, Any]] = []
-        self.budget = WorkerBudget(bounds=bounds, tell=self.to_parent.append)
+        self.budget = WorkerBudget(budget=bounds, report=self.to_parent.append)
 
     def send(self, message: bytes) -> None:
         self.from_parent.append(orjson.loads(message.split(b"\n")[0]))
 
     def receive(self) -> None:
         for header in self.from_parent:
-            if header["type"] == "loan":
+            if header["type"] == "grant":
                 self.budget.take_grant(Cost(*header["amount"]))
             else:
                 self.budget.reclaim()
@@ -330,7 +330,6 @@ def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> No
     assert "the budget of the run is used up" in stopped.stderr
 
 
-@pytest.mark.slow
 def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=1, latency_s=0.0, faults={"http403": 0.5}) as endpoint:

@@ -150,7 +150,7 @@ class TestARun:
         write_dataset(tmp_path)
         told = start(tmp_path, num_samples=2)
         assert (
-            "checked 6: passed 2 (33.3%), did not pass 4; mean reward 0.5; of 3 prompts 1 " in told
+            "checked 6: passed 2 (33.3%), did not pass 4; mean reward 0.5; 1 of 3 prompts " in told
         )
         summary = read(tmp_path / "trajectories" / "r" / "summary.json")
         assert (summary["prompts_checked"], summary["prompts_passed"]) == (3, 1)

@@ -78,7 +78,7 @@ def test_a_secret_in_a_url_is_not_shown(tmp_path: Path, url: str) -> None:
     told += [refused(tmp_path, f"base_url: {url}\n")]
     told += [refused(tmp_path, f"endpoints: {{mine: {{base_url: '{url}'}}}}\n")]
     for words in told:
-        assert "must not have a password or query" in words
+        assert "must not have a password, key or query" in words
         assert "canary" not in words
 
 

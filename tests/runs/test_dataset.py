@@ -10,7 +10,7 @@ import pytest
 
 from runs.dataset.lines import ContentDigest, Row, read_rows
 from runs.dataset.row import RowRules, opening_messages
-from runs.dataset.scan import scan, tasks, tasks_at
+from runs.dataset.scan import scan, tasks
 from runs.errors import DatasetChanged, DatasetError
 from runs.tasks import BadRow, Task
 
@@ -29,7 +29,7 @@ def test_a_pipe_is_named_instead_of_waited_for(tmp_path: Path) -> None:
 
 
 def all_tasks(path: Path, num_samples: int = 1, max_samples: int | None = None) -> list[Task]:
-    return list(tasks(scan(path, max_samples=max_samples), num_samples=num_samples))
+    return list(tasks(scan(path, max_samples=max_samples, num_samples=num_samples)))
 
 
 @pytest.mark.parametrize(
@@ -258,13 +258,13 @@ def test_a_row_that_changes_after_the_scan_is_no_task(tmp_path: Path, lines: lis
     found = scan(path, max_samples=None)
     write(path, *lines)
     with pytest.raises(DatasetChanged, match="run the same command again"):
-        list(tasks(found, num_samples=1))
+        list(tasks(found))
     with pytest.raises(DatasetChanged):
-        list(tasks_at(found, [0, 1]))
+        list(tasks(found, [0, 1]))
 
 
 def test_rows_that_are_appended_after_the_scan_wait_for_the_next(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
     found = scan(path, max_samples=None)
     write(path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
-    assert [task.columns["prompt"] for task in tasks(found, num_samples=1)] == ["a", "b"]
+    assert [task.columns["prompt"] for task in tasks(found)] == ["a", "b"]

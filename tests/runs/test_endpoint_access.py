@@ -18,7 +18,7 @@ import yaml
 from agent.models.client.key_command import CommandKey, KeyCommandError, run_key_command
 from agent.models.providers import NO_KEY
 from agent.models.resolve import MissingKey, read_key
-from runs.config.endpoints import EndpointConfig
+from runs.config.endpoint_config import EndpointConfig
 from runs.config.loading import load_config
 from runs.config.models import called_models, limits_of, set_up_models
 from runs.config.run_config import RunConfig
@@ -103,13 +103,13 @@ def runs_of(tmp_path: Path) -> int:
     return len((tmp_path / "runs.txt").read_text().splitlines())
 
 
-def start(tmp_path: Path, endpoint: dict[str, Any], **given: Any) -> Any:
+def start(tmp_path: Path, endpoint: dict[str, Any], *flags: str, **given: Any) -> Any:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"endpoints": {"own": endpoint}}))
     options: dict[str, Any] = {
         **{"config": "run.yaml", "run_name": "r", "dataset_file": "p.jsonl", "model": "own:m"},
         **{"enabled_toolsets": "none", "num_workers": 2, "batch_size": 4, **given},
     }
-    return run(tmp_path, **options)
+    return run(tmp_path, *flags, **options)
 
 
 def files_with(path: Path, text: str) -> list[Path]:
@@ -135,6 +135,49 @@ def test_a_key_command_serves_all_workers_and_its_keys_are_nowhere(tmp_path: Pat
     assert runs_of(tmp_path) == 3
     assert not files_with(tmp_path / "trajectories", "token-of-turn-")
     assert "token-of-turn-" not in done.stdout + done.stderr
+
+
+OWN_CLIENT = """
+from pathlib import Path
+
+def make(root, token_file):
+    from openai import AsyncOpenAI
+
+    async def token():
+        return Path(token_file).read_text()
+
+    return AsyncOpenAI(base_url=root, api_key=token)
+"""
+
+
+def test_a_client_of_one_s_own_is_used_in_workers(tmp_path: Path) -> None:
+    """Its tokens change during the run; they and those of others are in no file."""
+    write_prompts(tmp_path / "p.jsonl", 60)
+    (tmp_path / "my_clients.py").write_text(OWN_CLIENT)
+    token_file = tmp_path / "token"
+    door = Door(token_file, calls_per_token=20)
+    with opened(door) as root:
+        options = {"root": f"{root}/v1", "token_file": str(token_file)}
+        endpoint = {"client": "my_clients:make", "client_options": options}
+        looked = start(tmp_path, endpoint, "--dry_run")
+        assert f"m (openai_chat at {root}/v1)" in looked.stdout
+        done = start(tmp_path, endpoint)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "trajectories/r/summary.json").read_text())
+    assert (summary["done"], summary["failed"]) == (60, 0)
+    assert door.refused >= 2
+    assert {path for path, _ in door.seen} == {"/v1/chat/completions"}
+    assert not files_with(tmp_path / "trajectories", "token-of-turn-")
+
+
+def test_batches_do_not_go_through_a_client(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 1)
+    (tmp_path / "my_clients.py").write_text(OWN_CLIENT)
+    options = {"root": "http://127.0.0.1:1/v1", "token_file": "none"}
+    endpoint = {"client": "my_clients:make", "client_options": options}
+    done = start(tmp_path, endpoint, "--batch_api")
+    assert done.returncode == 2
+    assert "batch_api: the endpoint of 'own:m' has no" in done.stderr
 
 
 def test_a_key_command_that_fails_stops_the_run_before_any_call(tmp_path: Path) -> None:
@@ -275,9 +318,18 @@ SECRET = "s3cr3t-of-a-user-0123456789"
         ({**URL, "headers": {"x-note": f"sk-{SECRET}"}}, "header 'x-note' seems to hold"),
         ({**URL, "query": {"key": SECRET}}, "parameter 'key' seems to hold a secret"),
         ({**URL, "query": {"sig": SECRET}}, "parameter 'sig' seems to hold a secret"),
-        ({"base_url": f"http://127.0.0.1/v1?key={SECRET}"}, "must hold no password, key or query"),
-        ({"base_url": f"http://me:{SECRET}@127.0.0.1/v1"}, "must hold no password, key or query"),
-        ({"base_url": f"http://127.0.0.1/sk-{SECRET}/v1"}, "must hold no password, key or query"),
+        (
+            {"base_url": f"http://127.0.0.1/v1?key={SECRET}"},
+            "must not have a password, key or query",
+        ),
+        (
+            {"base_url": f"http://me:{SECRET}@127.0.0.1/v1"},
+            "must not have a password, key or query",
+        ),
+        (
+            {"base_url": f"http://127.0.0.1/sk-{SECRET}/v1"},
+            "must not have a password, key or query",
+        ),
         ({**URL, "proxy": f"http://me:{SECRET}@127.0.0.1:1"}, "give such a proxy as HTTPS_PROXY"),
         ({**URL, "key_command": ["echo", f"sk-{SECRET}"]}, "read it from a variable"),
         ({"client": "azure", "client_options": {"api_key": SECRET}}, "argument 'api_key' seems"),
@@ -306,6 +358,7 @@ def test_a_secret_in_the_clear_is_refused_and_not_repeated(
         {**URL, "query": {"api-version": "2025-04-01-preview"}},
         {"base_url": "https://gateway.example.com/v1/0a1b2c3d4e5f60718293a4b5c6d7e8f9/llm/openai"},
         {"client": "bedrock", "client_options": {"aws_region": "us-east-1"}},
+        {"client": "a:b", "client_options": {"token_file": "t", "key_vault": "v", "key_id": "k"}},
     ],
 )
 def test_what_is_no_secret_is_taken(endpoint: dict[str, Any]) -> None:

@@ -229,7 +229,6 @@ def test_branches_become_pairs_of_one_step(tmp_path: Path) -> None:
         assert metadata["fork"] == {"run": "r", "record": pair["id"][5:7], "turn": 2}
 
 
-@pytest.mark.slow
 def test_a_killed_fork_resumes_and_repeats_no_call(tmp_path: Path) -> None:
     with finished_parent(tmp_path) as (endpoint, asked):
         count = len(asked)
@@ -340,7 +339,7 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
     assert [record["id"] for record in records(tmp_path, "b")] == ["fork.cut@2"]
     for line, words in (
         (["--at_turn=1", "--run_name=b"], "it has other branches; use another --run_name"),
-        (["--at_turn=4", "--run_name=n"], "1 left out: it does not go on after turn 4"),
+        (["--at_turn=4", "--run_name=n"], "1 left out: it does not continue after turn 4"),
     ):
         refused = run(tmp_path, "fork", "r", *line, "--n=1", "--status=max_turns")
         assert refused.returncode == 2

@@ -121,7 +121,7 @@ def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) 
     (cwd / "empty").mkdir()
     refused = run(cwd, "import_hermes", "empty", **SCRIPTED)
     assert refused.returncode == 2
-    assert "empty: no batch_N.jsonl and no trajectories.jsonl" in refused.stderr
+    assert "empty: not a run of hermes-agent" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) 
         ([], "it has no message of the model"),
         ([("gpt", "<tool_call>\n{broken\n</tool_call>")], "Expecting"),
         ([("gpt", '<tool_call>\n{"name": "x"}')], "not closed"),
-        ([("gpt", '<tool_call>\n{"name": "x"}\n</tool_call> and more')], "something else"),
+        ([("gpt", '<tool_call>\n{"name": "x"}\n</tool_call> and more')], "text between"),
         ([("gpt", "x"), WORK[1]], "2 results for 0 calls"),
         ([("narrator", "x")], "from 'narrator'"),
     ],

@@ -15,7 +15,7 @@ import pytest
 
 from agent.options import AgentOptions
 from runs.dataset.row import RowRules
-from runs.dataset.scan import scan, tasks, tasks_at
+from runs.dataset.scan import scan, tasks
 from runs.dataset.scan_cache import cached_scan, load_scan, save_scan
 from runs.shards import Shard
 from testing.fake_endpoint import FakeEndpoint
@@ -61,8 +61,8 @@ def served(dataset: Path, **asked: Any) -> bool:
     asked = {**ASKED, **asked}
     found, scanned = cached_scan(kept, dataset, **asked), scan(dataset, **asked)
     assert found == scanned
-    every = list(tasks(scanned, num_samples=asked["num_samples"]))
-    assert list(tasks_at(found, range(found.tasks))) == every
+    every = list(tasks(scanned))
+    assert list(tasks(found)) == every
     assert [found.key(n) for n in range(found.tasks)] == [task.key for task in every]
     return load_scan(kept, dataset, **asked) is not None
 
@@ -260,7 +260,6 @@ def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
         assert not endpoint.journal()["repeated"]
 
 
-@pytest.mark.slow
 def test_a_wrong_saved_scan_costs_one_start(tmp_path: Path) -> None:
     """As if a program of the same version had told rows apart in another way."""
     script = [{"content": "a"}]

@@ -135,7 +135,7 @@ REPLY = Completion(
 
 
 def open_gate(**more: Any) -> CallLimiter:
-    budget = WorkerBudget(bounds=None, tell=lambda told: None)
+    budget = WorkerBudget(budget=None, report=lambda told: None)
     return CallLimiter(**{"permits": 1, "budget": budget, "on_refusal": lambda *_: None, **more})
 
 

@@ -125,7 +125,6 @@ def test_records_at_other_offsets_than_the_index_says_are_found(cwd: Path) -> No
     assert "4 records of trajectories/c" in run(cwd, *line).stdout
 
 
-@pytest.mark.slow
 def test_conversations_under_way_are_left_behind_only_where_that_is_wanted(cwd: Path) -> None:
     reply = {"kind": "reply", "turn": 1, "message": {"role": "assistant", "content": ""}}
     event = {"task": "p9", "input_digest": "d", "deal": 1, "position": 0, "event": reply}

@@ -152,7 +152,6 @@ def test_a_check_that_takes_too_long_has_not_passed(tmp_path: Path) -> None:
     assert (record["check"]["passed"], record["check"]["exit_code"]) == (False, None)
 
 
-@pytest.mark.slow
 def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> None:
     record = record_of(tmp_path, {"setup": "echo no such thing >&2; exit 3"}, max_attempts=1)
     assert record["status"] == "failed"
@@ -217,4 +216,4 @@ def test_commands_of_rows_need_a_sandbox_that_works(tmp_path: Path) -> None:
     refused = run(tmp_path, "--row_setup", **SCRIPTED, env=nowhere)
     assert refused.returncode == 2
     assert "bwrap" in refused.stderr
-    assert "`setup` and `check` are commands too" in refused.stderr
+    assert "`setup` and `check` are commands, too" in refused.stderr

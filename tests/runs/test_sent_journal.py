@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import Event, Message, is_paid_alone
+from agent.messages import Event, Message, is_cost_only
 from agent.models.model import Completion
 from agent.state.events import Clock, note_event, reply_event
 from runs.protocol.messages import unpack
@@ -110,7 +110,7 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     assert inflight.workspace_place(KEY) == "there"
     assert inflight.workspace_place(task_key("q", "d")) == ""
     assert inflight.workspace_place(task_key("r", "d")) == ""
-    assert [is_paid_alone(event) for event in inflight.events(KEY)] == [False, True]
+    assert [is_cost_only(event) for event in inflight.events(KEY)] == [False, True]
     assert not errors
 
 

@@ -58,11 +58,11 @@ class TestWhichShard:
 
     def test_every_task_and_bad_row_is_in_exactly_one(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "p.jsonl", *dataset())
-        whole = scan(path, max_samples=None)
-        expected = sorted(task.id for task in tasks(whole, num_samples=2))
+        whole = scan(path, max_samples=None, num_samples=2)
+        expected = sorted(task.id for task in tasks(whole))
         for count in (2, 3, 7, 50):
-            parts = self.scans(path, count)
-            found = [task.id for part in parts for task in tasks(part, num_samples=2)]
+            parts = self.scans(path, count, num_samples=2)
+            found = [task.id for part in parts for task in tasks(part)]
             assert sorted(found) == expected
             assert sum(part.rows for part in parts) == whole.rows
             bad = [row.line for part in parts for row in part.bad_rows]
@@ -74,8 +74,8 @@ class TestWhichShard:
     ) -> None:
         path = write_rows(tmp_path / "p.jsonl", *dataset())
         holders: dict[str, set[int]] = {}
-        for index, part in enumerate(self.scans(path, SHARDS)):
-            for task in tasks(part, num_samples=3):
+        for index, part in enumerate(self.scans(path, SHARDS, num_samples=3)):
+            for task in tasks(part):
                 holders.setdefault(task.id.partition("#")[0], set()).add(index)
         assert all(len(found) == 1 for found in holders.values())
 
@@ -84,14 +84,14 @@ class TestWhichShard:
         more = [{"id": f"new{n}", "prompt": "x"} for n in range(20)]
         after = write_rows(tmp_path / "b.jsonl", *more, *dataset())
         for old, new in zip(self.scans(before, 4), self.scans(after, 4), strict=True):
-            then, now = ({t.key for t in tasks(s, num_samples=1)} for s in (old, new))
+            then, now = ({t.key for t in tasks(s)} for s in (old, new))
             assert then <= now
 
     def test_max_samples_limits_the_dataset_and_not_each_shard(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "p.jsonl", *dataset())
-        first = {task.id for task in tasks(scan(path, max_samples=6), num_samples=1)}
+        first = {task.id for task in tasks(scan(path, max_samples=6))}
         parts = self.scans(path, SHARDS, max_samples=6)
-        assert {task.id for part in parts for task in tasks(part, num_samples=1)} == first
+        assert {task.id for part in parts for task in tasks(part)} == first
 
     def test_shards_are_of_about_one_size(self, tmp_path: Path) -> None:
         rows = [{"id": f"p{n}", "prompt": "x"} for n in range(4000)]
@@ -164,7 +164,7 @@ def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
         (["s0", "s1", "s2", "twin"], "s0 and {place}/twin are both shard 0/3; merge one of them"),
         (["s0", "other", "s2"], "other: its config differs"),
         (["s0", "edited", "s2"], "edited: its dataset has other rows"),
-        (["s0", "halves", "s2"], "halves is shard 1/2, {place}/s0 one of 3"),
+        (["s0", "halves", "s2"], "halves is shard 1/2 but {place}/s0 one of 3"),
         (["s0", "whole"], "whole is not a shard but others are"),
     ):
         place = cwd / "trajectories"

@@ -182,7 +182,7 @@ def on(name: str, change: Callable[[list[bytes]], Any]) -> Callable[[Path], Any]
 
 DAMAGES: dict[str, Damage] = {
     "torn record": Damage(
-        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: an incomplete"
+        on("records.jsonl", lambda c: c.append(b'{"id": "p')), "records.jsonl:6: an incomplete line"
     ),
     "zeros": Damage(
         on("records.jsonl", lambda c: c.__setitem__(1, b"\0" * (len(c[1]) - 1) + b"\n")),
@@ -204,7 +204,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a record of another schema": Damage(
         on("records.jsonl", change_record(0, schema_version=99)),
-        "has schema 99, not",
+        "schema 99",
         repaired=False,
     ),
     "no index": Damage(lambda p: (p / "records.idx").unlink(), "records.idx:1: ends before"),
@@ -252,10 +252,12 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
     ),
     "a torn failure": Damage(
-        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: an incomplete"
+        lambda p: (p / "failures.jsonl").write_text('{"kind"'),
+        "failures.jsonl:1: an incomplete line",
     ),
     "a journal of nobody": Damage(
-        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: no unfinished"
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(),
+        "worker-3-0.jsonl: no unfinished"
     ),
     "a journal with garbage": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(b"gone\n" + event_of("z")),
@@ -263,7 +265,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a torn journal": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(event_of("z") + b'{"t'),
-        "worker-3-0.jsonl:2: an incomplete",
+        "worker-3-0.jsonl:2: an incomplete line",
     ),
     "a workspace of a finished task": Damage(
         lambda p: workspace_of_first(p).mkdir(parents=True), ": the files of a finished"
@@ -276,7 +278,7 @@ DAMAGES: dict[str, Damage] = {
         all_of(
             lambda p: note_batch(p, "gathered"), lambda p: append(p / "batches.jsonl", b'{"kind"')
         ),
-        "batches.jsonl:2: an incomplete",
+        "batches.jsonl:2: an incomplete line",
     ),
     "a batch that nobody takes": Damage(
         lambda p: note_batch(p, *ALL_STEPS[:3], task=workspace_of_first(p).name),
@@ -311,8 +313,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "results that are gone": Damage(
         lambda p: note_batch(p, *ALL_STEPS),
-        "w.results: not the results of batch b1",
-        repaired=False,
+        "w.results: not the results of batch b1", repaired=False
     ),
     "results that are short": Damage(
         all_of(lambda p: note_batch(p, *ALL_STEPS), lambda p: keep_results(p, b"")),
@@ -326,9 +327,8 @@ DAMAGES: dict[str, Damage] = {
         ),
         "w.results: left over from a batch",
     ),
-    "half a file": Damage(
-        lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: an incomplete file"
-    ),
+    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(),
+    ".run.json.7.tmp: an incomplete file"),
     "half a training file": Damage(
         lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: an incomplete file"
     ),
@@ -385,7 +385,6 @@ def append(file: Path, content: bytes) -> None:
         opened.write(content)
 
 
-@pytest.mark.slow
 def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
     keep_results(path, RESULT)
     note_batch(path, *ALL_STEPS)
@@ -496,7 +495,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     assert "records.jsonl:2: not a complete record" in words
 
 
-def test_the_exit_code_says_whether_the_run_is_whole(path: Path) -> None:
+def test_the_command_tells_by_its_exit_code(path: Path) -> None:
     """0 whole, 6 not, 5 worked on, 2 no run; and what --json holds."""
     cwd = path.parent.parent
     assert run(cwd, "verify", "r").returncode == 0

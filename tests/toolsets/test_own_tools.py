@@ -82,7 +82,6 @@ def test_plain_functions_work_in_a_run_beside_the_built_in_tools(tmp_path: Path)
     assert "get_weather" in row["conversations"][0]["value"]
 
 
-@pytest.mark.slow
 def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     module = written(tmp_path, "my_tools", MODULE)
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})

@@ -162,13 +162,19 @@ print(json.dumps({
 """
 
 
+@pytest.mark.parametrize("by", ["a command", "the interpreter"])
 def test_a_forked_sandbox_is_what_bubblewrap_makes_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The interpreter is no new program, so its privileges are those of the server."""
+
     async def look(name: str) -> dict[str, Any]:
         sandbox = make_sandbox("bwrap", Workspace(tmp_path / name), Limits(timeout_s=20))
         try:
-            result = await sandbox.exec(["python3", "-I", "-c", LOOK])
+            if by == "a command":
+                result = await sandbox.exec(["python3", "-I", "-c", LOOK])
+            else:
+                result = await sandbox.run("python", LOOK)
             assert result.stderr == ""
             return dict(json.loads(result.stdout))
         finally:

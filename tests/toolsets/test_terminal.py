@@ -101,6 +101,13 @@ def test_a_shell_keeps_directory_variables_functions_and_options(task: Task) -> 
     assert task.out("echo $?") == "1\n"
 
 
+def test_a_command_reaches_the_shell_as_it_is_in_any_locale(task: Task) -> None:
+    odd = "\\n \\\\ \\c é日𝄞 %s %b 'x' " + "y" * 5000
+    for locale in ("", "export LC_ALL=C", "export LC_ALL=POSIX; set -o posix"):
+        task.sh(locale)
+        assert task.out(f"cat <<'END'\n{odd}\nEND\n") == f"{odd}\n"
+
+
 def test_redirections_and_traces_do_not_outlast_a_call(task: Task) -> None:
     task.sh("exec >log 2>&1 </etc/passwd; echo logged")
     assert task.out("cat log; cat") == "logged\n"
@@ -397,6 +404,15 @@ def test_an_interpreter_that_crashes_is_replaced(task: Task, code: str, exit_cod
     assert task.py("1 + 1")["value"] == "2"
 
 
+def test_an_interpreter_that_ended_between_calls_says_so(task: Task) -> None:
+    task.py("import os, threading\nthreading.Timer(0.1, os._exit, [3]).start()")
+    wait_until(lambda: "python3" not in task.out("ps -o comm --ppid $PPID").split())
+    late = task.py("1")
+    assert late["exit_code"] == 3
+    assert late["note"].startswith("[the interpreter ended; ")
+    assert task.py("1 + 1")["value"] == "2"
+
+
 def test_cells_that_fork_thread_or_return_floods(task: Task) -> None:
     code = (
         "import os\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait(); print('parent')"
@@ -536,9 +552,9 @@ def of_our_own() -> tuple[set[int], set[str], set[str]]:
         if int(fields[1]) == os.getpid():
             children.add(int(path.parent.name))
     mounts = set(Path("/proc/self/mounts").read_text().splitlines())
-    mounts |= {
-        str(path) for path in Path("/sys/fs/cgroup").glob(f"**/trajectories-{os.getpid()}-*")
-    }
+    # Path.glob would fail where another test removes a group meanwhile.
+    groups = (path for path, _, _ in os.walk("/sys/fs/cgroup"))
+    mounts |= {path for path in groups if f"/trajectories-{os.getpid()}-" in path}
     return children, {path.name for path in Path("/proc/self/fd").iterdir()}, mounts
 
 

@@ -51,10 +51,13 @@ class BwrapSandbox(ServedSandbox):
 
     A command sees /usr and the running Python read-only, the workspace at /workspace, a /tmp of
     the task's own, and nothing else of the machine. When the sandbox is stopped and when this
-    process dies the kernel ends every process in it, whatever it did to get away.
+    process dies, the kernel ends every process in it, whatever it did to get away.
 
-    The server inside is process 1, out of reach of commands; what they can forge is the result of
-    their own task.
+    The server inside is process 1, out of reach of commands; they can forge only the result of
+    their own task. It is forked by a server that runs in bubblewrap itself, and then separates
+    itself from all other sandboxes, so that it is what bubblewrap alone would make
+    (`tests/toolsets/test_sandbox_siblings.py` compares them). Forked sandboxes share memory that
+    none of them can write: the addresses and the hash seed of their server and interpreter.
     """
 
     name = "bwrap"

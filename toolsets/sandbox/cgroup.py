@@ -79,13 +79,12 @@ class Group:
         left = list(self.paths)
         for _ in range(_REMOVAL_ATTEMPTS):
             for path in [*left]:
-                _kill_all(path)
                 try:
                     path.rmdir()
                 except FileNotFoundError:
                     left.remove(path)
                 except OSError:
-                    continue
+                    _kill_all(path)
                 else:
                     left.remove(path)
             if not left:

@@ -52,27 +52,33 @@ class _Servers:
     ) -> Channel | None:
         """Have a sandbox forked; None where this kind cannot be.
 
-        Raises `SandboxError` and `HostError`.
+        Raises `HostError`.
         """
         for _ in range(2):
             if (starting := self._starting.get(template.key)) is None:
                 starting = asyncio.create_task(_start(template))
                 self._starting[template.key] = starting
             try:
-                if (server := await asyncio.shield(starting)) is None:
-                    return None
-                channel = Channel(group, output_bytes=output_bytes)
+                server = await asyncio.shield(starting)
+            except Exception:
+                self._forget(template, starting)
+                raise
+            if server is None:
+                return None
+            channel = Channel(group, output_bytes=output_bytes)
+            try:
                 await channel.fork(server, template.request)
-            except (Gone, HostError) as error:
-                # Those that it forked live on or die with it; the next sandbox gets a new one.
-                if self._starting.get(template.key) is starting:
-                    del self._starting[template.key]
-                if isinstance(error, HostError):
-                    raise
+            except Gone:
+                self._forget(template, starting)
                 await server.close(grace_s=0)
             else:
                 return channel
-        raise SandboxError("the sandbox did not start: what forks it has ended twice")
+        raise HostError("a sandbox did not start: the process that forks it has ended twice")
+
+    def _forget(self, template: Template, starting: asyncio.Task[Channel | None]) -> None:
+        """Have the next sandbox start a new server."""
+        if self._starting.get(template.key) is starting:
+            del self._starting[template.key]
 
     async def close(self) -> None:
         """End all servers, with what is left of the sandboxes that they forked."""

@@ -224,7 +224,12 @@ class ServedSandbox(ABC):
         group = self.group()
         is_bound = not self.watches_memory or (group is not None and group.bounds_memory)
         terms["memory_mb"] = 0 if is_bound else limits.memory_mb
-        channel = await self._forked(terms, group) or await self._launched(terms, group)
+        try:
+            channel = await self._forked(terms, group) or await self._launched(terms, group)
+        except BaseException:
+            if group is not None:
+                await group.close()
+            raise
         self._channel = channel
         return channel
 

@@ -39,7 +39,7 @@ class AnthropicBatches:
         self._silence_s = settings.attempt_timeout_s
         self._transport = Transport(settings, api_key)
         self._others: set[str] = set()
-        """Batches that were looked into and are none of ours."""
+        """Batches that turned out to belong to others."""
 
     def line(self, id: str, body: bytes) -> bytes:
         """See `Batches`."""
@@ -154,5 +154,5 @@ def _read_result(line: Mapping[str, Any]) -> ItemResult:
     if result.get("type") == "succeeded" and isinstance(message, dict):
         return ItemResult(id, exact_json.dumps(message))
     error = object_of(object_of(result, "error"), "error")
-    told = f"{error.get('type')}: {error.get('message')}" if error else ""
-    return ItemResult(id, None, told or str(result.get("type")))
+    words = f"{error.get('type')}: {error.get('message')}" if error else ""
+    return ItemResult(id, None, words or str(result.get("type")))

@@ -35,7 +35,7 @@ class ItemResult:
 
 @dataclass(frozen=True, slots=True)
 class LostBatch:
-    """A batch that may have been created, though nobody was told its id."""
+    """A batch that may have been created, though its id never arrived."""
 
     name: str
     upload: str

@@ -47,7 +47,7 @@ async def read_file(path: Path) -> AsyncIterator[bytes]:
 
 
 def id_of(given: Mapping[str, Any]) -> str:
-    """The id of what a reply tells of; raises `ModelError("malformed")` where it has none."""
+    """The id in a reply; raises `ModelError("malformed")` where it has none."""
     id = given.get("id")
     if not isinstance(id, str) or not id:
         raise ModelError("malformed", "the reply has no id")

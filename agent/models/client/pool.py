@@ -26,7 +26,7 @@ class ModelPool:
     ) -> None:
         """`key_of` gives the API key for a model's endpoint, `gate_of` where its calls wait.
 
-        `on_retry` is told of every failure that is waited out.
+        `on_retry` gets every failure after which a call is repeated.
         """
         self._key_of = key_of
         self._on_retry = on_retry

@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
     key: Key
-    """Its secrets, to be taken out of what comes back."""
+    """Its secrets, to be removed from the reply."""
 
 
 class Preparer(Protocol):
@@ -158,7 +158,7 @@ class ClientPreparer:
         self._fixed = tuple(read_headers(connection).values())
         self._templates: dict[tuple[str, str, bool], _Template] = {}
         self._lock = asyncio.Lock()
-        """One preparation at a time: it tells whose request was captured."""
+        """One preparation at a time: it makes clear whose request was captured."""
         self._signs = False
         self._has_prepared = False
 

@@ -58,9 +58,9 @@ class RetryingModel:
         on_retry: Callable[[Retry], None],
         gate: CallAdmission | None = None,
     ) -> None:
-        """`on_retry` is told of every failure that is waited out.
+        """`on_retry` gets every failure after which the call is repeated.
 
-        `api_key` is taken out of error messages, of whatever adapter they are. Each attempt passes
+        `api_key` is removed from all error messages. Each attempt passes
         `gate`, if there is one.
         """
         self._adapter = adapter
@@ -88,7 +88,7 @@ class RetryingModel:
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
         if self._settings.stream_replies and request.on_delta is None:
-            request = replace(request, on_delta=_to_nobody)
+            request = replace(request, on_delta=_discard)
         patience = _Patience(self._settings, self._most_attempts)
         try:
             return await self._ask(request, patience)
@@ -112,10 +112,10 @@ class RetryingModel:
                 raise failed.pop()
             return await self._ask(request, patience)
 
-        def tell(state: RetryCallState) -> None:
+        def report(state: RetryCallState) -> None:
             self._on_retry(patience.retry(state))
 
-        retrying = self._retrying.copy(stop=patience.is_at_its_end, before_sleep=tell)
+        retrying = self._retrying.copy(stop=patience.is_at_its_end, before_sleep=report)
         completion: Completion = await retrying(attempt)
         return completion
 
@@ -160,7 +160,7 @@ class RetryingModel:
         return min(most, _LASTING_ATTEMPTS) if error.is_lasting and not answered else most
 
 
-def _to_nobody(event: StreamEvent) -> None:
+def _discard(event: StreamEvent) -> None:
     """The handler of a reply that is streamed for the connection's sake."""
 
 
@@ -168,7 +168,7 @@ class _Patience:
     """How long one call is tried."""
 
     def __init__(self, settings: ModelSettings, most: Callable[[ModelError], int]) -> None:
-        """`most` tells how many attempts there are for a call that fails in some way."""
+        """`most` gives the maximum number of attempts for a kind of failure."""
         self._settings = settings
         self._most = most
         self._failures = 0

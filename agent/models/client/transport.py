@@ -23,7 +23,7 @@ from yarl import URL
 
 from agent.models.client.call_timeouts import CallTimeouts
 from agent.models.client.key_command import RenewableKey
-from agent.models.client.prepared import Preparer, fixed_headers, preparer_of, with_query
+from agent.models.client.prepared import Prepared, Preparer, fixed_headers, preparer_of, with_query
 from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -99,8 +99,9 @@ class Transport:
         """
         if self._preparer is not None:
             return await self._post_prepared(self._preparer, path, request, settings, assembly)
-        url = self._url_of(path)
-        return await self._post(url, self._headers, exact_json.dumps(request), settings, assembly)
+        content = exact_json.dumps(request)
+        prepared = Prepared(self._url_of(path), self._headers, content, self._key)
+        return await self._post(prepared, settings, assembly)
 
     def _make_url(self, path: str) -> URL:
         url = self._base_url + path
@@ -119,11 +120,8 @@ class Transport:
         while True:
             async with _ready_within(settings.attempt_timeout_s):
                 prepared = await preparer.prepare(path, request)
-            self._key = prepared.key
             try:
-                return await self._post(
-                    prepared.url, prepared.headers, prepared.body, settings, assembly
-                )
+                return await self._post(prepared, settings, assembly)
             except ModelError as error:
                 if not _is_expired(error) or renewals == _MOST_RENEWALS:
                     raise
@@ -134,36 +132,32 @@ class Transport:
                 log.info("%s: the credentials were rejected; sent again with others", error)
 
     async def _post(
-        self,
-        url: URL,
-        headers: Mapping[str, str],
-        body: bytes,
-        settings: ModelSettings,
-        assembly: Assembly | None,
+        self, prepared: Prepared, settings: ModelSettings, assembly: Assembly | None
     ) -> bytes:
+        url, headers, body, key = prepared
         timeout = self._timeouts.begin()
         # A redirect would take the key along to wherever it points.
         sending = self._session.post(url, data=body, headers=headers, allow_redirects=False)
         try:
             async with timeout, sending as response:
                 if not 200 <= response.status < 300:
-                    raise await self._refusal(response)
+                    raise await self._refusal(response, key)
                 # Some servers know no streams, or not for this model, and answer in one piece.
                 if assembly is None or response.content_type == "application/json":
-                    return self.clean(await _whole(response))
-                await self._read_stream(response, assembly, settings.idle_timeout_s)
-                return self.clean(assembly.finish())
+                    return self.clean(await _whole(response), key)
+                await self._read_stream(response, assembly, settings.idle_timeout_s, key)
+                return self.clean(assembly.finish(), key)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 words = f"no complete reply within {settings.attempt_timeout_s:g} s"
                 raise ModelError("timeout", words) from error
-            raise self._of_the_connection(error) from error
+            raise self._of_the_connection(error, key) from error
         finally:
             self._timeouts.end(timeout)
 
-    def clean(self, body: bytes) -> bytes:
-        """What the endpoint sent, without the key: it may come back in anything that is said."""
-        cleaned = self._key.out_of(body)
+    def clean(self, body: bytes, key: Key | None = None) -> bytes:
+        """What the endpoint sent, without the key of the request, which it may repeat anywhere."""
+        cleaned = (key or self._key).out_of(body)
         if cleaned is not body and not self._was_echoed:
             self._was_echoed = True
             log.warning("%s sent the API key back; it is taken out of replies", self._base_url)
@@ -202,10 +196,10 @@ class Transport:
         try:
             async with sending as response:
                 if not 200 <= response.status < 300:
-                    raise await self._refusal(response)
+                    raise await self._refusal(response, self._key)
                 yield response
         except (aiohttp.ClientError, OSError) as error:
-            raise self._of_the_connection(error) from error
+            raise self._of_the_connection(error, self._key) from error
 
     async def close(self) -> None:
         """Release all connections."""
@@ -214,12 +208,10 @@ class Transport:
         if self._preparer is not None:
             await self._preparer.close()
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> ModelError:
+    async def _refusal(self, response: aiohttp.ClientResponse, key: Key) -> ModelError:
         body = b"".join([part async for part in _parts(response, is_error=True)])
-        headers = {
-            name.lower(): self._key.out_of_text(value) for name, value in response.headers.items()
-        }
-        error = refusal_of(response.status, headers, self.clean(body))
+        headers = {name.lower(): key.out_of_text(value) for name, value in response.headers.items()}
+        error = refusal_of(response.status, headers, self.clean(body, key))
         if response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
             return self._refusal_of_the_proxy(response.status, response.reason or "")
         if self._proxy and response.status in _OF_GATEWAYS:
@@ -232,7 +224,9 @@ class Transport:
             words += "; it wants a user and a password, as in http://USER:PASSWORD@HOST:PORT"
         return ModelError("connection", words, was_sent=False, is_lasting=True)
 
-    def _of_the_connection(self, error: aiohttp.ClientError | OSError) -> ModelError | HostError:
+    def _of_the_connection(
+        self, error: aiohttp.ClientError | OSError, key: Key
+    ) -> ModelError | HostError:
         """A failure to connect, a cut connection, or what came was no HTTP or beyond measure."""
         if isinstance(error, aiohttp.ClientHttpProxyError):
             return self._refusal_of_the_proxy(error.status, error.message)
@@ -258,11 +252,15 @@ class Transport:
             words = f"{self._proxy.words}: {words}"
         elif self._proxy:
             words += f" (by way of {self._proxy.words})"
-        words = self._key.out_of_text(words)
+        words = key.out_of_text(words)
         return ModelError("connection", words, was_sent=was_sent, is_lasting=is_lasting)
 
     async def _read_stream(
-        self, response: aiohttp.ClientResponse, assembly: Assembly, idle_timeout_s: float
+        self,
+        response: aiohttp.ClientResponse,
+        assembly: Assembly,
+        idle_timeout_s: float,
+        key: Key,
     ) -> None:
         """Read a stream to its end, unless it falls silent once it has begun.
 
@@ -280,7 +278,7 @@ class Transport:
                 async for data in events:
                     if data.startswith(_END_OF_STREAM):
                         break
-                    data = self._key.out_of_text(data)
+                    data = key.out_of_text(data)
                     part = exact_json.loads_part(data)
                     if isinstance(part, dict):
                         if part.get("error"):
@@ -363,7 +361,7 @@ async def _events(
     async def parts() -> AsyncIterator[bytes]:
         async for part in _parts(response):
             on_part()
-            text.decode(part)  # whoever reads the events passes over what is no UTF-8
+            text.decode(part)  # the reader of events ignores invalid UTF-8
             yield part
 
     # Its reader of events wants a response of its own kind around the bytes.

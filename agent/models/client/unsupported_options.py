@@ -1,8 +1,8 @@
-"""Options that a model refuses: it is asked again without them, and the user is told once.
+"""Options that a model refuses: the call is repeated without them, and the log says so once.
 
 Reasoning models take no temperature, some take no effort, and the bound on a reply's tokens has
 two names in the chat dialect. Only a 400 that names one of our own options as unsupported counts;
-what is out of range, or stands in `extra_body`, is for the user to mend.
+values out of range, and those in `extra_body`, are for the user to fix.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _with_object(block: dict[str, Any]) -> dict[str, Any]:
-    """An input that is no object would be refused, though some servers give one.
+    """Only objects are accepted as inputs, though some servers send others.
 
     A stream that the token limit cut leaves one that is text.
     """
@@ -264,13 +264,13 @@ def _is_plain(blocks: Sequence[Mapping[str, Any]]) -> bool:
 
 def _read_call(block: Mapping[str, Any]) -> ToolCall:
     given = block.get("input")
-    # Where the API gives none it is recorded as it stands there, as null.
+    # A missing input is recorded as null, as the API has it.
     given = "null" if given is None else given
     return make_call(block.get("id"), block.get("name"), given)
 
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
-    """The tokens that a reply's body tells.
+    """The token counts in a reply's body.
 
     Here `input_tokens` excludes what went through the cache; the record's includes it.
     """

@@ -108,7 +108,7 @@ class MessagesAssembly:
 
 
 def _built(block: Growing) -> dict[str, Any]:
-    """The block as a whole reply has it; an input that is no JSON object stays the text it is."""
+    """The block as a whole reply has it; an input that is not a JSON object stays text."""
     built = block.build()
     text = built.pop(_INPUT, "")
     if text.strip():

@@ -1,7 +1,7 @@
-"""A reply that arrives in parts: who is told of them, and what they are put together in.
+"""A reply that arrives in parts: passing them on and putting them together.
 
 An assembly gives the very body that the endpoint would have sent in one piece. So there is one
-way to read a reply, and the record cannot tell whether it was streamed.
+way to read a reply, and records do not depend on streaming.
 """
 
 from __future__ import annotations

@@ -158,13 +158,13 @@ def to_api_messages(
 
 
 def _is_continued(earlier: Mapping[str, Any], role: str) -> bool:
-    """Whether a message of `role` goes on with the earlier one; open calls want results first."""
+    """Whether a message of `role` continues the earlier one; open calls need results first."""
     is_speech = role in ("user", "assistant") and "tool_calls" not in earlier
     return is_speech and earlier["role"] == role
 
 
 def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Two user messages are paragraphs; an assistant goes on where it was interrupted."""
+    """Two user messages are paragraphs; an assistant continues where it was interrupted."""
     between = "\n\n" if later["role"] == "user" else ""
     content = between.join(filter(None, (earlier["content"], later["content"])))
     return {**earlier, **later, "content": content or later["content"]}
@@ -309,7 +309,7 @@ def _flat_text(content: Any) -> str:
 
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
-    """The tokens that a reply's body tells."""
+    """The token counts in a reply's body."""
     return read_usage(reply.get("usage"), given="prompt", made="completion")
 
 

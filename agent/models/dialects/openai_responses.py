@@ -1,7 +1,7 @@
 """The Responses dialect of OpenAI. Bodies are ours for the reasons given in `openai_chat`.
 
 Nothing is kept at the endpoint: every request brings the whole conversation, and thoughts travel
-with it in encrypted form. Models that reason tell what they thought only where `extra_body` asks
+with it in encrypted form. Reasoning models show their thoughts only if `extra_body` asks
 for {"reasoning": {"summary": "auto"}}.
 """
 
@@ -52,7 +52,7 @@ _PLAIN_FIELDS: Mapping[str, frozenset[str]] = {
     "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
     "output_text": frozenset({"type", "text"}),
 }
-"""What an item or a part may hold that the record holds too, or that nobody needs again."""
+"""What an item or a part may hold that the record holds too, or that is never needed again."""
 
 
 _REPLY_FIELDS = frozenset(
@@ -214,12 +214,12 @@ def read_reply(body: bytes) -> Completion:
 
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
-    """The tokens that a reply's body tells."""
+    """The token counts in a reply's body."""
     return read_usage(reply.get("usage"), given="input", made="output")
 
 
 def _raise_if_failed(body: bytes) -> None:
-    """A reply that failed says why; what is no such reply is left to `parse_object`."""
+    """A reply that failed says why; anything else is left to `parse_object`."""
     try:
         reply = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -78,20 +78,20 @@ class ResponsesAssembly:
         self._begin(n, item)
         if call := self._calls.get(n):
             arguments = item.get("arguments")
-            if not call.is_told and isinstance(arguments, str):
+            if not call.is_passed_on and isinstance(arguments, str):
                 self._tell_input(call, arguments)
             self._tell({"type": "tool_use_stop", "tool_id": call.id, "tool_name": call.name})
 
     def _tell_input(self, call: _Call, text: str) -> None:
         if text:
-            call.is_told = True
+            call.is_passed_on = True
             self._tell({"type": "tool_use_delta", "tool_id": call.id, "tool_input": text})
 
 
 class _Call:
-    """A function call that has begun; `is_told` says whether its arguments are being passed on."""
+    """A function call that has begun; `is_passed_on`: the handler gets its arguments."""
 
     def __init__(self, id: str, name: str) -> None:
         self.id = id
         self.name = name
-        self.is_told = False
+        self.is_passed_on = False

@@ -1,4 +1,4 @@
-"""The APIs that are spoken: how a request is written in each, and how its reply is read."""
+"""The supported APIs: how each writes requests and reads replies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent.stream_events import StreamHandler
 
 
 class Dialect(NamedTuple):
-    """What one API wants to be told, and how it answers."""
+    """Requests and replies of one API."""
 
     path: str
     """Of a request, below the root of the endpoint."""
@@ -27,11 +27,11 @@ class Dialect(NamedTuple):
     body: Callable[[ModelSettings, Request], dict[str, Any]]
     """Of one request, to be sent as JSON."""
     read: Callable[[bytes], Completion]
-    """What the body of a reply says; raises `ModelError`."""
+    """Reads the body of a reply; raises `ModelError`."""
     usage: Callable[[Mapping[str, Any]], Usage | None]
-    """The tokens that such a body tells, whatever else is wrong with it."""
+    """The token counts in such a body, whatever else is wrong with it."""
     assembly: Callable[[StreamHandler], Assembly]
-    """Puts a streamed reply together, and tells the handler of its parts."""
+    """Puts a streamed reply together, and passes its parts to the handler."""
 
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -77,7 +77,7 @@ def read_reply(api: str, body: bytes) -> Completion:
 
 
 def _paid(dialect: Dialect, body: bytes) -> Completion | None:
-    """A reply without its words, None where its body tells of no tokens."""
+    """The reply without its text, None if its body has no token counts."""
     try:
         reply = load_object(body)
     except ModelError:

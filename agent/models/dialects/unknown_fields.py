@@ -22,11 +22,11 @@ def unknown_in(fields: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
     """The fields beside `known` ones, but for those that are null or empty and so say nothing."""
     if fields.keys() <= known:
         return {}
-    return {key: value for key, value in fields.items() if key not in known and _tells(value)}
+    return {key: value for key, value in fields.items() if key not in known and _is_set(value)}
 
 
 def uncounted_in(usage: Any, known: Mapping[str, Collection[str]]) -> dict[str, Any]:
-    """What usage tells beside `known` counts, but for zeros.
+    """Counts of usage beyond the `known` ones, except zeros.
 
     `known` has the names of counts, and for one that is an object those of its own.
     """
@@ -44,7 +44,7 @@ def uncounted_in(usage: Any, known: Mapping[str, Collection[str]]) -> dict[str, 
 
 
 def extra_of(**parts: Any) -> dict[str, Any] | None:
-    """The parts that tell something, None where none does; see `Completion.extra`."""
+    """The parts that are not empty, None if all are; see `Completion.extra`."""
     return {name: part for name, part in parts.items() if part} or None
 
 
@@ -61,7 +61,7 @@ def merge(kept: dict[str, Any], given: Mapping[str, Any], place: str = "") -> No
             _merge_list(kept, key, value, are_tokens=inside in _TOKENS)
         elif isinstance(before, str) and isinstance(value, str) and (place, key) in _PIECES:
             kept[key] = before + value
-        elif _tells(value) or key not in kept:
+        elif _is_set(value) or key not in kept:
             kept[key] = value
 
 
@@ -74,5 +74,5 @@ def _merge_list(kept: dict[str, Any], key: str, value: list[Any], *, are_tokens:
         before.extend(value)
 
 
-def _tells(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return bool(value) or isinstance(value, bool | int | float)

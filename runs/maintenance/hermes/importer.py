@@ -83,7 +83,7 @@ class _Row:
     conversation: ImportedConversation
 
 
-def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: int) -> Imported:
+def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
     """Write a record for each task that has a trajectory in `directory`.
 
     Safe to repeat: it skips tasks that have a record. Raises `ConfigError` if `directory` has no
@@ -93,9 +93,9 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir, *, num_samples: 
     imported = Imported(directory)
     rows = list(_rows(files, imported))
     by_prompt: defaultdict[str, list[tuple[int, Task]]] = defaultdict(list)
-    for position, task in enumerate(tasks(scan, num_samples=num_samples)):
-        if task.sample == 0:
-            by_prompt[_prompt_of(task, scan)].append((position // num_samples, task))
+    first_samples = tasks(scan, range(0, scan.tasks, scan.num_samples))
+    for position, task in enumerate(first_samples):
+        by_prompt[_prompt_of(task, scan)].append((position, task))
     records = RecordFile(run_dir.path, run_dir.quarantine)
     there = records.take_found()
     try:

@@ -1,5 +1,6 @@
 """Clients of the openai and anthropic packages against an endpoint whose tokens change.
 
+The packages are imported where they are used: each pytest process imports this file.
 The functions that make them are what a user's `client: MODULE:FUNCTION` would name.
 """
 
@@ -12,9 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
-
-import anthropic
-import openai
 
 from tests.answering import listening
 
@@ -105,6 +103,8 @@ TOKENS = Tokens()
 
 
 def azure(root: str) -> Any:
+    import openai
+
     return openai.AsyncAzureOpenAI(
         base_url=f"{root}/openai",
         api_version="2025-04-01-preview",
@@ -113,6 +113,8 @@ def azure(root: str) -> Any:
 
 
 def azure_sync(root: str) -> Any:
+    import openai
+
     return openai.AzureOpenAI(
         base_url=f"{root}/openai",
         api_version="2025-04-01-preview",
@@ -121,10 +123,13 @@ def azure_sync(root: str) -> Any:
 
 
 def azure_v1(root: str) -> Any:
+    import openai
+
     return openai.AsyncOpenAI(base_url=f"{root}/openai/v1", api_key=TOKENS.give_async)
 
 
 def openai_on_bedrock(root: str) -> Any:
+    import openai
     from openai.providers import bedrock
 
     return openai.AsyncOpenAI(
@@ -135,6 +140,7 @@ def openai_on_bedrock(root: str) -> Any:
 
 
 def openai_on_bedrock_signed(root: str) -> Any:
+    import openai
     from botocore.credentials import Credentials
     from openai.providers import bedrock
 
@@ -148,6 +154,7 @@ def openai_on_bedrock_signed(root: str) -> Any:
 
 
 def openai_on_vertex(root: str) -> Any:
+    import openai
     from openai.providers import vertex
 
     return openai.AsyncOpenAI(
@@ -156,18 +163,24 @@ def openai_on_vertex(root: str) -> Any:
 
 
 def foundry(root: str) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropicFoundry(
         base_url=f"{root}/anthropic", azure_ad_token_provider=TOKENS.give_async
     )
 
 
 def foundry_sync(root: str) -> Any:
+    import anthropic
+
     return anthropic.AnthropicFoundry(
         base_url=f"{root}/anthropic", azure_ad_token_provider=TOKENS.give
     )
 
 
 def google_cloud(root: str) -> Any:
+    import anthropic
+
     made: Any = anthropic.AsyncAnthropicGoogleCloud
     return made(base_url=root, project="p", workspace_id="w", token_provider=TOKENS.give_async)
 
@@ -184,6 +197,8 @@ class GoogleCredentials:
 
 
 def vertex(root: str) -> Any:
+    import anthropic
+
     credentials: Any = GoogleCredentials()
     return anthropic.AsyncAnthropicVertex(
         base_url=f"{root}/v1", region="us-east5", project_id="p", credentials=credentials
@@ -191,6 +206,8 @@ def vertex(root: str) -> Any:
 
 
 def anthropic_workload(root: str) -> Any:
+    import anthropic
+
     """Claude's own API with credentials that the client caches until it hears a 401."""
     from anthropic.lib.credentials import AccessToken
 
@@ -202,12 +219,16 @@ def anthropic_workload(root: str) -> Any:
 
 
 def mantle_with_key(root: str) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropicBedrockMantle(
         base_url=f"{root}/anthropic", aws_region="us-east-1", api_key=TOKENS.give()
     )
 
 
 def mantle_signed(root: str) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropicBedrockMantle(
         base_url=f"{root}/anthropic",
         aws_region="us-east-1",
@@ -217,6 +238,8 @@ def mantle_signed(root: str) -> Any:
 
 
 def aws_signed(root: str) -> Any:
+    import anthropic
+
     made: Any = anthropic.AsyncAnthropicAWS
     return made(
         base_url=root,
@@ -228,6 +251,8 @@ def aws_signed(root: str) -> Any:
 
 
 def bedrock_classic(root: str) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropicBedrock(
         base_url=root, aws_region="us-east-1", aws_access_key="a", aws_secret_key="b"
     )

@@ -8,12 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
 from agent.models.client.open_model import open_model
@@ -21,7 +18,8 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.resolve import read_key, resolve_model
 from agent.models.sdk_clients import UnusableClient
-from runs.config.endpoints import EndpointConfig
+from run_agent import AIAgent
+from runs.config.endpoint_config import EndpointConfig
 from tests.agent.models import cloud_clients
 from tests.agent.models.cloud_clients import CALLS_PER_TOKEN, Seen, cloud
 
@@ -30,62 +28,49 @@ CALLS = 300
 HELLO = Request([{"role": "user", "content": "Hello"}])
 
 
-def has(module: str, name: str) -> bool:
-    return find_spec(module) is not None and hasattr(import_module(module), name)
-
-
-NEEDS_BOTOCORE = pytest.mark.skipif(find_spec("botocore") is None, reason="botocore is missing")
-NEEDS_GOOGLE = pytest.mark.skipif(not find_spec("google.auth") if find_spec("google") else True,
-                                  reason="google-auth is missing")  # fmt: skip
-
-
-def needs(module: str, name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not has(module, name), reason=f"{module} is too old: no {name}")
-
-
-OPENAI_ON_BEDROCK = needs("openai.providers", "bedrock") if find_spec("openai.providers") else (
-    pytest.mark.skip(reason="openai is too old: no providers")
-)  # fmt: skip
-OPENAI_ON_VERTEX = needs("openai.providers", "vertex") if find_spec("openai.providers") else (
-    pytest.mark.skip(reason="openai is too old: no providers")
-)  # fmt: skip
+NEEDS = {
+    "google_cloud": ("anthropic", "AsyncAnthropicGoogleCloud"),
+    "aws_signed": ("anthropic", "AsyncAnthropicAWS"),
+    "openai_on_bedrock": ("openai.providers", "bedrock"),
+    "openai_on_bedrock_signed": ("openai.providers", "bedrock"),
+    "openai_on_vertex": ("openai.providers", "vertex"),
+}
+"""What of the packages their older versions lack."""
 
 RENEWED = [
-    pytest.param("azure", None, id="azure"),
-    pytest.param("azure", "openai_responses", id="azure responses"),
-    pytest.param("azure_sync", None, id="azure sync"),
-    pytest.param("azure_v1", None, id="azure v1"),
-    pytest.param("openai_on_bedrock", None, id="openai on bedrock", marks=OPENAI_ON_BEDROCK),
-    pytest.param(
-        "openai_on_vertex", "openai_responses", id="openai on vertex", marks=OPENAI_ON_VERTEX
-    ),
-    pytest.param("foundry", None, id="foundry"),
-    pytest.param("foundry_sync", None, id="foundry sync"),
-    pytest.param("vertex", None, id="vertex", marks=NEEDS_GOOGLE),
-    pytest.param(
-        "google_cloud", None, id="google cloud",
-        marks=needs("anthropic", "AsyncAnthropicGoogleCloud"),
-    ),
-    pytest.param("anthropic_workload", None, id="anthropic workload"),
-]  # fmt: skip
-"""Clients that ask for a token again."""
-
-SIGNED = [
-    pytest.param(
-        "openai_on_bedrock_signed",
-        id="openai on bedrock",
-        marks=[NEEDS_BOTOCORE, OPENAI_ON_BEDROCK],
-    ),
-    pytest.param("mantle_signed", id="mantle", marks=NEEDS_BOTOCORE),
-    pytest.param(
-        "aws_signed", id="aws", marks=[NEEDS_BOTOCORE, needs("anthropic", "AsyncAnthropicAWS")]
-    ),
+    ("azure", None),
+    ("azure", "openai_responses"),
+    ("azure_sync", None),
+    ("azure_v1", None),
+    ("openai_on_bedrock", None),
+    ("openai_on_vertex", "openai_responses"),
+    ("foundry", None),
+    ("foundry_sync", None),
+    ("vertex", None),
+    ("google_cloud", None),
+    ("anthropic_workload", None),
 ]
+"""Clients that ask for a token again, and the API to ask for."""
 
-FIXED = [*SIGNED, pytest.param("mantle_with_key", id="mantle with key")]
+SIGNED = ["openai_on_bedrock_signed", "mantle_signed", "aws_signed"]
+"""Clients that sign each request."""
+
+FIXED = [*SIGNED, "mantle_with_key"]
+
+
+def check_installed(name: str) -> None:
+    """Skip the test of a client that the installed packages do not have."""
+    if name in SIGNED:
+        pytest.importorskip("botocore")
+    if name == "vertex":
+        pytest.importorskip("google.auth")
+    module, what = NEEDS.get(name, ("openai", "OpenAI"))
+    if not hasattr(pytest.importorskip(module), what):
+        pytest.skip(f"this version of {module} has no {what}")
 
 
 def settings_of(name: str, root: str, api: str | None = None, **given: Any) -> ModelSettings:
+    check_installed(name)
     endpoint = EndpointConfig.model_validate(
         {
             "client": f"tests.agent.models.cloud_clients:{name}",
@@ -124,15 +109,12 @@ def test_a_client_with_fixed_credentials_is_asked_as_often(name: str) -> None:
         assert tokens.refused == 0
 
 
-@NEEDS_BOTOCORE
-@OPENAI_ON_BEDROCK
 def test_signed_requests_take_up_new_credentials_by_themselves() -> None:
     with cloud() as (root, tokens):
         said = asyncio.run(ask(settings_of("openai_on_bedrock_signed", root), CALLS))
         assert (len(said), tokens.refused) == (CALLS, 0)
 
 
-@NEEDS_BOTOCORE
 @pytest.mark.parametrize("name", SIGNED)
 def test_a_signature_is_that_of_the_bytes_that_were_sent(name: str) -> None:
     """Computed again by botocore from what the endpoint got."""
@@ -203,10 +185,7 @@ async def theirs(client: Any, api: str, body: dict[str, Any]) -> None:
         await closed
 
 
-@pytest.mark.parametrize(
-    ("name", "api"),
-    [*RENEWED, *(pytest.param(*one.values, None, id=one.id, marks=one.marks) for one in FIXED)],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "api"), [*RENEWED, *((name, None) for name in FIXED)])
 def test_a_request_is_that_of_the_client(name: str, api: str | None) -> None:
     """URL, headers and body are those that the client itself sends for the same call."""
     with cloud(rotates=False) as (root, tokens):
@@ -219,6 +198,24 @@ def test_a_request_is_that_of_the_client(name: str, api: str | None) -> None:
         asyncio.run(theirs(getattr(cloud_clients, name)(root), settings.api, body))
         [other] = tokens.seen
     assert essence(ours) == essence(other)
+
+
+def test_a_stream_is_asked_for_where_the_client_asks() -> None:
+    async def ask_for_stream(settings: ModelSettings) -> str:
+        model = open_model(settings, api_key=read_key(settings), on_retry=lambda retry: None)
+        try:
+            request = Request(HELLO.messages, on_delta=lambda event: None)
+            return (await model.complete(request)).message["content"]
+        finally:
+            await model.close()
+
+    with cloud(rotates=False) as (root, tokens):
+        assert asyncio.run(ask_for_stream(settings_of("vertex", root))) == "Yes."
+        [seen] = tokens.seen
+    assert seen.target.endswith("/publishers/anthropic/models/m:streamRawPredict")
+    assert seen.body["stream"] is True
+    assert "anthropic_version" in seen.body
+    assert "model" not in seen.body
 
 
 def test_extra_headers_and_parameters_go_through_the_client(
@@ -372,6 +369,18 @@ def test_a_named_client_signs_in_with_the_identity_of_the_machine(
         assert tokens.refused == (0 if client == "bedrock" else CALLS // CALLS_PER_TOKEN - 1)
 
 
+def test_one_agent_is_asked_through_a_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_MINE", "azure-key-0123456789")
+    monkeypatch.setenv("OPENAI_API_VERSION", "v")
+    with cloud(rotates=False) as (root, tokens):
+        monkeypatch.setattr(tokens, "valid", lambda: "azure-key-0123456789")
+        monkeypatch.setenv("AZURE_OPENAI_ENDPOINT", root)
+        given: dict[str, Any] = {"model": "azure:m", "enabled_toolsets": []}
+        assert AIAgent(**given, key_env="KEY_OF_MINE").chat("Hello") == "Yes."
+        with pytest.raises(ValueError, match="api_key: the client of 'azure:m' has its own"):
+            AIAgent(**given, key_env="KEY_OF_MINE", api_key="azure-key-0123456789")
+
+
 def test_two_resources_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_ONE", "azure-key-of-one-0123")
     options = {"api_version": "v", "azure_endpoint": "https://one"}
@@ -422,7 +431,3 @@ def test_what_a_client_cannot_do_is_said_before_the_run(
     endpoint = EndpointConfig.model_validate(given).to_endpoint()
     with pytest.raises(UnusableClient, match=words):
         resolve_model("x:m", base_url=None, api=None, key_env=None, endpoints={"x": endpoint})
-
-
-def test_the_packages_are_within_their_bounds() -> None:
-    assert anthropic.__version__ >= "0.109"

@@ -11,11 +11,14 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from http.server import BaseHTTPRequestHandler
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
+from agent.messages import Message
 from agent.models.batches.calls import open_batches
 from agent.models.client.endpoint import EndpointModel
 from agent.models.dialects.registry import DIALECTS
@@ -138,6 +141,61 @@ def test_a_request_is_that_of_the_provider_s_own_client(
     sent = ours(dialect, is_streamed=is_streamed, **(OPTIONS[dialect] if with_options else {}))
     assert sent == theirs(dialect, sent.body)
     assert sent.body.get("stream", False) == is_streamed
+
+
+CALL: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CONVERSATION: list[Message] = [
+    Message(role="system", content="S."),
+    Message(role="user", content="U."),
+    Message(role="assistant", content="I look.", tool_calls=[CALL]),
+    Message(role="tool", tool_call_id="c1", name="f", content="2", is_error=False),
+    Message(role="assistant", content="Two."),
+    Message(role="user", content="And now?"),
+]
+
+PARAMS = {
+    "openai_chat": ("openai.types.chat.completion_create_params", "CompletionCreateParams"),
+    "openai_responses": ("openai.types.responses.response_create_params", "ResponseCreateParams"),
+    "anthropic_messages": ("anthropic.types.message_create_params", "MessageCreateParams"),
+}
+"""Where the clients declare what their methods take, by API."""
+
+
+def check_same(validated: Any, given: Any) -> None:
+    """Pydantic validates iterables when they are read, and drops fields that a type lacks."""
+    if isinstance(given, dict):
+        assert validated.keys() == given.keys()
+        for name in given:
+            check_same(validated[name], given[name])
+    elif isinstance(given, list):
+        for one, other in zip(validated, given, strict=True):
+            check_same(one, other)
+    else:
+        assert validated == given
+
+
+@pytest.mark.parametrize("effort", [None, "none", "low", "high"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("dialect", PARAMS)
+def test_a_body_has_the_type_that_the_client_declares(
+    dialect: str, is_streamed: bool, effort: str | None
+) -> None:
+    """Each of its fields, in a conversation with tools that may be called or not."""
+    module, name = PARAMS[dialect]
+    params = getattr(import_module(module), name + ("Streaming" if is_streamed else "NonStreaming"))
+    adapter: TypeAdapter[Any] = TypeAdapter(params)
+    # The newest version of Anthropic's API takes no sampling; see the test of its header.
+    sampling = {} if dialect == "anthropic_messages" else {"temperature": 0.5, "top_p": 0.9}
+    settings = settings_of(
+        dialect, "https://api.openai.com", max_tokens=9, reasoning_effort=effort, **sampling
+    )
+    on_delta = (lambda event: None) if is_streamed else None
+    for tool_choice in ("auto", "none"):
+        request = Request(CONVERSATION, TOOLS, tool_choice=tool_choice, on_delta=on_delta)
+        body = DIALECTS[dialect].body(settings, request)
+        check_same(adapter.validate_python(body), body)
+        with pytest.raises(ValidationError):
+            adapter.validate_python({**body, "model": None})
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -109,6 +109,9 @@ class Job:
         self.control = -1
 
     def _send_more(self) -> None:
+        if self.control < 0:  # it ended after its last call, which the caller will find
+            self.unsent = b""
+            return
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             self.unsent = self.unsent[os.write(self.control, self.unsent[:_CHUNK_BYTES]) :]
 

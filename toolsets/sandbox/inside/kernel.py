@@ -29,7 +29,7 @@ def run_cells(control: int, max_chars: int) -> None:
         import site
 
         site.main()
-    sys.meta_path.remove(__loader__)
+    sys.meta_path.remove(globals()["__loader__"])  # which only knows our programs
     os.set_inheritable(control, False)
     for name in [name for name in sys.modules if name.startswith("toolsets")]:
         del sys.modules[name]

@@ -43,8 +43,8 @@ def _children(pid: int) -> list[int]:
     found = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
-                found += [int(child) for child in f.read().split()]
+            children = read_file(f"/proc/{pid}/task/{thread}/children")
+            found += [int(child) for child in children.split()]
     return found
 
 
@@ -57,10 +57,21 @@ def _children_by_parent() -> dict[int, list[int]]:
     return found
 
 
+def read_file(path: str) -> bytes:
+    """What a file of /proc says, with fewer system calls than `open` makes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        said = b""
+        while chunk := os.read(fd, 1 << 16):
+            said += chunk
+        return said
+    finally:
+        os.close(fd)
+
+
 def _stat_fields(pid: int) -> list[bytes]:
     """What /proc says of a process, from its state on."""
-    with open(f"/proc/{pid}/stat", "rb") as f:
-        return f.read().rpartition(b")")[2].split()
+    return read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
 def count_tasks() -> int:

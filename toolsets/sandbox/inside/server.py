@@ -161,7 +161,6 @@ class Server:
         shell = BASH if has_bash() else SH
         if job is None:
             job = self._add(kind, Job(self, shell.argv, control_at=shell.control))
-            job.send(shell.encode(shell.loop))
         if request["output_file"] is not None:
             code = in_background(code, request["output_file"])
         job.send(shell.encode(code))

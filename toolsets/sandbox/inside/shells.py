@@ -1,8 +1,10 @@
-"""The loop that a persistent shell runs, and how commands are handed to it."""
+"""The loop that a persistent shell runs, and how commands are sent to it."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,41 +15,41 @@ _SH_CONTROL = 7
 
 
 class Shell(NamedTuple):
-    """A shell that takes a loop, then commands, all encoded."""
+    """A shell that runs a loop, which takes commands."""
 
     argv: list[str]
     control: int
-    loop: str
     encode: Callable[[str], bytes]
 
 
 # The shell's own errors go nowhere, so that `set -x` does not show this loop. A redirection of a
 # builtin is undone when it ends: what a command does to its output does not last, and the
 # descriptors of this loop are closed for all that a command starts. `$?` is what the model thinks.
-_BASH_LOOP = """\
+# `read -N` takes many characters with one system call; as ASCII, they are bytes in any locale.
+_EXACTLY = "-d '' -n" if sys.platform == "darwin" else "-N"  # the bash of macOS is too old for -N
+_BASH_LOOP = f"""\
 shopt -s expand_aliases
 exec 251>&1 252>&2 2>/dev/null
 __status=0
-while IFS= read -r -d '' __command <&250; do
+while IFS= read -r -u 250 {_EXACTLY} 8 __size &&
+  IFS= read -r -u 250 {_EXACTLY} "$__size" __command; do
+  printf -v __command %b "$__command"
   [ "$__status" = 0 ] || (exit "$__status")
   eval "$__command" </dev/null >&251 2>&252 250>&- 251>&- 252>&-
   __status=$?
-  printf '%d %d\\n' "$__status" "${!:-0}" >&250
+  printf '%d %d\\n' "$__status" "${{!:-0}}" >&250
 done
 """
-_BASH_START = "IFS= read -r -d '' __command <&250; eval \"$__command\""
 
 
-def _ended_by_nul(code: str) -> bytes:
-    return code.encode() + b"\0"
+def _sized(code: str) -> bytes:
+    raw = code.replace("\\", "\\\\").encode()
+    if not raw.isascii():
+        raw = re.sub(rb"[\x80-\xff]", lambda byte: b"\\0%03o" % ord(byte[0]), raw)
+    return b"%08d" % len(raw) + raw
 
 
-BASH = Shell(
-    ["bash", "--norc", "--noprofile", "-c", _BASH_START, "bash"],
-    CONTROL,
-    _BASH_LOOP,
-    _ended_by_nul,
-)
+BASH = Shell(["bash", "--norc", "--noprofile", "-c", _BASH_LOOP, "bash"], CONTROL, _sized)
 
 # Shells that are not bash read no further than the end of a line, and know descriptors to 9.
 _SH_LOOP = """\
@@ -61,14 +63,13 @@ while IFS= read -r __command <&7; do
   printf '%d %d\\n' "$__status" "${!:-0}" >&7
 done
 """
-_SH_START = 'IFS= read -r __command <&7; eval "$(printf %b "$__command")"'
 
 
 def _on_one_line(code: str) -> bytes:
     return code.replace("\\", "\\0134").replace("\n", "\\0012").encode() + b"\n"
 
 
-SH = Shell(["sh", "-c", _SH_START, "sh"], _SH_CONTROL, _SH_LOOP, _on_one_line)
+SH = Shell(["sh", "-c", _SH_LOOP, "sh"], _SH_CONTROL, _on_one_line)
 
 
 @lru_cache

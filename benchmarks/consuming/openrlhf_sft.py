@@ -1,0 +1,44 @@
+"""OpenRLHF's SFTDataset on an export, several turns: what carries loss. It passes no tools."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+from openrlhf.datasets.sft_dataset import SFTDataset
+
+from benchmarks.consuming import tiny
+from benchmarks.consuming.rows import rows as rows_of
+from benchmarks.consuming.templates import PER_MESSAGE
+
+
+def main(directory: Path) -> None:
+    """Tokenize the JSON lines."""
+    datasets.disable_progress_bars()
+    tokenizer = tiny.tokenizer_for(directory, PER_MESSAGE)
+    files = sorted(map(str, (directory / "openai").glob("*.jsonl")))
+    options = {"input_key": "messages", "output_key": None, "apply_chat_template": True}
+    strategy = SimpleNamespace(args=SimpleNamespace(data=SimpleNamespace(**options)))
+    with tempfile.TemporaryDirectory() as cache:
+        rows = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
+        data = SFTDataset(rows, tokenizer, 1 << 17, strategy, num_processors=1, multiturn=True)
+        spans = tiny.Spans(tokenizer)
+        ours = list(rows_of(directory))
+        assert len(data) == len(ours), f"{len(ours) - len(data)} rows were dropped"
+        has_tools = 0
+        for number, row in enumerate(ours):
+            ids, _, mask = data[number][:3]
+            # The mask of a token says whether the one after it is learnt.
+            marks = [False, *(bool(mark) for mark in mask[0].tolist()[:-1])]
+            spans.add(row, ids[0].tolist(), marks)
+            has_tools += "<tools>" in tokenizer.decode(ids[0])
+    version = metadata.version("openrlhf")
+    print(f"= OpenRLHF {version}: {spans}; tools are in the prompt of {has_tools} rows")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

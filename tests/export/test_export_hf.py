@@ -1,0 +1,98 @@
+"""Directories of `datasets`: `load_from_disk` gives the rows of the JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.dataset.build import Source
+from export.dataset.checking import findings
+from export.dataset.directory import export_dataset
+from export.recipe import Recipe
+from tests.exporting import judged, make_run, worked
+from tests.running import lines
+
+datasets = pytest.importorskip("datasets")
+
+FORMATS = ("hermes", "llamafactory", "openai", "dpo", "kto")
+
+
+def loaded(directory: Path, name: str) -> dict[str, list[Any]]:
+    """The rows of each split, as a user of the library sees them."""
+    found = datasets.load_from_disk(directory / f"{name}_hf")
+    return {split: list(rows) for split, rows in found.items()}
+
+
+def written(directory: Path, name: str) -> dict[str, list[Any]]:
+    """The same of the JSON lines, with tools of formats with messages as a list."""
+    found = {}
+    for path in sorted((directory / name).glob("*.jsonl")):
+        rows = lines(path)
+        if name in ("openai", "dpo", "kto"):
+            rows = [{**row, "tools": json.loads(row["tools"])} for row in rows]
+        found[path.stem] = rows
+    return found
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    records = [judged(reward, f"Answer {reward}, {n}.") for n in range(20) for reward in (0.0, 1.0)]
+    return make_run(tmp_path, *records, samples=2)
+
+
+def test_holds_the_rows_of_the_json_lines_in_every_format(source: Source, tmp_path: Path) -> None:
+    recipe = Recipe(formats=(*FORMATS, "hf"), splits={"train": 0.5, "test": 0.5})
+    export_dataset(source, recipe, tmp_path / "d")
+    for name in FORMATS:
+        rows = loaded(tmp_path / "d", name)
+        assert rows == written(tmp_path / "d", name)
+        assert rows["train"]
+        assert rows["test"]
+    assert list(findings(source, tmp_path / "d")) == []
+
+
+def test_alone_it_holds_rows_of_openai_in_shards(source: Source, tmp_path: Path) -> None:
+    export_dataset(source, Recipe(formats=("openai",)), tmp_path / "lines")
+    export_dataset(source, Recipe(formats=("hf",), shard_mb=0.005), tmp_path / "d")
+    assert len(list((tmp_path / "d" / "openai_hf" / "train").glob("*.arrow"))) > 2
+    assert not (tmp_path / "d" / "openai").exists()
+    assert loaded(tmp_path / "d", "openai") == written(tmp_path / "lines", "openai")
+    by_card = datasets.load_dataset(str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
+    assert list(by_card["train"]) == loaded(tmp_path / "d", "openai")["train"]
+
+
+def test_another_content_has_another_fingerprint(tmp_path: Path) -> None:
+    """By the fingerprint `datasets` finds what it cached: two contents must not share one."""
+    found = []
+    for answer in ("Yes.", "No."):
+        source = make_run(tmp_path, worked(answer))
+        export_dataset(source, Recipe(formats=("hf",)), tmp_path / "d")
+        found.append(datasets.load_from_disk(tmp_path / "d" / "openai_hf")["train"]._fingerprint)
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("form", ["text", "list"])
+def test_tools_are_text_or_a_list_as_asked_for(source: Source, tmp_path: Path, form: Any) -> None:
+    recipe = Recipe(formats=("openai", "dpo", "kto", "llamafactory", "parquet", "hf"), tools=form)
+    export_dataset(source, recipe, tmp_path / "d")
+    kind = {"text": str, "list": list}[form]
+    for name in ("openai", "dpo", "kto"):
+        (line, *_) = lines(tmp_path / "d" / name / "train.jsonl")
+        (row, *_) = loaded(tmp_path / "d", name)["train"]
+        assert isinstance(line["tools"], kind)
+        assert row["tools"] == line["tools"]
+    (line, *_) = lines(tmp_path / "d" / "llamafactory" / "train.jsonl")
+    assert isinstance(line["tools"], str)
+    by_card = datasets.load_dataset(
+        str(tmp_path / "d"), "openai", cache_dir=str(tmp_path / "cache"), split="train"
+    )
+    assert json.loads(by_card[0]["tools"])[0]["type"] == "function"
+
+
+def test_a_list_of_tools_in_json_lines_loads_by_the_card(source: Source, tmp_path: Path) -> None:
+    export_dataset(source, Recipe(formats=("openai",), tools="list"), tmp_path / "d")
+    by_card = datasets.load_dataset(str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
+    assert list(by_card["train"]) == lines(tmp_path / "d" / "openai" / "train.jsonl")
