@@ -60,7 +60,7 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 
 FOR_OTHERS = re.compile(
     r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*"
-    r"|-m (?:(?:benchmarks|testing)\.\w+|pytest)[^`]*|--(?:signal|array)="
+    r"|(?:-m (?:(?:benchmarks|testing)\.\w+|pytest|openrlhf\.)|swift sft)[^`]*|--(?:signal|array)="
 )
 """What pages tell to other programs than ours."""
 
@@ -119,7 +119,7 @@ def test_every_page_is_named_in_the_readme() -> None:
         assert f"(docs/{page.name})" in README, page.name
 
 
-FOREIGN = ("# llamafactory", "# axolotl", "apiVersion:")
+FOREIGN = ("# llamafactory", "# axolotl", "# automodel", "# verl", "apiVersion:")
 
 
 def test_every_key_of_a_yaml_block_exists() -> None:
