@@ -39,7 +39,12 @@ class Group:
 
     def open(self) -> list[int]:
         """Descriptors of files by which a process writes itself into the group."""
-        return [os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in self.paths]
+        found = []
+        for path in self.paths:
+            # It can be gone: a process with another /proc takes this one for dead and cleans up.
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        return found
 
     def refusals(self) -> int:
         """How often processes or memory were refused in it, by whosever limit."""
