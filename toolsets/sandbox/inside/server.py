@@ -1,4 +1,4 @@
-"""The server of one sandbox: it holds the task's shell and interpreter and bounds each call.
+"""The server of one sandbox: it holds the task's shell and interpreter and limits each call.
 
 Requests and replies are frames on what was its standard input and output: four bytes of length,
 then JSON. It does one thing at a time. The host checks every reply, since commands run as the same
@@ -65,7 +65,7 @@ class Server:
         self.output_bytes = begin["output_bytes"]
         self._max_bytes = begin["workspace_mb"] << 20
         self._max_memory = begin["memory_mb"] << 20
-        """0 where something else bounds it."""
+        """0 where something else limits it."""
         self._home = begin["home"]
         self._start_dir = begin["start_dir"]
         os.chdir(self._home)
@@ -310,7 +310,7 @@ class Server:
         if os.getpid() != 1:  # whose end is that of all
             self._before = set()
             self._kill(0)
-            # Whoever is not waited for here is left to a process that may wait for nobody.
+            # A child that is not waited for here is left to a process that may wait for none.
             with contextlib.suppress(ChildProcessError):
                 while True:
                     os.waitpid(-1, 0)
@@ -358,7 +358,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    # Commands can send it, and as process 1 this is told only what it has a handler for.
+    # Commands can send it, and process 1 gets only signals that it has a handler for.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = Server(requests, replies)
     os.dup2(null, 2)  # which has said by now why it cannot begin
