@@ -117,6 +117,9 @@ class AIAgent:
             key_env=key_env,
             **_check_model_options(model_options or {}),
         )
+        if api_key is not None and settings.connection.client is not None:
+            msg = f"api_key: the client of {model!r} has its own credentials; see key_env"
+            raise ValueError(msg)
         checked = _check_options({"max_turns": max_turns, **options})
         servers = McpServers(_listed_servers(mcp or {}))
         common = set_up(

@@ -284,11 +284,12 @@ def start(repeat: int, prompts: int) -> Table:
     """What a start takes, beside importing the SDK that others begin with."""
     table = Table()
     for _ in range(repeat):
-        first = measure(runner, Work(1, 1, 0.0, 1, 1, "chat")).start_s
-        importing, _ = _command_s("-c", "import openai")
-        table.add("s to the first request of one worker", first)
-        table.add("s of `import openai`", importing)
-        table.add("the first over the second", first / importing)
+        run = measure(runner, Work(1, 1, 0.0, 1, 1, "chat"))
+        importing_s, importing_cpu_s = _command_s("-c", "import openai")
+        table.add("s to the first request of one worker", run.start_s)
+        table.add("the same over `import openai`", run.start_s / importing_s)
+        table.add("s of CPU of a run of one prompt", run.cpu_s)
+        table.add("the same over `import openai`: CPU", run.cpu_s / importing_cpu_s)
         table.add("s of CPU of --help", _command_s(str(ROOT / "batch_runner.py"), "--help")[1])
     table.show("start")
     return table

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agent.models.providers import NO_KEY, PROVIDERS, Provider
-from runs.config.endpoints import EndpointConfig
+from runs.config.endpoint_config import EndpointConfig
 
 _HEADINGS = ("prefix", "endpoint", "key from", "is set")
 

@@ -3,7 +3,7 @@
 row_files       files of rows: staged, hashed, split and sharded
 conversation/   a record read into a conversation that every format can render
 formats/        the formats of rows
-recipe          what an export is asked for
+recipe          formats, style, filters and splits of an export
 filters/        which conversations become rows
 statistics      counts over records
 record_order    records in the order of the dataset

@@ -1,7 +1,7 @@
-"""The recipe of an export: formats, how conversations are told, filters and splits.
+"""The recipe of an export: formats, style, filters and splits.
 
-Read from YAML, with flags on top; the manifest repeats it. All filters look at records, so an
-export takes nothing back and can be made again with other ones.
+It is read from YAML, flags override it, and the manifest repeats it. Filters only leave records out
+of an export, so another export can use other filters.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parse_splits(value: object) -> object:
     shares: dict[str, str] = {}
     for name, _, share in pairs:
         if name.strip() in shares:
-            msg = f"{name.strip()!r} stands twice"
+            msg = f"{name.strip()!r} is given twice"
             raise ValueError(msg)
         shares[name.strip()] = share.strip()
     return shares
@@ -87,12 +87,12 @@ class AnswerCheck(_Part):
 
     column: str = "expected"
     match: Literal["exact", "numeric", "regex", "python"] = "exact"
-    """exact: the same text but for case and the space around it; numeric: the last number of the
-    answer; regex: the column is a pattern to be found; python: `function` decides."""
+    """exact: the same text except for case and outer space; numeric: the last number of the answer;
+    regex: the column is a pattern; python: `function` decides."""
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """Largest relative difference of numbers."""
     function: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
-    """MODULE:FUNCTION, called with the answer and the record; gives whether the answer is right."""
+    """MODULE:FUNCTION, called with the answer and the record; returns whether the answer is right."""
 
     @model_validator(mode="after")
     def _names_a_function(self) -> AnswerCheck:
@@ -133,13 +133,13 @@ class Judge(_Part):
     key_env: str | None = None
     """Environment variable that holds the key, or none."""
     prompt: Annotated[str, Field(pattern=r"\{answer\}")] = _JUDGE_PROMPT
-    """{question}, {answer} and {expected} stand for what the user said, the final answer, and the
+    """{question}, {answer} and {expected} are replaced by the user's text, the final answer and the
     column."""
     column: str = "expected"
     right: Pattern = r"\bRIGHT\b"
-    """Found in the last line of the reply where the answer is right."""
+    """Pattern in the last line of the reply for a right answer."""
     wrong: Pattern = r"\bWRONG\b"
-    """The same where it is wrong. A line with both or neither is a failure of the judge."""
+    """The same for a wrong answer. With both or neither the judge has failed."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     max_tokens: PositiveInt | None = None
     max_in_flight: PositiveInt = 16
@@ -148,7 +148,7 @@ class Judge(_Part):
 
 
 class Filters(_Part):
-    """What leaves records out; those that are not given leave out nothing."""
+    """Which records are left out. An absent filter leaves out none."""
 
     status: (
         Annotated[
@@ -159,24 +159,24 @@ class Filters(_Part):
     """Endings to keep; `any` keeps all but `failed`. Left out: `completed`, and in dpo and kto also
     conversations that ended because their answer was not the expected one."""
     min_reasoning: Share | None = None
-    """Least share of the model's turns that hold reasoning in words."""
+    """Minimum share of the model's turns with readable reasoning."""
     hidden_reasoning: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations with turns that were reasoned about in a way that nobody
-    can read: many templates show them with an empty think block, whatever a row says."""
+    """`reject` leaves out conversations with hidden reasoning: many templates render such turns
+    with an empty think block, whatever the row holds."""
     shortened_views: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations whose model was shown parts of them in short or as a
-    summary: rows hold these parts whole."""
+    """`reject` leaves out conversations of which the model saw parts shortened or summarized: rows
+    hold these parts in full."""
     max_interrupted_calls: NonNegativeInt | None = None
-    """Most tool calls that a crash interrupted."""
+    """Maximum number of tool calls that a crash interrupted."""
     max_tool_errors: NonNegativeInt | None = None
     max_tool_error_share: Share | None = None
-    """Most failed calls, as a share of those that have a result."""
+    """Maximum share of failed calls among those with a result."""
     invented_tools: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations with calls of tools that were not on offer, of all formats:
-    rows but those of `raw` and `atif` are refused for them anyhow, unless `accept_rows` says so."""
+    """`reject` leaves out conversations that call tools that were not offered. It matters for `raw`
+    and `atif`; other formats refuse such rows unless `accept_rows` keeps them."""
     control_tokens: Tokens = "template"
-    """The tokens that rows are refused for: `all` adds those that only some tokenizers know, of
-    Llama 2, Mistral and Gemma, and that are HTML or plain words to others."""
+    """Tokens for which rows are refused: `all` adds those of Llama 2, Mistral and Gemma, which are
+    HTML or plain words to other tokenizers."""
     min_turns: PositiveInt | None = None
     max_turns: PositiveInt | None = None
     min_tool_calls: NonNegativeInt | None = None
@@ -184,31 +184,31 @@ class Filters(_Part):
     max_input_tokens: PositiveInt | None = None
     max_output_tokens: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
-    """Read and written by all calls of the conversation; unknown counts as too many."""
+    """Input and output of all calls; an unknown number counts as too many."""
     min_reward: Number | None = None
     max_reward: Number | None = None
     passed: bool | None = None
-    """What the check of the record must have said; without a check it is left out."""
+    """Required result of the check; unchecked records are left out."""
     require_passed: bool = False
-    """Leave out what did not pass its check; without a check it stays. Not in dpo and kto, which
-    compare the good with the bad."""
+    """Leave out what did not pass its check; unchecked records stay. Not for dpo and kto, which
+    compare good samples with bad ones."""
     answer: AnswerCheck | None = None
     judge: Judge | None = None
-    """Leave out what a judge model finds wrong, or could not judge."""
+    """Leave out answers that a judge model finds wrong, or could not judge."""
     evaluation_files: tuple[str, ...] = ()
     """Questions of benchmarks (.jsonl: all text of a line; else a question per line)."""
     evaluation_words: Annotated[int, Field(ge=8, le=13)] = 13
-    """Words in a row that count as an overlap with a question."""
+    """Consecutive words that count as an overlap with a question."""
     secrets: Literal["off", "patterns", "all"] = "off"
-    """`patterns`: keys of known providers; `all`: those and what detect-secrets knows."""
+    """`patterns`: keys of known providers; `all`: detect-secrets too."""
     first_n: PositiveInt | None = None
-    """Samples to keep of each prompt, the first ones."""
+    """Keep the first samples of each prompt."""
     best_n: PositiveInt | None = None
-    """The same, those with the highest rewards."""
+    """Keep the samples of each prompt with the highest rewards."""
     exact_duplicates: bool = True
-    """Leave out conversations that say the same as an earlier one."""
+    """Leave out exact copies of earlier conversations."""
     near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Leave out those at least this similar to an earlier one (Jaccard, word triples)."""
+    """Leave out conversations at least this similar to an earlier one (Jaccard, word triples)."""
     max_per_toolsets: PositiveInt | None = None
     """Conversations to keep for each combination of toolsets."""
 
@@ -219,11 +219,11 @@ class Preference(_Part):
     min_margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """dpo: the rewards of a pair differ by more than this."""
     threshold: Number = 0.5
-    """kto: the reward that counts as good where the check does not say whether it passed."""
+    """kto: rewards from here on are good, unless the check says whether it passed."""
 
 
 class Card(_Part):
-    """What only the user knows about a dataset, for its card."""
+    """Facts for the dataset card that only the user knows."""
 
     title: str | None = None
     license: str = "other"
@@ -242,7 +242,7 @@ class Recipe(_Part):
     max_tool_chars: PositiveInt | None = None
     tools: ToolsForm | None = None
     accept_rows: AcceptedRows = ()
-    """What rows are not refused for, by the reasons in rejects.jsonl."""
+    """Flaws with which rows are kept, named as in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
     split_seed: Seed = 0
     shard_mb: Megabytes | None = None
@@ -273,7 +273,7 @@ class Recipe(_Part):
 
     @property
     def style(self) -> Style:
-        """How conversations are told."""
+        """How conversations are rendered."""
         return Style(
             self.reasoning,
             self.parallel_calls,
@@ -304,31 +304,31 @@ class Recipe(_Part):
 
     @property
     def tolerances(self) -> list[Tolerance]:
-        """What each format of rows lets pass."""
+        """The flaws that each format of rows accepts."""
         tolerance = self.style.tolerance
         return [tolerance.of(name) for name in self.row_formats if name in HOLDS]
 
     @property
     def needs_conversations(self) -> bool:
-        """Whether anything but the records themselves is written."""
+        """Whether any format but `raw` is written."""
         return set(self.formats) != {"raw"}
 
     @property
     def compares(self) -> bool:
-        """Whether samples of a prompt are looked at side by side."""
+        """Whether samples of a prompt are compared."""
         chosen = self.filters.first_n or self.filters.best_n
         return bool(chosen) or self.makes_comparisons
 
     @property
     def makes_comparisons(self) -> bool:
-        """Whether rows are made that compare the good with the bad."""
+        """Whether any format is for preferences."""
         return not set(GROUP_FORMATS).isdisjoint(self.formats)
 
 
 def load_recipe(
     path: Path | None, flags: Mapping[str, Any], filters: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """Read a recipe and put `flags` on top. Raises `ConfigError`, which names file and key.
+    """Read a recipe; `flags` override it. Raises `ConfigError`, which names file and key.
 
     `filters` are flags too. Paths of `evaluation_files` are relative to the file that names them.
     """

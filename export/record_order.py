@@ -1,8 +1,7 @@
-"""What an export must know of all records, in columns of numbers: a few bytes for each.
+"""Reads records in the order of the dataset, with a few bytes of memory per record.
 
-Records lie in the order in which they were finished, and rows come in the order of the dataset.
-Nothing of the dataset is read for that: its scan holds the keys of its tasks, and each record its
-row.
+Records are stored in the order in which they were finished. The scan holds the keys of all tasks
+and each record its row, so the dataset itself is not read again.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from runs.store.records import UnreadableRecord, load_index
 
 _FEW = 8
 _FEW_BYTES = 1 << 17
-"""Found by trying, with records of 4 and 34 KB."""
+"""The fastest sizes for records of 4 and 34 KB."""
 
 
 class RecordOrder:
-    """Where the records of a run lie, task by task, the samples of a prompt side by side."""
+    """The places of a run's records by task number; samples of a prompt are adjacent."""
 
     def __init__(self, run_dir: Path, scan: Scan, *, num_samples: int) -> None:
-        """`num_samples` of each prompt are told; the scan must have been made for them.
+        """The scan must be for `num_samples` samples of each prompt.
 
         Raises `UnreadableRecord`.
         """
         if num_samples != scan.num_samples:
-            msg = f"a scan for {scan.num_samples} samples says nothing of {num_samples}"
+            msg = f"the scan is for {scan.num_samples} samples, not {num_samples}"
             raise ValueError(msg)
         index = load_index(run_dir, lenient=False)
         rows, self.gone = index.match(scan.keys)
-        """How many tasks have a record and are not asked for any more."""
+        """Number of records whose task is no longer in the dataset."""
         self._run_dir = run_dir
         self._key = scan.key
         self._samples = num_samples
@@ -46,7 +45,7 @@ class RecordOrder:
             self._lengths.append(length)
 
     def __len__(self) -> int:
-        """How many tasks there are."""
+        """Number of tasks."""
         return len(self._lengths)
 
     def without_record(self) -> Iterator[int]:
@@ -55,10 +54,10 @@ class RecordOrder:
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[int], Stored]]:
-        """What reads the record of a task that has one, by its number.
+        """A function that reads the record of a task, by its number.
 
-        It raises `UnreadableRecord`; the index is then removed, so that the next start reads all
-        records, and sets aside what is unreadable.
+        It raises `UnreadableRecord`. The index is then removed, so the next start reads all records
+        and sets aside the unreadable ones.
         """
         try:
             with open_records(self._run_dir) as records:
@@ -67,7 +66,7 @@ class RecordOrder:
                     records, self._offsets[number], self._lengths[number], self._key(number), loads
                 )
         except UnreadableRecord:
-            # Without the records the index is all that tells of them.
+            # If the records are gone, the index is the only trace of them.
             if (self._run_dir / "records.jsonl").exists():
                 (self._run_dir / "records.idx").unlink(missing_ok=True)
             raise
@@ -77,11 +76,11 @@ class RecordOrder:
         return (number for number, length in enumerate(self._lengths) if length)
 
     def groups(self, *, by_prompt: bool) -> Iterator[list[list[int]]]:
-        """The same, each alone or those of one prompt together, and a few of these at a time.
+        """Tasks with a record in groups, alone or by prompt; a few groups at a time.
 
-        Whoever takes each step with all of a few, before the next step, finds its code in the
-        processor's caches: record by record an export takes up to a fifth longer. Of more at a
-        time the caches would not hold the records, and the garbage collector would visit them.
+        Taking each step for a few records before the next step keeps its code in the processor's
+        caches: record by record an export takes up to a fifth longer. More records at a time would
+        not fit into the caches.
         """
         samples = self._samples if by_prompt else 1
         few: list[list[int]] = []
@@ -97,21 +96,21 @@ class RecordOrder:
 
 
 class Seen:
-    """Finds tasks that are equal to an earlier one, by hashes, in 24 to 48 bytes for each.
+    """Finds tasks that are equal to an earlier one, in 24 to 48 bytes per task.
 
-    Only those whose hashes are equal are compared.
+    Tasks are compared only if their hashes are equal.
     """
 
     def __init__(self, most: int) -> None:
-        """`most` is how many tasks there can be."""
+        """`most` is the maximum number of tasks."""
         size = 1 << (2 * most + 1).bit_length()
         self._mask = size - 1
         self._hashes = array("q", bytes(8 * size))
         self._numbers = array("I", bytes(4 * size))
-        """One more than the number of the task; 0 where there is none."""
+        """The number of the task plus 1; 0 for an empty slot."""
 
     def is_new(self, number: int, hashed: int, is_same: Callable[[int], bool]) -> bool:
-        """Whether no earlier task is the same; `is_same` compares the one in question with it."""
+        """Whether no earlier task is the same; `is_same` compares this task with an earlier one."""
         slot = hashed & self._mask
         while earlier := self._numbers[slot]:
             if self._hashes[slot] == hashed and is_same(earlier - 1):

@@ -1,7 +1,7 @@
-"""Files of an export in the making: rows by split, in shards, with what a manifest says of them.
+"""Row files of an export, by split and in shards, hashed and counted for the manifest.
 
-Files are opened by a place: `Staging` keeps them aside until all is well, `Nowhere` only counts,
-which is how an export is derived again to be checked.
+A target opens the files: `Staging` publishes them together once all are written; `Nowhere` only
+counts bytes, to check an export by making it again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,13 +35,13 @@ class Written(NamedTuple):
 
 
 class FileTarget(Protocol):
-    """Where files are made."""
+    """Opens files of an export."""
 
     def open(self, path: str) -> BinaryIO:
         """A new file; `path` is relative to the export."""
 
     def rename(self, path: str, final: str) -> None:
-        """Give a file that was written its last name."""
+        """Give a written file its final path."""
 
 
 class _Void(io.BytesIO):
@@ -49,18 +50,18 @@ class _Void(io.BytesIO):
 
 
 class Nowhere:
-    """Files that are counted and not kept."""
+    """Files that are hashed and not kept."""
 
     def open(self, path: str) -> BinaryIO:
-        """A file that takes all and holds nothing."""
+        """A file that discards its content."""
         return _Void()
 
     def rename(self, path: str, final: str) -> None:
-        """Nothing is there."""
+        """Does nothing."""
 
 
 class Staging:
-    """Files that take their places together, once all of them are written."""
+    """Files that are moved to their places together, once all are written."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -71,7 +72,7 @@ class Staging:
     def __enter__(self) -> Staging:
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob(".export.*.tmp"):
-            shutil.rmtree(left)  # of an export that was killed; the directory is locked
+            shutil.rmtree(left)  # of a killed export; the directory is locked
         self._root.mkdir()
         return self
 
@@ -82,12 +83,12 @@ class Staging:
         trace: TracebackType | None,
     ) -> None:
         for file in self._files:
-            with contextlib.suppress(OSError):  # of a full disk; what is in them is thrown away
+            with contextlib.suppress(OSError):  # disk full; the content is discarded anyway
                 file.close()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def open(self, path: str) -> BinaryIO:
-        """A new file beside the others, at its place only after `publish`."""
+        """A new file, which `publish` moves to its place."""
         temporary = self._root / path
         temporary.parent.mkdir(parents=True, exist_ok=True)
         self._paths[path] = path
@@ -96,11 +97,11 @@ class Staging:
         return self._files[-1]
 
     def rename(self, path: str, final: str) -> None:
-        """The file written as `path` is to lie at `final`."""
+        """Publish the file opened as `path` at `final`."""
         self._paths[path] = final
 
     def paths(self) -> list[str]:
-        """Where the files are to lie."""
+        """The paths at which `publish` puts the files."""
         return list(self._paths.values())
 
     def publish(self) -> None:
@@ -132,8 +133,8 @@ class Hashing(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:
-        """Append bytes; those that come after the export was given up are dropped."""
-        if self._file.closed:  # a library ends its file when its writer is thrown away
+        """Append bytes; after the file was closed they are dropped."""
+        if self._file.closed:  # a library flushes when its writer is discarded
             return memoryview(content).nbytes
         self._sha256.update(content)
         size = self._file.write(content)
@@ -145,7 +146,7 @@ class Hashing(io.RawIOBase):
         return self.size
 
     def finish(self) -> str:
-        """Close it; gives the hash."""
+        """Close the file and return the hash."""
         self._file.close()
         return self._sha256.hexdigest()
 
@@ -157,7 +158,7 @@ class RowWriter(Protocol):
         """Append one row, given as its line of JSON."""
 
     def finish(self) -> None:
-        """Write what is held back."""
+        """Write buffered rows."""
 
 
 class LineWriter:
@@ -171,14 +172,11 @@ class LineWriter:
         self._file.write(line)
 
     def finish(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: no row is buffered."""
 
 
-class MakeWriter(Protocol):
-    """Begins a file of rows."""
-
-    def __call__(self, file: Hashing) -> RowWriter:
-        """A writer into `file`."""
+MakeWriter = Callable[[Hashing], RowWriter]
+"""Begins a file of rows."""
 
 
 @dataclass
@@ -191,7 +189,7 @@ class _Shards:
     path: str = ""
     rows: int = 0
     size: int = 0
-    """Bytes of rows as JSON, whatever the file makes of them."""
+    """Bytes of rows as JSON, whatever the format of the file."""
 
 
 class SplitFiles:
@@ -217,7 +215,7 @@ class SplitFiles:
         self._splits: dict[str, _Shards] = {}
 
     def write(self, split: str, line: bytes) -> None:
-        """Append a row to a split; a new shard begins where the row would make one too large."""
+        """Append a row to a split, in a new shard if this one would get too large."""
         shards = self._splits.setdefault(split, _Shards())
         full = self._shard_bytes is not None and shards.size + len(line) > self._shard_bytes
         if shards.rows and full:
@@ -231,7 +229,7 @@ class SplitFiles:
         shards.size += len(line)
 
     def finish(self) -> dict[str, list[Written]]:
-        """Close and name all files; gives them by split."""
+        """Close and rename all files; returns them by split."""
         return {split: self._name(split, shards) for split, shards in self._splits.items()}
 
     def _close(self, shards: _Shards) -> None:

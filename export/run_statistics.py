@@ -33,7 +33,7 @@ class RunStatistics:
     def __init__(
         self, *, style: Style, require_reasoning: bool, require_passed: bool = False
     ) -> None:
-        """All are those of the run, by which it keeps conversations for training."""
+        """The options are those of the run: they decide which conversations are kept."""
         self._style = style
         self._require_reasoning = require_reasoning
         self._require_passed = require_passed
@@ -67,7 +67,7 @@ class RunStatistics:
                 self._spreads[name].append(number)
         offered = names_of(tools_of(record))
         for call in calls:
-            # Names that a model invents have no end.
+            # There can be any number of invented names.
             if call["name"] in offered and call.get("duration_s") is not None:
                 self._tool_seconds[call["name"]].append(call["duration_s"])
         cost = record["cost_usd"]
@@ -105,7 +105,7 @@ class RunStatistics:
             "cost_usd": {
                 "known_total": self._cost,
                 "records_of_unknown_cost": self._unknown_costs,
-                # All that was paid, over what is left to train on.
+                # All costs, divided by the conversations that are kept.
                 "per_kept": self._cost / self._kept if self._kept and self._cost else None,
                 "of_kept_mean": self._cost_of_kept / self._kept_with_cost
                 if self._kept_with_cost

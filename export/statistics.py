@@ -1,9 +1,7 @@
-"""What the models of a run did: how their tools fared, and how much of it they reasoned about.
+"""Statistics over records: tool calls and their failures, reasoning, endings, tokens.
 
-Counted over every record that goes into an export, whichever file it lands in, since a run is
-judged by its rejects too. Each record is looked at once and forgotten, so the memory taken is
-that of the tools on offer. Whether a call failed is what its result says, never what it reads
-like.
+Every record of an export counts, rejected ones too. Records are not kept, so memory grows only with
+the number of tools. A call failed if its result says so; its text is not interpreted.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from export.conversation.tools import names_of, tools_of
 from runs.store.checks import CheckSums, judgement_of
 
 _UNNAMED_FAILURE = "reported"
-"""The kind of a failure that the tool itself reported, without an exception."""
+"""The kind of failures that tools report themselves, without an exception."""
 
 
 _TOKENS = (
@@ -51,7 +49,7 @@ class Statistics:
         self._last_ended_at: float | None = None
 
     def add(self, record: Mapping[str, Any], own: Own) -> None:
-        """Count one record: of the conversation what is `own` alone."""
+        """Count one record; of its messages only those of `own`."""
         turns = own.turns
         self._statuses[record["status"]] += 1
         judgement = judgement_of(record)
@@ -71,11 +69,11 @@ class Statistics:
     def to_json(self) -> dict[str, Any]:
         """For statistics.json. Rates of tools are percentages of the calls that have a result.
 
-        `hidden` is there if any: turns without reasoning in words, which were reasoned about.
+        `hidden` counts turns whose reasoning the API hides; it is absent without such turns.
 
         `checks` are sums of `runs.store.checks.Checks`.
 
-        `tokens` are of all that was paid for, as far as the endpoint told them;
+        `tokens` are of all paid calls, as far as the endpoint reports them;
         `cache_hit_rate` is the percentage of input tokens that came from a prompt cache.
         """
         rows = self._statuses.total()
@@ -117,7 +115,7 @@ class Statistics:
     def _add_replies(self, offered: frozenset[str], own: Own) -> None:
         self._offered |= offered
         for stats in own.tools:
-            # Names that a model invents have no end; they are errors, not tools.
+            # Invented names are errors, not tools; there can be any number of them.
             if (name := stats["tool"]) in offered:
                 self._calls[name] += stats["count"]
                 self._successes[name] += stats["success"]

@@ -1,12 +1,12 @@
 """The training files of a run, made from its records: the same records give the same bytes.
 
-    ../<run_name>.jsonl    completed conversations that keep the row rules, in dataset order
+    ../<run_name>.jsonl    completed conversations that are valid rows, in dataset order
     exports/partial.jsonl  conversations that ended early, in the same form
     exports/rejects.jsonl  {"id", "status", "reason", "detail"} of records that cannot be exported
     exports/manifest.json  what each file holds; its counts sum to all tasks
-    statistics.json        what the models of all these records did; no file above depends on it
+    statistics.json        statistics of all these records; no file above depends on it
 
-Every file is written beside its place and renamed, so a reader never sees half of one.
+Every file is written to a temporary file and renamed, so readers never see an incomplete one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _HOLDS: dict[Place, str] = {
 
 
 class Routed(NamedTuple):
-    """Where one record goes, and the line that goes there."""
+    """The file of a record and its line in it."""
 
     place: Place
     line: bytes
@@ -64,7 +64,7 @@ class Routed(NamedTuple):
 
 @dataclass
 class _Output:
-    """One file in the making."""
+    """A file that is being written."""
 
     path: Path
     file: Hashing
@@ -79,7 +79,7 @@ def route(
     require_reasoning: bool = False,
     require_passed: bool = False,
 ) -> Routed:
-    """Decide where a record goes and render its line; `own` is that of `read_conversation`.
+    """Choose the file of a record and render its line; `own` is that of `read_conversation`.
 
     `style` is that of the run. `require_reasoning` keeps completed conversations without any
     reasoning in words out of training, `require_passed` those that did not pass their check.
@@ -198,7 +198,7 @@ def _reject(record: dict[str, Any], reason: str, detail: str) -> Routed:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[_Output]:
-    """A file that takes the place of `path` only if all went well."""
+    """A file that replaces `path` if no error occurs."""
     temporary = temporary_for(path)
     try:
         with open_temporary(temporary, path) as file:

@@ -29,6 +29,7 @@ Other rooms import only the modules in `SEAM`.
 
 SEAM = (
     "batch_api.totals",
+    "config.endpoint_config",
     "config.endpoints",
     "config.loading",
     "config.models",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
 
@@ -32,19 +33,21 @@ def fork_ahead(config: RunConfig) -> None:
     No more than there can be tasks.
     """
     if config.executor == "local":
-        most = config.num_workers
-        try:
-            with config.dataset_file.open("rb") as file:
-                lines = sum(1 for _ in islice(file, most))
-        except OSError:
-            return  # planning says what is wrong with it
         wanted = config.enabled_toolsets or ALL
         for name, toolset in TOOLSETS.items():
             if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
-                pass  # which imports them, once for all
+                len(toolset.tools)  # which imports them, once for all
         if config.model_weights().keys() != {SCRIPTED}:
             load_table()
-        fork_workers(min(most, lines * config.num_samples))
+        fork_workers(min(config.num_workers, _most_tasks(config)))
+
+
+def _most_tasks(config: RunConfig) -> int:
+    """How many tasks there can be, as far as a look at the first lines of the dataset tells."""
+    if config.dataset_file.suffix == ".jsonl":
+        with suppress(OSError), config.dataset_file.open("rb") as file:  # the plan will say why
+            return sum(1 for _ in islice(file, config.num_workers)) * config.num_samples
+    return config.num_workers
 
 
 def open_executor(config: RunConfig, run_dir: RunDir) -> Executor:

@@ -1,7 +1,6 @@
-"""A conversation that was ended by a call of `final_answer`, told as one that ends in plain text.
+"""Final answers given by a call of `final_answer`, rewritten as a last message in plain text.
 
-How the runtime is told that a conversation is over is the runtime's affair. A row says what the
-user was answered, so rows look alike whichever way the model had to end them.
+Rows look the same whichever way the model had to end its conversation.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from runs.store.checks import ended_by_wrong_answer
 
 
 class Told(NamedTuple):
-    """A conversation as a row tells it."""
+    """A conversation as rows render it."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools
-    """Those on offer, without the reserved ones where the messages hold no call of either."""
+    """The tools on offer; without the reserved ones unless a message calls one."""
     completion: Literal["final_answer", "text"] | None
-    """How the answer was given; None without one."""
+    """How the answer was given; None without an answer."""
     invented: Sequence[str] = ()
-    """Which calls were of tools that were not on offer, where the messages do not show it."""
+    """Calls of tools that were not offered, if they are no longer among the messages."""
 
 
 def plain_ending(
@@ -35,9 +34,9 @@ def plain_ending(
     *,
     answered: bool,
 ) -> Told:
-    """Tell a conversation that was `answered` with its answer as text; raises Rejected.
+    """Rewrite the answer of a conversation that was `answered` as text; raises Rejected.
 
-    One that was not keeps its calls, also those of the reserved tools.
+    A conversation without an answer keeps all its calls, also those of the reserved tools.
     """
     call = final_answer_call(messages) if answered else None
     invented: Sequence[str] = ()
@@ -53,7 +52,7 @@ def plain_ending(
 
 
 def is_answered(record: Mapping[str, Any]) -> bool:
-    """Whether a conversation ended with an answer of its model, be it a wrong one."""
+    """Whether a conversation ended with an answer, right or wrong."""
     return record["status"] == "completed" or ended_by_wrong_answer(record)
 
 
@@ -66,7 +65,7 @@ def _call_reserved(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def answer_of(record: Mapping[str, Any]) -> str | None:
-    """The words that a conversation ends with, None where it does not end with the model's."""
+    """The final answer of a conversation, None without one."""
     answered = is_answered(record)
     try:
         told = plain_ending(record["messages"], tools_of(record), answered=answered)
@@ -83,8 +82,7 @@ def _with_answer_as_text(
 ) -> list[Mapping[str, Any]]:
     """The messages with `call` and its result replaced by a last message that holds the answer.
 
-    Where the turn had no other calls, that message stands next to it and goes on with it, as a
-    continuation does.
+    If the turn had no other calls, that message follows it directly and continues the same turn.
     """
     start = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
     turn, *results = messages[start:]
@@ -95,7 +93,7 @@ def _with_answer_as_text(
         if result not in kept:
             if result.get("is_error"):
                 raise Rejected(Reason.UNFINISHED, "completed, but the final answer was refused")
-            # As the runtime took it: references in it stand for what they name.
+            # The answer as the runtime took it, with its references resolved.
             answer = (result.get("details") or {}).get("text", answer)
     last = {"role": "assistant", "content": answer}
     return [*messages[:start], {**turn, "tool_calls": others}, *kept, last]

@@ -10,20 +10,20 @@ from runs.store.index import own_turns
 
 
 class Own(NamedTuple):
-    """What this run's model did in a conversation, and no parent of a branch."""
+    """What this run's model did in a conversation, without the turns of a branch's parent."""
 
     turns: Sequence[Any]
-    """Those of the record."""
+    """Turns of the record."""
     start: int
-    """The place of its first message among those of the record."""
+    """Index of its first message among those of the record."""
     messages: Sequence[Any]
-    """That one and all that follow."""
+    """That message and all later ones."""
     tools: list[dict[str, Any]]
-    """How its calls went, see `tool_stats`."""
+    """Counts of its tool calls, see `tool_stats`."""
 
 
 def own_of(record: Mapping[str, Any]) -> Own:
-    """Find it in a record."""
+    """What this run's model did in a record."""
     turns = own_turns(record)
     start = first_reply(record["messages"], turns=len(turns))
     messages = record["messages"][start:]
@@ -31,9 +31,9 @@ def own_of(record: Mapping[str, Any]) -> Own:
 
 
 def first_reply(messages: Sequence[Mapping[str, Any]], *, turns: int) -> int:
-    """The place of the first of the last `turns` assistant messages, or the end if there is none.
+    """The index of the first of the last `turns` assistant messages, or the end without any.
 
-    Those are the model's own; assistant messages before them were given.
+    These are the model's own; earlier assistant messages came with the prompt.
     """
     starts = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     own = starts[-turns:] if turns else []
@@ -62,7 +62,7 @@ def tool_stats(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def has_reasoning(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant message holds reasoning, apart from its text or inline."""
+    """Whether an assistant message has reasoning, in its own field or inline."""
     if (reasoning := message.get("reasoning")) and not reasoning.isspace():
         return True
     content = message.get("content")
@@ -74,7 +74,7 @@ def has_reasoning(message: Mapping[str, Any]) -> bool:
 
 
 def hidden_reasoning(own: Own) -> int:
-    """How many replies were reasoned about in a way that nobody can read."""
+    """The number of replies with hidden reasoning."""
     said = (message for message in own.messages if message["role"] == "assistant")
     return sum(
         not has_reasoning(message) and hides_reasoning(message, turn.get("usage"))

@@ -1,8 +1,8 @@
-"""A record read once for all formats: who said what, checked, in the order of its turns.
+"""Parses a record into a `Conversation`, once for all formats.
 
-Reasoning is apart from text, arguments are JSON objects, a turn that the provider paused is one
-turn, and the answer is text whichever way the model had to give it. Formats only spell this out.
-A record is read whole or raises Rejected; no turn is repaired, shortened or invented.
+Reasoning is separate from text, arguments are JSON objects, a turn that the provider paused is one
+turn, and the final answer is text however the model gave it. Formats only render this. A record
+that breaks a rule raises Rejected; no turn is repaired, shortened or invented.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from runs.store.checks import judgement_of
 _MARKER_IN_TEXT = re.compile(
     r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>",
 )
-"""A tag that in a model's own words would be read as structure, or as a thought."""
+"""A tag that, in a model's own text, would be read as structure or reasoning."""
 
 _MAX_COLUMN_CHARS = 1000
 _PLAIN = (bool, int, float, str)
 
 
 class Call(NamedTuple):
-    """One tool call; `arguments` is the JSON text of an object, `value` what it says.
+    """One tool call; `arguments` is the JSON text of an object, `value` that object.
 
-    Where the model wrote no object (a flaw of the conversation) it is that of a string with what
-    it wrote, and the value is empty.
+    If the model wrote no object (a flaw), `arguments` is a JSON string of what it wrote and `value`
+    is empty.
     """
 
     id: str
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What one call brought, as text."""
+    """The result of a call, as text."""
 
     id: str
     name: str
@@ -55,21 +55,21 @@ class Result(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One turn of the model and what its calls brought, in the order of the calls."""
+    """One turn of the model with the results of its calls, in the order of the calls."""
 
     number: int
-    """Counts from 1 over all turns, those of the prompt included."""
+    """Counted from 1 over all turns, including those of the prompt."""
     reasoning: str
     text: str
     calls: Sequence[Call] = ()
     results: Sequence[Result] = ()
     replies: int = 1
-    """How many replies it is made of: several where the provider paused, none where the answer
-    was given by a call and is told as a turn of its own."""
+    """Number of replies: several if the provider paused, none for a final answer that was part of a
+    reply with calls."""
     is_given: bool = False
-    """The prompt brought this turn along."""
+    """The turn came with the prompt."""
     hides_reasoning: bool = False
-    """The model reasoned, and nobody can read it: that is not the same as no reasoning."""
+    """The model reasoned, but the API hides how. That is not the same as no reasoning."""
 
 
 Entry = str | Turn
@@ -77,10 +77,10 @@ Entry = str | Turn
 
 
 class Conversation(NamedTuple):
-    """What a row of any format is made of."""
+    """The content of a record that rows of any format render."""
 
     system: str
-    """The system prompt that the model saw; blank where there was none."""
+    """The system prompt that the model saw, "" without one."""
     entries: Sequence[Entry]
     tools: Tools
     completed: bool
@@ -89,11 +89,11 @@ class Conversation(NamedTuple):
     metadata: Mapping[str, Any]
     num_tool_calls: int
     flaws: Sequence[Flaw] = ()
-    """What not every format holds."""
+    """Flaws that not every format accepts."""
 
     @property
     def num_turns(self) -> int:
-        """Replies of this run's model."""
+        """Number of replies of this run's model."""
         return len(self.own.turns)
 
     @property
@@ -103,11 +103,10 @@ class Conversation(NamedTuple):
 
 
 def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conversation:
-    """Read a record; raises Rejected where it breaks a rule that all formats have.
+    """Parse a record; raises Rejected if it breaks a rule of all formats.
 
-    `own` is `own_of(record)`, for a caller that has it already.
-    A record that ended early is read too, with `completed` false: the caller decides which file
-    it belongs to.
+    `own` is `own_of(record)`, if the caller has it already. A record that ended early is parsed
+    too, with `completed` false; the caller decides where it belongs.
     """
     own = own or own_of(record)
     if not own.turns:
@@ -120,7 +119,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
     entries = read_entries(messages, tools, flaws)
     if answered:
         check_finished(messages)
-    # A reply may go on in the turn that the messages before it end with, so that one counts.
+    # A first reply that continues a turn of the prompt belongs to that turn.
     given = 0
     opening = [message["role"] for message in messages[: own.start + 1]]
     if "assistant" in opening[:-1]:
@@ -138,7 +137,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
     entries = with_hidden_reasoning(entries, record["messages"], record["turns"])
     stats = own.tools if completion != "final_answer" else tool_stats(messages[own.start :])
-    # What was noted of a parent's turns stands in the row of the parent.
+    # Notes on a parent's turns are in the parent's row.
     noted = record["messages"]
     if len(own.turns) < len(record["turns"]):
         noted = own.messages
@@ -160,10 +159,9 @@ def read_entries(
     tools: Tools,
     flaws: list[Flaw],
 ) -> list[Entry]:
-    """The messages but those of the system, as entries; raises Rejected.
+    """All messages but those of the system, as entries; raises Rejected.
 
-    A turn that the provider paused is one entry with its continuation. What not every format holds
-    is added to `flaws`.
+    A turn that the provider paused is one entry with its continuation. Flaws are added to `flaws`.
     """
     for detail in check_conversation(messages, names_of(tools)):
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
@@ -200,7 +198,7 @@ def text_of(message: Mapping[str, Any], *, where: str) -> str:
 
 
 def refuse_control_tokens(text: str, tolerance: Tolerance, *, where: str) -> None:
-    """Raise Rejected for text that a tokenizer would read as the structure of a template."""
+    """Raise Rejected for text with a control token that is not accepted."""
     if token := control_token(text):
         tolerance.refuse([_of_token(token, where)])
 
@@ -210,7 +208,7 @@ def _of_token(token: Token, where: str) -> Flaw:
 
 
 def system_of(messages: Iterable[Mapping[str, Any]]) -> str:
-    """What the system messages say together, blank without any; raises Rejected unless text."""
+    """The joined text of all system messages, "" without any; raises Rejected if it is not text."""
     texts = (text_of(m, where="system message") for m in messages if m["role"] == "system")
     return "\n\n".join(text for text in texts if text.strip())
 
@@ -220,9 +218,9 @@ def with_hidden_reasoning(
     messages: Iterable[Mapping[str, Any]],
     turns: Sequence[Mapping[str, Any]],
 ) -> list[Entry]:
-    """The entries, with those turns marked whose reasoning nobody can read.
+    """The entries, with turns of hidden reasoning marked.
 
-    `messages` are those of the record, of whose replies `turns` are the last ones.
+    `messages` are those of the record; `turns` belong to the last of its replies.
     """
     for entry in entries:
         if not isinstance(entry, str) and not entry.reasoning:
@@ -230,7 +228,7 @@ def with_hidden_reasoning(
     else:
         return entries
     replies = [message for message in messages if message["role"] == "assistant"]
-    # Those of the prompt come first, and cost nothing here.
+    # Replies of the prompt come first and have no usage.
     usages = [None] * len(replies) + [turn.get("usage") for turn in turns]
     usages = usages[-len(replies) :]
     marked = []
@@ -240,7 +238,7 @@ def with_hidden_reasoning(
         if isinstance(entry, Turn):
             start, end = end, end + entry.replies
             made = list(zip(replies[start:end], usages[start:end], strict=True))
-            if made:  # else the answer was part of the reply before it
+            if made:  # else the answer belongs to the previous reply
                 is_hidden = any(hides_reasoning(*reply) for reply in made)
             if is_hidden and not entry.reasoning:
                 entry = entry._replace(hides_reasoning=True)
@@ -264,9 +262,9 @@ def _read_turn(
     number: int,
     flaws: list[Flaw],
 ) -> Turn:
-    """One turn out of its messages: one, or several where the provider paused.
+    """A turn from its messages: one, or several if the provider paused.
 
-    `results` holds what the calls of the last of them brought, by their ids.
+    `results` are those of the calls of its last message, by id.
     """
     if len(messages) == 1:
         reasoning, text = _split_reasoning(messages[0], number)
@@ -310,7 +308,7 @@ def _read_call(call: Mapping[str, Any], flaws: list[Flaw], number: int, position
 
 
 def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> None:
-    """Look for what in a model's own words would be read as structure, or as a thought."""
+    """Add a flaw for tags and control tokens in a model's own text."""
     if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
         flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}"))
     if token := control_token(words):
@@ -318,7 +316,7 @@ def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> N
 
 
 def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
-    """Reasoning and text of a message, each blank or not; the same reasoning counts once."""
+    """Reasoning and text of a message; reasoning both in its field and inline counts once."""
     apart, text = message.get("reasoning") or "", message.get("content")
     if not isinstance(text, str):
         text = text_of(message, where=f"turn {number}")
@@ -335,7 +333,7 @@ def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]
 
 
 def _joined(parts: Sequence[str]) -> str:
-    """What is not blank of `parts`, with a blank line between one and the next."""
+    """The parts that are not blank, joined by blank lines."""
     *earlier, last = [part for part in parts if part.strip()] or [""]
     return "\n\n".join([*(part.rstrip() for part in earlier), last])
 
@@ -353,9 +351,9 @@ def _metadata(
     stats: Sequence[Mapping[str, Any]],
     noted: Iterable[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What a row says of its run, but its reasoning, which formats may leave out.
+    """The metadata of a row, except for counts of reasoning, which depend on the style.
 
-    What most rows do not have is a member only where there is some.
+    Keys that most rows do not need are present only with a value.
     """
     told = {
         "model": record["model"],
@@ -395,7 +393,7 @@ def _metadata(
 
 
 def metadata_of(conversation: Conversation) -> dict[str, Any]:
-    """What a row says of its run and of the reasoning that it has, after all styling."""
+    """The metadata of a row, with counts of the reasoning that is left after styling."""
     said = conversation.own_turns
     with_reasoning = len([None for turn in said if turn.reasoning])
     reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
@@ -405,14 +403,14 @@ def metadata_of(conversation: Conversation) -> dict[str, Any]:
 
 
 def lineage_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a branch: the run and the record that it goes on from, after which turn, its number."""
+    """For a branch: the run and record it continues, after which turn, its number; else empty."""
     if not (fork := record.get("fork")):
         return {}
     return {key: fork[key] for key in ("run", "record", "turn", "branch") if key in fork}
 
 
 def _notes_and_repairs(messages: Iterable[Mapping[str, Any]]) -> tuple[dict[str, int], int]:
-    """How often each rule of the runtime spoke to the model, and how many names it repaired."""
+    """Counts of the runtime's notes to the model by rule, and of repaired tool names."""
     notes: list[str] = []
     repairs = 0
     for message in messages:
@@ -424,9 +422,9 @@ def _notes_and_repairs(messages: Iterable[Mapping[str, Any]]) -> tuple[dict[str,
 
 
 def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The dataset's own columns that one can filter by; long ones stay in the record.
+    """Short columns of the dataset, to filter by; long values stay only in the record.
 
-    So do the commands that judged the conversation: what they look for is not to be learnt.
+    So do `setup` and `check`: a model must not learn what the check looks for.
     """
     judged = ("setup", "check") if record.get("check") else ()
     return {

@@ -1,7 +1,7 @@
-"""JSON as it stands in a row: read strictly, written in one spacing, never taken for a tag.
+"""The JSON of rows: read strictly, written with one spacing, with tags escaped.
 
-What a model or a tool wrote keeps its order and its digits; what a strict reader would refuse or
-read differently is not JSON here.
+Keys keep their order and numbers their digits. Text that a strict reader would refuse or read
+differently is not JSON here.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ _TEMPLATE_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>"
 _CONTROL_TAILS = rf"{_TEMPLATE_TAILS}|/?s>|(?:bos|eos|pad|unk)>"
 
 _CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
-"""What the tokenizers of known models read as one token of structure, wherever it stands."""
+"""What tokenizers of known models read as a control token anywhere in a text."""
 
 _TEMPLATE_TOKEN = re.compile(rf"<(?:{_TEMPLATE_TAILS})")
-"""Those of them that nobody writes for anything else: the others are HTML, or words of a few."""
+"""Control tokens with no other meaning; the others are HTML or plain words too."""
 
-# A pattern that begins with one letter is searched for many times faster than one that begins
-# with either of two, so these stand for parts of patterns. Brackets are more frequent than words
-# in capitals.
+# Searching for a pattern with one first letter is many times faster than for one with two, so the
+# patterns are split. Brackets are more frequent than words in capitals.
 _CONTROL_IN_ANGLES = re.compile(rf"<(?:{_CONTROL_TAILS})")
 _CONTROL_IN_BRACKETS = re.compile(r"\[/?INST\]")
 _END_IN_BRACKETS = re.compile(r"INST\]")
@@ -42,13 +41,13 @@ _STRUCTURE_IN_ANGLES = re.compile(rf"<(?:/?(?:tool_call|tool_response)>|{_CONTRO
 
 _MARKER_IN_ANGLES = re.compile(rf"<(?=/?(?:tool_call|tool_response|think|tools)>|{_CONTROL_TAILS})")
 _MARKER_IN_BRACKETS = re.compile(r"\[(?=/?INST\])")
-"""The start of a tag of the format or of a control token. In JSON it stands inside a string."""
+"""The start of a tag of the format or of a control token; in JSON it is inside a string."""
 
 _FEW = 16
-"""As many places are looked at one by one faster than a pattern is searched for in a text."""
+"""Up to this many places, checking each is faster than searching the text for a pattern."""
 
 _MAX_DEPTH = 100
-"""Deepest JSON that is written as JSON: widely used readers refuse more than 128 levels."""
+"""Maximum depth of JSON: widely used readers refuse more than 128 levels."""
 
 _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels"
 
@@ -56,16 +55,16 @@ _write_slowly = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circ
 _write_compactly = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")
 ).encode
-"""What is parsed JSON holds no part of itself."""
+"""Parsed JSON has no circular references."""
 
 _ROW_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 _SHORTEST = frozenset((str, int, bool, type(None)))
-"""What is written in the shortest way that there is, which floats are not: `1e9`."""
+"""Types with one shortest spelling, unlike floats (`1e9`)."""
 
 
 class Repeated(str):
-    """Text that stands in many rows, and is escaped once for all of them."""
+    """Text of many rows, escaped only once."""
 
     __slots__ = ("_json",)
     _json: orjson.Fragment
@@ -80,21 +79,21 @@ class Repeated(str):
 
 
 class _Digits(str):
-    """A number in the digits it came in."""
+    """A number with its original digits."""
 
     __slots__ = ()
 
 
 def write_json(value: Any) -> str:
-    """JSON text of a value as a model reads it: spaced, non-ASCII as it is.
+    """JSON text of a value as models read it: with spaces, non-ASCII unescaped.
 
-    Raises ValueError for numbers that JSON has not.
+    Raises ValueError for NaN and infinity.
     """
     return _text(value) if type(value) is str else _write_slowly(value)
 
 
 def compact_json(value: Any) -> str:
-    """JSON text that only programs read. No number of `value` may be infinite or none at all."""
+    """JSON text that only programs read. `value` must not hold NaN or infinity."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
@@ -104,7 +103,7 @@ def compact_json(value: Any) -> str:
 def dumps_row(row: Mapping[str, Any]) -> bytes:
     """A row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD.
 
-    Its numbers are those of a record and of arguments, whose readers refuse what JSON has not.
+    It holds no NaN or infinity: the readers of records and arguments refuse them.
     """
     try:
         return orjson.dumps(row, _json_of_repeated, _ROW_OPTIONS)
@@ -120,16 +119,16 @@ def _json_of_repeated(value: Any) -> orjson.Fragment:
 
 
 class Token(NamedTuple):
-    """A token of structure in a text."""
+    """A control token in a text."""
 
     text: str
     is_markup: bool
-    """It is structure to the tokenizers of some models alone, as `<s>` is to that of Llama 2."""
+    """Only tokenizers of some models know it, such as `<s>` of Llama 2."""
 
 
 def control_token(text: str) -> Token | None:
-    """A token of structure in a text, the first that is no markup; None where it holds none."""
-    # The letters that tokens begin with are looked for first: most texts have neither.
+    """The first control token in a text, preferably one that is not markup; None without any."""
+    # Most texts have none of the characters with which tokens begin.
     if ("<" in text and _has_in_angles(text, _CONTROL_IN_ANGLES)) or (
         "[" in text and _has_in_brackets(text)
     ):
@@ -141,7 +140,7 @@ def control_token(text: str) -> Token | None:
 
 
 def holds_structure(text: str) -> bool:
-    """Whether a text holds a token of structure, or a tag of calls or results."""
+    """Whether a text holds a control token, or a tag of calls or results."""
     return ("<" in text and _has_in_angles(text, _STRUCTURE_IN_ANGLES)) or (
         "[" in text and _has_in_brackets(text)
     )
@@ -168,9 +167,8 @@ def _has_in_brackets(text: str) -> bool:
 def read_arguments(call: Mapping[str, Any], *, where: str) -> tuple[str, Mapping[str, Any]]:
     """The arguments of a call: JSON text of an object, and its value; raises Rejected.
 
-    The text has every number in the digits it came in. In the value an integer beyond 64 bits is
-    the text of its digits: one alone would have loaders refuse the whole file, or round it. Blank
-    arguments are an empty object.
+    Numbers in the text keep their digits. In the value an integer beyond 64 bits is a string of its
+    digits: loaders would round it or refuse the whole file. Blank arguments are an empty object.
     """
     sent = call["function"]["arguments"]
     if not sent.strip():
@@ -189,7 +187,7 @@ def read_arguments(call: Mapping[str, Any], *, where: str) -> tuple[str, Mapping
 
 
 def content_json(text: str) -> str:
-    """A result that is a JSON object or list as that value, any other as a JSON string."""
+    """A result as JSON: an object or list as it is, any other text as a string."""
     if text.lstrip().startswith(("{", "[")):
         try:
             return _respaced(text)[0]
@@ -199,7 +197,7 @@ def content_json(text: str) -> str:
 
 
 def escape_markers(json_text: str) -> str:
-    """JSON text in which no string holds a tag of the format, and that reads the same."""
+    """The same JSON with tags of the format in its strings escaped."""
     if "<" in json_text and _has_in_angles(json_text, _MARKER_IN_ANGLES):
         json_text = _MARKER_IN_ANGLES.sub(r"\\u003c", json_text)
     if "[" in json_text and _has_in_brackets(json_text):
@@ -208,13 +206,12 @@ def escape_markers(json_text: str) -> str:
 
 
 def _respaced(text: str) -> tuple[str, Any]:
-    """JSON `text` with the separators of the format, every number in the digits it came in.
+    """JSON `text` with the separators of the format and the digits of its numbers, and its value.
 
-    Beside it stands its value, if that was found on the way. Raises ValueError for all that a
-    strict reader refuses or reads differently: NaN, numbers out of range, repeated keys, too deep
-    nesting.
+    The value is None if only the text was computed. Raises ValueError for what a strict reader
+    refuses or reads differently: NaN, numbers out of range, repeated keys, too deep nesting.
     """
-    # What a lax reader and a writer give back to the letter was strict: most of what there is.
+    # Text that orjson reads and writes back unchanged is strict; that is the usual case.
     try:
         value = orjson.loads(text)
         spaced = _written(value)
@@ -230,15 +227,15 @@ def _respaced(text: str) -> tuple[str, Any]:
 
 
 def _is_compact(text: str, value: Any, spaced: str) -> bool:
-    """Whether JSON `text` is what is written of its value, without the blanks of `spaced`."""
+    """Whether JSON `text` is the compact form of its value; `spaced` is the form with spaces."""
     if type(value) is dict and _SHORTEST.issuperset(map(type, value.values())):
-        # All other spellings are longer: blanks, needless escapes, repeated keys, minus zero.
+        # Any other spelling is longer: blanks, needless escapes, repeated keys, minus zero.
         return len(text) == len(spaced) - 2 * len(value) + 1
     return orjson.dumps(value).decode() == text
 
 
 def _written(value: Any, depth: int = 1) -> str:
-    """JSON of a value that is `depth` levels deep; raises ValueError where that is too deep."""
+    """JSON of a value at a nesting `depth`; raises ValueError if that is too deep."""
     kind = type(value)
     if kind is str:
         return _text(value)
@@ -251,7 +248,7 @@ def _written(value: Any, depth: int = 1) -> str:
             raise ValueError(_TOO_DEEP)
         if not value:
             return "{}"
-        parts = ["{"]  # joined once, for some are long
+        parts = ["{"]  # joined once, as some are long
         for key, member in value.items():
             text = _text(member) if type(member) is str else _written(member, depth + 1)
             parts += (_key(key), text, ", ")

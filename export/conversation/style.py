@@ -1,4 +1,4 @@
-"""Choices of how conversations are told, made once and alike for all formats."""
+"""Options for rendering conversations, the same for all formats."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ ToolsForm = Literal["text", "list"]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How conversations are told; None is what each format does of itself."""
+    """How conversations are rendered; None is the default of each format."""
 
     reasoning: ReasoningStyle | None = None
-    """Where reasoning stands, or which is left: that of the last turn alone, or none."""
+    """Where reasoning goes: inline, in its own field, only that of the last turn, or nowhere."""
     parallel_calls: CallStyle = "keep"
-    """Whether a turn of several calls stays one, or becomes one per call with its result."""
+    """Whether a turn with several calls is kept, or split into one turn per call."""
     system: SystemStyle | None = None
-    """Whether the system prompt that the model saw is told."""
+    """Whether the system prompt that the model saw is included."""
     empty_think: EmptyThink = "keep"
-    """Whether a turn of `hermes` without reasoning opens with an empty think block."""
+    """Whether turns without reasoning begin with an empty think block in `hermes`."""
     max_tool_chars: int | None = None
-    """Longest tool result, in characters; of longer ones the middle is cut."""
+    """Maximum characters of a tool result; the middle of longer results is cut out."""
     tools: ToolsForm | None = None
     """Whether formats with messages hold tools as JSON text or as a list."""
     tolerance: Tolerance = STRICT
-    """Which flaws of a conversation are let pass."""
+    """Which flaws of a conversation are accepted."""
 
     def of(self, format_name: str) -> Style:
-        """The same style for one format, which holds what it can."""
+        """The same style, accepting only flaws that one format can represent."""
         return replace(self, tolerance=self.tolerance.of(format_name))
 
     def with_calls(self, calls: CallStyle) -> Style:
-        """The same style with parallel calls told in another way."""
+        """The same style with another choice for parallel calls."""
         return replace(self, parallel_calls=calls)
 
     def is_inline(self, *, by_default: bool) -> bool:
-        """Whether reasoning stands in the text, in a format that can have it either way."""
+        """Whether reasoning is inline, in a format that allows both."""
         return self.reasoning == "inline" or (self.reasoning != "field" and by_default)
 
     def has_system(self, *, by_default: bool) -> bool:
-        """Whether the system prompt is told."""
+        """Whether the system prompt is included."""
         return by_default if self.system is None else self.system == "saved"
 
 
 def style_of_run(config: Mapping[str, Any]) -> Style:
-    """How a run with this config, as run.json has it, tells conversations in its training file."""
+    """The style of the training file of a run with this config, as run.json has it."""
     tolerance = Tolerance(accepted(config.get("accept_rows", ()))).of("hermes")
     return Style(empty_think=config.get("empty_think", "keep"), tolerance=tolerance)
 
 
 def styled(conversation: Conversation, style: Style) -> Conversation:
-    """The conversation with what the style leaves out left out, and its calls in its way."""
+    """The conversation with the style applied to its reasoning, calls and results."""
     entries = conversation.entries
     if style.max_tool_chars is not None:
         entries = [_with_short_results(entry, style.max_tool_chars) for entry in entries]
@@ -100,7 +100,7 @@ def _cut_results(entry: Entry, short: Entry) -> int:
 
 
 def _split(entry: Entry) -> Sequence[Entry]:
-    """One turn per call, the first with reasoning and text; calls without result stay together."""
+    """One turn per call, the first with reasoning and text; calls without results are one turn."""
     if isinstance(entry, str) or len(entry.calls) < 2 or not entry.results:
         return [entry]
     results = {result.id: result for result in entry.results}

@@ -1,4 +1,4 @@
-"""The texts of a record, wherever they stand, with words for the place; and the words of a text."""
+"""All texts of a record with a description of their place, and the words of a text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 
 
 def texts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Place and text of all that was said, shown or given in a conversation.
+    """Place and text of everything in a record that any format can hold.
 
-    Rows of some formats hold less of it. Documents hold the conversations inside it too, and
-    records the replies that were set aside and what their check printed.
+    That includes inner conversations, discarded replies and the output of the check.
     """
     yield from _said(record, "")
     for name, value in record["row"].items():
@@ -33,12 +32,12 @@ def texts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, whatever their case; of scripts without spaces, each character."""
+    """The words of a text, casefolded; in scripts without spaces, each character."""
     return _WORD.findall(text.casefold())
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, at any depth; keys are none."""
+    """All strings in a JSON value, at any depth, without keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

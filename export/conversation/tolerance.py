@@ -1,7 +1,7 @@
-"""What of a record not every trainer minds: which rows are refused for it, and how to keep them.
+"""Flaws of conversations that some trainers accept: which rows are refused, and how to keep them.
 
-A flaw is found when a record is read, once for all formats. Each format refuses rows for the flaws
-that it cannot hold; for others it does so unless the user accepts them.
+Reading a record finds its flaws, once for all formats. A format always refuses flaws that it cannot
+represent, and refuses the others unless the user accepts them.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ _NO_OBJECT = {Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT}
 _ANYWHERE = {Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL}
 
 HOLDS: Mapping[str, frozenset[Reason]] = {
-    # Calls are text there: what is no object is told as a string.
+    # Calls are text there, so arguments that are not an object become a string.
     "hermes": frozenset(_ANYWHERE | _NO_OBJECT),
     "openai": frozenset(_ANYWHERE | _TAGS),
-    # Its loader cuts calls and results out of the text by their tags.
+    # Its loader finds calls and results in the text by their tags.
     "llamafactory": frozenset(_ANYWHERE),
     "dpo": frozenset(_ANYWHERE | _TAGS),
     "kto": frozenset(_ANYWHERE | _TAGS),
     "atif": frozenset(_ANYWHERE | _TAGS),
 }
-"""The flaws that each format can hold."""
+"""The flaws that each format can represent."""
 
 
 class Flaw(NamedTuple):
-    """One of them, with the words of `Rejected`."""
+    """A flaw; `reason` and `detail` are those of `Rejected`."""
 
     reason: Reason
     detail: str
     token: Token | None = None
-    """The token that it is about, if it is about one."""
+    """The control token, if the flaw is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Which flaws are let pass."""
+    """Which flaws are accepted."""
 
     accepts: frozenset[Reason] = frozenset()
     tokens: Tokens = "template"
-    """`template`: what only chat templates are made of; `all`: also what is markup to most
-    tokenizers and structure to some (`<s>`, `[INST]`)."""
+    """`template`: tokens that only chat templates use; `all`: also those that are structure to some
+    tokenizers and ordinary markup to most (`<s>`, `[INST]`)."""
 
     def of(self, format_name: str) -> Tolerance:
-        """The same for one format, as far as it can hold the flaws.
+        """The same, limited to flaws that a format can represent.
 
-        Documents hold all that they can of themselves: nothing tokenizes them.
+        `atif` accepts all of these by itself: nothing tokenizes its documents.
         """
         held = HOLDS[format_name]
         return replace(self, accepts=held if format_name == "atif" else self.accepts & held)
@@ -71,18 +71,18 @@ class Tolerance:
         return self.tokens == "all" or not token.is_markup
 
     def refuse(self, flaws: Iterable[Flaw]) -> None:
-        """Raise Rejected for the first flaw that is not let pass."""
+        """Raise Rejected for the first flaw that is not accepted."""
         for flaw in flaws:
             if self.refuses(flaw):
                 raise Rejected(flaw.reason, flaw.detail)
 
 
 STRICT = Tolerance()
-"""Only what any format holds."""
+"""Accepts no flaw."""
 
 
 def refuse_everywhere(flaws: Sequence[Flaw], tolerances: Iterable[Tolerance]) -> None:
-    """Raise Rejected, as the first of several formats does, where none of them takes the flaws."""
+    """Raise the Rejected of the first format if no format accepts the flaws."""
     refused: Rejected | None = None
     for tolerance in tolerances:
         try:
@@ -101,7 +101,7 @@ def accepted(names: Iterable[Any]) -> frozenset[Reason]:
 
 
 def how_to_keep(reason: str, format_name: str) -> str:
-    """How a row that a format refused for this reason can be had, "" where it cannot."""
+    """How to keep rows that a format refused for this reason, "" if that is impossible."""
     if reason in HOLDS.get(format_name, ()):
         return f"--accept_rows={reason} keeps such rows"
     holders = [name for name, held in HOLDS.items() if reason in held]

@@ -1,6 +1,6 @@
-"""What is made once of tools that many conversations are offered.
+"""Values computed once per list of tools, which many conversations share.
 
-Records that are read together share one list of tools where they were offered the same.
+Records that are read together hold the same list if they were offered the same tools.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ NO_TOOLS: Tools = ()
 
 _MOST = 64
 _made: dict[tuple[int, Callable[[Any], Any]], tuple[Tools, Any]] = {}
-"""Each list of tools with what was made of it. A list that is held here keeps its `id`."""
+"""Lists of tools with their results. Holding a list keeps its `id` from being reused."""
 
 
 def once(tools: Tools, make: Callable[[Tools], T]) -> T:
-    """What `make` makes of tools, the last time that it was called with this very list."""
+    """The result of `make(tools)`, computed once for each list object."""
     key = id(tools), make
     known = _made.get(key)
     if known is None:
@@ -43,7 +43,7 @@ def names_of(tools: Tools) -> frozenset[str]:
 
 
 def without_reserved(tools: Tools) -> Tools:
-    """The tools but those by which a model ends its conversation; the same list without such."""
+    """The tools without those that end a conversation; the same list if it has none."""
     return once(tools, _without_reserved)
 
 

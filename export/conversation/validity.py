@@ -1,7 +1,7 @@
-"""The rules a conversation must keep to become a training row, and why one does not.
+"""The rules that a conversation must keep to become a training row.
 
-Trainers drop a row that breaks them with a log line, or stop the whole run on it; so such a row
-is rejected here, with a reason that can be counted, and its record stays as it is.
+Trainers silently drop rows that break them, or stop the whole training. Such rows are rejected here
+with a reason; their records stay as they are.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Reason(StrEnum):
     ROLES_OUT_OF_ORDER = "roles_out_of_order"
     """The roles are not: system, then user, assistant, (results, assistant)*, user and so on.
 
-    An assistant may go on after itself where it asked for no tools: the provider had paused it.
+    An assistant message may follow another without calls: the provider had paused the turn.
     """
     UNKNOWN_TOOL = "unknown_tool"
     """A tool was called that the model was not offered."""
     REPEATED_CALL_ID = "repeated_call_id"
-    """Two calls of one turn have the same id, so their results cannot be told apart."""
+    """Two calls of one turn have the same id, so their results are ambiguous."""
     UNANSWERED_CALL = "unanswered_call"
-    """A call has no result, although the conversation goes on after it."""
+    """A call has no result, although the conversation continues."""
     STRAY_RESULT = "stray_result"
     """A tool result answers no call of its turn, or one that was answered before."""
     ARGUMENTS_NOT_JSON = "arguments_not_json"
@@ -45,17 +45,17 @@ class Reason(StrEnum):
     UNCLOSED_THINK = "unclosed_think"
     """An assistant turn opens a block of reasoning and never closes it."""
     MARKER_IN_TEXT = "marker_in_text"
-    """A tag of the format stands in the model's text or reasoning, where it would be structure."""
+    """The model's text or reasoning holds a tag that would be read as structure."""
     MARKER_IN_ARGUMENTS = "marker_in_arguments"
-    """Arguments hold the tag that closes calls, in a format that templates spell out."""
+    """Arguments hold the tag that closes calls, in a format that templates render."""
     MARKER_IN_RESULT = "marker_in_result"
-    """A tool result holds the tag that closes results, in a format that shows it as it is."""
+    """A tool result holds the tag that closes results, in a format that does not escape it."""
     CONTROL_TOKEN = "control_token"
-    """A token that templates are made of stands where it would be read as one."""
+    """A text holds a token of chat templates."""
     NOT_TEXT = "not_text"
     """The content of a message, or a final answer, is not a string."""
     NO_REWARD = "no_reward"
-    """Nothing judged the conversation, in a format that is made of judgements."""
+    """The conversation has no reward, in a format that needs one."""
     NO_PAIR = "no_pair"
     """No other sample of the prompt makes a pair with it."""
     NO_REASONING = "no_reasoning"
@@ -84,14 +84,14 @@ _MAY_FOLLOW = {
     "assistant": ("user", "assistant"),
     "tool": ("assistant",),
 }
-"""Which role may stand after which; tool results are judged by the calls they answer."""
+"""Which roles may follow which; tool results must answer open calls."""
 
 
 def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[str]) -> list[str]:
     """Raise Rejected unless roles, calls and results fit together.
 
-    `tools` names the tools on offer; given back is which calls are of others. The conversation may
-    break off: after a user message, or within the results of its last turn.
+    `tools` names the tools on offer; returned are descriptions of calls of other tools. The
+    conversation may end early: after a user message, or within the results of its last turn.
     """
     before = ""
     turn = 0
@@ -115,7 +115,7 @@ def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[
             after = f"after {before!r}" if before else "as the first"
             raise Rejected(Reason.ROLES_OUT_OF_ORDER, f"message {position}: role {role!r} {after}")
         if role == "assistant":
-            turn += before != "assistant"  # else it goes on with the same turn
+            turn += before != "assistant"  # else it continues the same turn
             calls = message.get("tool_calls") or ()
             open_calls = _check_calls(calls, tools, invented, turn=turn)
         before = role

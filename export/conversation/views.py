@@ -1,4 +1,4 @@
-"""What of a conversation its model did not see as a row shows it, found in its record."""
+"""Counts of what the model saw differently from what a row shows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ COUNTS = (
     *("interrupted_calls", "workspace_lost"),
     *("view_compacted", "summaries", "cut_results", "cut_by_export"),
 )
-"""Keys of the metadata of a row that say so."""
+"""Keys of these counts in the metadata of a row."""
 
 
 def views_of(record: Mapping[str, Any]) -> dict[str, int]:
-    """Counts by their keys, of those that there are.
+    """The counts that are not zero, by key.
 
-    `view_compacted` are the replies that were asked for with older messages in short or as one of
-    the `summaries`; `cut_results` those results that the model saw cut, as they are in a row too;
-    `workspace_lost` how often the conversation went on without the files that it had made.
+    `view_compacted` counts replies for which the model saw older messages shortened or as one of
+    the `summaries`; `cut_results` counts results that it saw cut, which rows hold cut too;
+    `workspace_lost` counts resumes without the files of the conversation.
     """
     counts = {"workspace_lost": sum(r.get("workspace_kept") is False for r in record["resumes"])}
     if record.get("view_compacted"):
@@ -36,7 +36,7 @@ def _compacted(record: Mapping[str, Any]) -> dict[str, int]:
     after = (record.get("options") or {}).get("compact_after") or 0
     later = messages[compacted_from(messages, after) :]
     replies = sum(message["role"] == "assistant" for message in later)
-    # One that was empty or cut was not used, and is no turn of its conversation.
+    # An empty or cut summary was not used and has no turn.
     begun = [
         inner["turns"][0]["started_at"]
         for inner in record.get("inner") or ()

@@ -1,8 +1,7 @@
-"""A dataset out of a run: one pass over its records, by a recipe, into any number of formats.
+"""Makes a dataset from a run: one pass over its records, by a recipe, into several formats.
 
-Every task ends up in one place: discarded, failed, pending, rejected by a filter, or selected; and
-in each format every selected record is used or rejected. The same records and the same recipe
-give the same bytes.
+Every task is discarded, failed, pending, rejected by a filter, or selected; in each format every
+selected record is used or rejected. The same records and recipe give the same bytes.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ class Source:
 
 
 def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
-    """Write the rows and the rejects of a dataset; gives its manifest.
+    """Write the rows and rejects of a dataset; returns its manifest.
 
-    Raises `ConfigError` for a recipe that cannot be followed here, `EnvironmentStop` where a
-    record has become unreadable.
+    Raises `ConfigError` for a recipe that does not fit the run, `EnvironmentStop` if a record has
+    become unreadable.
     """
     scan = source.scan
     order = RecordOrder(source.run_dir, scan, num_samples=source.num_samples)
@@ -87,7 +86,7 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
 
 
 def judge_answers(source: Source, recipe: Recipe) -> None:
-    """Have the judge of a recipe asked about all that no other filter leaves out.
+    """Ask the judge of a recipe about all records that no other filter leaves out.
 
     Raises `ConfigError`, `EnvironmentStop`, and `RunLocked` while another export asks.
     """
@@ -115,7 +114,7 @@ def _is_told(record: Mapping[str, Any], recipe: Recipe) -> bool:
 
 
 def _read(record: Mapping[str, Any], tolerances: Sequence[Tolerance]) -> Conversation:
-    """Read a record; raises Rejected, also where no format takes it."""
+    """Parse a record; raises Rejected, also if no format accepts it."""
     conversation = read_conversation(record)
     if conversation.flaws:
         refuse_everywhere(conversation.flaws, tolerances)
@@ -132,7 +131,7 @@ def _filters_of(recipe: Recipe, verdicts: Verdicts | None = None) -> RecordFilte
 
 
 class _Making:
-    """A dataset in the making."""
+    """A dataset that is being written."""
 
     def __init__(
         self,
@@ -162,8 +161,8 @@ class _Making:
         self._statistics = Statistics()
 
     def add(self, groups: Iterable[Iterable[int]]) -> None:
-        """Take a few groups of tasks: those of one prompt, or single ones where none compares."""
-        # A prompt can have any number of samples: those that are left out are not held.
+        """Add a few groups of tasks: those of one prompt, or single tasks if none are compared."""
+        # A prompt can have any number of samples: rejected ones are not held in memory.
         stored = [((number, self._read(number)) for number in numbers) for numbers in groups]
         known = stored if self._recipe.compares else [list(group) for group in stored]
         passed = [self._candidates(group) for group in known]
@@ -185,7 +184,7 @@ class _Making:
                     self._reject(candidate.record, *why, files.name)
 
     def finish(self) -> dict[str, Any]:
-        """Close all files; gives their part of the manifest."""
+        """Close all files; returns their part of the manifest."""
         formats = [files.finish() for files in self._formats]
         digest = self._rejects.finish()
         statistics = self._statistics.to_json()
@@ -207,7 +206,7 @@ class _Making:
     def _candidates(
         self, group: Iterable[tuple[int, Stored]]
     ) -> tuple[list[Candidate], list[tuple[Mapping[str, Any], Why]]]:
-        """What the filters pass, and id and status of the records that they leave out."""
+        """The records that pass the filters, and id and status of those that do not."""
         candidates: list[Candidate] = []
         rejected: list[tuple[Mapping[str, Any], Why]] = []
         for number, stored in group:
@@ -232,7 +231,7 @@ class _Making:
         if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
-            # What makes no row of its own takes none away.
+            # A record without a row of its own must not exclude others.
             return Candidate(record, stored.line, conversation)
         if earlier := self._near.earlier(record):
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
@@ -245,7 +244,7 @@ class _Making:
         )
 
     def _chosen(self, candidates: list[Candidate]) -> dict[str, tuple[str, str]]:
-        """Why which candidates are not among those that make rows, by id."""
+        """The candidates that make no rows of their own, by id, with the reason."""
         filters = self._recipe.filters
         left_out: dict[str, tuple[str, str]] = {}
         ranked = []
@@ -274,7 +273,7 @@ class _Making:
     def _reject(
         self, record: Mapping[str, Any], reason: str, detail: str, format_name: str | None
     ) -> None:
-        # What no format takes is told as by the first of them.
+        # What no format accepts is reported for the first format.
         if kept := how_to_keep(reason, format_name or self._recipe.row_formats[0]):
             detail = f"{detail}; {kept}"
         line = {
@@ -282,7 +281,7 @@ class _Making:
             "status": record["status"],
             "format": format_name,
             "reason": reason,
-            # It may quote a model, and halves of surrogate pairs are no text.
+            # It may quote a model's text with halves of surrogate pairs.
             "detail": detail.encode(errors="replace").decode(),
         }
         self._rejects.write(orjson.dumps(line) + b"\n")
@@ -290,7 +289,7 @@ class _Making:
 
 
 class _LeftOut(Exception):
-    """A record that is in no format."""
+    """A record is left out of all formats."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
@@ -299,7 +298,7 @@ class _LeftOut(Exception):
 
 
 def _by_reward(candidate: Candidate) -> float:
-    """Sorts the best first, and those without a reward last."""
+    """A sort key: best first, without a reward last."""
     reward = judgement_of(candidate.record).reward
     return float("inf") if reward is None else -reward
 

@@ -1,4 +1,4 @@
-"""The card of a dataset: what the Hugging Face hub and a reader need to know of it."""
+"""The dataset card, for the Hugging Face hub and readers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOADING = {
     "LLaMA-Factory a `dataset_info.json` with all seven tags.",
     "llamafactory": "Point `dataset_dir` at the folder `llamafactory`; its `dataset_info.json` "
     "names one dataset per split.",
-    "openai": "TRL and Axolotl (`type: chat_template`) read it as it is. Arguments are objects, "
+    "openai": "TRL and Axolotl (`type: chat_template`) read it directly. Arguments are objects, "
     "so the JSON lines need datasets 4.7 or newer; the Parquet files hold them as JSON text and "
     "open everywhere.",
     "atif": "One ATIF-v1.8 document per line; not meant for `load_dataset`.",
@@ -33,14 +33,14 @@ _LOADING = {
 }
 
 _NOT_LOADED = ("atif", "raw")
-"""Formats whose rows have no one schema."""
+"""Formats without a fixed schema."""
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes equal parts out in full, for readers that know no aliases."""
+    """Writes equal parts in full, for readers without YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Nothing is referred to."""
+        """No aliases."""
         return True
 
 
@@ -68,7 +68,7 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
         if _suffix(manifest) == ".jsonl":  # other files say what their columns are
             infos.append({"config_name": name, "features": _features(name, recipe)})
     rows = max((part["rows"] for part in manifest["formats"]), default=0)
-    size = next((name for bound, name in _SIZES if rows < bound), "n>1M")
+    size = next((name for limit, name in _SIZES if rows < limit), "n>1M")
     return {
         **({"pretty_name": recipe.card.title} if recipe.card.title else {}),
         "license": recipe.card.license,
@@ -84,7 +84,7 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
     """The configs of the hub, each with its files by split.
 
-    Its loader takes all configs of a repository for one kind of file.
+    Its loader reads all configs of a repository as one kind of file.
     """
     suffix = _suffix(manifest)
     for part in manifest["formats"]:
@@ -130,7 +130,7 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         yield f"- toolset `{toolset['toolset']}`: offered in {toolset['percent']}%"
     source = recipe.card.prompt_source or "not stated; say where they come from and their license"
     yield f"- prompts: {source}"
-    yield "- terms of the models' providers on training: to be checked by whoever publishes this"
+    yield "- terms of the models' providers on training: check them before you publish this"
     yield f"- run `{run['name']}`, config {run['config_digest']}, prompts x samples = " + (
         f"{run['prompts']:,} x {run['samples']:,}"
     )
@@ -159,8 +159,8 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield ""
     yield (
         f"- reasoning: in {reasoning['with_reasoning']:,} of {reasoning['assistant_turns']:,} "
-        + (f"turns, told `{recipe.reasoning or 'as each format has it'}`")
-        + (f"; {hidden:,} more turns had some that nobody can read" if hidden else "")
+        + (f"turns, style `{recipe.reasoning or 'as each format has it'}`")
+        + (f"; {hidden:,} more turns had some that the API hides" if hidden else "")
     )
     yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
     yield f"- parallel calls: `{recipe.parallel_calls}`"

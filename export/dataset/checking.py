@@ -1,4 +1,4 @@
-"""Whether a dataset still is what its manifest says, and what its records give."""
+"""Compares a dataset with its manifest and with its records."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
 
 
 def findings(source: Source, directory: Path) -> Iterator[str]:
-    """What is wrong with a dataset, one line each; nothing where all is well.
+    """The problems of a dataset, one line each.
 
-    Every file is read again, and all of them are derived again from the records by the recipe of
-    the manifest. Raises `ConfigError` where there is no dataset.
+    Every file is read, and made again from the records with the recipe of the manifest. Raises
+    `ConfigError` without a dataset.
     """
     manifest = read_manifest(directory)
     if manifest.get("unfinished"):
@@ -114,7 +114,7 @@ def _is_copy(path: str) -> bool:
 
 
 def _told(manifest: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
-    """What else a manifest says, of no file's content: statistics, reasons, splits."""
+    """Compares the rest of the manifest: statistics, reasons, splits."""
     apart = {*("tasks", *_SUMS), *("recipe", "versions", "rejects", "other_files", "formats")}
     for key in sorted(({*manifest} | {*again}) - apart):
         if manifest.get(key) != again.get(key):

@@ -1,4 +1,4 @@
-"""The directory of a dataset: rows, card, manifest; replaced together, and checked again at will.
+"""The directory of a dataset: rows, card and manifest, replaced together.
 
     <format>/<split>.jsonl          rows; with shards <format>/<split>/<split>-00000-of-00003.jsonl
     <format>_parquet/...            copies as Parquet
@@ -35,7 +35,7 @@ from toolsets.validation import mistakes_in
 MANIFEST = "manifest.json"
 
 _NAMED = 5
-"""How many of the files that were removed are named."""
+"""Number of removed files that are named."""
 
 
 class _File(BaseModel):
@@ -54,7 +54,7 @@ class _Format(BaseModel):
 
 
 class _Finished(BaseModel):
-    """What is relied on of a manifest that was read back."""
+    """The keys of a manifest that this program reads back."""
 
     tasks: int
     discarded: int
@@ -74,10 +74,10 @@ class _UnderWay(BaseModel):
 
 
 def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
-    """Write a dataset; gives its manifest.
+    """Write a dataset; returns its manifest.
 
     Files of an earlier export into `directory` that are not written again are removed, others
-    are left alone. Raises `ConfigError` where something else is in its place, `RunLocked`
+    are left alone. Raises `ConfigError` if the directory holds something else, `RunLocked`
     while another export writes there, and `StorageError`.
     """
     try:
@@ -109,7 +109,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
         names = ", ".join(sorted(gone)[:_NAMED])
         more = f" and {len(gone) - _NAMED:,} more" if len(gone) > _NAMED else ""
         say(
-            f"removed from {directory}, for this export takes the place of the one before: "
+            f"removed from {directory}, as this export replaces the previous one: "
             f"{names}{more}; --output keeps several"
         )
     return manifest
@@ -129,7 +129,7 @@ def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a dataset. Raises `ConfigError` where there is none of ours."""
+    """The manifest of a dataset. Raises `ConfigError` without a valid one."""
     try:
         manifest = orjson.loads((directory / MANIFEST).read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
@@ -182,7 +182,7 @@ def _loaded_by_llamafactory(name: str, part: Mapping[str, Any]) -> dict[str, str
 
 
 def _loaded_by_datasets(part: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """What a directory of `datasets` holds beside its rows, by path."""
+    """The files of a directory of `datasets` except its rows, by path."""
     files = [file for file in part["files"] if file["path"].endswith(".arrow")]
     if not files:
         return {}
@@ -209,7 +209,7 @@ def _old_paths(directory: Path) -> set[str]:
     """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
     if not (directory / MANIFEST).exists():
         if any(not path.name.startswith(".export.") for path in directory.iterdir()):
-            msg = f"{directory}: holds files that are no dataset of ours; name another --output"
+            msg = f"{directory}: holds files but no dataset; name another --output"
             raise ConfigError(msg)
         return set()
     manifest = read_manifest(directory)
@@ -219,7 +219,7 @@ def _old_paths(directory: Path) -> set[str]:
         paths = {str(file["path"]) for file in listed_files(manifest)}
     root = directory.resolve()
     if out := [path for path in paths if not (root / path).resolve().is_relative_to(root)]:
-        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which lies outside; name another --output"
+        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which is outside; name another --output"
         raise ConfigError(msg)
     return paths
 

@@ -1,4 +1,4 @@
-"""What is written of each format: rows and their Parquet twins, counted and by split."""
+"""The files of each format: JSON lines and their copies, by split and with counts."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ Why = tuple[str, str]
 
 
 class Candidate(NamedTuple):
-    """A record that the filters have passed."""
+    """A record that passed the filters."""
 
     record: Mapping[str, Any]
     line: bytes
-    """As it lies in the records."""
+    """The line of the record."""
     conversation: Conversation | None
-    """None where no format needs it."""
+    """None if no format needs it."""
 
     @property
     def own(self) -> Own:
-        """What this run's model did in it."""
+        """What this run's model did in the conversation."""
         return own_of(self.record) if self.conversation is None else self.conversation.own
 
     @property
-    def told(self) -> Conversation:
-        """The conversation."""
+    def parsed(self) -> Conversation:
+        """The conversation, which some format needs."""
         assert self.conversation is not None
         return self.conversation
 
 
 class FormatFiles(Protocol):
-    """One format of a dataset in the making."""
+    """Writes one format of a dataset."""
 
     name: str
 
     def add(
         self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
     ) -> Iterator[tuple[Candidate, Why]]:
-        """Write what the candidates of one prompt make; gives those that are not used, and why.
+        """Write the rows of the candidates of one prompt; yields those that are not used, and why.
 
-        `left_out` names candidates, by id, that only comparisons may look at.
+        `left_out` names candidates, by id, that only preferences may use.
         """
 
     def finish(self) -> dict[str, Any]:
-        """Close the files; gives the format's part of the manifest."""
+        """Close the files; returns the format's part of the manifest."""
 
 
 class _Lengths:
-    """Lengths by classes that are 5% apart, so memory does not grow with their number."""
+    """A histogram of lengths in steps of 5%, so memory does not grow with their number."""
 
     def __init__(self) -> None:
         self._classes: Counter[int] = Counter()
@@ -160,7 +160,7 @@ class _RowFiles(_Files):
                 yield self.unused(candidate, why)
                 continue
             try:
-                conversation = styled(candidate.told, self._style)
+                conversation = styled(candidate.parsed, self._style)
                 row = self._format.row_of(conversation, self._style)
             except Rejected as rejected:
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))
@@ -169,7 +169,7 @@ class _RowFiles(_Files):
 
 
 class _RawFiles(_Files):
-    """The records as they are."""
+    """The records, unchanged."""
 
     def add(
         self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
@@ -182,7 +182,7 @@ class _RawFiles(_Files):
 
 
 class _PreferenceFiles(_Files):
-    """Rows out of the samples of one prompt."""
+    """Rows that compare the samples of one prompt."""
 
     def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
         super().__init__(name, place, recipe)
@@ -195,7 +195,7 @@ class _PreferenceFiles(_Files):
         samples: list[tuple[Candidate, Sample]] = []
         for candidate in candidates:
             try:
-                sample = sample_of(styled(candidate.told, self._style), self._style)
+                sample = sample_of(styled(candidate.parsed, self._style), self._style)
             except Rejected as rejected:
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))
             else:

@@ -1,4 +1,4 @@
-"""A dataset on its way to the Hugging Face hub: what would go there, and sending it."""
+"""Uploads a dataset to the Hugging Face hub, or shows what an upload would send."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from export.dataset.directory import MANIFEST, listed_files
 from runs.errors import ConfigError, EnvironmentStop, missing
 
 _STAYS = ("rejects.jsonl",)
-"""What quotes conversations that were left out."""
+"""Files that quote rejected conversations."""
 
 
 def plan(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
-    """What a push would send, for a person to read before it is done."""
+    """A description of what a push would send."""
     paths = _paths(manifest)
     sizes = {path: (directory / path).stat().st_size for path in paths}
     lines = [f"would send {len(paths)} files, {sum(sizes.values()):,} bytes, to {repo} (private):"]
@@ -29,9 +29,9 @@ def plan(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
 
 
 def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
-    """Send a dataset to a repository, made private if it is new; gives its address.
+    """Send a dataset to a repository, made private if it is new; returns its address.
 
-    Raises `ConfigError` without huggingface_hub, `EnvironmentStop` where the hub refuses.
+    Raises `ConfigError` without huggingface_hub, `EnvironmentStop` if the hub refuses.
     """
     import httpx2
 

@@ -1,7 +1,7 @@
-"""What a chat template makes of rows, and what of them it drops.
+"""Renders rows through a chat template and reports what the template drops.
 
-A row is rendered twice: as it is, and with every text of it replaced by a mark, so that a mark that
-does not come out is a text that the trainer would not see.
+A row is rendered twice: as it is, and with every text replaced by a mark. A missing mark is a text
+that the trainer would not see.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ _THINK = re.compile(r"<think>\n(.*?)\n</think>\n*(.*)", re.DOTALL)
 
 
 _TRAINED = ("\ufdd0", "\ufdd1")
-"""Stand around what carries loss while a row is rendered: noncharacters, so no text is made of
-them."""
+"""Enclose what carries loss while a row is rendered. They are noncharacters, which texts lack."""
 
 _MARK = re.compile("[\ufdd0\ufdd1]")
 
 
 class Rendered(NamedTuple):
-    """What a template made of one row."""
+    """One rendered row."""
 
     text: str
-    """What a trainer would tokenize; blank where the template refused the row."""
+    """The text that a trainer would tokenize; blank if the template refused the row."""
     trained: list[tuple[int, int]]
-    """Which parts of it carry loss by the template's own `{% generation %}`: begin and end of
-    each; none where it does not say."""
+    """Begin and end of each part that carries loss by the template's `{% generation %}`."""
     dropped: list[str]
-    """Places of texts that did not come out, or what the template said against the row."""
+    """Places of texts that the template dropped, or why it refused the row."""
 
 
 def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
@@ -96,7 +94,7 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
             text = apply(row["messages"], tools)
             marks = _Marks()
             marked = apply(*marks.put(row["messages"], tools))
-        except Exception as error:  # a template is a stranger's program
+        except Exception as error:  # a template can raise anything
             why = str(error) or type(error).__name__
             return Rendered("", [], [f"the template refuses the row: {why}"])
         dropped = [place for mark, place in marks.places.items() if mark not in marked]
@@ -106,17 +104,17 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
 
 
 def _source(path: Path) -> str:
-    """The text of a template; raises ValueError for a tokenizer's file that has none.
+    """The text of a template; raises ValueError for a tokenizer file without one.
 
-    The file may hold it, or several by name, of which the one for tools counts; newer ones have it
-    beside them.
+    The file may hold it, or several by name, of which the one for tools is used; newer tokenizers
+    have it in a file beside it.
     """
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".json":
         return source
     tokenizer = json.loads(source)
     if not isinstance(tokenizer, dict):
-        msg = "it is no tokenizer's file, which holds a JSON object"
+        msg = "not a tokenizer file: it must hold a JSON object"
         raise ValueError(msg)
     held = tokenizer.get("chat_template")
     if isinstance(held, list):
@@ -132,14 +130,14 @@ def _source(path: Path) -> str:
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the parts of it that stood between two marks."""
+    """The text without marks, and the parts that were between two marks."""
     pieces = _MARK.split(text)
     ends = list(accumulate(map(len, pieces)))
     return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))
 
 
 class _Marks:
-    """Puts a mark in the place of every text of a row."""
+    """Replaces every text of a row by a mark."""
 
     def __init__(self) -> None:
         self.places: dict[str, str] = {}
@@ -152,7 +150,7 @@ class _Marks:
         return marked, [self._tool(tool, f"tool {n}") for n, tool in enumerate(tools, start=1)]
 
     def _mark(self, place: str) -> str:
-        # Letters and digits only, so that no escaping changes it; none is the start of another.
+        # Letters and digits only, so no escaping changes it; no mark begins another.
         mark = f"mark{len(self.places)}x"
         self.places[mark] = place
         return mark
@@ -197,7 +195,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` as chat templates know it, by name and by place of its options."""
+    """The filter `tojson` of chat templates, with the same order of options."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -208,7 +206,7 @@ def _to_json(
 
 
 def rows_of(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of the format openai that were written. Raises `ConfigError` if there are none."""
+    """The written rows of the format openai. Raises `ConfigError` without any."""
     files = [
         file["path"]
         for part in manifest["formats"]

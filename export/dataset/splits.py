@@ -1,7 +1,6 @@
-"""Splits by prompt: all samples of a prompt, and all rows with its words, are on one side.
+"""Splits by prompt: all samples of a prompt, and rows with the same text, are in one split.
 
-Which side that is depends on the prompt, the seed and the shares alone, so rows that are added
-later move no other.
+The split depends only on prompt, seed and shares, so added rows do not move others.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Splits:
 
 
 def _prompt(record: Mapping[str, Any]) -> bytes:
-    """What the user says in the row; the id of the prompt where the row says nothing known."""
+    """The user's text in the row; the id of the prompt if the row has none."""
     try:
         opening = opening_messages(record["row"], None)
     except ValueError:

@@ -4,6 +4,6 @@ filters        the filters of a recipe
 duplicates     equal and nearly equal conversations
 contamination  questions of an evaluation
 secrets        API keys and the like
-judge          asking a judge model
-verdicts       what it said, kept
+judge          asks a judge model
+verdicts       its replies on disk
 """

@@ -13,14 +13,14 @@ from export.conversation.texts import strings_in, texts_of, words_of
 from runs.errors import ConfigError
 
 _ESCAPE = re.compile(r"\\[bfnrt]")
-"""As it stands in arguments and results that are JSON; its letter is no part of the next word."""
+"""An escape in arguments and results that are JSON; its letter is not part of the next word."""
 
 _FEWEST_WORDS = 5
-"""A shorter question is no evidence: its words occur together by chance."""
+"""Words of shorter questions occur together by chance."""
 
 
 class Questions:
-    """Runs of words out of questions that conversations must not hold.
+    """Word sequences of benchmark questions, which conversations must not contain.
 
     A question shorter than a run counts as a whole, if it has five words or more.
     """
@@ -78,7 +78,7 @@ def _texts(path: Path, number: int, line: bytes) -> Iterable[str]:
         return strings_in(orjson.loads(line)) if line.strip() else ()
     except ValueError as error:
         kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-        msg = f"{path}:{number}: not {kind}, so no evaluation question; mend or remove that line"
+        msg = f"{path}:{number}: not {kind}, so it is not a question; fix or remove that line"
         raise ConfigError(msg) from error
 
 

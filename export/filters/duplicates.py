@@ -1,4 +1,4 @@
-"""Conversations that say the same, or nearly the same, as an earlier one."""
+"""Exact and near duplicates of earlier conversations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SEED = 1
 
 
 def said_in(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """All that is said in a conversation; ids and times are no part of it."""
+    """All texts of a conversation, without ids and times."""
     return tuple(_said(record, with_results=True))
 
 
 class NearDuplicates:
-    """Finds conversations whose words are those of an earlier one, but for a few.
+    """Finds conversations with nearly the same words as an earlier one.
 
-    Compared are the word triples of what the user and the model said, without tool results.
+    The word triples of user and model texts are compared, without tool results.
     Memory grows with the conversations, by about a kilobyte each.
     """
 
@@ -32,7 +32,7 @@ class NearDuplicates:
             raise missing("filters.near_duplicates", "quality") from error
         self._rensa = rensa
         self._threshold = threshold
-        # The index only proposes; it is set to propose well below the threshold.
+        # The index proposes candidates, from well below the threshold on.
         bands = next(
             (b for b in (8, 16, 32, 64) if (1 / b) ** (b / _PERMUTATIONS) <= threshold - 0.1), 64
         )
@@ -41,7 +41,7 @@ class NearDuplicates:
         """Sketch and id."""
 
     def earlier(self, record: Mapping[str, Any]) -> str | None:
-        """The id of an earlier conversation that is nearly the same; if none, this one is kept."""
+        """The id of an earlier near duplicate; without one this record is remembered."""
         words = words_of(" ".join(_said(record, with_results=False)))
         triples = {" ".join(words[n : n + 3]) for n in range(max(1, len(words) - 2))}
         sketch = self._rensa.RMinHash(_PERMUTATIONS, _SEED)

@@ -1,6 +1,6 @@
-"""Filters that look at one record: which of them leaves it out, and why.
+"""Filters of single records.
 
-The reason is the name of the filter in the recipe; the detail says what was found.
+The reason of a rejection is the name of the filter in the recipe; the detail says what it found.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COUNTED = (
     *("min_turns", "max_turns", "min_tool_calls", "max_tool_calls"),
     *("max_input_tokens", "max_output_tokens", "max_tokens"),
 )
-"""The filters for which what a model did is counted."""
+"""Filters that need counts of what the model did."""
 
 
 class Rejection(NamedTuple):
@@ -59,8 +59,8 @@ class RecordFilters:
     ) -> None:
         """Load what they need. Raises `ConfigError`.
 
-        `verdicts` are those of the judge, asked last; without them nothing is judged. For an
-        export `with_comparisons`, records stay that are of use to those; see `only_compared`.
+        `verdicts` of the judge are applied last. An export `with_comparisons` keeps records that
+        only preferences use; see `only_compared`.
         """
         self._verdicts = verdicts
         self._with_comparisons = with_comparisons
@@ -82,7 +82,7 @@ class RecordFilters:
         return next(self._rejections(record), None)
 
     def only_compared(self, record: Record) -> Rejection | None:
-        """Why a record is not for rows that are to be imitated, but only to be compared with."""
+        """Why a record is used only in preferences, None if it makes rows of its own."""
         status = record["status"]
         if self._filters.status is None and status != "completed":
             return _by_status(record)
@@ -107,7 +107,7 @@ class RecordFilters:
             yield why
         if filters.shortened_views == "reject" and record.get("view_compacted"):
             seen = views_of(record).get("view_compacted", 0)
-            yield Rejection("shortened_views", f"{seen} replies did not see all that was said")
+            yield Rejection("shortened_views", f"{seen} replies did not see the whole conversation")
         if (most := filters.max_interrupted_calls) is not None:
             interrupted = sum(len(resume["interrupted"]) for resume in record["resumes"])
             if interrupted > most:
@@ -148,7 +148,7 @@ def _by_status(record: Record) -> Rejection:
 
 
 def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
-    """By what this run's model did: turns that the prompt gave or the parent made are not its."""
+    """By what this run's model did, without turns of the prompt or of a branch's parent."""
     own = own_of(record)
     turns, replies = len(own.turns), own.messages
     if filters.min_reasoning is not None:
@@ -157,12 +157,12 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
         if share < filters.min_reasoning:
             yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
     if filters.hidden_reasoning == "reject" and (hidden := hidden_reasoning(own)):
-        yield Rejection("hidden_reasoning", f"nobody can read the reasoning of {hidden} turns")
+        yield Rejection("hidden_reasoning", f"the reasoning of {hidden} turns is hidden")
     results = [message for message in replies if message["role"] == "tool"]
     errors = sum(bool(message.get("is_error")) for message in results)
     if filters.max_tool_errors is not None and errors > filters.max_tool_errors:
         yield Rejection("max_tool_errors", f"{errors} calls failed")
-    if (bound := filters.max_tool_error_share) is not None and errors > bound * len(results):
+    if (share := filters.max_tool_error_share) is not None and errors > share * len(results):
         yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
     calls = [call for message in replies for call in message.get("tool_calls") or ()]
     if filters.invented_tools == "reject":
@@ -191,7 +191,7 @@ def _bounds(
 
 
 def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
-    """A function that says what is wrong with the answer of a record, None if nothing is."""
+    """A function that returns what is wrong with the answer of a record, None if it is right."""
     if check.function:
         return _own_check(check.function)
     is_right: Callable[[str, str], bool] = {
@@ -210,7 +210,7 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
         except re.error as error:
             msg = (
                 f"filters.answer: {record['id']}: {check.column!r} is {expected!r}, no regular "
-                f"expression: {error}; mend that row"
+                f"expression: {error}; fix that row"
             )
             raise ConfigError(msg) from error
         return None if right else f"not the {check.column!r} of the row"
@@ -219,7 +219,7 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
 
 
 def _own_check(place: str) -> Callable[[Record], str | None]:
-    """The same, where a user's function decides."""
+    """The same with a user's function."""
     hook = _load_function(place)
 
     def wrong(record: Record) -> str | None:
@@ -227,7 +227,7 @@ def _own_check(place: str) -> Callable[[Record], str | None]:
             return _NO_ANSWER
         try:
             right = bool(hook(answer, record))
-        except (Exception, SystemExit) as error:  # it may do anything
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
             msg = (
                 f"filters.answer.function: {place} failed for {record['id']}: "
                 f"{type(error).__name__}: {error}; it is called with the answer and the record"

@@ -1,9 +1,9 @@
-"""Asks a judge model about the answers of a run that it was not asked about before.
+"""Asks a judge model about the answers of a run that it has not judged yet.
 
-Many at the same time, within a bound. A reply counts once its line in `verdicts.jsonl` is synced; a
-kill loses the questions in flight alone. A failure is a line too: its record is left out as
-`judge_failed`, and the next export asks again. Rejected credentials, no credit, and an endpoint
-that fails before it ever answered stop the export.
+A limited number of questions is in flight at a time. A reply counts once its line in
+`verdicts.jsonl` is synced, so a kill loses only the questions in flight. A failure is a line too:
+its record is left out as `judge_failed`, and the next export asks again. Rejected credentials, no
+credit, and an endpoint that fails before its first answer stop the export.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
 def _unanswered(
     records: Iterable[Record], questions: JudgeQuestions, answered: set[str]
 ) -> Iterator[tuple[str, Question]]:
-    """Ids of records and what is to be asked about them, each question once."""
+    """Ids of records with their questions, each question once."""
     for record in records:
         question = questions.about(record)
         if question is not None and question.key not in answered:
@@ -102,7 +102,7 @@ class _Asking:
         self.cost_usd = 0.0
 
     async def ask_all(self, questions: Iterable[tuple[str, Question]]) -> None:
-        """Hold `max_in_flight` questions at the endpoint until none is left."""
+        """Keep `max_in_flight` questions at the endpoint until all are answered."""
         model = open_model(
             self._settings, api_key=self._api_key, on_retry=lambda retry: say(str(retry))
         )
@@ -157,8 +157,8 @@ class _Asking:
                     task.cancel()
                 await asyncio.gather(*rest, return_exceptions=True)
                 msg = (
-                    f"filters.judge: {failure.kind}: {failure}. What was judged is kept; mend "
-                    "that and export again to go on."
+                    f"filters.judge: {failure.kind}: {failure}. Finished verdicts are saved; "
+                    "fix the problem and export again to continue."
                 )
                 raise EnvironmentStop(msg)
         return rest

@@ -9,10 +9,9 @@ from typing import Any
 from runs.errors import missing
 
 Scanner = Callable[[str], str | None]
-"""Says what kind of secret a text holds, never which."""
+"""Returns the kind of secret in a text, never the secret."""
 
-# What is looked for ahead is bounded: of a text of nothing but beginnings each would be searched
-# to its end.
+# Lookaheads have a limited length: a text of many key prefixes would take quadratic time.
 _KINDS = {
     "anthropic key": r"sk-ant-[\w-]{20,}",
     "openai key": r"sk-(?=[\w-]{0,100}\d)[A-Za-z0-9][\w-]{19,}",
@@ -34,7 +33,7 @@ _KINDS = {
 _IN_URL = r"://[^\s/:@]{1,64}:[^\s/:@]{3,64}@"
 
 _BEGINS = r"(?:(?<![\w-])|(?<=\\[bfnrt])|(?<=\\u[0-9a-fA-F]{4}))"
-"""Where no word stands before: arguments and many results are JSON, and escapes end in letters."""
+"""Not inside a word. Arguments and many results are JSON, whose escapes end in letters."""
 
 _PATTERNS = {
     **{kind: re.compile(f"{_BEGINS}(?:{pattern})") for kind, pattern in _KINDS.items()},
@@ -51,13 +50,13 @@ _OF_WORDS = (
     "HexHighEntropyString",
     "IPPublicDetector",
 )
-"""Detectors that take ordinary words, hashes and addresses for secrets."""
+"""Detectors that report ordinary words, hashes and addresses."""
 
 
 def make_scanner(*, with_detect_secrets: bool) -> Scanner:
     """A scanner by the patterns here, and by those of detect-secrets if asked for.
 
-    Raises `ConfigError` where that is not installed.
+    Raises `ConfigError` if that is not installed.
     """
     if not with_detect_secrets:
         return _by_pattern

@@ -1,10 +1,10 @@
-"""What a judge model said of answers, kept beside the records: no question is paid twice.
+"""Replies of a judge model, saved beside the records so that no question is paid for twice.
 
 `verdicts.jsonl` in the run directory holds a line per reply or failure, appended and synced before
 it counts: {"key", "id", "judge", "reply" (null where it failed), "error" (null where it did not),
-"model", "usage", "cost_usd", "at"}. The key stands for the judge and for all that it was shown, so
-records that put the same question share an answer, and another judge or prompt is asked anew. Of a
-key the last line counts. An export looks at nothing but these lines.
+"model", "usage", "cost_usd", "at"}. The key is a hash of the judge and its whole prompt, so records
+with the same question share an answer, and another judge or prompt is asked again. The last line of
+a key counts. Exports read only these lines.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PLACES = re.compile(r"\{(question|answer|expected)\}")
 
 
 class Question(NamedTuple):
-    """What the judge is asked about one record."""
+    """The question to the judge about one record."""
 
     key: str
     text: str
 
 
 class Kept(NamedTuple):
-    """Where a verdict lies, and on which question."""
+    """The place of a verdict in the file, and its question."""
 
     key: str
     offset: int
@@ -47,17 +47,17 @@ class Kept(NamedTuple):
 
 
 class JudgeQuestions:
-    """Makes the questions of one judge."""
+    """Composes the questions for one judge."""
 
     def __init__(self, judge: Judge) -> None:
-        """Raises `ConfigError` for a model that is not known."""
+        """Raises `ConfigError` for an unknown model."""
         self._judge = judge
         self.settings = _settings(judge)
         told = {name: getattr(self.settings, name) for name in ("name", "api", "base_url")}
         self._of_judge = {**told, "temperature": judge.temperature, "max_tokens": judge.max_tokens}
 
     def about(self, record: Mapping[str, Any]) -> Question | None:
-        """The question about a record, None where it has no answer."""
+        """The question about a record, None if it has no answer."""
         answer = answer_of(record)
         if answer is None:
             return None
@@ -67,17 +67,17 @@ class JudgeQuestions:
             "answer": answer,
             "expected": "(not given)" if expected is None else str(expected),
         }
-        # One pass, so that what a text holds is never taken for a place.
+        # One pass, so a placeholder inside a text is not replaced.
         text = _PLACES.sub(lambda place: said[place[1]], self._judge.prompt)
         content = orjson.dumps([self._of_judge, text])
         return Question(blake2b(content, digest_size=16).hexdigest(), text)
 
 
 class Verdicts:
-    """The replies that are on disk; holds the place of each, not the reply."""
+    """The replies on disk; only their places are in memory."""
 
     def __init__(self, run_dir: Path, judge: Judge) -> None:
-        """A torn last line says nothing yet. Raises `ConfigError`."""
+        """An incomplete last line is ignored. Raises `ConfigError`."""
         self._path = run_dir / NAME
         self._judge = judge
         self._questions = JudgeQuestions(judge)
@@ -85,7 +85,7 @@ class Verdicts:
         self._offsets = {kept.key: kept.offset for kept in read_verdicts(self._path)}
 
     def objection(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Why a record is left out, as reason and detail; None where the answer was found right."""
+        """Why a record is left out, as reason and detail; None if its answer is right."""
         question = self._questions.about(record)
         if question is None:
             return "judge", "there is no answer"
@@ -104,7 +104,7 @@ class Verdicts:
 
 
 def read_verdicts(path: Path) -> Iterator[Kept]:
-    """All lines, without what they say; raises `ConfigError` for one that is none of ours."""
+    """Keys and places of all lines; raises `ConfigError` for a line that is not a verdict."""
     for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
         try:
             line = read_object(content)
@@ -141,6 +141,6 @@ def _settings(judge: Judge) -> ModelSettings:
 
 
 def _asked(record: Mapping[str, Any]) -> list[str]:
-    """What the user said."""
+    """The texts of the user."""
     said = (m.get("content") for m in record["messages"] if m["role"] == "user")
     return [text for text in said if isinstance(text, str)]

@@ -20,18 +20,18 @@ import orjson
 from export.conversation.row_json import write_json
 from export.formats.columns import COLUMNS, columns_of
 from export.formats.openai_chat import with_arguments_as_text
-from export.row_files import Hashing, MakeWriter, RowWriter
+from export.row_files import Hashing, MakeWriter
 from runs.errors import missing
 
 _BATCH_BYTES = 1 << 20
-"""JSON bytes of rows that are held as objects, which take several times as much memory."""
+"""Bytes of JSON in a batch; as objects they take several times as much memory."""
 
 _GROUP_BATCHES = 16
 """Batches in a row group, which is held in memory too."""
 
 
 def parquet_writer(format_name: str) -> MakeWriter:
-    """What begins Parquet files of a format. Raises `ConfigError` without pyarrow."""
+    """A function that begins Parquet files of a format. Raises `ConfigError` without pyarrow."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -57,11 +57,11 @@ def parquet_writer(format_name: str) -> MakeWriter:
                     row["tools"] = write_json(row["tools"])
             return pa.Table.from_pylist(rows, schema=schema)
 
-    return _make(ParquetRows)
+    return ParquetRows
 
 
 def datasets_writer(format_name: str, *, lists_tools: bool) -> MakeWriter:
-    """What begins Arrow files of a directory that `datasets` loads."""
+    """A function that begins Arrow files of a directory that `datasets` loads."""
     import pyarrow as pa
 
     columns = columns_of(format_name, lists_tools=lists_tools)
@@ -81,7 +81,7 @@ def datasets_writer(format_name: str, *, lists_tools: bool) -> MakeWriter:
                     row[name] = [orjson.dumps(item).decode() for item in items]
             return _datasets_table(rows, schema)
 
-    return _make(DatasetsRows)
+    return DatasetsRows
 
 
 def datasets_frame(
@@ -90,7 +90,7 @@ def datasets_frame(
     """The other files of a directory that `datasets` loads, by path, as it writes them itself.
 
     `files` are the Arrow files as a manifest lists them. The fingerprint of a split, by which
-    `datasets` caches what it makes of it, is a hash of its content.
+    `datasets` finds cached results, is a hash of its content.
     """
     import datasets
 
@@ -166,14 +166,6 @@ class _Rows:
         if self._tables:
             self._writer.write_table(pa.concat_tables(self._tables))
         self._tables = []
-
-
-def _make(kind: type[Any]) -> MakeWriter:
-    def make(file: Hashing) -> RowWriter:
-        writer: RowWriter = kind(file)
-        return writer
-
-    return make
 
 
 def _parquet_schema(pa: Any, format_name: str) -> Any:

@@ -1,13 +1,12 @@
 """Conversations as documents of the Agent Trajectory Interchange Format, ATIF-v1.8.
 
 One document per line. A step is a message of the system or a user, or a turn of the model with its
-calls, their results and what it cost. Turns that the prompt brought along are copied context,
-which the format keeps out of training.
+calls, their results and costs. Turns that came with the prompt are marked as copied context, which
+the format keeps out of training.
 
-Conversations of subagents and stages are documents inside the document of the one that had them,
-at any depth; the result of the call that started one refers to it. One that no rule can be made
-to fit (arguments that are no JSON, say) is named in `extra` and left out: its caller saw nothing of
-it but the result.
+Conversations of subagents and stages are documents inside their parent's document, at any depth;
+the result of the call that started one refers to it. One that breaks a rule (arguments that are not
+JSON, for example) is only named in `extra`: the parent's model saw nothing but its result.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def _document(
 def _read_inner(inner: Mapping[str, Any]) -> Conversation:
     """The conversation of a subagent or a stage; raises Rejected.
 
-    Its record does not repeat which tools were on offer, so those that it called count as such.
+    Its record does not list the tools on offer, so all tools that it called count as offered.
     """
     if not inner["turns"]:
         raise Rejected(Reason.NO_REPLY, "the model never replied")
@@ -198,7 +197,7 @@ def _metrics(replies: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(numbers: Any) -> Any:
-    """The sum, None where any is unknown."""
+    """The sum, None if any number is unknown."""
     known = list(numbers)
     return None if None in known else sum(known)
 
@@ -208,7 +207,7 @@ def _known(members: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replies_by_turn(conversation: Conversation) -> dict[int, list[Mapping[str, Any]]]:
-    """The replies that each turn is made of, in order: several where the provider paused it."""
+    """The replies of each turn, in order: several if the provider paused it."""
     left = list(conversation.record["turns"])
     found = {}
     for turn in reversed(conversation.own_turns):

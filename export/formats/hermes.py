@@ -1,9 +1,8 @@
-"""Turns one trajectory record into one row of ShareGPT training data in the Hermes dialect.
+"""Rows of ShareGPT training data in the Hermes dialect.
 
-Pure: nothing is read but the record, and the row holds no times and no places, so the same
-conversation gives the same bytes wherever and whenever it ran. A record converts whole or raises
-Rejected; no turn is repaired, shortened or invented. Keys of a record that are not named here are
-not read.
+A row depends only on its record and holds no times or paths, so the same conversation gives the
+same bytes wherever and whenever it ran. A record that breaks a rule raises Rejected; no turn is
+repaired, shortened or invented.
 
 The system preamble, `hermes_system_prompt.txt`, is word for word the function-calling prompt
 that Nous Research published for its Hermes models, as hermes-agent writes it into trajectories.
@@ -40,7 +39,7 @@ from export.conversation.tolerance import Flaw
 from export.conversation.tools import Tools, once
 
 _NO_REASONING = "<think>\n</think>\n"
-"""Stands in front of a turn without reasoning, so that every turn opens with a think block."""
+"""Begins a turn without reasoning, so that every turn begins with a think block."""
 
 _PLAIN = Style()
 
@@ -48,10 +47,10 @@ _PLAIN = Style()
 def to_row(
     record: Mapping[str, Any], own: Own | None = None, style: Style = _PLAIN
 ) -> dict[str, Any]:
-    """Convert a record; raises Rejected where it breaks a rule of the format.
+    """Convert a record; raises Rejected if it breaks a rule of the format.
 
-    A record that ended early converts too, with `completed` false: the caller decides which
-    file it belongs to. `own` is that of `read_conversation`.
+    A record that ended early is converted too, with `completed` false; the caller decides where
+    it belongs. `own` is that of `read_conversation`.
     """
     return row_of(read_conversation(record, own), style)
 
@@ -133,7 +132,7 @@ def _tools_and_preamble(tools: Tools) -> tuple[str, str]:
         }
         for tool in tools
     ]
-    # One replacement in the template alone: what a tool's description says is never a marker.
+    # Only the template is searched for the placeholder, not the descriptions of tools.
     preamble = _template().replace("{tools}", escape_markers(write_json(signatures)))
     return Repeated(write_json(tools)), Repeated(preamble)
 
@@ -148,7 +147,7 @@ def _gpt_value(turn: Turn, no_reasoning: str) -> str:
     if turn.reasoning:
         parts = [f"<think>\n{turn.reasoning}\n</think>\n"]
     else:
-        # Reasoning that nobody can read is not the same as none: it must not teach not to think.
+        # A turn with hidden reasoning must not teach the model not to think.
         parts = ["" if turn.hides_reasoning else no_reasoning]
     if turn.text:
         parts.append(f"{turn.text}\n")

@@ -1,8 +1,8 @@
 """Conversations for LLaMA-Factory (formatting `sharegpt`), in the forms that its loader keeps.
 
 Turns alternate between human or observation and gpt or function_call, and end with the model's.
-A call turn is JSON, with its thoughts in front as the templates spell them; where text stands
-beside the calls they are one block that holds a list, the only form of which nothing is lost.
+A turn with calls is JSON after its reasoning, in the form of the templates. With text beside them,
+the calls are one block that holds a list, the only form that loses nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from export.formats.openai_chat import (
 )
 
 _BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
-"""Templates of the Qwen kind put the outer tags around; others show these as they are."""
+"""Templates like Qwen's add the outer tags; others show these as text."""
 
 _TAGS = {
     "role_tag": "from",
@@ -69,7 +69,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
 def dataset_info(files: dict[str, str]) -> dict[str, Any]:
     """The content of `dataset_info.json` for datasets by name, each a file or a folder of them.
 
-    All tags are named: its loader takes every omitted one for none.
+    All tags are named: its loader sets omitted ones to None.
     """
     return {
         name: {
@@ -99,6 +99,6 @@ def _said(turn: Turn, tolerance: Tolerance) -> str:
 
 def _results(turn: Turn, tolerance: Tolerance) -> str:
     refuse_structure_in_results(turn, tolerance)
-    # A blank result is a value that the loader of another trainer refuses.
+    # Loaders of other trainers refuse blank values.
     contents = (result.content if result.content.strip() else '""' for result in turn.results)
     return _BETWEEN_RESULTS.join(contents)

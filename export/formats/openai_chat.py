@@ -1,7 +1,7 @@
-"""Conversations as chat messages with tool calls: what the `messages` of trainers are.
+"""Conversations as OpenAI chat messages with tool calls.
 
-Absent keys are left out, content is always a string, and arguments are objects, as chat templates
-want them.
+Keys without a value are left out, content is always a string, and arguments are objects, as chat
+templates expect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
 
 
 def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]]:
-    """The conversation as messages; raises Rejected where text would be read as structure."""
+    """The conversation as messages; raises Rejected if text would be read as structure."""
     style.tolerance.refuse(conversation.flaws)
     inline = style.is_inline(by_default=False)
     messages = []
@@ -71,7 +71,7 @@ def _tools_and_token(tools: Tools) -> tuple[str, Token | None]:
 
 
 def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:
-    """Raise Rejected where the result of a call would close its own block, or open another."""
+    """Raise Rejected if a result holds the tags of results or a control token."""
     for result in turn.results:
         if holds_structure(result.content):
             where = f"result of turn {turn.number}"
@@ -81,7 +81,7 @@ def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:
 
 
 def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
-    """Raise Rejected where arguments, once a template has spelt them out, would end their call."""
+    """Raise Rejected if arguments hold the tags of calls or a control token."""
     for call in turn.calls:
         if holds_structure(call.arguments):
             where = f"arguments of turn {turn.number}"
@@ -122,7 +122,7 @@ def _messages(entry: Entry, tolerance: Tolerance, *, inline: bool) -> Sequence[d
         said["reasoning_content"] = entry.reasoning
     refuse_structure_in_arguments(entry, tolerance)
     refuse_structure_in_results(entry, tolerance)
-    for call in entry.calls:  # there are templates that spell out the ids of calls
+    for call in entry.calls:  # some templates render the ids of calls
         refuse_control_tokens(call.id, tolerance, where=f"call id of turn {entry.number}")
     if entry.calls:
         said["tool_calls"] = [

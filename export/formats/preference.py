@@ -1,7 +1,7 @@
-"""Preference data out of the samples of one prompt, for trainers that learn from comparisons.
+"""Preference data (DPO, KTO) from the samples of one prompt.
 
-Messages are those of `export/formats/openai_chat.py`. A prompt is what stands before the model's
-first own turn: of the branches of a conversation all that they share.
+Messages are those of `export/formats/openai_chat.py`. The prompt is everything before the model's
+first own turn; for branches of a conversation, their shared beginning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runs.store.checks import judgement_of
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation as a trainer of comparisons sees it."""
+    """One conversation with its reward, as prompt and completion."""
 
     conversation: Conversation
     prompt: Sequence[dict[str, Any]]
@@ -37,7 +37,7 @@ class Sample:
 
 
 def sample_of(conversation: Conversation, style: Style) -> Sample:
-    """Read a conversation as a sample; raises Rejected where it has no reward."""
+    """Make a sample of a conversation; raises Rejected without a reward."""
     reward = judgement_of(conversation.record).reward
     if reward is None:
         raise Rejected(Reason.NO_REWARD, "nothing judged this conversation")
@@ -47,7 +47,7 @@ def sample_of(conversation: Conversation, style: Style) -> Sample:
         for entry in conversation.entries
         if isinstance(entry, Turn) and not entry.is_given
     )
-    # All that follows the model's first own turn is its completion, later user messages too.
+    # Everything from the model's first own turn on is its completion, later user messages too.
     first = next(
         n
         for n, entry in enumerate(conversation.entries)
@@ -60,10 +60,10 @@ def sample_of(conversation: Conversation, style: Style) -> Sample:
 
 
 def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
-    """The two samples whose rewards differ most, the better one first.
+    """The two samples whose rewards differ most, the better first.
 
-    They had the same prompt and tools and say different things, and their rewards differ by more
-    than `min_margin`; None without such. Of equal ones the first is taken.
+    They have the same prompt and tools and different completions, and their rewards differ by more
+    than `min_margin`; None without such a pair. Among equals the first is taken.
     """
     groups: list[list[Sample]] = []
     for sample in samples:
@@ -79,7 +79,7 @@ def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sa
 
 
 def _extremes(samples: Sequence[Sample]) -> tuple[Sample, Sample] | None:
-    """The best sample, and the worst of those that say something else."""
+    """The best sample, and the worst with another completion."""
     best = max(samples, key=_reward)
     said = _said(best)
     others = [sample for sample in samples if _said(sample) != said]
@@ -115,7 +115,7 @@ def _views(sample: Sample) -> dict[str, int]:
 
 
 def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
-    """One row of a prompt, a completion and whether it is a good one."""
+    """One row of a prompt, a completion and whether it is good."""
     return {
         "id": sample.id,
         "prompt": sample.prompt,
@@ -127,7 +127,7 @@ def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
 
 
 def _said(sample: Sample) -> list[Any]:
-    """What a completion says; ids of calls are no part of it."""
+    """The content of a completion, without ids of calls."""
     return [
         (
             message["role"],

@@ -1,4 +1,4 @@
-"""The formats by name: what makes a row of a conversation, and what a folder of rows needs."""
+"""The formats of rows by name."""
 
 from __future__ import annotations
 
@@ -25,14 +25,10 @@ class Format:
     splits_calls: bool = True
 
 
-def _hermes_row(conversation: Conversation, style: Style) -> dict[str, Any]:
-    return hermes.row_of(conversation, style)
-
-
 ROW_FORMATS: Mapping[str, Format] = {
     one.name: one
     for one in (
-        Format("hermes", _hermes_row, has_reasoning_field=False, has_inline_reasoning=True),
+        Format("hermes", hermes.row_of, has_reasoning_field=False, has_inline_reasoning=True),
         Format(
             "llamafactory",
             llamafactory.row_of,
@@ -49,10 +45,10 @@ ROW_FORMATS: Mapping[str, Format] = {
         ),
     )
 }
-"""Formats that make one row of one conversation."""
+"""Formats with one row per conversation."""
 
 GROUP_FORMATS = ("dpo", "kto")
-"""Formats whose rows are made of the samples of one prompt."""
+"""Formats whose rows compare the samples of one prompt."""
 
 COPIED = frozenset(COLUMNS)
 """Formats whose rows can be copied to other files."""

@@ -3,7 +3,8 @@
 option_types      types of options
 run_config        RunConfig: each option with type, default and help
 loading           a RunConfig from YAML and flags
-endpoints         entries of the option `endpoints`
+endpoint_config   an entry of `endpoints`
+endpoints         types of options about endpoints
 plain_secrets     secrets that a config states in the clear
 models            models, endpoints, limits and budget of a config
 sampling          draws the model and toolsets of a task

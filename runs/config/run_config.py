@@ -25,7 +25,7 @@ from agent.options import (
     meaning,
     parse_json,
 )
-from runs.config.endpoints import BaseUrl, Effort, EndpointConfig, ExtraBody, PriceConfig
+from runs.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
 from runs.config.option_types import (
     AcceptedRows,
     Names,
@@ -41,9 +41,22 @@ from toolsets.mcp.mcp_settings import McpServer, ServerName
 from toolsets.net.web_settings import WebSettings
 
 if TYPE_CHECKING:
+    from runs.config.endpoint_config import EndpointConfig
     from toolsets.catalog.distributions import Distribution
 
+    Endpoints = dict[str, EndpointConfig]
+else:
+    Endpoints = dict[str, Any]
+
 _DEFAULT_MODEL = "anthropic/claude-sonnet-4"
+
+
+def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
+    if not entries:
+        return {}
+    from runs.config.endpoint_config import read_endpoints
+
+    return read_endpoints(entries)
 
 
 def _running(default: Any, help: str, **more: Any) -> Any:
@@ -78,7 +91,9 @@ class RunConfig(AgentOptions):
         "Several models, {NAME: WEIGHT}, of which each conversation draws one.",
         min_length=1,
     )
-    endpoints: Annotated[dict[str, EndpointConfig], BeforeValidator(parse_json)] = _running(
+    endpoints: Annotated[
+        Endpoints, BeforeValidator(parse_json), AfterValidator(_read_endpoints)
+    ] = _running(
         {},
         "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
         "models are NAME:MODEL.",

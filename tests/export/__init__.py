@@ -6,7 +6,7 @@ test_export_formats       one record in every format
 test_export_forged        text that looks like structure
 test_export_tolerance     which rows are refused
 test_export_views         what the model did not see of its conversation
-test_hidden_reasoning     reasoning that nobody can read
+test_hidden_reasoning     reasoning that the API hides
 test_export_statistics    `stats`
 test_export_rendering     rows through chat templates
 test_export_dataset       datasets by recipe

@@ -594,7 +594,7 @@ class TestDirectory:
         source = make_run(tmp_path, worked())
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("mine")
-        with pytest.raises(ConfigError, match="no dataset of ours"):
+        with pytest.raises(ConfigError, match="files but no dataset"):
             exported(source, formats="raw")
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
         (tmp_path / "out" / "thesis.tex").rename(tmp_path / "out" / "manifest.json")
@@ -890,7 +890,7 @@ class TestCommand:
         assert not (tmp_path / "r.jsonl").exists()
         assert run(tmp_path, "export", source.run_dir, "--check").returncode == 0
         other = run(tmp_path, "export", source.run_dir, format="openai")
-        assert "takes the place of the one before: atif/train.jsonl;" in other.stderr
+        assert "replaces the previous one: atif/train.jsonl;" in other.stderr
         assert not (dataset / "atif").exists()
         (dataset / "README.md").unlink()
         sent = run(tmp_path, "export", source.run_dir, "--check", push_to_hub="a/b")
@@ -907,7 +907,7 @@ class TestCommand:
             ({"splits": "train"}, "--splits: must be NAME=SHARE"),
             ({"push_to_hub": "a/b", "format": "nope"}, "unknown format"),
             ({"format": "raw", "render": "x.jinja"}, "cannot read this chat template"),
-            ({"splits": "a=0.5,a=1"}, "--splits: 'a' stands twice"),
+            ({"splits": "a=0.5,a=1"}, "--splits: 'a' is given twice"),
             ({"output": "p.jsonl"}, "p.jsonl: not a directory; name another --output"),
             ({"output": "p.jsonl/x"}, "p.jsonl/x: not a directory; name another --output"),
             ({"render_rows": "5"}, "--render_rows needs --render FILE"),

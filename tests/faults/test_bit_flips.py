@@ -100,7 +100,7 @@ def test_only_the_task_of_a_flipped_record_runs_again(tmp_path: Path) -> None:
     assert run_dir.with_suffix(".jsonl").read_bytes() == right
     repaired = run(tmp_path, "verify", "r", "--repair")
     assert repaired.returncode == 0, repaired.stdout
-    assert f"records.jsonl:{number}: not a whole record (id 'p" in repaired.stdout
+    assert f"records.jsonl:{number}: not a complete record (id 'p" in repaired.stdout
     assert "to run 1 tasks" in repaired.stdout
     assert len(list((run_dir / "quarantine").iterdir())) == 1
     assert run(tmp_path, **SCRIPTED).returncode == 0

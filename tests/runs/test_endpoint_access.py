@@ -18,7 +18,7 @@ import yaml
 from agent.models.client.key_command import CommandKey, KeyCommandError, run_key_command
 from agent.models.providers import NO_KEY
 from agent.models.resolve import MissingKey, read_key
-from runs.config.endpoints import EndpointConfig
+from runs.config.endpoint_config import EndpointConfig
 from runs.config.loading import load_config
 from runs.config.models import called_models, limits_of, set_up_models
 from runs.config.run_config import RunConfig

@@ -125,7 +125,7 @@ def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Pat
         content[number] = content[number].replace(b'{"id":', b'{"id" ', 1)
         records.write_bytes(b"".join(content))
         repaired = run(tmp_path, "verify", "r", "--repair")
-        assert "not a whole record" in repaired.stdout
+        assert "not a complete record" in repaired.stdout
         assert spent() == endpoint.charged
         done = run(tmp_path, **asked, max_attempts=3)
         assert done.returncode == 0, done.stderr

@@ -252,7 +252,8 @@ DAMAGES: dict[str, Damage] = {
         lambda p: (p / "failures.jsonl").write_text('{"kind": 1}\n'), "failures.jsonl:1: not a"
     ),
     "a torn failure": Damage(
-        lambda p: (p / "failures.jsonl").write_text('{"kind"'), "failures.jsonl:1: an incomplete line"
+        lambda p: (p / "failures.jsonl").write_text('{"kind"'),
+        "failures.jsonl:1: an incomplete line",
     ),
     "a journal of nobody": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(),

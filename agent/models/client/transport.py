@@ -21,6 +21,7 @@ import aiohttp
 import truststore
 from yarl import URL
 
+from agent.models.client.call_timeouts import CallTimeouts
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.prepared import Prepared, Preparer, fixed_headers, preparer_of, with_query
 from agent.models.dialects.assembly import Assembly
@@ -72,6 +73,7 @@ class Transport:
         # Not the session's own: aiohttp sends those to a proxy too, in the clear, with the key.
         self._url_of = lru_cache(maxsize=8)(self._make_url)
         self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)
+        self._timeouts = CallTimeouts(settings.attempt_timeout_s)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
             connector=aiohttp.TCPConnector(
@@ -133,11 +135,11 @@ class Transport:
         self, prepared: Prepared, settings: ModelSettings, assembly: Assembly | None
     ) -> bytes:
         url, headers, body, key = prepared
-        timeout_s = settings.attempt_timeout_s
+        timeout = self._timeouts.begin()
         # A redirect would take the key along to wherever it points.
         sending = self._session.post(url, data=body, headers=headers, allow_redirects=False)
         try:
-            async with asyncio.timeout(timeout_s), sending as response:
+            async with timeout, sending as response:
                 if not 200 <= response.status < 300:
                     raise await self._refusal(response, key)
                 # Some servers know no streams, or not for this model, and answer in one piece.
@@ -147,9 +149,11 @@ class Transport:
                 return self.clean(assembly.finish(), key)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
-                words = f"no complete reply within {timeout_s:g} s"
+                words = f"no complete reply within {settings.attempt_timeout_s:g} s"
                 raise ModelError("timeout", words) from error
             raise self._of_the_connection(error, key) from error
+        finally:
+            self._timeouts.end(timeout)
 
     def clean(self, body: bytes, key: Key | None = None) -> bytes:
         """What the endpoint sent, without the key of the request, which it may repeat anywhere."""
@@ -199,6 +203,7 @@ class Transport:
 
     async def close(self) -> None:
         """Release all connections."""
+        self._timeouts.close()
         await self._session.close()
         if self._preparer is not None:
             await self._preparer.close()

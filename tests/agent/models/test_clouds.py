@@ -18,7 +18,8 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.resolve import read_key, resolve_model
 from agent.models.sdk_clients import UnusableClient
-from runs.config.endpoints import EndpointConfig
+from run_agent import AIAgent
+from runs.config.endpoint_config import EndpointConfig
 from tests.agent.models import cloud_clients
 from tests.agent.models.cloud_clients import CALLS_PER_TOKEN, Seen, cloud
 
@@ -366,6 +367,18 @@ def test_a_named_client_signs_in_with_the_identity_of_the_machine(
         )
         assert asyncio.run(ask(settings, CALLS)) == ["Yes."] * CALLS
         assert tokens.refused == (0 if client == "bedrock" else CALLS // CALLS_PER_TOKEN - 1)
+
+
+def test_one_agent_is_asked_through_a_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_MINE", "azure-key-0123456789")
+    monkeypatch.setenv("OPENAI_API_VERSION", "v")
+    with cloud(rotates=False) as (root, tokens):
+        monkeypatch.setattr(tokens, "valid", lambda: "azure-key-0123456789")
+        monkeypatch.setenv("AZURE_OPENAI_ENDPOINT", root)
+        given: dict[str, Any] = {"model": "azure:m", "enabled_toolsets": []}
+        assert AIAgent(**given, key_env="KEY_OF_MINE").chat("Hello") == "Yes."
+        with pytest.raises(ValueError, match="api_key: the client of 'azure:m' has its own"):
+            AIAgent(**given, key_env="KEY_OF_MINE", api_key="azure-key-0123456789")
 
 
 def test_two_resources_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
