@@ -60,13 +60,13 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 
 FOR_OTHERS = re.compile(
     r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*"
-    r"|-m (?:(?:benchmarks|testing)\.\w+|pytest)[^`]*|--(?:signal|array)="
+    r"|-m (?:(?:benchmarks|testing)\.\w+|openrlhf|pytest)[^`]*|\bswift sft[^`]*|--(?:signal|array)="
 )
-"""What pages tell to other programs than ours."""
+"""Commands for programs other than ours."""
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """What pages and presets tell to type: in blocks, in the text, in comments."""
+    """The commands that pages and presets show: in blocks, in the text, in comments."""
     found = []
     for page in [*PAGES, *(ROOT / "configs").rglob("*.yaml")]:
         text = page.read_text().replace("\\\n", " ")
@@ -119,7 +119,7 @@ def test_every_page_is_named_in_the_readme() -> None:
         assert f"(docs/{page.name})" in README, page.name
 
 
-FOREIGN = ("# llamafactory", "# axolotl", "apiVersion:")
+FOREIGN = ("# llamafactory", "# axolotl", "# verl", "# nemo", "apiVersion:")
 
 
 def test_every_key_of_a_yaml_block_exists() -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 CONTROL = 250
-"""Where a shell or interpreter is told what to run and says how it went."""
+"""The descriptor from which a shell or interpreter reads what to run, and reports how it went."""
 _SH_CONTROL = 7
 
 
