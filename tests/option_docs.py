@@ -24,9 +24,9 @@ or repeat the option.
 """
 
 OF_COMMANDS = """\
-`estimate`, `fork` and `import_hermes` also take the options of a run; `look`, `tools` and `endpoints`
-take those that name what they show, as in the config of a run. RUN is the name or directory
-of a run; `--output_dir PATH` says where named runs are. `--json` prints JSON.
+`estimate`, `fork` and `import_hermes` also take the options of a run, `look`, `tools` and
+`endpoints` those that name what they show. RUN is the name or directory of a run; `--output_dir
+PATH` says where named runs are. `--json` prints JSON.
 """
 
 AS_FOR_RUN = "As for `run`."

@@ -62,11 +62,11 @@ FOR_OTHERS = re.compile(
     r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*"
     r"|(?:-m (?:(?:benchmarks|testing)\.\w+|pytest|openrlhf\.)|swift sft)[^`]*|--(?:signal|array)="
 )
-"""What pages tell to other programs than ours."""
+"""Commands for programs other than ours."""
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """What pages and presets tell to type: in blocks, in the text, in comments."""
+    """The commands that pages and presets show: in blocks, in the text, in comments."""
     found = []
     for page in [*PAGES, *(ROOT / "configs").rglob("*.yaml")]:
         text = page.read_text().replace("\\\n", " ")
