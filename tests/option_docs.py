@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 
 import click
@@ -23,15 +24,21 @@ or repeat the option.
 """
 
 OF_COMMANDS = """\
-`estimate`, `fork` and `import_hermes` also take the options of a run. RUN is the name or directory
+`estimate`, `fork` and `import_hermes` also take the options of a run; `look`, `tools` and `endpoints`
+take those that name what they show, as in the config of a run. RUN is the name or directory
 of a run; `--output_dir PATH` says where named runs are. `--json` prints JSON.
 """
+
+AS_FOR_RUN = "As for `run`."
 
 EXPLAINED_ONCE = {
     "--output_dir": "Where to find RUN if it is a name, not a directory.  [default: trajectories]",
     "--json": "Print JSON.",
 }
 """Options of many commands that the text above covers, with the help that they have there."""
+
+INDENT = 28
+WIDTH = 110
 
 
 def page() -> str:
@@ -47,7 +54,7 @@ def _run() -> Iterator[str]:
     starts = [name for name in params if name not in grouped]
     groups = {OF_STARTS: starts, **OPTION_GROUPS, OF_CONVERSATIONS: conversation}
     for title, names in groups.items():
-        yield from (f"## {title}", "", *_table(params[name] for name in names), "")
+        yield from (f"## {title}", "", *_listed(params[name] for name in names), "")
 
 
 def _commands() -> Iterator[str]:
@@ -69,28 +76,39 @@ def _commands() -> Iterator[str]:
             yield from (f"### `{' '.join([name, *pieces])}`", "")
             yield from (" ".join((command.help or "").split()), "")
             if own := [param for param in own if not _is_explained_once(param)]:
-                yield from (*_table(own), "")
+                yield from (*_listed(own), "")
 
 
 def _is_explained_once(param: click.Parameter) -> bool:
     """Whether the text of the page covers this option of many commands."""
     assert isinstance(param, click.Option)
-    if param.opts[0] in ("--help", "--help_all"):
+    if param.opts[0] in ("--help", "--help_all") or param.help == AS_FOR_RUN:
         return True
     return EXPLAINED_ONCE.get(param.opts[0]) == param.help
 
 
-def _table(params: Iterable[click.Parameter | None]) -> Iterator[str]:
-    yield from ("option | meaning", "---|---")
+def _listed(params: Iterable[click.Parameter | None]) -> Iterator[str]:
+    yield "```text"
     for param in params:
         assert isinstance(param, click.Option)
         if _is_explained_once(param):
             continue
         record = param.get_help_record(click.Context(click.Command("x")))
         assert record is not None
-        name, text = (cell.replace("|", "\\|") for cell in record)
-        text = text.replace("  [default: ", " [").replace("  [", " [")
-        yield f"`{name.replace(' / ', '/')}` | {text}"
+        name = record[0].replace(" / ", "/")
+        text = record[1].replace("  [default: ", " [").replace("  [", " [")
+        start = f"{name:{INDENT - 2}}  "
+        if len(start) > INDENT:
+            yield name
+            start = " " * INDENT
+        yield textwrap.fill(
+            text,
+            WIDTH,
+            initial_indent=start,
+            subsequent_indent=" " * INDENT,
+            break_on_hyphens=False,
+        )
+    yield "```"
 
 
 if __name__ == "__main__":
