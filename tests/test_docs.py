@@ -60,7 +60,7 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 
 FOR_OTHERS = re.compile(
     r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*"
-    r"|-m (?:(?:benchmarks|testing)\.\w+|openrlhf|pytest)[^`]*|\bswift sft[^`]*|--(?:signal|array)="
+    r"|(?:-m (?:(?:benchmarks|testing)\.\w+|pytest|openrlhf\.)|swift sft)[^`]*|--(?:signal|array)="
 )
 """Commands for programs other than ours."""
 
@@ -120,7 +120,7 @@ def test_every_page_is_named_in_the_readme() -> None:
         assert f"(docs/{page.name})" in README, page.name
 
 
-FOREIGN = ("# llamafactory", "# axolotl", "# verl", "# nemo")
+FOREIGN = ("# llamafactory", "# axolotl", "# automodel", "# verl")
 
 
 def test_every_key_of_a_yaml_block_exists() -> None:

@@ -18,7 +18,7 @@ class SandboxError(ToolError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of every command that a sandbox runs."""
+    """Limits on every command that a sandbox runs."""
 
     timeout_s: float = 120.0
     """Longest time one call may take; a call may ask for less, never for more."""

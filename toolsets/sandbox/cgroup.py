@@ -1,7 +1,7 @@
-"""Limits a task's processes and memory by control groups, where they can be made.
+"""Limits on a task's processes and memory by control groups, where they can be made.
 
 What cannot be done is left undone: a group is an addition to a sandbox and never a reason for there
-to be none. Tasks without a group are limited by other means, as far as these reach.
+to be none. A task without a group is limited by other means, as far as they reach.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _JOIN = """\
 while [ "$1" != -- ]; do echo $$ 2>/dev/null >"$1/cgroup.procs"; shift; done; shift; exec "$@"
 """
 _MEMORY_SPARE = 64 << 20
-"""For the server and the shell, so that a process meets its own limit first and can report it."""
+"""For the server and the shell: a process should reach its own limit first, and can report that."""
 
 
 class Group:
@@ -30,7 +30,7 @@ class Group:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
-        self.bounds_memory = any(map(_memory_limit, paths))
+        self.limits_memory = any(map(_memory_limit, paths))
         self._counters = [counter for path in paths for counter in _counters(path)]
 
     def joined(self, argv: Sequence[str]) -> list[str]:
@@ -39,7 +39,12 @@ class Group:
 
     def open(self) -> list[int]:
         """Descriptors of files by which a process writes itself into the group."""
-        return [os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in self.paths]
+        found = []
+        for path in self.paths:
+            # It can be gone: a process with another /proc takes this one for dead and cleans up.
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        return found
 
     def refusals(self) -> int:
         """How often processes or memory were refused in it, by whosever limit."""
@@ -61,7 +66,7 @@ class Group:
             if not _value(path / "memory.events", "oom_kill"):
                 if not _value(path / "memory.oom_control", "oom_kill"):
                     continue
-                # The older kind does not say whose limit it was, but how near this group came.
+                # The older kind does not say whose limit it was, but how near this one came.
                 most = _number(path / "memory.max_usage_in_bytes") or 0
                 return most >= 0.95 * (_number(path / "memory.limit_in_bytes") or 0)
             # That of an outer group is counted there alone.
@@ -144,7 +149,7 @@ def can_bound_memory() -> bool:
     for path in group.paths:
         with contextlib.suppress(OSError):
             path.rmdir()
-    return group.bounds_memory
+    return group.limits_memory
 
 
 def refusals_here() -> int:

@@ -77,7 +77,7 @@ class Channel:
         self.group = group
         self._process: FirstProcess | None = None
         self._socket, self._theirs = socket.socketpair()
-        # A pipe: a command that got hold of the other end has nothing to fill.
+        # A pipe: nothing that the other end writes can fill memory here.
         self._errors, self._their_errors = os.pipe()  # the first closed by `begin`
         os.set_blocking(self._errors, False)
         self._socket.setblocking(False)

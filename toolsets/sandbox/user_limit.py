@@ -16,7 +16,7 @@ _NEARLY = 0.9
 
 
 def is_user_full(*outputs: str) -> bool:
-    """Whether a command's outputs report a refused process, and this user is at its limit."""
+    """Whether a command says that it got no process, and this user is at its limit indeed."""
     if not any(map(_SAID.search, outputs)):
         return False
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]

@@ -310,7 +310,7 @@ class Server:
         if os.getpid() != 1:  # whose end is that of all
             self._before = set()
             self._kill(0)
-            # Processes that are not waited for here are left to one that may never wait for them.
+            # A child that is not waited for here is left to a process that may wait for none.
             with contextlib.suppress(ChildProcessError):
                 while True:
                     os.waitpid(-1, 0)
@@ -358,7 +358,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    # Commands can send it, and as process 1 this gets only signals that it has a handler for.
+    # Commands can send it, and process 1 gets only signals that it has a handler for.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = Server(requests, replies)
     os.dup2(null, 2)  # which has said by now why it cannot begin
