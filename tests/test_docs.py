@@ -68,7 +68,8 @@ FOR_OTHERS = re.compile(
 def command_lines() -> list[tuple[str, str]]:
     """The commands that pages and presets show: in blocks, in the text, in comments."""
     found = []
-    for page in [*PAGES, *(ROOT / "configs").rglob("*.yaml")]:
+    scripts = (ROOT / "docs").glob("*.sh")
+    for page in [*PAGES, *scripts, *(ROOT / "configs").rglob("*.yaml")]:
         text = page.read_text().replace("\\\n", " ")
         inline = re.findall(r"`(python\s+batch_runner\.py\s[^`]*)`", text)
         lines = re.findall(
@@ -119,7 +120,7 @@ def test_every_page_is_named_in_the_readme() -> None:
         assert f"(docs/{page.name})" in README, page.name
 
 
-FOREIGN = ("# llamafactory", "# axolotl", "# automodel", "# verl", "apiVersion:")
+FOREIGN = ("# llamafactory", "# axolotl", "# automodel", "# verl")
 
 
 def test_every_key_of_a_yaml_block_exists() -> None:
