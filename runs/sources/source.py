@@ -145,4 +145,4 @@ def _begins_a_list(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
     except OSError:
-        return False  # whoever reads the file says what is wrong with it
+        return False  # reading the file says what is wrong with it
