@@ -79,7 +79,7 @@ class Group:
             self._counters.pop().close()
 
     async def close(self) -> None:
-        """Kill whatever is still in the group, and remove it."""
+        """Kill all processes that are still in the group, and remove it."""
         self.stop_counting()
         left = list(self.paths)
         for _ in range(_REMOVAL_ATTEMPTS):
@@ -230,7 +230,7 @@ def _kill_all(group: Path) -> None:
     with contextlib.suppress(OSError):
         for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
-                # 0 stands for a process that cannot be seen from here, and means us to `kill`.
+                # 0 is a process that cannot be seen from here, and for `kill` it is our own group.
                 if int(pid) > 0:
                     os.kill(int(pid), signal.SIGKILL)
 

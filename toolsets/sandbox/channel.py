@@ -108,7 +108,7 @@ class Channel:
             self._close_theirs()
 
     async def fork(self, server: Channel, request: Mapping[str, Any]) -> None:
-        """Have a fork server make the process; raises `Gone` where there is no server any more."""
+        """Have a fork server make the process; raises `Gone` where the server has ended."""
         groups = [] if self.group is None else self.group.open()
         try:
             theirs = [self._theirs.fileno(), self._their_errors, *groups]

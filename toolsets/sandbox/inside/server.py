@@ -42,7 +42,7 @@ _IDLE_CHECK_S = 10.0
 
 
 class Server:
-    """The loop: one request after the other, and in between the output of what runs on."""
+    """The loop: one request after the other, and in between the output of background jobs."""
 
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies = requests, replies
@@ -191,7 +191,7 @@ class Server:
         return None
 
     def _interrupt(self, job: Job, since: int) -> None:
-        """Have the interpreter give up its cell, with whatever the cell waits for."""
+        """Have the interpreter give up its cell, and all that the cell waits for."""
         give_up = time.monotonic() + _INTERRUPT_GRACE_S
         while job.status is None and job.exit_code is None and time.monotonic() < give_up:
             # Again and again, since the signal is lost on code that just then ignores it.
@@ -226,7 +226,7 @@ class Server:
                 self._pump(0.005)
 
     def _pump(self, timeout_s: float | None) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for an event, and handle it."""
         for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
             if fd in self._handlers:
                 self._handlers[fd]()
