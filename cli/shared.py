@@ -86,17 +86,20 @@ def make_plan_of(
     config_file: Path | None, flags: dict[str, Any], *, will_start: bool = True
 ) -> Plan:
     """The plan of a config file and flags; `will_start` says that `start` comes next."""
-    from runs.config.loading import load_config
-    from runs.planning.plan import make_plan
+    from runs.process.startup import no_garbage_collection
 
-    config = load_config(
-        config_file, {name: value for name, value in flags.items() if value is not None}
-    )
-    if will_start:
-        import api.start  # noqa: F401 - what is imported by now, workers need not import
-        from runs.executor_choice import fork_ahead
+    with no_garbage_collection():
+        from runs.config.loading import load_config
+        from runs.planning.plan import make_plan
 
-        fork_ahead(config)
+        config = load_config(
+            config_file, {name: value for name, value in flags.items() if value is not None}
+        )
+        if will_start:
+            import api.start  # noqa: F401 - what is imported by now, workers need not import
+            from runs.executor_choice import fork_ahead
+
+            fork_ahead(config)
     return make_plan(config, writes=will_start)
 
 
