@@ -460,7 +460,7 @@ def test_a_note_behind_an_output_is_kept() -> None:
 # The Anthropic API
 
 
-def test_system_messages_are_no_api_messages() -> None:
+def test_system_messages_are_not_api_messages() -> None:
     """S1.7: the system's words travel apart; ours keep them first, the OpenAI API among others."""
     flat = init_session("Be kind.", "Go.")["messages"]
     assert to_api_messages(flat) == [{"role": "user", "content": "Go."}]
@@ -513,7 +513,7 @@ def test_a_signature_that_is_null_is_none() -> None:
 
 
 @pytest.mark.parametrize("output", [{"n": [1, None]}, ["a"], 7, 1.5, True, None])
-def test_outputs_that_are_no_text_are_json_for_the_apis(output: Any) -> None:
+def test_outputs_that_are_not_text_are_json_for_the_apis(output: Any) -> None:
     """S1.11: the model sees the JSON, the record keeps the object; a text is sent as it is."""
     flat = [USER, call(), result(output), call("c2"), result('{"n": 1}', id="c2")]
     anthropic = [m["content"][0]["content"] for m in to_api_messages(flat)[2::2]]
@@ -564,7 +564,7 @@ def test_texts_around_calls_keep_their_place() -> None:
     assert to_api_messages(flat) == [{"role": "assistant", "content": blocks}]
 
 
-def test_an_input_that_is_no_object_goes_to_the_api_in_one() -> None:
+def test_an_input_that_is_not_an_object_goes_to_the_api_inside_an_object() -> None:
     """The API refuses any other input; the session keeps what the model wrote (S1.22)."""
     flat = [call(input=[1]), call("c2", input="{cut")]
     (message,) = to_api_messages(flat)

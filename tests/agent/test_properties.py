@@ -734,7 +734,7 @@ def test_a_session_and_its_fork_never_change_each_other(
     scene=Scene([say("Action: echo"), say("Final Answer: x")] * 2, {"text_protocol": "react"}),
     prompts=["go", "go"],
 )
-def test_whatever_became_of_a_prompt_another_can_follow(scene: Scene, prompts: list[str]) -> None:
+def test_another_prompt_can_follow_any_ending(scene: Scene, prompts: list[str]) -> None:
     with new_session(scene) as session:
         for text in prompts:
             session.new_prompt(text)

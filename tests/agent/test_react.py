@@ -457,7 +457,7 @@ def test_a_reply_outside_the_protocol_is_kept_and_marked(text: str) -> None:
         assert not completion.message.keys() & {"tool_calls", "reasoning", "repairs"}
 
 
-def test_plain_text_is_no_mistake_where_only_an_answer_was_allowed() -> None:
+def test_plain_text_is_not_a_mistake_where_only_an_answer_was_allowed() -> None:
     assert "unusable" not in read("It is 42.", tool_choice="none").message
 
 

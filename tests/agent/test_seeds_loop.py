@@ -200,7 +200,7 @@ def test_the_link_to_the_conversation_ends_with_the_call(tmp_path: Path) -> None
     assert context.conversation == ()
 
 
-def test_a_reference_to_what_is_no_text_stands_for_its_json(tmp_path: Path) -> None:
+def test_a_reference_to_a_value_that_is_not_text_becomes_its_json(tmp_path: Path) -> None:
     """S4.16: also deep inside the arguments."""
 
     @tool()

@@ -136,7 +136,7 @@ class TestFilters:
         found = left_out(source, answer={"match": match})
         assert found == ({} if is_right else {"t0": "answer"}) | {"t1": "answer"}
 
-    def test_an_expected_answer_that_is_no_pattern_is_named_with_its_row(
+    def test_an_expected_answer_that_is_not_a_pattern_is_named_with_its_row(
         self, tmp_path: Path
     ) -> None:
         source = make_run(
@@ -326,7 +326,7 @@ class TestSelection:
             *("t1", "t1#s2"),
         ]
 
-    def test_comparisons_see_all_samples_whatever_is_chosen(self, tmp_path: Path) -> None:
+    def test_comparisons_see_all_samples_even_those_not_chosen(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), samples=2)
         directory, _ = exported(source, formats="openai,dpo", filters={"best_n": 1})
         assert ids(directory / "openai" / "train.jsonl") == ["t0"]

@@ -513,7 +513,7 @@ def test_a_call_has_the_same_id_until_its_reply_is_journaled() -> None:
     asyncio.run(ask())
 
 
-def test_a_reply_that_nobody_can_read_is_asked_for_live() -> None:
+def test_an_unreadable_reply_is_requested_again_live() -> None:
     async def ask() -> None:
         parent = Parent()
         with FakeBatches() as api:

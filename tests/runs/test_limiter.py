@@ -144,7 +144,7 @@ def no_claim() -> CostEstimate:
 
 
 class TestGate:
-    def test_permits_bound_what_is_in_flight_and_the_first_come_goes_first(self) -> None:
+    def test_permits_limit_calls_in_flight_first_come_first_served(self) -> None:
         async def use() -> list[int]:
             gate = open_gate(permits=2)
             order: list[int] = []

@@ -141,7 +141,7 @@ def test_syntax_errors_cost_no_state(task: Task) -> None:
     assert task.out("echo $X") == "1\n"
 
 
-def test_a_shell_that_is_no_bash_keeps_its_state_too(
+def test_a_shell_other_than_bash_keeps_its_state_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (python_bin() / "bash").exists():

@@ -95,7 +95,7 @@ class Mute(Exception):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_whatever_a_tool_raises_is_an_error_result(
+def test_any_exception_of_a_tool_is_an_error_result(
     make: Any, error: BaseException, message: str, context: ToolContext
 ) -> None:
     result = call(Toolbox([make(error)], context), "fail")
