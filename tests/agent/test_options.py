@@ -321,7 +321,7 @@ class TestSummary:
         assert "SUM" in played.seen()
 
     def test_summaries_are_few(self, tmp_path: Path) -> None:
-        """Each replaces as many messages as are kept, whatever the threshold says."""
+        """Each replaces as many messages as are kept, at any threshold."""
         script = [echo(f"{n}") for n in range(60)]
         played = play(tmp_path, script, max_turns=20, summarize_over_messages=5)
         # These replies are no summaries: those that fail are not tried again at once either.

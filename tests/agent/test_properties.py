@@ -1,4 +1,4 @@
-"""What holds of every conversation, whatever the model says and whichever options are on."""
+"""What holds for every conversation, with any replies and any options."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ class Enduring(ConversationRunner):
 
 @dataclass(frozen=True, kw_only=True)
 class Unwatched(Enduring):
-    """Nobody is told what happens."""
+    """Without anyone who receives events."""
 
     async def run(self, **how: Any) -> Finish:
         return await Enduring(**{**vars(self), "on_event": None}).run(**how)

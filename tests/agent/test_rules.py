@@ -1,4 +1,4 @@
-"""The rules by which a conversation goes on and ends, each with real tools and a script."""
+"""The rules by which a conversation continues and ends, each with real tools and a script."""
 
 from __future__ import annotations
 

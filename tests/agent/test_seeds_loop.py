@@ -247,7 +247,7 @@ class Unwilling:
 
 
 def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
-    """S4.38: the conversation goes on uncompressed."""
+    """S4.38: the conversation continues uncompressed."""
     messages = [Message(role="user", content="go")]
     for n in range(4):
         messages.append(Message(role="assistant", content=f"part {n}"))

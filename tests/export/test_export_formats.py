@@ -378,7 +378,7 @@ class TestRewards:
 
 class TestPreferences:
     def test_the_sides_of_a_pair_differ(self, tmp_path: Path) -> None:
-        """What tells two samples apart may be what a style leaves out."""
+        """The only difference of two samples may be what a style leaves out."""
 
         def sample(reward: float, reasoning: str, answer: str = "Yes.") -> dict[str, Any]:
             check = {"passed": reward > 0.5, "reward": reward}
@@ -631,7 +631,7 @@ class TestForgedStructure:
 
 
 def test_all_formats_say_the_same(tmp_path: Path) -> None:
-    """The texts of one record are in every format, whatever its form."""
+    """The texts of one record are in every format."""
     for name in ROW_FORMATS:
         text = json.dumps(row(worked(), name), ensure_ascii=False)
         for words in ("Go.", "Looking.", "Which city?", "Oslo", "Now I know.", "Done."):

@@ -147,7 +147,7 @@ def test_tags_in_results_and_arguments_are_kept_the_same_way(tmp_path: Path) -> 
 
 
 def test_each_format_refuses_for_itself(tmp_path: Path) -> None:
-    """And what none takes is in none, whatever else is asked for."""
+    """And what no format takes is in none, with any options."""
     source = make_run(tmp_path, BROKEN, TAGGED, PLAIN)
     accept = "arguments_not_json,marker_in_text"
     assert set(why(source, formats="hermes,openai,raw", accept_rows=accept)) == {

@@ -716,7 +716,7 @@ class TestFinalAnswer:
         assert "completion" not in json.loads(row["metadata"])
 
     def test_a_conversation_that_is_not_completed_keeps_the_call(self) -> None:
-        """C8: the answer did not end it, so it is no ending."""
+        """C8: the answer did not end it."""
         row = to_row(ended_by(assistant("", final("14")), status="budget"))
         assert said(row)[-1][0] == "tool"
         assert row["num_tool_calls"] == 2
@@ -874,7 +874,7 @@ class TestNotes:
 
 class TestRow:
     def test_unknown_keys_of_a_record_are_not_read(self) -> None:
-        """S2.54: a record may hold more than a row tells."""
+        """S2.54: a record may hold more than a row shows."""
         record = record_of(*EXAMPLE)
         more = record | {
             "subagents": [{"messages": None}], "discarded": [{"message": {}}], "openings": 3,

@@ -53,7 +53,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Unreachable:
-    """An adapter whose attempts fail as told, unless they are to be answered."""
+    """An adapter whose attempts fail as the test says, unless they are to be answered."""
 
     settings = SETTINGS
 

@@ -261,7 +261,7 @@ def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
 
 
 def test_a_wrong_saved_scan_costs_one_start(tmp_path: Path) -> None:
-    """As if a program of the same version had told rows apart in another way."""
+    """As if a program of the same version had distinguished rows in another way."""
     script = [{"content": "a"}]
     write_rows(
         tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": "q", "script": script} for n in range(3))

@@ -1,4 +1,4 @@
-"""Prices of the user's own: what they decide, and where they are checked and told."""
+"""Prices of the user's own: what they decide, and where they are checked and shown."""
 
 from __future__ import annotations
 

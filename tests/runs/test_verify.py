@@ -86,7 +86,7 @@ def flip_a_bit(file: Path, at: int) -> None:
 
 
 def mix_up_kept_scan(kept: Path) -> None:
-    """As if another version of the program had told rows apart in another way."""
+    """As if another version of the program had distinguished rows in another way."""
     told = kept.read_bytes().split(b"\n", 1)[1]
     told = told[:-32] + told[-16:] + told[-32:-16]
     kept.write_bytes(blake2b(told, digest_size=32).hexdigest().encode() + b"\n" + told)

@@ -283,7 +283,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_a_server_says_is_checked(lie: str, tmp_path: Path) -> None:
-    """Whoever got at it could say anything; here a program does so in its place."""
+    """A process that reached it could say anything; here a program does so in its place."""
     said, complaint = LIES[lie]
     answer = "b'\\0\\0\\0\\x08{\"id\":0}'"
     liar = f"import os; os.read(0, 9); os.write(1, {answer}); os.write(1, bytes([{said}]))"

@@ -95,7 +95,7 @@ def test_openai_messages_carry_nothing_of_ours() -> None:
 
 
 def test_openai_arguments_are_kept_as_text() -> None:
-    """Also where a server sends an object, and also where the text is no JSON."""
+    """Also where a server sends an object, and also where the text is not JSON."""
     calls = [
         {"id": "1", "function": {"name": "f", "arguments": '{"a": 1'}},
         {"id": "2", "function": {"name": "f", "arguments": {"a": 1}}},

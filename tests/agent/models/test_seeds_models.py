@@ -77,7 +77,7 @@ def test_content_that_is_not_text_is_flattened(content: Any, text: str) -> None:
 
 
 class Failing:
-    """An endpoint that fails as told, then answers."""
+    """An endpoint that fails as the test says, then answers."""
 
     settings = SETTINGS
 

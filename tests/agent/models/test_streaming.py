@@ -1,4 +1,4 @@
-"""Streamed replies: the record cannot tell them from those that come in one piece."""
+"""Streamed replies: their record is that of replies in one piece."""
 
 from __future__ import annotations
 
