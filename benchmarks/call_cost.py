@@ -138,7 +138,7 @@ class _Fixed(asyncio.Protocol):
 
 
 def serve(ready: Connection) -> None:
-    """Be the endpoint; tells its port through `ready`, and ends with the process that started."""
+    """Be the endpoint; sends its port through `ready`, and ends with the process that started."""
 
     async def run() -> None:
         server = await asyncio.get_running_loop().create_server(_Fixed, "127.0.0.1", 0)

@@ -100,7 +100,7 @@ class Dialect(NamedTuple):
     error: Callable[[int, str], JSON]
     """The body of an error."""
     error_event: Callable[[JSON], bytes]
-    """The event of a stream that tells of an error."""
+    """The event of a stream that reports an error."""
     quota: tuple[int, JSON]
     """Status and body that say that nothing is left to pay with."""
     too_long: str

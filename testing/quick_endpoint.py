@@ -97,7 +97,7 @@ def _framed(body: bytes) -> bytes:
 
 
 def _serve(ready: Connection, replies: Mapping[str, Sequence[bytes]], latency_s: float) -> None:
-    """Be the endpoint; tells its port through `ready`, and ends with the process that started."""
+    """Be the endpoint; sends its port through `ready`, and ends with the process that started."""
     counts = _Counts()
 
     async def run() -> None:

@@ -110,7 +110,7 @@ def _text_of(file: IO[bytes]) -> str:
 
 @contextmanager
 def started(cwd: Path, *args: object, forks: bool = True, **options: object) -> Iterator[Process]:
-    """A run in a process group of its own; whatever is left of it is killed at the end."""
+    """A run in a process group of its own; what is left of it is killed at the end."""
     given = command(*args, **options)
     with (cwd / "output.txt").open("ab") as output:
         line = given if forks else spawning(given)

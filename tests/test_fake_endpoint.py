@@ -333,7 +333,7 @@ def _finish(body: bytes) -> Any:
 
 
 def _calls_in(body: bytes) -> list[tuple[Any, str, Any]]:
-    """Id, name and arguments of each call of a reply, the arguments as text if they are no JSON."""
+    """Id, name and arguments of each call of a reply; arguments that are not JSON as text."""
     reply = json.loads(body)
     if "choices" in reply:
         calls = reply["choices"][0]["message"]["tool_calls"]

@@ -28,7 +28,7 @@ class Permit(Protocol):
         ...
 
     def leave(self, outcome: Completion | ModelError | None) -> None:
-        """The attempt is over: its reply, why it failed, or None where it was called off."""
+        """The attempt is over: its reply, why it failed, or None where it was cancelled."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""inspect_ai on the work of `benchmarks.peers`: a solver that goes on until no tool is called.
+"""inspect_ai on the work of `benchmarks.peers`: a solver that continues until no tool is called.
 
 python inspect_loop.py URL PROMPTS AGENTS
 """

@@ -279,7 +279,7 @@ def test_a_fork_shares_nothing(flat: list[FlatMessage]) -> None:
 
 @given(conversations())
 def test_a_session_survives_json(flat: list[FlatMessage]) -> None:
-    """Whatever can be put into a session is the same when written as JSON and read again."""
+    """All that can be put into a session is the same when written as JSON and read again."""
     session = FlatSession(messages=[])
     for message in flat:
         extend_session(session, message)
@@ -389,7 +389,7 @@ def test_a_hole_is_named(flat: list[FlatMessage], wrong: str) -> None:
 
 @pytest.mark.parametrize("flat", [[], [USER, call()], [call(), call("c2"), result(id="c2")]])
 def test_a_session_may_end_before_its_results(flat: list[FlatMessage]) -> None:
-    """Calls that nothing follows yet are no hole: a run may be taken up there."""
+    """Calls that nothing follows yet are not a gap: a run may resume there."""
     assert from_messages(to_messages(flat)) == flat
 
 
@@ -444,14 +444,14 @@ def test_a_session_shares_nothing_with_the_messages() -> None:
 
 
 def test_the_calls_are_those_that_were_run() -> None:
-    """A repaired tool name is the name in the flat form too, whatever the model's block says."""
+    """A repaired tool name is the name in the flat form too, not that of the model's block."""
     (message,) = to_messages([thinking(), call(name="loook"), text(), call("c2")])
     message["tool_calls"][0]["function"]["name"] = "look"
     assert from_messages([message]) == [thinking(), call(), text(), call("c2")]
 
 
 def test_a_note_behind_an_output_is_kept() -> None:
-    """An object that the model was shown with words behind it is told as it was shown."""
+    """An object that the model was shown with words after it stays as it was shown."""
     messages = to_messages([USER, call(), result({"n": 1})])
     messages[-1]["content"] += "\n\nTwo turns left."
     assert from_messages(messages)[-1] == result('{"n":1}\n\nTwo turns left.')
@@ -460,7 +460,7 @@ def test_a_note_behind_an_output_is_kept() -> None:
 # The Anthropic API
 
 
-def test_system_messages_are_no_api_messages() -> None:
+def test_system_messages_are_not_api_messages() -> None:
     """S1.7: the system's words travel apart; ours keep them first, the OpenAI API among others."""
     flat = init_session("Be kind.", "Go.")["messages"]
     assert to_api_messages(flat) == [{"role": "user", "content": "Go."}]
@@ -513,7 +513,7 @@ def test_a_signature_that_is_null_is_none() -> None:
 
 
 @pytest.mark.parametrize("output", [{"n": [1, None]}, ["a"], 7, 1.5, True, None])
-def test_outputs_that_are_no_text_are_json_for_the_apis(output: Any) -> None:
+def test_outputs_that_are_not_text_are_json_for_the_apis(output: Any) -> None:
     """S1.11: the model sees the JSON, the record keeps the object; a text is sent as it is."""
     flat = [USER, call(), result(output), call("c2"), result('{"n": 1}', id="c2")]
     anthropic = [m["content"][0]["content"] for m in to_api_messages(flat)[2::2]]
@@ -564,7 +564,7 @@ def test_texts_around_calls_keep_their_place() -> None:
     assert to_api_messages(flat) == [{"role": "assistant", "content": blocks}]
 
 
-def test_an_input_that_is_no_object_goes_to_the_api_in_one() -> None:
+def test_an_input_that_is_not_an_object_goes_to_the_api_inside_an_object() -> None:
     """The API refuses any other input; the session keeps what the model wrote (S1.22)."""
     flat = [call(input=[1]), call("c2", input="{cut")]
     (message,) = to_api_messages(flat)

@@ -43,7 +43,7 @@ def test_every_call_has_its_result_in_call_order(tmp_path: Path) -> None:
 
 
 def test_mistakes_of_the_model_are_error_results(tmp_path: Path) -> None:
-    """Unknown tools, arguments that are no JSON, wrong arguments and failing tools go on."""
+    """Unknown tools, arguments that are not JSON or do not fit, and failing tools."""
     played = play(tmp_path / "w", [
         {"tool_calls": [
             {"name": "nope", "arguments": {}},

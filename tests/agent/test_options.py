@@ -31,7 +31,7 @@ def echo(text: str = "x", **more: Any) -> dict[str, Any]:
 class TestReferences:
     """S4.15-S4.18: results by name."""
 
-    def test_a_result_stands_in_for_its_name(self, tmp_path: Path) -> None:
+    def test_a_result_replaces_its_name(self, tmp_path: Path) -> None:
         script = [
             echo("a"),
             calls(call("count"), call("echo", text="<$$echo-res-1> $$ $5 $$VAR")),
@@ -153,7 +153,7 @@ class TestApproval:
         played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: decision)
         assert played.results[0]["is_error"]
 
-    def test_whatever_a_hook_does_is_a_decision(self, tmp_path: Path) -> None:
+    def test_anything_that_a_hook_does_is_a_decision(self, tmp_path: Path) -> None:
         class Odd:
             def __eq__(self, other: object) -> bool:
                 raise RuntimeError("odd")
@@ -321,7 +321,7 @@ class TestSummary:
         assert "SUM" in played.seen()
 
     def test_summaries_are_few(self, tmp_path: Path) -> None:
-        """Each replaces as many messages as are kept, whatever the threshold says."""
+        """Each replaces as many messages as are kept, at any threshold."""
         script = [echo(f"{n}") for n in range(60)]
         played = play(tmp_path, script, max_turns=20, summarize_over_messages=5)
         # These replies are no summaries: those that fail are not tried again at once either.

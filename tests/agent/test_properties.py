@@ -1,4 +1,4 @@
-"""What holds of every conversation, whatever the model says and whichever options are on."""
+"""What holds for every conversation, with any replies and any options."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ class Enduring(ConversationRunner):
 
 @dataclass(frozen=True, kw_only=True)
 class Unwatched(Enduring):
-    """Nobody is told what happens."""
+    """Without anyone who receives events."""
 
     async def run(self, **how: Any) -> Finish:
         return await Enduring(**{**vars(self), "on_event": None}).run(**how)
@@ -734,7 +734,7 @@ def test_a_session_and_its_fork_never_change_each_other(
     scene=Scene([say("Action: echo"), say("Final Answer: x")] * 2, {"text_protocol": "react"}),
     prompts=["go", "go"],
 )
-def test_whatever_became_of_a_prompt_another_can_follow(scene: Scene, prompts: list[str]) -> None:
+def test_another_prompt_can_follow_any_ending(scene: Scene, prompts: list[str]) -> None:
     with new_session(scene) as session:
         for text in prompts:
             session.new_prompt(text)

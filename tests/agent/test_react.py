@@ -96,7 +96,7 @@ def ask(inner: Inner, request: Request) -> Completion:
 
 
 def test_the_tools_are_in_the_system_message_and_not_in_the_request() -> None:
-    """Each on a line of its own, whatever its description looks like."""
+    """Each on a line of its own, with any description."""
     inner = Inner({"content": "Final Answer: 1"})
     ask(inner, Request([SYSTEM, USER], TOOLS))
     (request,) = inner.requests
@@ -168,7 +168,7 @@ def test_blocks_of_another_api_are_not_read() -> None:
 
 
 def test_where_tools_must_not_be_called_an_answer_is_asked_for() -> None:
-    """In the last message, which is the user's; the tools are still told."""
+    """In the last message, which is the user's; the tools are still listed."""
     view = to_view(Request([USER, native("look"), result("a")], TOOLS, "none"))
     assert "- look: " in view[0]["content"]
     assert view[-1]["role"] == "user"
@@ -457,7 +457,7 @@ def test_a_reply_outside_the_protocol_is_kept_and_marked(text: str) -> None:
         assert not completion.message.keys() & {"tool_calls", "reasoning", "repairs"}
 
 
-def test_plain_text_is_no_mistake_where_only_an_answer_was_allowed() -> None:
+def test_plain_text_is_not_a_mistake_where_only_an_answer_was_allowed() -> None:
     assert "unusable" not in read("It is 42.", tool_choice="none").message
 
 
@@ -472,7 +472,7 @@ def test_a_blank_reply_stays_blank(text: str) -> None:
 @pytest.mark.parametrize("finish_reason", ["length", "refusal", "context_exceeded", "pause"])
 @pytest.mark.parametrize("text", [STEP, "Final Answer: a", "I cannot"])
 def test_why_a_reply_ended_early_is_kept(text: str, finish_reason: FinishReason) -> None:
-    """A text that was cut is no mistake of the model's."""
+    """A text that was cut is not the model's mistake."""
     completion = read(text, finish_reason)
     assert completion.finish_reason == finish_reason
     assert "unusable" not in completion.message
@@ -537,7 +537,7 @@ REPLIES = st.one_of(
 @settings(max_examples=5 * settings().max_examples, deadline=None)
 @given(text=REPLIES)
 def test_no_word_of_a_reply_is_lost(text: str) -> None:
-    """Whatever was written is in the verbatim text and the cut; only calls have a cut."""
+    """All that was written is in the verbatim text and the cut; only calls have a cut."""
     step = parse_step(text)
     assert text.endswith(step.cut)
     assert not (step.action and step.content)

@@ -1,4 +1,4 @@
-"""The rules by which a conversation goes on and ends, each with real tools and a script."""
+"""The rules by which a conversation continues and ends, each with real tools and a script."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TestErrors:
         mixed = [calls(call("no1")), calls(call("no2")), echo(), calls(call("no3")), ANSWER]
         assert play(tmp_path, mixed).status == "completed"
 
-    def test_a_tool_that_reports_a_failure_is_no_error(self, tmp_path: Path) -> None:
+    def test_a_tool_that_reports_a_failure_is_not_an_error(self, tmp_path: Path) -> None:
         """S2.49: only what never ran or raised counts; the flag reaches every dialect as text."""
         played = play(tmp_path, [calls(call("report_failure"))] * 2 + [ANSWER], max_errors=1)
         assert played.status == "completed"
@@ -145,7 +145,7 @@ class TestReasks:
         assert played.roles == ["user", "assistant", "tool"]
         assert played.trajectory.api_calls() == 4
 
-    def test_reasks_are_counted_in_a_row_and_are_no_turns(self, tmp_path: Path) -> None:
+    def test_reasks_are_counted_in_a_row_and_are_not_turns(self, tmp_path: Path) -> None:
         script = [say(""), say(""), echo("1"), say(""), say(""), echo("2"), ANSWER]
         assert play(tmp_path, script, max_turns=3).status == "completed"
 
@@ -162,7 +162,7 @@ class TestReasks:
         assert (played.status, played.trajectory.api_calls()) == ("length", 1)
         assert played.trajectory.final_text() == "<think>half a tho"
 
-    def test_blank_arguments_are_no_arguments(self, tmp_path: Path) -> None:
+    def test_blank_arguments_count_as_none(self, tmp_path: Path) -> None:
         played = play(tmp_path, [calls({"name": "echo", "arguments": "  "}), ANSWER])
         assert not played.results[0]["is_error"]
 
@@ -198,9 +198,7 @@ class TestEndings:
     @pytest.mark.parametrize(
         "last", [say(""), say("cut", finish_reason="length"), say("..", finish_reason="pause")]
     )
-    def test_whatever_the_summary_is_it_ends_there(
-        self, tmp_path: Path, last: dict[str, Any]
-    ) -> None:
+    def test_any_summary_ends_the_conversation(self, tmp_path: Path, last: dict[str, Any]) -> None:
         """One note at most: a pause must not be paid for ever."""
         played = play(tmp_path, [echo(), *[last] * 9], max_turns=1, final_summary=True)
         assert played.status == "max_turns"
@@ -263,7 +261,9 @@ class TestCompletionTools:
         assert played.status == "completed"
         assert [result["content"] for result in played.results] == ["Answer received.", "x"]
 
-    def test_cannot_complete_ends_whatever_is_expected(self, tmp_path: Path) -> None:
+    def test_cannot_complete_ends_a_conversation_with_an_expected_answer(
+        self, tmp_path: Path
+    ) -> None:
         script = [calls(call("cannot_complete", reason="no network"))]
         played = play(tmp_path, script, completion_tools=True, check_expected=True, expected="42")
         assert (played.status, played.end.reason) == ("cannot_complete", "no network")

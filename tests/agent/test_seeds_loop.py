@@ -200,7 +200,7 @@ def test_the_link_to_the_conversation_ends_with_the_call(tmp_path: Path) -> None
     assert context.conversation == ()
 
 
-def test_a_reference_to_what_is_no_text_stands_for_its_json(tmp_path: Path) -> None:
+def test_a_reference_to_a_value_that_is_not_text_becomes_its_json(tmp_path: Path) -> None:
     """S4.16: also deep inside the arguments."""
 
     @tool()
@@ -247,7 +247,7 @@ class Unwilling:
 
 
 def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
-    """S4.38: the conversation goes on uncompressed."""
+    """S4.38: the conversation continues uncompressed."""
     messages = [Message(role="user", content="go")]
     for n in range(4):
         messages.append(Message(role="assistant", content=f"part {n}"))

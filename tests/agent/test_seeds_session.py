@@ -155,7 +155,7 @@ def test_the_files_of_a_fork_are_its_own() -> None:
 
 
 def test_prompts_that_ran_out_of_turns_or_gave_up_count_as_failed() -> None:
-    """S4.14, S4.24, S4.30: and the session goes on."""
+    """S4.14, S4.24, S4.30: and the session continues."""
     gives_up = calls(call("cannot_complete", reason="no way"))
     script = [LOOK, gives_up, say("fine")]
     with agent(*script, max_turns=1, completion_tools=True).start_session() as session:
@@ -169,7 +169,7 @@ def test_prompts_that_ran_out_of_turns_or_gave_up_count_as_failed() -> None:
 
 
 def test_a_transcript_without_an_id_is_named_by_its_time(tmp_path: Path) -> None:
-    """S3.27: for its owner alone, whatever the umask."""
+    """S3.27: for its owner alone, under any umask."""
     before = os.umask(0)
     try:
         with agent(say("hi"), transcript_dir=tmp_path / "deep" / "t").start_session() as session:

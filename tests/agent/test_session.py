@@ -191,7 +191,7 @@ def test_one_prompt_at_a_time_and_none_after_the_end() -> None:
 
 
 def test_unfinished_conversations_are_saved_as_failed(tmp_path: Path) -> None:
-    """S2.32: whatever the way out; and a save that fails loses no answer (S2.31)."""
+    """S2.32: however it ends; and a save that fails loses no answer (S2.31)."""
     slow = AIAgent(
         "scripted",
         script=[calls(call("terminal", command="sleep 60"))],
@@ -238,7 +238,7 @@ def test_max_turns_is_stated_beside_an_ephemeral_prompt() -> None:
 
 
 def test_tools_can_be_replaced_between_prompts() -> None:
-    """S4.34: the model is told, and what was removed cannot be called."""
+    """S4.34: the model sees it, and what was removed cannot be called."""
     options = AgentOptions()
     none = set_up(options, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
     with agent([say("hi"), READ, say("no tool")]).start_session() as session:
@@ -323,7 +323,7 @@ class TestTranscript:
 
 
 class TestEvents:
-    """S3.24, S3.25: what a handler is told; without one nothing changes."""
+    """S3.24, S3.25: what a handler receives; without one nothing changes."""
 
     def test_turns_calls_and_results_are_reported_in_order(self) -> None:
         told: list[Any] = []

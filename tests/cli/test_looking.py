@@ -410,7 +410,7 @@ def journaled(run_dir: Path, *assignments: list[tuple[int, Event]], task: str = 
         writer.close()
 
 
-def test_a_call_without_a_result_is_what_goes_on(tmp_path: Path) -> None:
+def test_a_call_without_a_result_is_in_progress(tmp_path: Path) -> None:
     events: list[Event] = [reply(1, "x", "y", at=100.0), result(1, 1, at=103.0)]
     journaled(tmp_path, list(enumerate(events)))
     (one,) = conversations_in_flight(tmp_path / "inflight", settled=(), now=110.0)

@@ -1,4 +1,4 @@
-"""What a dry run tells of a run and its first prompt, and what a slip may not take away."""
+"""What a dry run shows of a run and its first prompt, and what a slip must not remove."""
 
 from __future__ import annotations
 

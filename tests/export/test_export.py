@@ -231,7 +231,7 @@ class TestStatistics:
         assert (stats["success"], stats["failure"]) == (int(not is_error), int(is_error))
 
     def test_errors_are_counted_by_kind(self) -> None:
-        """S2.47: those of invented tools too, which are no tools to be listed."""
+        """S2.47: those of invented tools too, which are not listed."""
         kinds = ["timeout", "exception", "timeout", None, 7, "unknown_tool"]
         names = ["temp"] * 5 + ["tmep"]
         calls = [call(id=f"c{n}", name=name) for n, name in enumerate(names)]
@@ -277,7 +277,7 @@ class TestStatistics:
         assert statistics["reasoning"]["rows_with_any"] == 0
 
     def test_a_final_answer_counts_as_the_call_that_it_was(self) -> None:
-        """C8: a row tells it as text, the statistics what the model did."""
+        """C8: a row has it as text, the statistics what the model did."""
         statistics = statistics_of(ended_by(assistant("", final("14"))))
         assert {stats["tool"]: stats["count"] for stats in statistics["tools"]} == {
             "cannot_complete": 0,
@@ -304,7 +304,7 @@ class TestStatistics:
         assert thirds["turns_per_row"]["mean"] == 1.33
 
     def test_a_record_that_no_row_can_be_made_of_is_counted(self) -> None:
-        """S2.54: stray results, content that is no text, calls of nothing."""
+        """S2.54: stray results, content that is not text, calls of nothing."""
         parts: Any = [{"type": "text", "text": "Hi."}]
         odd = record_of(user(), result("r"), assistant(parts), assistant("", call(name="")),
                         result("r"), result("r", id="c9"), status="errors")  # fmt: skip

@@ -136,7 +136,7 @@ class TestFilters:
         found = left_out(source, answer={"match": match})
         assert found == ({} if is_right else {"t0": "answer"}) | {"t1": "answer"}
 
-    def test_an_expected_answer_that_is_no_pattern_is_named_with_its_row(
+    def test_an_expected_answer_that_is_not_a_pattern_is_named_with_its_row(
         self, tmp_path: Path
     ) -> None:
         source = make_run(
@@ -242,7 +242,7 @@ class TestFilters:
         assert secret not in (tmp_path / "out" / "rejects.jsonl").read_text()
 
     def test_secrets_at_the_beginning_of_a_line_of_json(self, tmp_path: Path) -> None:
-        """There an escape stands before them, the last letter of which is no part of a word."""
+        """There an escape precedes them, whose last letter is not part of a word."""
         text = f"keys:\n{KEY}\tend"
         records = [
             record_of(user(), assistant("", call(json.dumps({"city": text}))), result("r"),
@@ -288,7 +288,7 @@ class TestFilters:
 
 class TestDuplicates:
     def test_equal_conversations_are_kept_once(self, tmp_path: Path) -> None:
-        """Ids of calls and times are no words; what tools said is."""
+        """Ids of calls and times are not words; results of tools are."""
         again = record_of(user(), assistant("", call(id="x9")), result("r", id="x9"),
                           assistant("Hi."))  # fmt: skip
         first = record_of(user(), assistant("", call()), result("r"), assistant("Hi."))
@@ -326,7 +326,7 @@ class TestSelection:
             *("t1", "t1#s2"),
         ]
 
-    def test_comparisons_see_all_samples_whatever_is_chosen(self, tmp_path: Path) -> None:
+    def test_comparisons_see_all_samples_even_those_not_chosen(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), samples=2)
         directory, _ = exported(source, formats="openai,dpo", filters={"best_n": 1})
         assert ids(directory / "openai" / "train.jsonl") == ["t0"]
@@ -423,7 +423,7 @@ class TestManifest:
         assert json.loads((directory / "manifest.json").read_bytes()) == manifest
 
     def test_the_same_records_and_recipe_give_the_same_bytes(self, tmp_path: Path) -> None:
-        """In whatever order the records were finished."""
+        """In any order in which the records were finished."""
         formats = "hermes,llamafactory,openai,atif,dpo,kto,raw"
         records = [judged(n / 10, str(n)) for n in range(10)]
 

@@ -77,7 +77,7 @@ def test_is_text_or_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["openai", "kto"])
-def test_ids_of_calls_are_no_structure(tmp_path: Path, name: str) -> None:
+def test_ids_of_calls_are_not_structure(tmp_path: Path, name: str) -> None:
     """There are templates that spell them out."""
     record = record_of(
         user(),
@@ -116,7 +116,7 @@ def test_odd_characters_come_back_as_they_were(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "raw"])
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": 1, "a": 2}', "[1]"])
-def test_arguments_that_readers_tell_apart_are_refused(
+def test_arguments_that_readers_distinguish_are_rejected(
     tmp_path: Path, name: str, arguments: str
 ) -> None:
     record = record_of(

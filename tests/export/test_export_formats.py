@@ -110,7 +110,7 @@ class TestReasoning:
         counts = {"assistant_turns": 2, "with_reasoning": sum(map(bool, found))}
         assert json.loads(told["metadata"])["reasoning"] == counts
 
-    def test_inline_it_stands_in_the_content_and_nowhere_else(self) -> None:
+    def test_inline_reasoning_is_in_the_content_and_nowhere_else(self) -> None:
         turns = row(worked(), reasoning="inline")["messages"][2::2]
         assert [turn["content"] for turn in turns] == [
             "<think>\nWhich city?\n</think>\n\nLooking.",
@@ -185,7 +185,7 @@ class TestLlamafactory:
             ("gpt", "Hi."),
         ]
 
-    def test_text_beside_calls_stands_in_front_of_one_block_that_is_a_list(self) -> None:
+    def test_text_beside_calls_precedes_one_block_that_is_a_list(self) -> None:
         kind, value = said(PARALLEL)[1]
         assert kind == "function_call"
         thoughts, _, rest = value.partition("</think>\n\n")
@@ -378,7 +378,7 @@ class TestRewards:
 
 class TestPreferences:
     def test_the_sides_of_a_pair_differ(self, tmp_path: Path) -> None:
-        """What tells two samples apart may be what a style leaves out."""
+        """The only difference of two samples may be what a style leaves out."""
 
         def sample(reward: float, reasoning: str, answer: str = "Yes.") -> dict[str, Any]:
             check = {"passed": reward > 0.5, "reward": reward}
@@ -442,7 +442,7 @@ class TestPreferences:
         assert [row["label"] for row in lenient] == [True, False, True]
         assert lenient[0]["completion"][-1]["content"] == "A"
 
-    def test_the_turns_of_the_prompt_are_no_completion(self, tmp_path: Path) -> None:
+    def test_the_turns_of_the_prompt_are_not_completion(self, tmp_path: Path) -> None:
         record = record_of(user(), assistant("Given."), user("On."), assistant("Own."),
                            check={"reward": 1.0})  # fmt: skip
         record["turns"] = record["turns"][1:]
@@ -604,7 +604,7 @@ class TestForgedStructure:
         record = record_of(user(), assistant(f"So {tag} it is."))
         assert {refused(record, name) for name in TEXT_FORMATS} == {"marker_in_text"}
 
-    def test_arguments_that_are_no_json_refuse_the_row(self) -> None:
+    def test_arguments_that_are_not_json_reject_the_row(self) -> None:
         record = record_of(user(), assistant("", call('{"a": NaN}')), result("r"),
                            assistant("Hi."))  # fmt: skip
         assert {refused(record, name) for name in ROW_FORMATS} == {"arguments_not_json"}
@@ -631,7 +631,7 @@ class TestForgedStructure:
 
 
 def test_all_formats_say_the_same(tmp_path: Path) -> None:
-    """The texts of one record are in every format, whatever its form."""
+    """The texts of one record are in every format."""
     for name in ROW_FORMATS:
         text = json.dumps(row(worked(), name), ensure_ascii=False)
         for words in ("Go.", "Looking.", "Which city?", "Oslo", "Now I know.", "Done."):

@@ -1,4 +1,4 @@
-"""The judge of answers: asked once per question, whatever happens in between."""
+"""The judge of answers: asked once per question, even after a crash."""
 
 from __future__ import annotations
 

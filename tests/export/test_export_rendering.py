@@ -80,7 +80,7 @@ def test_messages_that_a_template_drops_are_named(
 
 
 def test_a_second_call_that_is_left_out_is_named_although_it_says_the_same(tmp_path: Path) -> None:
-    """A text that stands elsewhere too is no proof that it came out."""
+    """A text that is elsewhere too does not prove that it was rendered."""
     calls = [call('{"city": "A"}', id=name) for name in "ab"]
     results = [result("r", id=name) for name in "ab"]
     record = record_of(user(), assistant("", *calls), *results, assistant("Hi."))

@@ -103,7 +103,7 @@ def test_a_call_of_a_tool_that_was_not_offered_is_reported_unchanged(tmp_path: P
     ("record", "reason", "written"),
     [(BROKEN, "arguments_not_json", '{"city": "Li'), (A_LIST, "arguments_not_object", "[1]")],
 )
-def test_arguments_that_are_no_object_are_a_string_where_calls_are_text(
+def test_arguments_that_are_not_an_object_are_a_string_where_calls_are_text(
     tmp_path: Path, record: dict[str, Any], reason: str, written: str
 ) -> None:
     source = make_run(tmp_path, record)
@@ -125,7 +125,7 @@ def test_where_calls_are_objects_they_refuse_the_row(tmp_path: Path, name: str) 
     )
 
 
-def test_tags_in_a_text_are_kept_where_they_are_no_structure(tmp_path: Path) -> None:
+def test_tags_in_a_text_are_kept_where_they_are_not_structure(tmp_path: Path) -> None:
     source = make_run(tmp_path, TAGGED)
     (row,) = rows(source, "openai", accept_rows="marker_in_text")
     assert row["messages"][-1]["content"] == "A call is <tool_call>{}</tool_call>."
@@ -147,7 +147,7 @@ def test_tags_in_results_and_arguments_are_kept_the_same_way(tmp_path: Path) -> 
 
 
 def test_each_format_refuses_for_itself(tmp_path: Path) -> None:
-    """And what none takes is in none, whatever else is asked for."""
+    """And what no format takes is in none, with any options."""
     source = make_run(tmp_path, BROKEN, TAGGED, PLAIN)
     accept = "arguments_not_json,marker_in_text"
     assert set(why(source, formats="hermes,openai,raw", accept_rows=accept)) == {

@@ -241,7 +241,7 @@ class TestWorkedExample:
         assert (row["completed"], row["partial"], row["api_calls"]) == (False, True, 1)
         assert json.loads(row["metadata"])["status"] == "max_turns"
 
-    def test_failed_before_any_reply_it_is_no_row(self) -> None:
+    def test_failed_before_any_reply_it_is_not_a_row(self) -> None:
         with pytest.raises(Rejected) as caught:
             to_row(record_of(*EXAMPLE[:2], status="failed"))
         assert caught.value.reason == "no_reply"
@@ -274,7 +274,7 @@ class TestSystemEntry:
         assert entry["value"] == PREAMBLE + signature + CALL_SCHEMA
 
     @pytest.mark.parametrize("marker", [*MARKERS, "<tools>", "</tools>", "{tools}"])
-    def test_a_tag_in_a_tool_description_is_no_structure(self, marker: str) -> None:
+    def test_a_tag_in_a_tool_description_is_not_structure(self, marker: str) -> None:
         described = {"name": "now", "description": f"é {marker}", "parameters": {}}
         tools = [{"type": "function", "function": described}]
         value = to_conversations([user(), assistant("Hi.")], tools)[0]["value"]
@@ -586,7 +586,7 @@ class TestConversationRules:
         assert rejected.reason == "unknown_tool"
         assert rejected.detail == "turn 1, call 2: tool 'tmep' was not on offer"
 
-    def test_a_call_without_result_is_rejected_where_the_conversation_goes_on(self) -> None:
+    def test_a_call_without_result_is_rejected_where_the_conversation_continues(self) -> None:
         two = assistant("", call(id="c1"), call(id="c2"))
         assert rejection(user(), two, result("r"), assistant("Hi.")).reason == "unanswered_call"
         assert rejection(user(), two, user()).reason == "unanswered_call"
@@ -607,7 +607,7 @@ class TestConversationRules:
     def test_an_empty_message_is_rejected(self, messages: Any) -> None:
         assert rejection(*messages).reason == "empty_value"
 
-    def test_content_that_is_no_text_is_rejected(self) -> None:
+    def test_content_that_is_not_text_is_rejected(self) -> None:
         parts: Any = [{"type": "text", "text": "Go."}]
         assert rejection(user(parts), assistant("Hi.")).reason == "not_text"
 
@@ -716,7 +716,7 @@ class TestFinalAnswer:
         assert "completion" not in json.loads(row["metadata"])
 
     def test_a_conversation_that_is_not_completed_keeps_the_call(self) -> None:
-        """C8: the answer did not end it, so it is no ending."""
+        """C8: the answer did not end it."""
         row = to_row(ended_by(assistant("", final("14")), status="budget"))
         assert said(row)[-1][0] == "tool"
         assert row["num_tool_calls"] == 2
@@ -746,7 +746,7 @@ class TestFinalAnswer:
             reason = "unfinished"
         assert rejected_row(record).reason == reason
 
-    def test_an_answer_that_was_refused_or_never_answered_is_no_ending(self) -> None:
+    def test_an_answer_that_was_refused_or_never_answered_does_not_end_it(self) -> None:
         """C8: the runtime's own flag says whether the answer was taken."""
         turn = assistant("", final("14"), call(id="c2"))
         refused = record_of(user(), turn, result("no", id="f", is_error=True), result("r", id="c2"),
@@ -874,7 +874,7 @@ class TestNotes:
 
 class TestRow:
     def test_unknown_keys_of_a_record_are_not_read(self) -> None:
-        """S2.54: a record may hold more than a row tells."""
+        """S2.54: a record may hold more than a row shows."""
         record = record_of(*EXAMPLE)
         more = record | {
             "subagents": [{"messages": None}], "discarded": [{"message": {}}], "openings": 3,
@@ -900,7 +900,7 @@ class TestRow:
         assert caught.value.reason == "unfinished"
         assert to_row(record_of(*messages, status="budget"))["partial"] is True
 
-    def test_a_record_without_replies_is_rejected_whatever_its_opening_holds(self) -> None:
+    def test_a_record_without_replies_is_rejected_with_any_opening(self) -> None:
         record = record_of(user(), assistant("Hi."), user(), status="failed", turns=[])
         with pytest.raises(Rejected) as caught:
             to_row(record)

@@ -107,7 +107,7 @@ def test_words_beside_it_are_reasoning() -> None:
     assert "hidden" not in json.loads(row["metadata"])["reasoning"]
 
 
-def test_a_signature_of_gemini_on_a_call_tells_of_it() -> None:
+def test_a_signature_of_gemini_on_a_call_counts_as_hidden_reasoning() -> None:
     signed = call() | {"extra_content": {"google": {"thought_signature": "Cg"}}}
     record = record_of(user(), assistant("", signed), result("r"), assistant("Hi."))
     assert [value.startswith("<think>") for value in gpt(to_row(record))] == [False, True]

@@ -86,7 +86,7 @@ def judge_run_dir(run_dir: Path, *, tasks: int) -> None:
 
 
 def finished_lines(records: Path) -> dict[str, bytes]:
-    """Whole records by id; fails on a second one. A torn last line is no record."""
+    """Whole records by id; fails on a second one. A torn last line is not a record."""
     found: dict[str, bytes] = {}
     if not records.exists():
         return found

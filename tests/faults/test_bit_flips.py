@@ -1,4 +1,4 @@
-"""Bits that a disk or a memory flips: found, named, mended, and never in a training row."""
+"""Bits that a disk or a memory flips: found, named, repaired, and never in a training row."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def totals_of(folder: Path, *records: dict[str, Any], pending: int = 0) -> RunTo
 
 
 def test_a_run_that_ends_with_pending_tasks_is_not_complete(tmp_path: Path) -> None:
-    """Whatever took their records away."""
+    """However their records were lost."""
     totals = totals_of(tmp_path, said("Hi."), pending=3)
     code, reason = exit_of(Outcome(), totals)
     assert code == 4

@@ -166,7 +166,7 @@ def test_records_that_are_cut_under_a_run_stop_it(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_index_that_hides_damage_costs_one_more_start(tmp_path: Path) -> None:
-    """F15: the data wins; the first start names the damage, the second mends it."""
+    """F15: the data wins; the first start names the damage, the second repairs it."""
     scripted_rows(tmp_path, 4)
     assert run(tmp_path, **SCRIPTED).returncode == 0
     in_the_middle(tmp_path / "trajectories" / "r" / "records.jsonl")
@@ -280,7 +280,7 @@ def test_a_read_only_disk_is_reported_before_any_call(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported_before_any_call(tmp_path: Path) -> None:
-    """F9: exit code 4, since the same command goes on once there is room."""
+    """F9: exit code 4, since the same command continues once there is room."""
     scripted_rows(tmp_path, 1)
     with small_disk(tmp_path / "disk", "size=64k"):
         with (tmp_path / "disk" / "full").open("wb") as file, suppress(OSError):
@@ -295,7 +295,7 @@ def test_a_full_disk_is_reported_before_any_call(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path) -> None:
-    """F16; F17: nothing of a run can be written by others, whatever the umask allows."""
+    """F16; F17: nothing of a run can be written by others, under any umask."""
     scripted_rows(tmp_path, 2)
     (tmp_path / "da ten ü").mkdir()
     (tmp_path / "link").symlink_to("da ten ü")

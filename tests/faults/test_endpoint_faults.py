@@ -227,7 +227,7 @@ def begins(said: Said, first: Said) -> bool:
 
 
 def without(said: Said, first: Said) -> Said:
-    """What goes on after a reply that paused: a row has both in one turn."""
+    """A reply that paused and its continuation: a row has both in one turn."""
     (thoughts, text, calls), (thought, begun, called) = said, first
     return thoughts[len(thought) :], text[len(begun) :], calls[len(called) :]
 

@@ -1,4 +1,4 @@
-"""F33 to F39: what stands in datasets, and what changes between one start and the next.
+"""F33 to F39: what datasets hold, and what changes between one start and the next.
 
 Each kind of bad row and file alone is in tests/runs/test_dataset.py, a changed config in
 tests/program/test_run.py.

@@ -1,4 +1,4 @@
-"""A conversation that was killed goes on where it was, wherever that is.
+"""A conversation that was killed resumes where it was, at any point.
 
 One run with a conversation at each place is killed once and resumed once; each test looks at what
 became of one of them.
@@ -223,7 +223,7 @@ def test_after_the_last_reply_and_before_the_record(scene: Scene) -> None:
 
 
 def test_with_a_workspace_that_is_gone(scene: Scene) -> None:
-    """The conversation goes on, and its record says what it went on without."""
+    """The conversation continues, and its record says what it continued without."""
     assert not resume_of(scene.records["gone"])["workspace_kept"]
     assert results_of(scene.records["gone"])[1] == "gone was visited"
 

@@ -87,7 +87,7 @@ def test_a_fault_at_one_call(scene: Path, who: Who, fault: str, call: str, on: s
 def test_a_fault_at_every_call(
     scene: Path, who: Who, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prints how many points there were, and tells of all that did not survive."""
+    """Prints how many points there were, and which did not survive."""
     found = points(who)
     failed = []
     for point in found:

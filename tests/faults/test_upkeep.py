@@ -149,7 +149,7 @@ def failures_of_kills(cwd: Path, work: Work) -> tuple[int, list[str]]:
 def test_a_kill_at_every_system_call_of_repair_merge_and_import(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prints how many calls there were, and tells of all that did not survive."""
+    """Prints how many calls there were, and which did not survive."""
     if problem := strace.problem():
         pytest.skip(problem)
     count, failed = failures_of_kills(tmp_path, WORKS[name])

@@ -206,7 +206,7 @@ class TestAsLibrary:
         assert (done.stdout, done.stderr) == ("ERROR:root:heard\n", "")
 
     def test_sigterm_is_an_ending(self, tmp_path: Path) -> None:
-        """In good order: the caller gets the totals and goes on."""
+        """In good order: the caller gets the totals and continues."""
         write_rows(tmp_path / "p.jsonl", *[{"id": f"p{n}", "prompt": "Q"} for n in range(4)])
         code = (
             "import os, signal, sys\n"

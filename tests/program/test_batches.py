@@ -118,7 +118,7 @@ def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dialect", ["chat", only_long("messages")])
 def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
-    """It is carried out and nobody is told its id: the next start finds it."""
+    """It is carried out, but its id is lost: the next start finds it."""
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeBatches(options=OPTIONS, create_s=1.0) as api:
         given = asking(api, dialect)
@@ -296,7 +296,7 @@ def test_the_reserve_of_calls_never_sent_is_free_at_the_next_start(
 
 @pytest.mark.long
 def test_the_reserve_of_calls_never_sent_is_made_once(tmp_path: Path) -> None:
-    """As above, and the run goes on after all."""
+    """As above, and the run continues after all."""
     write_prompts(tmp_path / "p.jsonl", 3)
     budget = tmp_path / "trajectories" / "r" / "budget.jsonl"
     with FakeBatches(options=OPTIONS) as api:

@@ -66,7 +66,7 @@ def test_long_digits_are_found_wherever_they_stand(text: str) -> None:
     assert exact_json.has_long_digits(text) == bool(longest)
 
 
-def test_digits_of_a_fraction_or_a_name_are_no_integer() -> None:
+def test_digits_of_a_fraction_or_a_name_are_not_an_integer() -> None:
     """Times of quick tools and prices have such fractions, and reading slowly takes ten times."""
     text = '{"s": 0.0001239776611328125, "id": "call_1234567890123456789", "n": %s}'
     assert not exact_json.has_long_digits(text % 1 * 20)

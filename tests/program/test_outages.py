@@ -53,7 +53,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Unreachable:
-    """An adapter whose attempts fail as told, unless they are to be answered."""
+    """An adapter whose attempts fail as the test says, unless they are to be answered."""
 
     settings = SETTINGS
 
@@ -124,7 +124,7 @@ def test_lasting_failures_are_retried_less_until_the_endpoint_has_answered() -> 
 
 
 @pytest.mark.slow
-def test_a_name_that_nobody_knows_stops_a_new_run_after_few_attempts(tmp_path: Path) -> None:
+def test_an_unknown_host_name_stops_a_new_run_after_few_attempts(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 3)
     given: dict[str, Any] = {**OPTIONS}
     done = run(tmp_path, **given, model="openai:m", base_url=NOBODY, key_env="none")

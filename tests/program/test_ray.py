@@ -139,7 +139,7 @@ def test_a_silent_actor_is_replaced(tmp_path: Path, cluster: TwoNodes) -> None:
 
 
 def test_the_driver_is_killed(tmp_path: Path, cluster: TwoNodes) -> None:
-    """F1: its actors go with it; the same command goes on, as does one with local workers."""
+    """F1: its actors end with it; the same command continues, as does one with local workers."""
     write_prompts(tmp_path / "p.jsonl", 30)
     with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
         given = on_ray(endpoint, cluster)
@@ -310,7 +310,7 @@ def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
 
 
 def test_a_node_is_lost(tmp_path: Path) -> None:
-    """What its workers held goes on elsewhere, in fresh workspaces, and is paid once."""
+    """The tasks of its workers continue elsewhere, in fresh workspaces, and is paid once."""
     write_prompts(tmp_path / "p.jsonl", 40)
     with (
         two_nodes(tmp_path) as cluster,

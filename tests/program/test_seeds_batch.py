@@ -68,7 +68,7 @@ def test_context_files_of_the_user_are_not_in_the_prompt(tmp_path: Path) -> None
 
 
 def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> None:
-    """S2.40: lists of providers are fields of the request, whatever they are called."""
+    """S2.40: lists of providers are fields of the request, under any name."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
     routing = {"provider": {"only": ["a", "b"], "sort": "price"}}
     with listening() as (url, asked):
@@ -77,7 +77,7 @@ def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> No
     assert asked[0]["provider"] == routing["provider"]
 
 
-def test_reasoning_that_is_disabled_is_disabled_whatever_the_effort(tmp_path: Path) -> None:
+def test_disabled_reasoning_stays_disabled_at_any_effort(tmp_path: Path) -> None:
     """S2.40."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
     with listening() as (url, asked):

@@ -52,7 +52,7 @@ def settings_for(api: FakeBatches, dialect: str) -> ModelSettings:
 
 @dataclass
 class Desks:
-    """An office with whoever asks it."""
+    """A collector with those who ask it."""
 
     office: BatchCollector
     settings: ModelSettings
@@ -168,7 +168,7 @@ STATES: Sequence[State] = ("gathered", "sending", "created", "collected")
 
 
 def test_a_crash_at_every_step(tmp_path: Path) -> None:
-    """Side by side, so that lost batches of the same size are told apart."""
+    """Side by side, so that lost batches of the same size are distinguished."""
 
     async def crash_and_go_on(
         api: FakeBatches, dialect: str, state: State, *, is_after: bool
@@ -204,7 +204,7 @@ def test_a_crash_at_every_step(tmp_path: Path) -> None:
 
 
 def test_a_lost_batch_of_anthropic_is_known_when_it_is_over(tmp_path: Path) -> None:
-    """Until then nobody can tell whose it is, and nothing is asked again."""
+    """Until then it is unknown whose it is, and nothing is asked again."""
     items = tmp_path / "items"
 
     async def find() -> None:
@@ -513,7 +513,7 @@ def test_a_call_has_the_same_id_until_its_reply_is_journaled() -> None:
     asyncio.run(ask())
 
 
-def test_a_reply_that_nobody_can_read_is_asked_for_live() -> None:
+def test_an_unreadable_reply_is_requested_again_live() -> None:
     async def ask() -> None:
         parent = Parent()
         with FakeBatches() as api:

@@ -199,7 +199,7 @@ class Worker:
 def test_the_budget_is_never_overshot_and_never_stuck(
     cap: int, workers: int, calls: list[tuple[int, int]], order: Any
 ) -> None:
-    """Whatever the calls, they all go, or the rest cannot be paid for in the worst case."""
+    """All calls are made, or the rest could not be paid for in the worst case."""
 
     async def play() -> tuple[int, bool]:
         bounds = Cost(tokens=cap)

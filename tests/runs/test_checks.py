@@ -1,4 +1,4 @@
-"""What a check says of a conversation is told wherever a run is looked at, and filtered by."""
+"""What a check says of a conversation is shown by all commands, and filtered by."""
 
 from __future__ import annotations
 

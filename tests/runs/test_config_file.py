@@ -24,14 +24,14 @@ def refused(tmp_path: Path, text: str = "", **flags: Any) -> str:
     return str(told.value).replace(f"{tmp_path}/", "")
 
 
-def test_a_key_that_stands_twice_is_named_instead_of_the_last_one_taken(tmp_path: Path) -> None:
+def test_a_key_that_is_given_twice_is_an_error_that_names_it(tmp_path: Path) -> None:
     text = "model: openai:cheap\nseed: 1\nmodel: openai:dear\n"
     assert refused(tmp_path, text) == "run.yaml:3:1: not YAML: duplicate key 'model'"
     inner = refused(tmp_path, "extra_body:\n  a: 1\n  a: 2")
     assert "run.yaml:3:3: not YAML: duplicate key 'a'" in inner
 
 
-def test_a_key_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_a_key_that_is_not_text_is_named(tmp_path: Path) -> None:
     assert "run.yaml:1:17: not YAML: found unhashable key" in refused(
         tmp_path, "system_prompt: {{ name }}\n"
     )

@@ -238,7 +238,7 @@ def test_turns_after_the_prompt_are_part_of_its_identity(tmp_path: Path) -> None
         ([], "no parts"),
     ],
 )
-def test_parts_that_are_no_text_are_named(content: object, reason: str) -> None:
+def test_parts_that_are_not_text_are_named(content: object, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         opening_messages({"prompt": [{"role": "user", "content": content}]}, None)
 
@@ -253,7 +253,9 @@ def test_parts_that_are_no_text_are_named(content: object, reason: str) -> None:
     ],
     ids=["edited in place", "reordered", "a row before it", "emptied"],
 )
-def test_a_row_that_changes_after_the_scan_is_no_task(tmp_path: Path, lines: list[object]) -> None:
+def test_a_row_that_changes_after_the_scan_is_not_a_task(
+    tmp_path: Path, lines: list[object]
+) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "bb"})
     found = scan(path, max_samples=None)
     write(path, *lines)

@@ -216,7 +216,7 @@ def test_a_key_that_is_rejected_again_stops_the_run(tmp_path: Path) -> None:
         ("printf 'a\\nb'", "printed something that is not one key on one line"),
     ],
 )
-def test_what_is_no_key_is_refused(tmp_path: Path, body: str, words: str) -> None:
+def test_output_that_is_not_a_key_is_refused(tmp_path: Path, body: str, words: str) -> None:
     with pytest.raises(KeyCommandError, match=words):
         run_key_command(tuple(command(tmp_path, body)))
 
@@ -361,7 +361,7 @@ def test_a_secret_in_the_clear_is_refused_and_not_repeated(
         {"client": "a:b", "client_options": {"token_file": "t", "key_vault": "v", "key_id": "k"}},
     ],
 )
-def test_what_is_no_secret_is_taken(endpoint: dict[str, Any]) -> None:
+def test_values_that_are_not_secrets_are_accepted(endpoint: dict[str, Any]) -> None:
     config(**endpoint)
 
 

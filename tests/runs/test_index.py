@@ -1,4 +1,4 @@
-"""The index of the records: whatever becomes of it, it says what the records say."""
+"""The index of the records: damaged or lost, it still says what the records say."""
 
 from __future__ import annotations
 

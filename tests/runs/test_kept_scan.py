@@ -147,7 +147,7 @@ def test_a_scan_saved_with_other_options_is_not_used(dataset: Path, asked: dict[
     assert not served(dataset)
 
 
-def test_rules_are_the_same_whatever_the_order_of_their_names(dataset: Path) -> None:
+def test_rules_are_the_same_in_any_order_of_their_names(dataset: Path) -> None:
     names = [f"name{n}" for n in range(50)]
     asked = {"rules": RowRules(models=frozenset(names), toolsets=frozenset(names))}
     save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
@@ -177,7 +177,7 @@ def test_a_right_file_is_not_written_again(dataset: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_dataset_that_is_edited_again_and_again_is_always_told_as_it_is(
+def test_a_dataset_that_is_edited_again_and_again_is_always_read_as_it_is(
     tmp_path: Path, seed: int
 ) -> None:
     draw = random.Random(seed)
@@ -261,7 +261,7 @@ def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
 
 
 def test_a_wrong_saved_scan_costs_one_start(tmp_path: Path) -> None:
-    """As if a program of the same version had told rows apart in another way."""
+    """As if a program of the same version had distinguished rows in another way."""
     script = [{"content": "a"}]
     write_rows(
         tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": "q", "script": script} for n in range(3))

@@ -144,7 +144,7 @@ def no_claim() -> CostEstimate:
 
 
 class TestGate:
-    def test_permits_bound_what_is_in_flight_and_the_first_come_goes_first(self) -> None:
+    def test_permits_limit_calls_in_flight_first_come_first_served(self) -> None:
         async def use() -> list[int]:
             gate = open_gate(permits=2)
             order: list[int] = []
@@ -289,7 +289,7 @@ class TestPace:
 
 
 class FakeWorker:
-    """A worker that starts as many calls as it may, and ends them when it is told."""
+    """A worker that starts as many calls as it may, and ends them when the test says so."""
 
     ready = True
 
@@ -318,7 +318,7 @@ class FakeWorker:
 def test_calls_of_all_workers_together_never_exceed_the_limit(
     limit: int, moves: list[tuple[int, bool]]
 ) -> None:
-    """However late workers hear of their shares, and whoever ends a call first."""
+    """However late workers learn their shares, and in any order of ending calls."""
     limits = RunLimits({"u k": EndpointLimits(start=limit, ceiling=limit, rpm=None, tpm=None)})
     workers: list[Any] = [FakeWorker() for _ in range(4)]
     for number, ends in moves:

@@ -1,4 +1,4 @@
-"""Prices of the user's own: what they decide, and where they are checked and told."""
+"""Prices of the user's own: what they decide, and where they are checked and shown."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class TestWhoseTheyAre:
         elsewhere = resolve_sibling("openai:m", one)
         assert elsewhere.own_price == Price(0.5, 1.5, 0.5, 0.5)
 
-    def test_they_are_no_part_of_what_the_data_is(self) -> None:
+    def test_they_do_not_affect_the_data(self) -> None:
         plain = config(model="gpu:m", endpoints={"gpu": LOCAL})
         with_prices = config(
             model="gpu:m", endpoints={"gpu": {**LOCAL, "prices": {"m": OWN}}}, prices={"m": OWN}
@@ -142,7 +142,7 @@ class TestWhoseTheyAre:
         with pytest.raises(ConfigError, match=words):
             config(endpoints={"a": {**LOCAL, "prices": prices}})
 
-    def test_a_free_model_is_no_unknown_one(self) -> None:
+    def test_a_free_model_has_a_known_price(self) -> None:
         found = settings(model="m", base_url="http://h/v1", prices={"m": {"input": 0, "output": 0}})
         assert is_known(found)
 

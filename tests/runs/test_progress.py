@@ -83,7 +83,7 @@ def test_at_the_end_the_forecast_is_what_was_spent(progress: Progress) -> None:
     assert (state["forecast_usd"], state["left_s"]) == (pytest.approx(6.0), None)
 
 
-def test_an_unknown_cost_is_no_forecast(progress: Progress) -> None:
+def test_an_unknown_cost_is_not_forecast(progress: Progress) -> None:
     progress.task_ended(failure=None)
     progress.add(counters(turns=1, cost_usd=0.5, cost_unknown=True))
     words = describe(state_of(progress, running=1, limit="limit 9 (endpoint)"))

@@ -117,7 +117,7 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["", "there"])
 def test_a_workspace_of_an_earlier_time_is_not_used(tmp_path: Path, place: str) -> None:
-    """The task went on elsewhere since: what lies here is not what its journal tells of."""
+    """The task has continued elsewhere since: the files here are not those of its journal."""
     write_prompts(tmp_path / "p.jsonl", 1)
     with FakeEndpoint(turns=3, latency_s=0.3, **WRITE_A_NOTE) as endpoint:
         given = {**SCRIPTED, "model": "openai:m", "key_env": "none"}

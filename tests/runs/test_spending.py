@@ -75,7 +75,7 @@ PROMPTS = ("plain", "fails once", "fails twice", "unreadable", "blank", "held", 
 
 
 @pytest.mark.slow
-def test_all_that_was_charged_for_is_counted_whatever_became_of_it(tmp_path: Path) -> None:
+def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None:
     rows = [{"id": f"r{n}", "prompt": prompt} for n, prompt in enumerate(PROMPTS)]
     write_rows(tmp_path / "p.jsonl", *rows)
     run_dir = tmp_path / "trajectories" / "r"

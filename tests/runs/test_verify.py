@@ -86,7 +86,7 @@ def flip_a_bit(file: Path, at: int) -> None:
 
 
 def mix_up_kept_scan(kept: Path) -> None:
-    """As if another version of the program had told rows apart in another way."""
+    """As if another version of the program had distinguished rows in another way."""
     told = kept.read_bytes().split(b"\n", 1)[1]
     told = told[:-32] + told[-16:] + told[-32:-16]
     kept.write_bytes(blake2b(told, digest_size=32).hexdigest().encode() + b"\n" + told)
@@ -385,7 +385,7 @@ def append(file: Path, content: bytes) -> None:
         opened.write(content)
 
 
-def test_batches_that_conversations_will_take_are_no_damage(path: Path) -> None:
+def test_batches_that_conversations_will_take_are_not_damage(path: Path) -> None:
     keep_results(path, RESULT)
     note_batch(path, *ALL_STEPS)
     note_batch(path, "gathered", "sending", job="v")
@@ -442,7 +442,7 @@ def test_a_second_repair_finds_nothing_and_writes_nothing(path: Path, name: str)
     }
 
 
-def test_empty_directories_that_a_copy_left_out_are_no_damage(path: Path) -> None:
+def test_empty_directories_that_a_copy_left_out_are_not_damage(path: Path) -> None:
     """`git` and some copying tools keep files only."""
     for name in ("inflight", "workspaces"):
         (path / name).rmdir()
@@ -469,7 +469,7 @@ def test_a_run_that_was_moved_aside_is_judged_by_the_files_that_it_took_along(pa
     assert not checked(aside).found
 
 
-def test_a_failed_record_that_a_later_attempt_replaced_is_no_duplicate(path: Path) -> None:
+def test_a_failed_record_that_a_later_attempt_replaced_is_not_a_duplicate(path: Path) -> None:
     first = lines(path / "records.jsonl")[0]
     failed = {**first, "status": "failed", "error": {"class": "x", "message": "y"}}
     edit(path / "records.jsonl", lambda c: c.insert(0, orjson.dumps(failed) + b"\n"))
@@ -495,7 +495,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     assert "records.jsonl:2: not a complete record" in words
 
 
-def test_the_command_tells_by_its_exit_code(path: Path) -> None:
+def test_the_exit_code_says_what_verify_found(path: Path) -> None:
     """0 whole, 6 not, 5 worked on, 2 no run; and what --json holds."""
     cwd = path.parent.parent
     assert run(cwd, "verify", "r").returncode == 0

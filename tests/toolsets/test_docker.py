@@ -104,7 +104,7 @@ def test_a_container_is_started_once_per_task_with_its_limits(
 
 
 class TestProblems:
-    def test_an_image_that_the_engine_has_is_no_problem(self, engine: Path) -> None:
+    def test_an_image_that_the_engine_has_is_not_a_problem(self, engine: Path) -> None:
         assert sandbox_problem("docker", image="python:3.11") is None
         assert sandbox_problem("docker") is None
 

@@ -173,7 +173,7 @@ def test_arguments_are_checked_before_the_server_sees_them(tmp_path: Path) -> No
 
 
 def test_a_hundred_deaths(tmp_path: Path) -> None:
-    """A bounded number of restarts, an error result for each call, and life goes on beside it."""
+    """A limited number of restarts, an error result for each call; other calls work."""
     wanted: list[tuple[str, str, dict[str, Any]]] = [("t", "raw__die", {})] * 100
     results = play(
         tmp_path,
@@ -347,7 +347,7 @@ app = MCPServer("web")
 
 @app.tool()
 def header(ctx: Context) -> str:
-    """Tell a header of the request."""
+    """Return a header of the request."""
     return str((ctx.headers or {}).get("x-key"))
 '''
 

@@ -282,7 +282,7 @@ def test_the_workspace_is_given_only_to_functions_that_ask_for_it() -> None:
     assert only(without).parse_arguments("{}") == {}
 
 
-def test_tools_and_toolsets_of_ones_own_keep_what_they_say() -> None:
+def test_own_tools_and_toolsets_keep_their_settings() -> None:
     @tool(name="say", idempotent=True)
     def speak(text: str) -> str:
         """Speak."""

@@ -39,7 +39,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def alive(workspace: Workspace) -> Iterator[int]:
-    """The reading end of a FIFO in the workspace, which tells whether a writer is left."""
+    """The reading end of a FIFO in the workspace, which shows whether a writer is left."""
     workspace.make()
     os.mkfifo(workspace.root / "alive")
     descriptor = os.open(workspace.root / "alive", os.O_RDONLY | os.O_NONBLOCK)

@@ -133,7 +133,7 @@ else:
 
 @needs_bwrap
 def test_nothing_of_the_host_is_open_in_the_first_process(workspace: Workspace) -> None:
-    """Seen from outside, where it can be looked into: no file, whoever might get at it."""
+    """Seen from outside, where it can be inspected: it is not a file."""
 
     async def look() -> list[str]:
         sandbox = make_sandbox("bwrap", workspace, Limits())

@@ -166,7 +166,7 @@ print(json.dumps({
 def test_a_forked_sandbox_is_what_bubblewrap_makes_by_itself(
     by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter is no new program, so its privileges are those of the server."""
+    """The interpreter is not a new program, so its privileges are those of the server."""
 
     async def look(name: str) -> dict[str, Any]:
         sandbox = make_sandbox("bwrap", Workspace(tmp_path / name), Limits(timeout_s=20))

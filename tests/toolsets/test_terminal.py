@@ -141,7 +141,7 @@ def test_syntax_errors_cost_no_state(task: Task) -> None:
     assert task.out("echo $X") == "1\n"
 
 
-def test_a_shell_that_is_no_bash_keeps_its_state_too(
+def test_a_shell_other_than_bash_keeps_its_state_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (python_bin() / "bash").exists():
@@ -283,7 +283,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_a_server_says_is_checked(lie: str, tmp_path: Path) -> None:
-    """Whoever got at it could say anything; here a program does so in its place."""
+    """A process that reached it could say anything; here a program does so in its place."""
     said, complaint = LIES[lie]
     answer = "b'\\0\\0\\0\\x08{\"id\":0}'"
     liar = f"import os; os.read(0, 9); os.write(1, {answer}); os.write(1, bytes([{said}]))"

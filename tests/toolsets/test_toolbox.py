@@ -95,7 +95,7 @@ class Mute(Exception):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_whatever_a_tool_raises_is_an_error_result(
+def test_any_exception_of_a_tool_is_an_error_result(
     make: Any, error: BaseException, message: str, context: ToolContext
 ) -> None:
     result = call(Toolbox([make(error)], context), "fail")
@@ -260,7 +260,7 @@ def test_closing_removes_the_workspace_only_if_asked(tmp_path: Path, remove: boo
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_failure_of_the_machine_is_not_a_result(tmp_path: Path, asynchronous: bool) -> None:
-    """A full disk must not become something that a model is told, or trained on."""
+    """A full disk must not become something that a model sees, or is trained on."""
 
     @tool(name="full")
     def full(context: ToolContext) -> str:

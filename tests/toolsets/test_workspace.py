@@ -1,4 +1,4 @@
-"""The workspace keeps every path beneath its root, whatever the tree in it looks like."""
+"""The workspace keeps every path beneath its root, with any tree in it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Group:
         return found
 
     def refusals(self) -> int:
-        """How often processes or memory were refused in it, by whosever limit."""
+        """How often processes or memory were refused in it, by its own limit or an outer one."""
         return sum(counter.value() for counter in self._counters)
 
     def was_full(self) -> bool:

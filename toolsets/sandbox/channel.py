@@ -132,7 +132,7 @@ class Channel:
         """
         try:
             if program is not None:
-                # It fits into the socket as a whole, or nearly, so this waits for nobody for long.
+                # It fits into the socket as a whole, or nearly, so this never waits long.
                 with contextlib.suppress(ConnectionError):
                     await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
             else:

@@ -166,7 +166,7 @@ class ServedSandbox(ABC):
         """Where something was refused during a call, find whose limit it was.
 
         Raises `Gone` where a task has used up its memory, and `HostError`: what commands made of a
-        refusal that was not about them is no result.
+        refusal by other limits is not a result.
         """
         if self._refusals(channel) == before:
             return

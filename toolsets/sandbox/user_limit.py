@@ -20,7 +20,7 @@ def is_user_full(*outputs: str) -> bool:
     if not any(map(_SAID.search, outputs)):
         return False
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if limit == resource.RLIM_INFINITY or os.getuid() == 0:  # whom it does not hold
+    if limit == resource.RLIM_INFINITY or os.getuid() == 0:  # the limit does not hold root
         return False
     return _tasks_of(os.getuid()) >= _NEARLY * limit
 

@@ -46,7 +46,7 @@ class LostBatch:
 
 
 class Undecided(Exception):
-    """A lost batch may be one that is still being worked on, and cannot be looked into yet."""
+    """A lost batch may be one that is still in progress, and cannot be read yet."""
 
 
 class Batches(Protocol):

@@ -55,7 +55,7 @@ def test_a_key_is_taken_out_in_every_form(form: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_a_key_is_taken_out_of_what_is_no_utf_8(encoding: str) -> None:
+def test_a_key_is_removed_from_text_that_is_not_utf_8(encoding: str) -> None:
     assert KEY.encode(encoding) not in Key(KEY).out_of(f"no {KEY}".encode(encoding))
 
 

@@ -41,7 +41,7 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("disconnect", "reset", "eof", "garbage"), "connection"),
     **dict.fromkeys(("error200", "error_event"), "overloaded"),
 }
-"""The kind of failure that a fault is, of all that are no replies."""
+"""The kind of failure that a fault is, of all that are not replies."""
 WAITS = {
     **{"http429": 0.05, "http429_1": 1.0, "http429_3600": 3600.0, "http429_ms": 0.05},
     **dict.fromkeys(("http429_none", "http429_negative", "http429_nan", "http429_inf")),

@@ -95,7 +95,7 @@ def test_openai_messages_carry_nothing_of_ours() -> None:
 
 
 def test_openai_arguments_are_kept_as_text() -> None:
-    """Also where a server sends an object, and also where the text is no JSON."""
+    """Also where a server sends an object, and also where the text is not JSON."""
     calls = [
         {"id": "1", "function": {"name": "f", "arguments": '{"a": 1'}},
         {"id": "2", "function": {"name": "f", "arguments": {"a": 1}}},
@@ -358,7 +358,7 @@ def sent_to_anthropic(*messages: Message) -> list[dict[str, Any]]:
     return views
 
 
-def test_tools_can_be_told_and_forbidden() -> None:
+def test_tools_can_be_offered_and_forbidden_at_once() -> None:
     """Without tools the field itself would be refused."""
     forbidden = Request([user("hi")], TOOLS, tool_choice="none")
     body = openai_chat.request_body(SETTINGS, forbidden)
@@ -580,7 +580,7 @@ def test_broken_arguments_reach_anthropic_inside_an_object(arguments: str) -> No
 
 
 @pytest.mark.parametrize("given", [["a"], None, 5, "a", True])
-def test_a_kept_input_that_is_no_object_goes_back_inside_one(given: Any) -> None:
+def test_a_kept_input_that_is_not_an_object_goes_back_inside_an_object(given: Any) -> None:
     read = anthropic_reply(THINKING, {**TOOL_USE, "input": given}, stop="tool_use").message
     assert read["provider_blocks"]["blocks"][1]["input"] == given, "the record keeps what came"
     (sent,) = anthropic_messages.request_body(SETTINGS, Request([read]))["messages"]
@@ -829,7 +829,7 @@ def test_an_unknown_prefix_names_the_nearest(name: str, nearest: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["openai:", "mine: ", " "])
-def test_a_prefix_alone_is_no_model(name: str) -> None:
+def test_a_prefix_alone_is_not_a_model(name: str) -> None:
     for ask in (resolve, lambda name: resolve_sibling(name, resolve("openai:m"))):
         with pytest.raises(UnknownModel, match="the name of a model is missing"):
             ask(name)

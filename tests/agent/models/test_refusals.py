@@ -280,7 +280,7 @@ def test_nothing_else_is_dropped(
 def test_an_option_that_was_removed_in_vain_is_not_remembered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An endpoint that goes on refusing did not mean the option, and is not asked for ever."""
+    """An endpoint that keeps refusing did not mean the option, and is not asked for ever."""
     error = openai_error("unsupported_parameter", "temperature")
 
     async def ask_twice(root: str) -> None:

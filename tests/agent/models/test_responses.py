@@ -116,7 +116,7 @@ def turn_outputs(turn: int, ids: Sequence[str]) -> list[JSON]:
 
 
 def events_of(reply: JSON, last: str = "response.completed") -> Iterator[JSON]:
-    """The stream in which a server tells the same reply, with much that nobody has to know."""
+    """The stream in which a server sends the same reply, with much that no client needs."""
     started = {**reply, "output": [], "status": "in_progress", "usage": None}
     yield {"type": "response.created", "response": started}
     yield {"type": "response.in_progress", "response": started}
@@ -159,7 +159,7 @@ class Endpoint:
     """Plays the four turns to everybody, and refuses a history that is not what it said."""
 
     repeats_ids: bool = False
-    """Gives both calls of every turn one id, which a client has to tell apart itself."""
+    """Gives both calls of every turn one id, which a client has to distinguish itself."""
     url: str = ""
     requests: list[JSON] = field(default_factory=list)
 

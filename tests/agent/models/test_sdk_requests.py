@@ -369,7 +369,7 @@ DUE = {place: kind for table in TABLES for kind, places in table.items() for pla
 
 
 def told(code: str, type: str = "invalid_request_error") -> dict[str, Any]:
-    """An error as Anthropic tells it; the words are none that could decide anything."""
+    """An error as Anthropic sends it; its words decide nothing."""
     return {"type": type, "message": "No.", "details": {"error_code": code}}
 
 
@@ -421,7 +421,7 @@ def test_codes_are_looked_for_where_the_clients_look(error: Any, kind: str) -> N
 def test_an_account_that_is_stopped_stops_the_run(
     tmp_path: Path, status: int, code: str, type: str, meaning: str
 ) -> None:
-    """Exit 4 although calls were answered before; nothing fails, and the same command goes on."""
+    """Exit 4 although calls were answered before; nothing fails, and the same command continues."""
     write_prompts(tmp_path / "p.jsonl", 12)
     reply = {
         **{"id": "msg", "model": "m", "role": "assistant", "stop_reason": "end_turn"},

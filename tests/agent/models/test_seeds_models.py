@@ -71,13 +71,13 @@ def test_reasoning_of_all_fields_is_joined_and_identical_parts_stand_once() -> N
         (None, ""),
     ],
 )
-def test_content_that_is_no_text_is_flattened(content: Any, text: str) -> None:
+def test_content_that_is_not_text_is_flattened(content: Any, text: str) -> None:
     """S2.17."""
     assert openai_reply(content=content).message["content"] == text
 
 
 class Failing:
-    """An endpoint that fails as told, then answers."""
+    """An endpoint that fails as the test says, then answers."""
 
     settings = SETTINGS
 

@@ -1,4 +1,4 @@
-"""Streamed replies: the record cannot tell them from those that come in one piece."""
+"""Streamed replies: their record is that of replies in one piece."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ def test_openai_calls_in_all_the_ways_that_servers_send_them(chunks: list[dict[s
     assert held(reply.message)["calls"] == told(events)["calls"] == expected
 
 
-def test_openai_calls_without_ids_are_told_apart() -> None:
+def test_openai_calls_without_ids_are_distinguished() -> None:
     reply, _ = from_chunks(
         calling(part("{}", "f"), part("{}", "g")), calling(part("{}", "f")), chunk("tool_calls")
     )
@@ -593,7 +593,7 @@ def test_anthropic_blocks_are_those_of_a_whole_reply() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"a": ', "[1]", '"x"'])
-def test_an_anthropic_input_that_is_no_object_stays_the_text_it_is(text: str) -> None:
+def test_an_anthropic_input_that_is_not_an_object_stays_text(text: str) -> None:
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     reply, _ = from_events(opening(), *block(0, use, input_part(text)), ending("max_tokens"))
     assert held(reply.message)["calls"] == [("t", "f", text)]

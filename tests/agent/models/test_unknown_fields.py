@@ -155,7 +155,7 @@ def test_fields_of_a_message_are_sent_back_and_metadata_is_not() -> None:
     }
 
 
-def test_a_signed_text_tells_that_the_model_reasoned() -> None:
+def test_a_signed_text_shows_that_the_model_reasoned() -> None:
     reply = whole({**CHAT, "choices": [{**CHAT["choices"][0], "finish_reason": "stop"}]})
     del reply.message["tool_calls"]
     assert hides_reasoning(reply.message, None)

@@ -95,7 +95,7 @@ def memory_of(enough: int) -> int:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/statm", "rb") as f:
                 total += int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            # Files in memory that nobody has mapped are in no process's sum.
+            # Files in memory that no process has mapped are in no process's sum.
             for name in os.listdir(f"/proc/{pid}/fd"):
                 path = f"/proc/{pid}/fd/{name}"
                 with contextlib.suppress(OSError):
