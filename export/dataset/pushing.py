@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.dataset.directory import MANIFEST, listed_files
-from runs.errors import ConfigError, EnvironmentStop, missing
+from runs.errors import ConfigError, EnvironmentStop
 
 _STAYS = ("rejects.jsonl",)
 """Files that quote rejected conversations."""
@@ -31,15 +31,12 @@ def plan(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
 def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     """Send a dataset to a repository, made private if it is new; returns its address.
 
-    Raises `ConfigError` without huggingface_hub, `EnvironmentStop` if the hub refuses.
+    Raises `EnvironmentStop` if the hub refuses.
     """
     import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError as error:
-        raise missing("--push_for_real", "hf") from error
     api = HfApi()
     try:
         api.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)

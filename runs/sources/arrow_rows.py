@@ -83,7 +83,7 @@ def _bytes_in(kind: pa.DataType, name: str) -> Iterator[str]:
 def _is_bytes(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
-    return (
+    return bool(
         pa.types.is_binary(kind)
         or pa.types.is_large_binary(kind)
         or pa.types.is_binary_view(kind)

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader, TextIOWrapper
+from io import BufferedReader, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -65,10 +65,10 @@ def rows_of_file(file: SourceFile, left_out: set[str]) -> Iterator[Row]:
 
 
 @contextmanager
-def _opened(path: Path, compression: Compression | None) -> Iterator[BufferedReader]:
+def _opened(path: Path, compression: Compression | None) -> Iterator[BufferedReader[Any]]:
     match compression:
         case None:
-            with path.open("rb", buffering=1 << 20) as file:
+            with BufferedReader(FileIO(path), 1 << 20) as file:
                 yield file
         case "gzip":
             with gzip.open(path, "rb") as file:
@@ -102,7 +102,7 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
             line = stream.readline(MAX_LINE_BYTES)  # the rest of a line that is too long
 
 
-def _listed(path: Path, stream: BufferedReader) -> Iterator[bytes]:
+def _listed(path: Path, stream: BufferedReader[Any]) -> Iterator[bytes]:
     if stream.peek(_PEEKED).removeprefix(_BOM).lstrip()[:1] not in (b"[", b""):
         yield from _lines(stream)  # JSONL under the name .json.gz
         return
@@ -110,7 +110,7 @@ def _listed(path: Path, stream: BufferedReader) -> Iterator[bytes]:
         yield from elements(path, text)
 
 
-def _table(path: Path, stream: BufferedReader, delimiter: str) -> Iterator[dict[str, str]]:
+def _table(path: Path, stream: BufferedReader[Any], delimiter: str) -> Iterator[dict[str, str]]:
     csv.field_size_limit(_MAX_CSV_CHARS)
     with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(_short_lines(path, text), delimiter=delimiter, strict=True)
