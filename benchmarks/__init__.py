@@ -10,6 +10,7 @@ limiter        how fast a run finds an endpoint's limit
 resume         start-up time and memory with a million finished records
 export_speed   MB of records exported per second
 executors      Ray actors compared with local workers
+sandboxes      CPU and memory of a sandbox
 fleet          a simulation of large runs; fleet_check compares it with real ones
 soak           a long run under steady faults
 peers          other agent runners on the same work; peering/ is their side

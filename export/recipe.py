@@ -92,7 +92,7 @@ class AnswerCheck(_Part):
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """Largest relative difference of numbers."""
     function: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
-    """MODULE:FUNCTION, called with the answer and the record; returns whether the answer is right."""
+    """MODULE:FUNCTION, called with answer and record; returns whether the answer is right."""
 
     @model_validator(mode="after")
     def _names_a_function(self) -> AnswerCheck:

@@ -119,7 +119,7 @@ def as_text(found: dict[str, Any]) -> str:
     rows.append(
         ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
     )
-    rows.append(("spent in all", *map(_all_spent, found["runs"]), ""))
+    rows.append(("total spent", *map(_all_spent, found["runs"]), ""))
     rows += _checks(found)
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [

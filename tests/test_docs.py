@@ -60,15 +60,16 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 
 FOR_OTHERS = re.compile(
     r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job))[^`\n]*"
-    r"|-m (?:(?:benchmarks|testing)\.\w+|pytest)[^`]*|--(?:signal|array)="
+    r"|(?:-m (?:(?:benchmarks|testing)\.\w+|pytest|openrlhf\.)|swift sft)[^`]*|--(?:signal|array)="
 )
-"""What pages tell to other programs than ours."""
+"""Commands for programs other than ours."""
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """What pages and presets tell to type: in blocks, in the text, in comments."""
+    """The commands that pages and presets show: in blocks, in the text, in comments."""
     found = []
-    for page in [*PAGES, *(ROOT / "configs").rglob("*.yaml")]:
+    scripts = (ROOT / "docs").glob("*.sh")
+    for page in [*PAGES, *scripts, *(ROOT / "configs").rglob("*.yaml")]:
         text = page.read_text().replace("\\\n", " ")
         inline = re.findall(r"`(python\s+batch_runner\.py\s[^`]*)`", text)
         lines = re.findall(
@@ -119,7 +120,7 @@ def test_every_page_is_named_in_the_readme() -> None:
         assert f"(docs/{page.name})" in README, page.name
 
 
-FOREIGN = ("# llamafactory", "# axolotl", "apiVersion:")
+FOREIGN = ("# llamafactory", "# axolotl", "# automodel", "# verl")
 
 
 def test_every_key_of_a_yaml_block_exists() -> None:

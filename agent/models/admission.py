@@ -15,7 +15,7 @@ class CostEstimate(NamedTuple):
     usd: float | None
     """At most; None where the price of the model is unknown."""
     tokens: int | None
-    """At most, in and out; None where no bound on the reply's tokens is sent."""
+    """At most, in and out; None where no limit on the reply's tokens is sent."""
     likely_input_tokens: int
 
 

@@ -43,7 +43,7 @@ class Connection:
 
     @property
     def account(self) -> str:
-        """Tells endpoints apart that have one URL and different credentials; "" where the key's
+        """Distinguishes endpoints of one URL with different credentials; "" where the key's
         variable does that."""
         said = (self.headers_env, self.key_command, self.client, self.client_options)
         return f" {_digest(said)}" if any(said) else ""

@@ -105,7 +105,7 @@ class ModelSettings:
     name: str
     """The model id that the endpoint knows."""
     api: str
-    """The dialect: openai_chat, openai_responses, anthropic_messages or scripted."""
+    """The dialect, see `agent.models.providers.Api`; or scripted."""
     base_url: str | None
     """Root of the endpoint; None for scripted."""
     key_env: str | None

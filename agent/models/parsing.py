@@ -170,7 +170,7 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> ModelErr
 
 
 def error_behind_200(error: Any, place: str) -> ModelError:
-    """An error reported after the status was sent; its code or type stands for the status.
+    """An error reported after the status was sent; its code or type replaces the status.
 
     Routers put the provider's error into the body, and streams have no other way. `place` is
     where it stood.

@@ -175,7 +175,7 @@ def is_known(settings: ModelSettings) -> bool:
 def load_table() -> None:
     """Import the price table, but not the HTTP client with which it could update itself.
 
-    That client takes longer to import than the table; whatever uses it imports it then.
+    That client takes longer to import than the table; the first use of it imports it.
     """
     if "genai_prices" in sys.modules or "httpx2" in sys.modules:
         return

@@ -5,8 +5,9 @@ PREFIX:NAME              a row of the table in `providers`
 ENDPOINT:NAME            at an endpoint that the config names under `endpoints`
 NAME or VENDOR/NAME      the OpenAI chat API at --base_url, by default OpenRouter
 
-A base URL at the host of a provider in the table means that provider, whatever the name says: its
-key, its prices, its API. So the key of one is never sent to another, unless --key_env asks.
+A base URL at the host of a provider in the table means that provider, even if the name has another
+prefix: its key, its prices, its API. So the key of one is never sent to another, unless --key_env
+asks.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _to_call(call: ScriptedCall, id: str) -> ToolCall:
 
 
 def _tell(message: Message, handler: StreamHandler) -> None:
-    """Tell of a reply as if it had arrived in parts, one for each thing in it."""
+    """Pass a reply to the handler as if it had arrived in parts: reasoning, text and calls."""
     if reasoning := message.get("reasoning"):
         handler({"type": "thinking_delta", "text": reasoning})
     if message["content"]:

@@ -70,7 +70,7 @@ def sdk_of(client: Any) -> Sdk:
     if "anthropic" in packages:
         return "anthropic"
     msg = (
-        f"client: {type(client).__name__} is no client of the openai or anthropic package; the "
+        f"client: {type(client).__name__} is not a client of the openai or anthropic package; the "
         "function must return one, such as AsyncOpenAI(...)"
     )
     raise UnusableClient(msg)
@@ -158,7 +158,7 @@ def _streams_in_aws_events(client: Any) -> bool:
 
 
 def _entra(key_variable: str, scope: str) -> Callable[[], Awaitable[str]]:
-    """Tokens of Microsoft Entra, by whatever way this machine has to get them."""
+    """Tokens of Microsoft Entra, by the identity that this machine has."""
     try:
         from azure.identity import DefaultAzureCredential, get_bearer_token_provider
     except ImportError as error:

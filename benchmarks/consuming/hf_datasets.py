@@ -40,9 +40,7 @@ def main(directory: Path) -> None:
                     row["tools"] = json.loads(row["tools"])
             assert list(rows) == ours, f"{folder.name}, {split}: other rows than the JSON lines"
         told = {split: len(rows) for split, rows in saved.items()}
-        print(
-            f"= datasets {datasets.__version__}, load_from_disk, {folder.name}: {told}"
-        )
+        print(f"= datasets {datasets.__version__}, load_from_disk, {folder.name}: {told}")
 
 
 def _files(manifest: dict[str, list[dict[str, list[dict[str, str]]]]]) -> list[dict[str, str]]:

@@ -128,11 +128,11 @@ class RecordFilters:
         filters = self._filters
         judgement = judgement_of(record)
         reward = judgement.reward
-        told = "no reward" if reward is None else f"reward {reward:g}"
+        detail = "no reward" if reward is None else f"reward {reward:g}"
         if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
-            yield Rejection("min_reward", told)
+            yield Rejection("min_reward", detail)
         if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
-            yield Rejection("max_reward", told)
+            yield Rejection("max_reward", detail)
         if filters.passed is not None:
             found = judgement.is_good(self._threshold)
             if found is not filters.passed:
@@ -162,7 +162,7 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
     errors = sum(bool(message.get("is_error")) for message in results)
     if filters.max_tool_errors is not None and errors > filters.max_tool_errors:
         yield Rejection("max_tool_errors", f"{errors} calls failed")
-    if (share := filters.max_tool_error_share) is not None and errors > share * len(results):
+    if (most := filters.max_tool_error_share) is not None and errors > most * len(results):
         yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
     calls = [call for message in replies for call in message.get("tool_calls") or ()]
     if filters.invented_tools == "reject":

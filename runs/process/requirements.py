@@ -14,6 +14,7 @@ PACKAGES = (
     "aiohttp",
     "anthropic",
     "click",
+    "datasets",
     "genai_prices",
     "httpx2",
     "openai",

@@ -93,8 +93,7 @@ class JournalWriter:
 
     def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
         """Append lines made by `journal_line` for the tasks with these keys, like `append`."""
-        is_first = not self._dirty.is_set()  # since the last sync
-        if is_first and self._segment.was_removed():
+        if self._segment.was_removed():
             self._put_back()
         if self._segment.size >= _SEGMENT_BYTES:
             following = self._new_segment()
@@ -103,8 +102,7 @@ class JournalWriter:
                 self._segment = following
         self._segment.append(lines)
         self._open_tasks[self._segment].update(keys)
-        if is_first:
-            self._dirty.set()
+        self._dirty.set()
 
     @property
     def kept(self) -> None:

@@ -471,7 +471,7 @@ class TestManifest:
         assert list(order.without_record()) == [2, 4]
         with order.reading() as read:
             assert read(5).line == content[5]
-        with pytest.raises(ValueError, match="scan for 2 samples"):
+        with pytest.raises(ValueError, match="scan is for 2 samples"):
             RecordOrder(source.run_dir, source.scan, num_samples=1)
 
     def test_rejects_stand_in_the_order_of_the_dataset(self, tmp_path: Path) -> None:
@@ -616,7 +616,7 @@ class TestDirectory:
         directory, manifest = exported(source, formats="raw")
         manifest["rejects"]["path"] = "../p.jsonl"
         (directory / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(ConfigError, match="lies outside"):
+        with pytest.raises(ConfigError, match="is outside"):
             exported(source, formats="raw")
         assert source.scan.path.exists()
 

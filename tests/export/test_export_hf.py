@@ -11,13 +11,13 @@ import pytest
 from export.dataset.build import Source
 from export.dataset.checking import findings
 from export.dataset.directory import export_dataset
-from export.recipe import Recipe
+from export.recipe import FormatName, Recipe
 from tests.exporting import judged, make_run, worked
 from tests.running import lines
 
 datasets = pytest.importorskip("datasets")
 
-FORMATS = ("hermes", "llamafactory", "openai", "dpo", "kto")
+FORMATS: tuple[FormatName, ...] = ("hermes", "llamafactory", "openai", "dpo", "kto")
 
 
 def loaded(directory: Path, name: str) -> dict[str, list[Any]]:
@@ -78,7 +78,7 @@ def test_another_content_has_another_fingerprint(tmp_path: Path) -> None:
 def test_tools_are_text_or_a_list_as_asked_for(source: Source, tmp_path: Path, form: Any) -> None:
     recipe = Recipe(formats=("openai", "dpo", "kto", "llamafactory", "parquet", "hf"), tools=form)
     export_dataset(source, recipe, tmp_path / "d")
-    kind = {"text": str, "list": list}[form]
+    kind: Any = {"text": str, "list": list}[form]
     for name in ("openai", "dpo", "kto"):
         (line, *_) = lines(tmp_path / "d" / name / "train.jsonl")
         (row, *_) = loaded(tmp_path / "d", name)["train"]

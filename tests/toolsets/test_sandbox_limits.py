@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.running import ROOT
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap, run, workspace
 from toolsets.sandbox import served
 from toolsets.sandbox.base import Limits, SandboxError
-from toolsets.sandbox.cgroup import can_bound_memory
+from toolsets.sandbox.cgroup import Group, can_bound_memory, make_group
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.workspace.workspace import Workspace
 
@@ -162,6 +163,26 @@ def first_of_sandboxes(workspace: str) -> Iterator[int]:
             continue
         if len(places) > 1 and places[-1] == "1" and workspace in mounts:
             yield int(status.parent.name)
+
+
+@BOTH
+def test_a_control_group_that_was_removed_is_done_without(
+    name: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a process that has another /proc, and so takes its owner for dead."""
+    made = []
+
+    def removed(*limits: Any) -> Group | None:
+        group = make_group(*limits)
+        for path in group.paths if group is not None else ():
+            path.rmdir()
+            made.append(path)
+        return group
+
+    monkeypatch.setattr(served, "make_group", removed)
+    assert run(name, workspace, "echo", "up").stdout == "up\n"
+    if not made:
+        pytest.skip("no control groups can be made here")
 
 
 # A run in a group of processes that is as full as the test says, or as a user with a limit.

@@ -19,7 +19,7 @@ from tests.toolsets.test_sandbox import alive, has_no_writer, needs_bwrap, works
 from toolsets.catalog.registry import TOOLSETS, tools_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
-from toolsets.sandbox.cgroup import make_group
+from toolsets.sandbox.cgroup import make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.sandbox.interpreter import python_bin
@@ -578,6 +578,7 @@ def test_many_tasks_at_once_leave_nothing_behind(kind: str, tmp_path: Path, task
     async def all_of_them() -> list[list[str]]:
         return await asyncio.gather(*map(one, range(tasks)))
 
+    refusals_here()  # the counters of this process stay open
     before = of_our_own()
     marker = len(processes_with(str(tmp_path)))
     for number, seen in enumerate(asyncio.run(all_of_them())):

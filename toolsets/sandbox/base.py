@@ -18,14 +18,14 @@ class SandboxError(ToolError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on every command a sandbox runs."""
+    """Limits on every command that a sandbox runs."""
 
     timeout_s: float = 120.0
     """Longest time one call may take; a call may ask for less, never for more."""
     memory_mb: int = 2048
     """Private memory of each process."""
     processes: int = 512
-    """Processes and threads of the task at a time, where the system can bound them."""
+    """Processes and threads of the task at a time, where the system can limit them."""
     file_mb: int = 512
     """Largest single file a command may write."""
     workspace_mb: int = 4096

@@ -147,7 +147,7 @@ def _launch(
     options += ["--bind", home, HOME, "--chdir", HOME]
     # Last, because mounting needs directories to be made.
     options += ["--remount-ro", "/dev", "--remount-ro", "/"]
-    # Not as arguments, since commands can see those of process 1: they tell host paths.
+    # Not as arguments, since commands can see those of process 1: they hold paths of the host.
     packed = b"".join(os.fsencode(option) + b"\0" for option in options)
     args = stack.enter_context(_file_with(packed))
     return Launch(

@@ -1,7 +1,7 @@
-"""Bounds on a task's processes and memory by control groups, where they can be made.
+"""Limits on a task's processes and memory by control groups, where they can be made.
 
 What cannot be done is left undone: a group is an addition to a sandbox and never a reason for there
-to be none. Whoever has no group is bounded by other means, as far as they reach.
+to be none. A task without a group is limited by other means, as far as they reach.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _JOIN = """\
 while [ "$1" != -- ]; do echo $$ 2>/dev/null >"$1/cgroup.procs"; shift; done; shift; exec "$@"
 """
 _MEMORY_SPARE = 64 << 20
-"""For the server and the shell, so that a process meets its own limit first, which it can tell."""
+"""For the server and the shell: a process should reach its own limit first, and can report that."""
 
 
 class Group:
@@ -30,7 +30,7 @@ class Group:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
-        self.bounds_memory = any(map(_memory_limit, paths))
+        self.limits_memory = any(map(_memory_limit, paths))
         self._counters = [counter for path in paths for counter in _counters(path)]
 
     def joined(self, argv: Sequence[str]) -> list[str]:
@@ -39,7 +39,12 @@ class Group:
 
     def open(self) -> list[int]:
         """Descriptors of files by which a process writes itself into the group."""
-        return [os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in self.paths]
+        found = []
+        for path in self.paths:
+            # It can be gone: a process with another /proc takes this one for dead and cleans up.
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        return found
 
     def refusals(self) -> int:
         """How often processes or memory were refused in it, by whosever limit."""
@@ -61,7 +66,7 @@ class Group:
             if not _value(path / "memory.events", "oom_kill"):
                 if not _value(path / "memory.oom_control", "oom_kill"):
                     continue
-                # The older kind does not tell whose bound it was, but how near this one came.
+                # The older kind does not say whose limit it was, but how near this one came.
                 most = _number(path / "memory.max_usage_in_bytes") or 0
                 return most >= 0.95 * (_number(path / "memory.limit_in_bytes") or 0)
             # That of an outer group is counted there alone.
@@ -74,7 +79,7 @@ class Group:
             self._counters.pop().close()
 
     async def close(self) -> None:
-        """Kill whatever is still in the group, and remove it."""
+        """Kill all processes that are still in the group, and remove it."""
         self.stop_counting()
         left = list(self.paths)
         for _ in range(_REMOVAL_ATTEMPTS):
@@ -93,7 +98,7 @@ class Group:
 
 
 def make_group(max_processes: int | None, memory_mb: int) -> Group | None:
-    """Return a new group with these bounds, as far as they can be set; None where none can."""
+    """Return a new group with these limits, as far as they can be set; None where none can."""
     memory = (memory_mb << 20) + _MEMORY_SPARE
     wanted = {
         "pids": {} if max_processes is None else {"pids.max": max_processes},
@@ -136,7 +141,7 @@ def _set(group: Path, file: str, limit: int) -> None:
 
 
 def can_bound_memory() -> bool:
-    """Whether groups made here bound memory."""
+    """Whether groups made here limit memory."""
     group = make_group(None, 1)
     if group is None:
         return False
@@ -144,7 +149,7 @@ def can_bound_memory() -> bool:
     for path in group.paths:
         with contextlib.suppress(OSError):
             path.rmdir()
-    return group.bounds_memory
+    return group.limits_memory
 
 
 def refusals_here() -> int:
@@ -225,7 +230,7 @@ def _kill_all(group: Path) -> None:
     with contextlib.suppress(OSError):
         for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
-                # 0 stands for a process that cannot be seen from here, and means us to `kill`.
+                # 0 is a process that cannot be seen from here, and for `kill` it is our own group.
                 if int(pid) > 0:
                     os.kill(int(pid), signal.SIGKILL)
 

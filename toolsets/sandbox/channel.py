@@ -1,6 +1,6 @@
 """The wire to the server inside a sandbox; see `toolsets.sandbox.inside.server`.
 
-Nothing that comes out of a sandbox is trusted: replies are bounded and checked before use.
+Nothing that comes out of a sandbox is trusted: replies are limited in size and checked before use.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Channel:
         self.group = group
         self._process: FirstProcess | None = None
         self._socket, self._theirs = socket.socketpair()
-        # A pipe, so that whoever got hold of the other end has nothing to fill.
+        # A pipe: nothing that the other end writes can fill memory here.
         self._errors, self._their_errors = os.pipe()  # the first closed by `begin`
         os.set_blocking(self._errors, False)
         self._socket.setblocking(False)
@@ -85,7 +85,7 @@ class Channel:
     def launch(self, launch: Launch) -> None:
         """Start the process; raises `SandboxError` and `HostError`."""
         try:
-            # In this thread: a sandbox may be told to die with the thread that made it.
+            # In this thread: a sandbox may be set to die with the thread that made it.
             self._process = LaunchedProcess(
                 subprocess.Popen(
                     list(launch.argv) if self.group is None else self.group.joined(launch.argv),
@@ -108,7 +108,7 @@ class Channel:
             self._close_theirs()
 
     async def fork(self, server: Channel, request: Mapping[str, Any]) -> None:
-        """Have a fork server make the process; raises `Gone` where there is no server any more."""
+        """Have a fork server make the process; raises `Gone` where the server has ended."""
         groups = [] if self.group is None else self.group.open()
         try:
             theirs = [self._theirs.fileno(), self._their_errors, *groups]

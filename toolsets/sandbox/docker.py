@@ -27,7 +27,7 @@ _ENGINE = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "XD
 class DockerSandbox(ServedSandbox):
     """Runs a task's commands in one container around the workspace.
 
-    The container has no network unless that is allowed, no capabilities, bounded memory and
+    The container has no network unless that is allowed, no capabilities, limited memory and
     processes, and is removed when it is stopped or this process dies: its server ends with its
     standard input. Commands run as the user of this process, so that the workspace stays theirs.
     """
@@ -45,7 +45,7 @@ class DockerSandbox(ServedSandbox):
         return HOME
 
     def group(self) -> Group | None:
-        """The engine bounds processes and memory."""
+        """The engine limits processes and memory."""
         return None
 
     @property

@@ -1,6 +1,6 @@
 """The sandboxes by name: which there are, whether they work here, and how to make one.
 
-A sandbox that was asked for and does not work is refused; none ever stands in for another.
+A sandbox that does not work is refused; another never replaces it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_sandbox(
 ) -> Sandbox:
     """Return a sandbox around `workspace`; raises `SandboxError` if it does not work here.
 
-    An image is not looked for until the sandbox starts, which it then does not.
+    Whether the image exists is checked when the sandbox starts.
     """
     if name == "docker" and image is not None:
         return DockerSandbox(workspace, limits, image=image)

@@ -16,7 +16,7 @@ from toolsets.sandbox.served import ServedSandbox
 class LocalSandbox(ServedSandbox):
     """Runs commands without isolation, in a cleared environment and under resource limits.
 
-    A command can read and write whatever this user can, use the network, see the processes of
+    A command can read and write all that this user can, use the network, see the processes of
     this user and read their environment. When the sandbox is stopped and when this process dies,
     every process that it started is killed, on Linux also those that started a session of their
     own; unless a command killed the server that sees to it. /tmp is the machine's.

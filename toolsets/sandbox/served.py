@@ -64,17 +64,17 @@ class ServedSandbox(ABC):
 
     @property
     def max_processes(self) -> int | None:
-        """The bound on processes that the sandbox is to set for itself, where that works."""
+        """The limit on processes that the sandbox is to set for itself, where that works."""
         return None
 
     def group(self) -> Group | None:
-        """The control group that bounds what the sandbox does not bound itself."""
+        """The control group that limits what the sandbox does not limit itself."""
         processes = None if self.max_processes else self._limits.processes
         return make_group(processes, self._limits.memory_mb)
 
     @property
     def watches_memory(self) -> bool:
-        """Whether the server has to look at the memory where no control group bounds it."""
+        """Whether the server has to look at the memory where no control group limits it."""
         return True
 
     async def exec(
@@ -136,9 +136,9 @@ class ServedSandbox(ABC):
                 if reply.stopped == "memory":
                     raise Gone(self._took_too_much())
                 if reply.refused == errno.EAGAIN:
-                    if not self._is_at_its_bound(channel, reply):
+                    if not self._is_at_its_limit(channel, reply):
                         raise HostError(f"cannot start a command: {describe(errno.EAGAIN)}")
-                    # At its bound a task could not even stop a process, so it starts afresh.
+                    # At its limit a task could not even stop a process, so it starts again.
                     raise Gone("ran too many processes and was ended")
                 result = self._result(reply, session, time.monotonic() - begun)
                 if is_user_full(result.stdout, result.stderr):
@@ -163,7 +163,7 @@ class ServedSandbox(ABC):
         return refusals_here() + (channel.group.refusals() if channel.group is not None else 0)
 
     def _look_into(self, channel: Channel, before: int) -> None:
-        """Where something was refused during a call, tell by whose bounds: the task's or others.
+        """Where something was refused during a call, find whose limit it was.
 
         Raises `Gone` where a task has used up its memory, and `HostError`: what commands made of a
         refusal that was not about them is no result.
@@ -180,8 +180,8 @@ class ServedSandbox(ABC):
                 "(--batch_size, --num_workers)"
             )
 
-    def _is_at_its_bound(self, channel: Channel, reply: Reply) -> bool:
-        """Whether it was the task's own bound on processes that refused one."""
+    def _is_at_its_limit(self, channel: Channel, reply: Reply) -> bool:
+        """Whether it was the task's own limit on processes that refused one."""
         if channel.group is not None and channel.group.was_full():
             return True
         # Some may have ended since; a machine that is full leaves a task far fewer.
@@ -191,7 +191,7 @@ class ServedSandbox(ABC):
         return f"used more memory than its limit of {self._limits.memory_mb} MB and was ended"
 
     async def _discard(self, why: str, besides: SessionKind | None = None) -> None:
-        """End the sandbox, and keep in mind what is to be told to whoever had a session in it."""
+        """End the sandbox, and remember for each session why it is lost."""
         channel, self._channel = self._channel, None
         self._lost |= dict.fromkeys(self._held - {besides}, f"the sandbox {why}")
         self._held.clear()
@@ -222,8 +222,8 @@ class ServedSandbox(ABC):
             "rlimits": rlimits,
         }
         group = self.group()
-        is_bound = not self.watches_memory or (group is not None and group.bounds_memory)
-        terms["memory_mb"] = 0 if is_bound else limits.memory_mb
+        is_limited = not self.watches_memory or (group is not None and group.limits_memory)
+        terms["memory_mb"] = 0 if is_limited else limits.memory_mb
         try:
             channel = await self._forked(terms, group) or await self._launched(terms, group)
         except BaseException:

@@ -15,9 +15,9 @@ _NEARLY = 0.9
 """Some may have ended since."""
 
 
-def is_user_full(*told: str) -> bool:
+def is_user_full(*outputs: str) -> bool:
     """Whether a command says that it got no process, and this user is at its limit indeed."""
-    if not any(map(_SAID.search, told)):
+    if not any(map(_SAID.search, outputs)):
         return False
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit == resource.RLIM_INFINITY or os.getuid() == 0:  # whom it does not hold

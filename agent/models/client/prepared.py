@@ -298,29 +298,29 @@ class _Capture:
         return self._take(request)
 
     def _take(self, request: Any) -> Any:
-        # Packages of different ages stand on httpx or on httpx2, and want their own responses.
+        # Older packages use httpx, newer ones httpx2, and each needs responses of its own.
         response = import_module(type(request).__module__.partition(".")[0]).Response
         status, self.rejects = (401 if self.rejects else 200), False
         self.request = request
         return response(status, headers={"retry-after-ms": "1"}, request=request)
 
     def close(self) -> None:
-        """Part of what transports have."""
+        """Transports have this; nothing to do."""
 
     async def aclose(self) -> None:
-        """Part of what transports have."""
+        """Transports have this; nothing to do."""
 
     def __enter__(self) -> _Capture:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Part of what transports have."""
+        """Transports have this; nothing to do."""
 
     async def __aenter__(self) -> _Capture:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Part of what transports have."""
+        """Transports have this; nothing to do."""
 
 
 __all__ = ["Prepared", "Preparer", "UnusableClient", "fixed_headers", "preparer_of", "with_query"]

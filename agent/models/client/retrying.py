@@ -137,7 +137,7 @@ class RetryingModel:
         except ModelError as error:
             outcome = error
             raise
-        finally:  # called off or broken: the permit must come back whatever it was
+        finally:  # also when cancelled or broken: the permit must come back
             permit.leave(outcome)
 
     async def _attempt(self, request: Request) -> Completion:

@@ -333,7 +333,7 @@ def _too_large() -> ModelError:
 async def _parts(
     response: aiohttp.ClientResponse, *, is_error: bool = False
 ) -> AsyncIterator[bytes]:
-    """What comes of a body, up to the bound; beyond it an error just ends: its status says enough.
+    """The parts of a body, up to the maximum; beyond it an error just ends: its status says enough.
 
     Raises `ModelError("malformed")`.
     """

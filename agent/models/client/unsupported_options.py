@@ -1,6 +1,6 @@
 """Options that a model refuses: the call is repeated without them, and the log says so once.
 
-Reasoning models take no temperature, some take no effort, and the bound on a reply's tokens has
+Reasoning models take no temperature, some take no effort, and the limit on a reply's tokens has
 two names in the chat dialect. Only a 400 that names one of our own options as unsupported counts;
 values out of range, and those in `extra_body`, are for the user to fix.
 """
@@ -145,12 +145,12 @@ def _can_go(field: str, settings: ModelSettings) -> bool:
 
 
 def without(settings: ModelSettings, refused: frozenset[str]) -> ModelSettings:
-    """The settings less the options behind `refused`; a bound goes by its other name first."""
+    """The settings less the options behind `refused`; a limit is sent by its other name first."""
     if not refused:
         return settings
     changes: dict[str, Any] = {_OPTION_OF[field]: None for field in refused}
-    bounds = refused & _CHAT_BOUNDS
-    if settings.api == "openai_chat" and len(bounds) == 1:
-        (other,) = _CHAT_BOUNDS - bounds
+    limits = refused & _CHAT_BOUNDS
+    if settings.api == "openai_chat" and len(limits) == 1:
+        (other,) = _CHAT_BOUNDS - limits
         changes |= {"max_tokens": settings.max_tokens, "max_tokens_name": other}
     return replace(settings, **changes)

@@ -106,7 +106,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
 
 
 def is_openai(settings: ModelSettings) -> bool:
-    """Whether it is OpenAI itself that is asked, in whatever region."""
+    """Whether the endpoint is OpenAI itself, in any region."""
     return _is_openai(settings.base_url or "")
 
 

@@ -29,7 +29,7 @@ class Dialect(NamedTuple):
     read: Callable[[bytes], Completion]
     """Reads the body of a reply; raises `ModelError`."""
     usage: Callable[[Mapping[str, Any]], Usage | None]
-    """The token counts in such a body, whatever else is wrong with it."""
+    """The token counts in such a body, even if other parts of it are wrong."""
     assembly: Callable[[StreamHandler], Assembly]
     """Puts a streamed reply together, and passes its parts to the handler."""
 
@@ -60,7 +60,7 @@ DIALECTS: Mapping[str, Dialect] = {
         MessagesAssembly,
     ),
 }
-"""By what settings call their `api`."""
+"""The dialects by `ModelSettings.api`."""
 
 
 def read_reply(api: str, body: bytes) -> Completion:

@@ -413,7 +413,7 @@ def test_two_resources_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -
             "does not speak anthropic_messages",
         ),
         ({"client": "tests.agent.models.cloud_clients:nothing"}, "cannot import"),
-        ({"client": "tests.agent.models.cloud_clients:Tokens"}, "is no client of the openai or"),
+        ({"client": "tests.agent.models.cloud_clients:Tokens"}, "is not a client of the openai or"),
         (
             {
                 "client": "tests.agent.models.cloud_clients:bedrock_classic",

@@ -1,4 +1,4 @@
-"""How a program is handed to a Python that has just been started.
+"""How a program reaches a Python that has just been started.
 
 Not as an argument, which everyone who lists processes would have to look at.
 """

@@ -25,7 +25,7 @@ _STATUS_BYTES = 4 << 20
 
 
 class Watcher(Protocol):
-    """What tells a job that there is something to read or room to write."""
+    """What calls a job when there is something to read or room to write."""
 
     output_bytes: int
 

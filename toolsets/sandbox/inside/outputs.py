@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HeadTail:
-    """The head and the tail of a byte stream of any length, in bounded memory."""
+    """The head and the tail of a byte stream of any length, in limited memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._head_bytes = max_bytes // 2

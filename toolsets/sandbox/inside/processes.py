@@ -16,7 +16,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def ticks() -> int:
-    """The time by which the system tells when a process was started."""
+    """Now, in the unit in which the system gives the start times of processes."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return 0
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))

@@ -1,4 +1,4 @@
-"""The server of one sandbox: it holds the task's shell and interpreter and bounds each call.
+"""The server of one sandbox: it holds the task's shell and interpreter and limits each call.
 
 Requests and replies are frames on what was its standard input and output: four bytes of length,
 then JSON. It does one thing at a time. The host checks every reply, since commands run as the same
@@ -42,7 +42,7 @@ _IDLE_CHECK_S = 10.0
 
 
 class Server:
-    """The loop: one request after the other, and in between the output of what runs on."""
+    """The loop: one request after the other, and in between the output of background jobs."""
 
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies = requests, replies
@@ -65,7 +65,7 @@ class Server:
         self.output_bytes = begin["output_bytes"]
         self._max_bytes = begin["workspace_mb"] << 20
         self._max_memory = begin["memory_mb"] << 20
-        """0 where something else bounds it."""
+        """0 where something else limits it."""
         self._home = begin["home"]
         self._start_dir = begin["start_dir"]
         os.chdir(self._home)
@@ -191,7 +191,7 @@ class Server:
         return None
 
     def _interrupt(self, job: Job, since: int) -> None:
-        """Have the interpreter give up its cell, with whatever the cell waits for."""
+        """Have the interpreter give up its cell, and all that the cell waits for."""
         give_up = time.monotonic() + _INTERRUPT_GRACE_S
         while job.status is None and job.exit_code is None and time.monotonic() < give_up:
             # Again and again, since the signal is lost on code that just then ignores it.
@@ -226,7 +226,7 @@ class Server:
                 self._pump(0.005)
 
     def _pump(self, timeout_s: float | None) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for an event, and handle it."""
         for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
             if fd in self._handlers:
                 self._handlers[fd]()
@@ -310,7 +310,7 @@ class Server:
         if os.getpid() != 1:  # whose end is that of all
             self._before = set()
             self._kill(0)
-            # Whoever is not waited for here is left to a process that may wait for nobody.
+            # A child that is not waited for here is left to a process that may wait for none.
             with contextlib.suppress(ChildProcessError):
                 while True:
                     os.waitpid(-1, 0)
@@ -358,7 +358,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    # Commands can send it, and as process 1 this is told only what it has a handler for.
+    # Commands can send it, and process 1 gets only signals that it has a handler for.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = Server(requests, replies)
     os.dup2(null, 2)  # which has said by now why it cannot begin

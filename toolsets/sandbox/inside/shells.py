@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 CONTROL = 250
-"""Where a shell or interpreter is told what to run and says how it went."""
+"""The descriptor on which a shell or interpreter takes commands and reports how they ended."""
 _SH_CONTROL = 7
 
 
