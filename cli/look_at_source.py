@@ -34,7 +34,7 @@ def look(source: Path, columns: str | None, rows: int) -> None:
     from runs.config.option_types import parse_columns
     from runs.errors import ConfigError
     from runs.sources.columns import Renaming
-    from runs.sources.kept_dataset import rows_of_source
+    from runs.sources.kept_dataset import describe_left_out, rows_of_source
     from runs.sources.source import source_of
 
     with errors_as_exit_codes():
@@ -43,10 +43,12 @@ def look(source: Path, columns: str | None, rows: int) -> None:
         except ValueError as error:
             raise ConfigError(f"--columns: {error}") from error
         renaming = Renaming(names)
-        found = islice(rows_of_source(source_of(source)), _EXAMINED)
+        left_out: set[str] = set()
+        found = islice(rows_of_source(source_of(source), left_out), _EXAMINED)
         lines = [line for line in map(renaming.line, found) if line.strip()]
         renaming.check(str(source))
-        show(_described(source, lines, shown=rows, has_columns=bool(names)))
+        words = _described(source, lines, shown=rows, has_columns=bool(names))
+        show("\n".join([words, *([describe_left_out(str(source), left_out)] if left_out else [])]))
 
 
 def _described(source: Path, lines: list[bytes], *, shown: int, has_columns: bool) -> str:

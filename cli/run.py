@@ -35,7 +35,7 @@ def run(
         plan = make_plan_of(config_file, flags, will_start=not dry_run)
         if dry_run:
             warn(plan, say)
-            name_bad_rows(plan.scan, say)
+            name_bad_rows(plan, say)
             show(describe(plan))
             show(preview(plan, fresh=fresh, accept_changes=accept_config_change))
             return

@@ -142,22 +142,22 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
     """The statistics as tables; `asked` are the toolsets asked for, in percent."""
     statuses = ", ".join(f"{name} {count:,}" for name, count in found["rows"].items())
     yield f"{found['records']:,} records: {statuses or 'none'}; kept for training {found['kept']:,}"
-    if told := describe(Checks(**found["checks"])):
-        yield told
+    if text := describe(Checks(**found["checks"])):
+        yield text
     reasoning = found["reasoning"]
     if turns := reasoning["assistant_turns"]:
         share = 100 * reasoning["with_reasoning"] / turns
         hidden = reasoning.get("hidden", 0)
-        told = f", hidden by the API in {100 * hidden / turns:.1f}%" if hidden else ""
-        yield f"reasoning in {share:.1f}% of {turns:,} turns{told}"
+        text = f", hidden by the API in {100 * hidden / turns:.1f}%" if hidden else ""
+        yield f"reasoning in {share:.1f}% of {turns:,} turns{text}"
     cost = found["cost_usd"]
     if cost["records_of_unknown_cost"] < found["records"]:
-        told = f"cost ${cost['known_total']:.4f}"
+        text = f"cost ${cost['known_total']:.4f}"
         if cost["per_kept"] is not None:
-            told += f", ${cost['per_kept']:.4f} per kept trajectory"
+            text += f", ${cost['per_kept']:.4f} per kept trajectory"
         if unknown := cost["records_of_unknown_cost"]:
-            told += f"; unknown for {unknown:,} records"
-        yield f"{told}; spent in total ${cost['spent_in_all']:.4f}"
+            text += f"; unknown for {unknown:,} records"
+        yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)

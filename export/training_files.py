@@ -96,8 +96,8 @@ def route(
     if require_reasoning and row["completed"] and not row["has_reasoning"]:
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
     if require_passed and row["completed"] and (judgement := judgement_of(record)).passed is False:
-        told = f"it did not pass its check; reward {judgement.reward:g}"
-        return _reject(record, Reason.CHECK_FAILED.value, told)
+        detail = f"it did not pass its check; reward {judgement.reward:g}"
+        return _reject(record, Reason.CHECK_FAILED.value, detail)
     return Routed("training" if row["completed"] else "partial", dumps_row(row), None)
 
 

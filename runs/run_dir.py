@@ -163,7 +163,9 @@ def open_run_dir(
             refuse_strange_files(path)
             refuse_lost_records(path)
         lock_fd = lock(path)
-        if fresh and any(entry.name != "lock" for entry in path.iterdir()):
+        # What this start has written itself is no earlier run.
+        own = {"lock", scan.path.name, scan.path.with_suffix(".json").name}
+        if fresh and any(entry.name not in own for entry in path.iterdir()):
             # Locked while it moves, so no other process can start working in it.
             aside = _move_aside(path)
             path.mkdir(mode=0o700)

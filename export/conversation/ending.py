@@ -68,10 +68,10 @@ def answer_of(record: Mapping[str, Any]) -> str | None:
     """The final answer of a conversation, None without one."""
     answered = is_answered(record)
     try:
-        told = plain_ending(record["messages"], tools_of(record), answered=answered)
+        ending = plain_ending(record["messages"], tools_of(record), answered=answered)
     except Rejected:
         return None
-    last = told.messages[-1]
+    last = ending.messages[-1]
     if last["role"] != "assistant" or not isinstance(last["content"], str):
         return None
     return split_inline_reasoning(last["content"]).rest.strip() or None

@@ -355,41 +355,41 @@ def _metadata(
 
     Keys that most rows do not need are present only with a value.
     """
-    told = {
+    metadata = {
         "model": record["model"],
         "model_returned": record["model_returned"],
         "api": record["api"],
         "status": record["status"],
     }
     if reason := record.get("status_reason"):
-        told["status_reason"] = reason
+        metadata["status_reason"] = reason
     if lineage := lineage_of(record):
-        told["fork"] = lineage
+        metadata["fork"] = lineage
     if completion:
-        told["completion"] = completion
-    told["finish_reason"] = record["turns"][-1]["finish_reason"]
-    told["prompt_id"] = record["prompt_id"]
-    told["sample"] = record["sample"]
-    told["toolsets"] = record["toolsets"]
-    told["tool_stats"] = stats
-    told["reasoning"] = None  # see `metadata_of`
-    told["usage"] = record["usage"]
+        metadata["completion"] = completion
+    metadata["finish_reason"] = record["turns"][-1]["finish_reason"]
+    metadata["prompt_id"] = record["prompt_id"]
+    metadata["sample"] = record["sample"]
+    metadata["toolsets"] = record["toolsets"]
+    metadata["tool_stats"] = stats
+    metadata["reasoning"] = None  # see `metadata_of`
+    metadata["usage"] = record["usage"]
     resumes = record["resumes"]
-    told["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
+    metadata["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
     if resumes or record.get("view_compacted") or record.get("options"):
-        told.update(views_of(record))
+        metadata.update(views_of(record))
     notes, repairs = _notes_and_repairs(noted)
     if notes:
-        told["notes"] = notes
+        metadata["notes"] = notes
     if repairs:
-        told["repairs"] = repairs
+        metadata["repairs"] = repairs
     if (reward := judgement_of(record).reward) is not None:
-        told["reward"] = reward
-    told["columns"] = _small_columns(record)
-    told["sandbox"] = record["sandbox"]
-    told["seed"] = record["seed"]
-    told["config_digest"] = record["config_digest"]
-    return told
+        metadata["reward"] = reward
+    metadata["columns"] = _small_columns(record)
+    metadata["sandbox"] = record["sandbox"]
+    metadata["seed"] = record["seed"]
+    metadata["config_digest"] = record["config_digest"]
+    return metadata
 
 
 def metadata_of(conversation: Conversation) -> dict[str, Any]:

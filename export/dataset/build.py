@@ -266,8 +266,10 @@ class _Making:
                 toolsets = tuple(candidate.record["toolsets"])
                 self._by_toolsets[toolsets] += 1
                 if self._by_toolsets[toolsets] > filters.max_per_toolsets:
-                    told = f"{filters.max_per_toolsets} with {', '.join(toolsets) or 'no toolsets'}"
-                    left_out[candidate.record["id"]] = ("max_per_toolsets", f"{told} are kept")
+                    detail = (
+                        f"{filters.max_per_toolsets} with {', '.join(toolsets) or 'no toolsets'}"
+                    )
+                    left_out[candidate.record["id"]] = ("max_per_toolsets", f"{detail} are kept")
         return left_out
 
     def _reject(

@@ -210,8 +210,8 @@ class _PreferenceFiles(_Files):
             self.write(split, dumps_row(dpo_row(*pair)), uses=2)
         for candidate, sample in samples:
             if pair is None or sample not in pair:
-                told = "no other sample differs enough" if pair is None else "others are the pair"
-                yield self.unused(candidate, (Reason.NO_PAIR.value, told))
+                detail = "no other sample differs enough" if pair is None else "others are the pair"
+                yield self.unused(candidate, (Reason.NO_PAIR.value, detail))
 
 
 def open_formats(recipe: Recipe, place: FileTarget) -> list[FormatFiles]:

@@ -128,11 +128,11 @@ class RecordFilters:
         filters = self._filters
         judgement = judgement_of(record)
         reward = judgement.reward
-        told = "no reward" if reward is None else f"reward {reward:g}"
+        detail = "no reward" if reward is None else f"reward {reward:g}"
         if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
-            yield Rejection("min_reward", told)
+            yield Rejection("min_reward", detail)
         if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
-            yield Rejection("max_reward", told)
+            yield Rejection("max_reward", detail)
         if filters.passed is not None:
             found = judgement.is_good(self._threshold)
             if found is not filters.passed:

@@ -127,14 +127,14 @@ class _Asking:
             reply = await model.complete(Request([{"role": "user", "content": text}]))
         except ModelError as error:
             return _Asked({**line, "reply": None, "error": f"{error.kind}: {error}"}, error)
-        told = {
+        answer = {
             "reply": reply.message.get("content") or "",
             "error": None,
             "model": reply.model,
             "usage": reply.usage,
             "cost_usd": reply.cost_usd,
         }
-        return _Asked({**line, **told}, None)
+        return _Asked({**line, **answer}, None)
 
     async def _keep_finished(
         self, in_flight: set[asyncio.Task[_Asked]]

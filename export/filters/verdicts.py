@@ -53,8 +53,12 @@ class JudgeQuestions:
         """Raises `ConfigError` for an unknown model."""
         self._judge = judge
         self.settings = _settings(judge)
-        told = {name: getattr(self.settings, name) for name in ("name", "api", "base_url")}
-        self._of_judge = {**told, "temperature": judge.temperature, "max_tokens": judge.max_tokens}
+        fields = {name: getattr(self.settings, name) for name in ("name", "api", "base_url")}
+        self._of_judge = {
+            **fields,
+            "temperature": judge.temperature,
+            "max_tokens": judge.max_tokens,
+        }
 
     def about(self, record: Mapping[str, Any]) -> Question | None:
         """The question about a record, None if it has no answer."""

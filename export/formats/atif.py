@@ -69,9 +69,9 @@ def _document(
     left_out = []
     for inner in record.get("inner") or ():
         try:
-            told = styled(_read_inner(inner), style)
+            nested = styled(_read_inner(inner), style)
             inside[inner["key"]] = _document(
-                told,
+                nested,
                 style,
                 f"{name}/{inner['key']}",
                 session=session,

@@ -48,7 +48,7 @@ function showList() {
   open = null;
   document.title = `${meta.run_name} · report`;
   $("reader").replaceChildren();
-  drawRows({ anew: true });
+  drawRows({ force: true });
   if (before && matching.includes(before)) select(matching.indexOf(before));
 }
 

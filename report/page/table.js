@@ -83,7 +83,7 @@ function applyFilters() {
   $("scroller").scrollTop = 0;
   drawTiles(matching);
   drawCharts(matching, (picked) => setFilters(picked));
-  drawRows({ anew: true });
+  drawRows({ force: true });
 }
 
 function setFilters(changes) {
@@ -115,11 +115,11 @@ function sortBy(column) {
 }
 
 // Draw the rows that are in view and some around them; the others are two empty rows, as high.
-function drawRows({ anew = false } = {}) {
+function drawRows({ force = false } = {}) {
   const scroller = $("scroller");
   const from = Math.max(0, Math.floor(scroller.scrollTop / ROW_HEIGHT) - ROWS_AROUND);
   const to = Math.min(matching.length, Math.ceil((scroller.scrollTop + scroller.clientHeight) / ROW_HEIGHT) + ROWS_AROUND);
-  if (!anew && drawn[0] === from && drawn[1] === to) return;
+  if (!force && drawn[0] === from && drawn[1] === to) return;
   const hadFocus = $("rows").contains(document.activeElement);
   drawn = [from, to];
   $("rows").replaceChildren(gap(from), ...matching.slice(from, to).map((row, n) => drawRow(row, from + n)), gap(matching.length - to));
@@ -162,7 +162,7 @@ function select(place) {
   if (top < scroller.scrollTop) scroller.scrollTop = top;
   else if (top > scroller.scrollTop + room) scroller.scrollTop = top - room;
   selected = next;
-  drawRows({ anew: true });
+  drawRows({ force: true });
   linkOf(next)?.focus({ preventScroll: true });
   scroller.scrollIntoView({ block: "nearest" });
 }

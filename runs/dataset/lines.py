@@ -20,6 +20,21 @@ MAX_LINE_BYTES = 256 << 20
 
 _BLOCK = 1 << 20
 
+_UTF_16 = "UTF-16; convert it to UTF-8 first (iconv -f UTF-16 -t UTF-8)"
+
+_OTHER_KINDS = {
+    b"\x1f\x8b": "gzip-compressed; end its name in .gz (as in .jsonl.gz), or unpack it (gzip -d)",
+    b"\x28\xb5\x2f\xfd": "zstd-compressed; end its name in .zst, or unpack it (zstd -d)",
+    b"\xfd7zXZ\x00": "xz-compressed; unpack it first (xz -d)",
+    b"BZh": "bzip2-compressed; unpack it first (bzip2 -d)",
+    b"PK\x03\x04": "a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
+    b"PAR1": "Parquet; end its name in .parquet",
+    b"ARROW1": "an Arrow file; write it as Parquet or JSONL",
+    b"\xff\xfe": _UTF_16,
+    b"\xfe\xff": _UTF_16,
+}
+"""What files begin with that are often given by mistake, and what to say of them."""
+
 
 class Row(NamedTuple):
     """A usable row: its line number in the file (from 1), its columns, and its byte offset."""
@@ -70,6 +85,14 @@ def read_row_at(file: BinaryIO, offset: int) -> dict[str, Any] | None:
     return columns if isinstance(columns, dict) else None
 
 
+def refuse_other_kinds(path: Path, start: bytes) -> None:
+    """Raise `DatasetError` where a file that should be text begins as one of another kind does."""
+    for beginning, reason in _OTHER_KINDS.items():
+        if start.startswith(beginning):
+            msg = f"{path} is {reason}"
+            raise DatasetError(msg)
+
+
 def is_unchanged(path: Path, size: int, digest: str, *, may_continue: bool) -> bool:
     """Whether the first `size` bytes of a file still have this `ContentDigest`.
 
@@ -96,14 +119,9 @@ def _lines(path: Path, content: ContentDigest) -> Iterator[tuple[int, int, bytes
             msg = f"{path} is a pipe or device; rows are read more than once, so give a plain file"
             raise DatasetError(msg)
         with path.open("rb", buffering=_BLOCK) as file:
-            start = file.read(4)
+            start = file.read(8)
             file.seek(0)
-            if start.startswith(b"\x1f\x8b"):
-                msg = f"{path} is gzip-compressed; unpack it first (gzip -d)"
-                raise DatasetError(msg)
-            if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-                msg = f"{path} is UTF-16; convert it to UTF-8 first (iconv -t UTF-8)"
-                raise DatasetError(msg)
+            refuse_other_kinds(path, start)
             if start.startswith(b"\xef\xbb\xbf"):
                 content.update(file.read(3))
             number = 0
@@ -146,4 +164,6 @@ def _why_not_json(text: bytes, error: exact_json.JSONDecodeError) -> str:
         return f"not UTF-8: {decoding.reason} at byte {decoding.start}"
     if text[:1] == b"[" or text in (b"]", b"],"):
         return "not a JSON object: this looks like a JSON array; write one object per line"
+    if text == b"{":
+        return "not a JSON object: this looks like one over several lines; write one per line"
     return f"not JSON: {error}"

@@ -106,7 +106,7 @@ def check(
 
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
-    return cached_scan(path / NAME, **_scan_arguments(identity, config))
+    return cached_scan(path / NAME, **_scan_arguments(path, identity, config))
 
 
 def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
@@ -118,18 +118,21 @@ def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
         config.dataset_file,
         config.run_dir,
         columns=config.columns,
-        rules=_scan_arguments(identity, config)["rules"],
+        rules=_scan_arguments(config.run_dir, identity, config)["rules"],
         max_samples=config.max_samples,
         writes=False,
         say=say,
     )
 
 
-def _scan_arguments(identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    """The arguments with which the last start of a run scanned its dataset."""
+def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """The arguments with which the last start of the run in `path` scanned its dataset."""
     dataset = identity["dataset"]
+    file = Path(dataset["path"])
+    if dataset.get("source") is not None and (path / file.name).exists():
+        file = path / file.name  # the run may have been moved or copied
     return {
-        "path": Path(dataset["path"]),
+        "path": file,
         "max_samples": config.max_samples,
         "rules": config.row_rules(
             identity["api"],
@@ -145,7 +148,7 @@ def _verified(
     path: Path, identity: dict[str, Any], config: RunConfig, make: MakeExports | None
 ) -> tuple[Report, Scan | None]:
     try:
-        found = scan(**_scan_arguments(identity, config))
+        found = scan(**_scan_arguments(path, identity, config))
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:

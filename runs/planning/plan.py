@@ -21,6 +21,7 @@ from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import ConfigError, DatasetError
 from runs.executor_choice import check_executor
 from runs.process.console import say
+from runs.run_lock import refuse_held
 from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
@@ -78,6 +79,8 @@ def make_plan(
     rules = config.row_rules(
         first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
     )
+    if writes:
+        refuse_held(config.run_dir)  # before a long read, and a copy that nothing would use
     dataset = keep_dataset(
         config.dataset_file,
         config.run_dir,
@@ -87,20 +90,27 @@ def make_plan(
         writes=writes,
         say=say,
     )
-    return Plan(
-        config=config,
-        setups=setups,
-        sandbox=config.sandbox if needs_sandbox else None,
-        script=script,
-        dataset=dataset,
-        scan=cached_scan(
+    try:
+        scan = cached_scan(
             config.run_dir / NAME,
             dataset.path,
             max_samples=config.max_samples,
             rules=rules,
             num_samples=config.num_samples,
             shard=None if config.shard is None else parse_shard(config.shard),
-        ),
+        )
+    except DatasetError as error:
+        # The user knows the source, not the copy.
+        reason = str(error).removeprefix(f"{dataset.path}: ")
+        msg = str(error) if dataset.source is None else f"{config.dataset_file}: {reason}"
+        raise DatasetError(msg) from error
+    return Plan(
+        config=config,
+        setups=setups,
+        sandbox=config.sandbox if needs_sandbox else None,
+        script=script,
+        dataset=dataset,
+        scan=scan,
     )
 
 
@@ -212,8 +222,8 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
     if not plan.config.row_setup and (columns := plan.scan.setup_columns):
         named = ", ".join(f"{name} ({count:,} rows)" for name, count in columns.items())
         say(
-            f"warning: {plan.scan.path}: columns ignored without --row_setup: {named}; see "
-            "docs/tools.md"
+            f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "
+            f"{named}; see docs/tools.md"
         )
 
 
@@ -227,23 +237,25 @@ def _is_near(host: str) -> bool:
 
 def refuse_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     """Name the bad rows; raise `DatasetError` if the config says that there may be none."""
-    name_bad_rows(plan.scan, say)
+    name_bad_rows(plan, say)
     if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
         where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
         msg = (
-            f"{plan.scan.path}: {plan.scan.all_bad} bad rows{where}, refused by --on_bad_row=fail; "
-            "no model call was made"
+            f"{plan.config.dataset_file}: {plan.scan.all_bad} bad rows{where}, refused by "
+            "--on_bad_row=fail; no model call was made"
         )
         raise DatasetError(msg)
 
 
-def name_bad_rows(scan: Scan, say: Callable[[str], object]) -> None:
+def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     """Name bad rows, the first ones each, the rest by their number."""
-    for row in scan.bad_rows[:_BAD_ROWS_SHOWN]:
-        say(f"{scan.path}:{row.line}: skipped: {row.reason}")
-    more = len(scan.bad_rows) - _BAD_ROWS_SHOWN
+    source, rows = plan.config.dataset_file, plan.scan.bad_rows
+    number = ":" if plan.dataset.source is None else ": row "
+    for row in rows[:_BAD_ROWS_SHOWN]:
+        say(f"{source}{number}{row.line}: skipped: {row.reason}")
+    more = len(rows) - _BAD_ROWS_SHOWN
     if more > 0:
-        say(f"{scan.path}: {more} more bad rows; a run lists all in failures.jsonl")
+        say(f"{source}: {more} more bad rows; a run lists all in failures.jsonl")
 
 
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:

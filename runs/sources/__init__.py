@@ -2,6 +2,7 @@
 
 source        what a name means: files, a saved directory, a dataset of the Hugging Face hub
 file_rows     rows of JSON, CSV and compressed files
+json_list     elements of a JSON array
 arrow_rows    rows of Parquet files and of what the `datasets` library reads
 hub           datasets of the hub, and directories written by `save_to_disk`
 columns       which column of a source becomes which column of a row

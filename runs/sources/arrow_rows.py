@@ -23,29 +23,82 @@ BATCH_ROWS = 256
 _ABSENT = object()
 
 
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the rows of a Parquet file. Raises `DatasetError`."""
+def parquet_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
+    """Read the rows of a Parquet file. See `rows_of`. Raises `DatasetError`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            yield from rows_of(file.iter_batches(batch_size=BATCH_ROWS))
+            yield from rows_of(file.iter_batches(batch_size=BATCH_ROWS), str(path), left_out)
     except (OSError, pa.ArrowException) as error:
         msg = f"{path}: cannot read it as Parquet: {error}"
         raise DatasetError(msg) from error
 
 
-def rows_of(tables: Iterable[pa.Table | pa.RecordBatch]) -> Iterator[dict[str, Any]]:
-    """The rows of tables, as what JSON can hold."""
+def rows_of(
+    tables: Iterable[pa.Table | pa.RecordBatch], place: str, left_out: set[str]
+) -> Iterator[dict[str, Any]]:
+    """The rows of tables, as what JSON can hold.
+
+    Adds the names of columns with bytes to `left_out`. Raises `DatasetError`, which names `place`
+    and the column.
+    """
+    schema = None
+    names: dict[int, str] = {}
+    done = 0
     for table in tables:
-        for row in table.to_pylist():
-            yield _object(row)
+        if table.schema != schema:
+            schema = table.schema
+            for name in schema.names:
+                if schema.names.count(name) > 1:
+                    msg = f"{place}: two columns have the name {name!r}"
+                    raise DatasetError(msg)
+            left_out.update(name for field in schema for name in _bytes_in(field.type, field.name))
+            names = {n: field.name for n, field in enumerate(schema) if not _is_bytes(field.type)}
+        columns = [
+            _values(table.column(n), f"{place}: column {name!r}, rows from {done + 1}")
+            for n, name in names.items()
+        ]
+        for cells in zip(*columns, strict=True) if columns else [()] * table.num_rows:
+            named = zip(names.values(), cells, strict=True)
+            yield {name: cell for name, cell in named if cell is not _ABSENT}
+        done += table.num_rows
 
 
-def _object(members: dict[str, Any]) -> dict[str, Any]:
-    plain = ((name, _plain(value)) for name, value in members.items())
-    return {name: value for name, value in plain if value is not _ABSENT}
+def _bytes_in(kind: pa.DataType, name: str) -> Iterator[str]:
+    """The names of what holds bytes in a column, as `image.bytes`."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if _is_bytes(kind):
+        yield name
+    for n in range(kind.num_fields):
+        field = kind.field(n)
+        inner = f"{name}.{field.name}" if pa.types.is_struct(kind) else name
+        yield from _bytes_in(field.type, inner)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return (
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_binary_view(kind)
+        or pa.types.is_fixed_size_binary(kind)
+    )
+
+
+def _values(column: pa.Array | pa.ChunkedArray, place: str) -> list[Any]:
+    try:
+        return [_plain(value) for value in column.to_pylist(maps_as_pydicts="strict")]
+    except MemoryError:
+        raise
+    except Exception as error:  # also of the libraries of time zones
+        msg = f"{place}: cannot read it: {error}"
+        raise DatasetError(msg) from error
 
 
 def _plain(value: Any) -> Any:
@@ -57,9 +110,12 @@ def _plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else _ABSENT
         case dict():
-            return _object(value)
-        case list() if value and isinstance(value[0], tuple):  # how pyarrow gives a map
-            return _object(dict(value))
+            plain = ((name, _plain(member)) for name, member in value.items())
+            return {
+                name if isinstance(name, str) else str(name): member
+                for name, member in plain
+                if member is not _ABSENT
+            }
         case list():
             return [None if item is _ABSENT else item for item in map(_plain, value)]
         case datetime.datetime() | datetime.date() | datetime.time():

@@ -8,49 +8,55 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
-from runs.dataset.lines import MAX_LINE_BYTES
+from runs.dataset.lines import MAX_LINE_BYTES, refuse_other_kinds
 from runs.errors import DatasetError
+from runs.sources.json_list import elements
 from runs.sources.source import Compression, SourceFile
 
 Row = bytes | dict[str, Any]
 
 _BOM = b"\xef\xbb\xbf"
-_BLOCK = 1 << 16
+_PEEKED = 1 << 12
 
-_decoder = json.JSONDecoder(parse_int=str, parse_float=str)
-"""Finds where a value ends. Its text is taken, so numbers need not be read."""
+_DELIMITERS = ";\t|,"
+
+_MAX_CSV_CHARS = 64 << 20
+"""In a line or a cell. The reader of CSV takes four bytes for each."""
 
 
-def rows_of_file(file: SourceFile) -> Iterator[Row]:
-    """Read the rows of a file. Raises `DatasetError`, which names the file and, if known, the
-    line."""
+def rows_of_file(file: SourceFile, left_out: set[str]) -> Iterator[Row]:
+    """Read the rows of a file; columns that cannot be read as JSON are added to `left_out`.
+
+    Raises `DatasetError`, which names the file and, if known, the line.
+    """
     if file.kind == "parquet":
         from runs.sources.arrow_rows import parquet_rows
 
-        yield from parquet_rows(file.path)
+        yield from parquet_rows(file.path, left_out)
         return
     try:
         with _opened(file.path, file.compression) as stream:
+            refuse_other_kinds(file.path, stream.peek(8)[:8])
             match file.kind:
                 case "lines":
                     yield from _lines(stream)
                 case "list":
-                    yield from _elements(file.path, stream)
+                    yield from _listed(file.path, stream)
                 case "csv":
                     yield from _table(file.path, stream, ",")
                 case "tsv":
                     yield from _table(file.path, stream, "\t")
     except UnicodeDecodeError as error:
-        msg = f"{file.path}: not UTF-8: {error.reason} at byte {error.start}; convert it first"
+        line = _line_that_is_not_utf8(file)
+        msg = f"{file.path}:{line}: not UTF-8: {error.reason}; convert it first (iconv -t UTF-8)"
         raise DatasetError(msg) from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
@@ -59,21 +65,32 @@ def rows_of_file(file: SourceFile) -> Iterator[Row]:
 
 
 @contextmanager
-def _opened(path: Path, compression: Compression | None) -> Iterator[BinaryIO]:
+def _opened(path: Path, compression: Compression | None) -> Iterator[BufferedReader]:
     match compression:
         case None:
             with path.open("rb", buffering=1 << 20) as file:
                 yield file
         case "gzip":
             with gzip.open(path, "rb") as file:
-                yield file  # type: ignore[misc]  # a GzipFile reads as a BinaryIO does
+                yield file  # type: ignore[misc]  # it reads as one does
         case "zstd":
-            import io
-
             import pyarrow as pa
 
             with pa.input_stream(str(path), compression="zstd") as stream:
-                yield io.BufferedReader(stream, 1 << 20)
+                yield BufferedReader(stream, 1 << 20)
+
+
+def _line_that_is_not_utf8(file: SourceFile) -> int:
+    """The number of the first such line. Text is decoded in blocks, so the error has no line."""
+    number = 1
+    with _opened(file.path, file.compression) as stream:
+        while line := stream.readline(MAX_LINE_BYTES):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                break
+            number += line.endswith(b"\n")
+    return number
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
@@ -85,74 +102,58 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
             line = stream.readline(MAX_LINE_BYTES)  # the rest of a line that is too long
 
 
-def _elements(path: Path, stream: BinaryIO) -> Iterator[bytes]:
-    """The elements of a JSON array, each as a line of JSON."""
+def _listed(path: Path, stream: BufferedReader) -> Iterator[bytes]:
+    if stream.peek(_PEEKED).removeprefix(_BOM).lstrip()[:1] not in (b"[", b""):
+        yield from _lines(stream)  # JSONL under the name .json.gz
+        return
     with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
-        buffer = text.read(_BLOCK).lstrip()
-        if not buffer.startswith("["):
-            # JSONL under the name .json.gz.
-            stream.seek(0)
-            yield from _lines(stream)
-            return
-        position, number = 1, 0
-        while True:
-            position = _after_blanks(buffer, position)
-            if buffer[position : position + 1] == "]":
-                if (buffer[position + 1 :] + text.read(_BLOCK)).strip():
-                    msg = f"{path}: not a JSON array of rows: there is more after its end"
-                    raise DatasetError(msg)
-                return
-            end = _end_of_element(buffer, position)
-            if end is not None:
-                number += 1
-                yield buffer[position:end].replace("\r", " ").replace("\n", " ").encode()
-                position = _after_blanks(buffer, end)
-                position += buffer[position] == ","
-                continue
-            rest = buffer[position:]
-            # Twice as much each time: what is incomplete is read again from its beginning.
-            more = text.read(max(_BLOCK, 2 * len(rest))) if len(rest) < MAX_LINE_BYTES else ""
-            if not more:
-                msg = f"{path}: not a JSON array of rows: cannot read element {number + 1}"
-                raise DatasetError(msg)
-            buffer, position = rest + more, 0
+        yield from elements(path, text)
 
 
-def _end_of_element(buffer: str, position: int) -> int | None:
-    """Where an element ends that is in `buffer` together with what follows it, else None."""
-    try:
-        _, end = _decoder.raw_decode(buffer, position)
-    except (ValueError, RecursionError):
-        return None
-    after = _after_blanks(buffer, end)
-    return end if buffer[after : after + 1] in (",", "]") else None
-
-
-def _after_blanks(buffer: str, position: int) -> int:
-    while position < len(buffer) and buffer[position] in " \t\r\n":
-        position += 1
-    return position
-
-
-def _table(path: Path, stream: BinaryIO, delimiter: str) -> Iterator[dict[str, str]]:
-    csv.field_size_limit(MAX_LINE_BYTES)
+def _table(path: Path, stream: BufferedReader, delimiter: str) -> Iterator[dict[str, str]]:
+    csv.field_size_limit(_MAX_CSV_CHARS)
     with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        reader = csv.reader(_short_lines(path, text), delimiter=delimiter, strict=True)
+        first = 1
+        names: list[str] = []
         try:
-            names = next(reader, [])
-            if repeated := [name for name, count in Counter(names).items() if count > 1]:
-                msg = f"{path}:1: two columns have the name {repeated[0]!r}"
-                raise DatasetError(msg)
             for cells in reader:
-                if len(cells) > len(names):
+                if not names:
+                    names = cells
+                    _check_header(f"{path}:{first}", names, delimiter)
+                elif len(cells) > len(names):
                     msg = (
-                        f"{path}:{reader.line_num}: {len(cells)} cells, but the header names "
+                        f"{path}:{first}: {len(cells)} cells, but the header names "
                         f"{len(names)} columns; is a quote or a delimiter wrong?"
                     )
                     raise DatasetError(msg)
-                row = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
-                if row:
-                    yield row
+                else:
+                    row = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
+                    if row:
+                        yield row
+                first = reader.line_num + 1
         except csv.Error as error:
-            msg = f"{path}:{reader.line_num}: not CSV: {error}"
+            msg = f"{path}:{first}: not CSV: {error}; the row begins in this line"
             raise DatasetError(msg) from error
+
+
+def _short_lines(path: Path, text: TextIO) -> Iterator[str]:
+    number = 0
+    while line := text.readline(_MAX_CSV_CHARS):
+        number += 1
+        if len(line) == _MAX_CSV_CHARS:
+            msg = f"{path}:{number}: longer than {_MAX_CSV_CHARS >> 20} million characters"
+            raise DatasetError(msg)
+        yield line
+
+
+def _check_header(place: str, names: list[str], delimiter: str) -> None:
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DatasetError(f"{place}: two columns have the name {repeated[0]!r}")
+    other = next((sign for sign in _DELIMITERS if len(names) == 1 and sign in names[0]), None)
+    if other is not None:
+        msg = (
+            f"{place}: the header is one column, {names[0]!r}: its cells seem to be separated by "
+            f"{other!r}, not {delimiter!r}; save it with commas as .csv, or with tabs as .tsv"
+        )
+        raise DatasetError(msg)

@@ -31,8 +31,8 @@ def revision_of(name: HubName) -> str:
     return str(info.sha)
 
 
-def hub_rows(name: HubName, revision: str) -> Iterator[dict[str, Any]]:
-    """Stream the rows of one split. Raises as `revision_of` does."""
+def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[dict[str, Any]]:
+    """Stream the rows of one split. See `rows_of`. Raises as `revision_of` does."""
     import datasets
 
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
@@ -42,23 +42,27 @@ def hub_rows(name: HubName, revision: str) -> Iterator[dict[str, Any]]:
         )
         if name.split is None:
             found = found[_only_split(name.repository, list(found))]
-        yield from rows_of(found.with_format("arrow").iter(BATCH_ROWS))
-    except RunError:
+        tables = found.with_format("arrow").iter(BATCH_ROWS)
+        yield from rows_of(tables, f"hf:{name.repository}", left_out)
+    except (RunError, MemoryError):
         raise
     except Exception as error:
         raise _refusal(name.repository, error) from error
 
 
-def saved_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Stream the rows of a directory written by `save_to_disk`. Raises `DatasetError`."""
+def saved_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
+    """Stream the rows of a directory written by `save_to_disk`. See `rows_of`.
+
+    Raises `DatasetError`.
+    """
     import datasets
 
     try:
-        found = datasets.load_from_disk(path)
+        found = datasets.load_from_disk(str(path))
         if isinstance(found, datasets.DatasetDict):
             found = found[_only_split(f"{path}/", list(found))]
-        yield from rows_of(found.with_format("arrow").iter(BATCH_ROWS))
-    except RunError:
+        yield from rows_of(found.with_format("arrow").iter(BATCH_ROWS), str(path), left_out)
+    except (RunError, MemoryError):
         raise
     except Exception as error:
         msg = f"{path}: cannot read it as a dataset that was saved with `save_to_disk`: {error}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from shutil import rmtree
+from shutil import copyfile, rmtree
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -25,10 +25,11 @@ from weakref import finalize
 import orjson
 
 from runs.dataset.row import RowRules
-from runs.errors import DatasetError
+from runs.errors import DatasetError, RunLocked
 from runs.sources.columns import Renaming
 from runs.sources.source import DataSource, source_of
 from runs.store.files import (
+    alone_in,
     open_temporary,
     replace_file,
     storage_error,
@@ -44,6 +45,8 @@ _FORMAT = 1
 """Raised when the same source is written in another way."""
 
 _SAY_EVERY_S = 10.0
+
+_BEING_WRITTEN = "another process is starting this run. Wait for it, or stop it; then try again."
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -75,6 +78,7 @@ def keep_dataset(
     source = source_of(name)
     if source.plain_file is not None and not columns:
         return KeptDataset(source.plain_file)
+    before = _sizes_and_times(source)
     files = _digests_of(source)
     key = _key_of(source, files, columns)
     known = [_read(path) for path in sorted(run_dir.glob(f"dataset-{key}*.json"))]
@@ -89,41 +93,71 @@ def keep_dataset(
         from runs.sources.hub import revision_of
 
         revision = revision_of(source.hub)
-    if writes:
-        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    else:
-        run_dir = Path(mkdtemp(prefix="batch-trajectories-"))
     told = {
         "source": source.name,
         "revision": revision,
         "columns": dict(columns),
         "files": files,
     }
+    left_out: set[str] = set()
+    rows = rows_of_source(source, left_out, revision)
     writer = _Writer(source, Renaming(columns), rules, max_samples, say)
-    rows = rows_of_source(source, revision)
-    path, written = writer.write(rows, run_dir, f"dataset-{key}")
-    told |= written
-    replace_file(path.with_suffix(".json"), orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
-    kept = KeptDataset(path, told)
-    if not writes:
-        finalize(kept, rmtree, run_dir, ignore_errors=True)
+
+    def write(directory: Path) -> KeptDataset:
+        path, written = writer.write(rows, directory, f"dataset-{key}")
+        if _sizes_and_times(source) != before:
+            path.unlink()
+            msg = f"{source.name}: changed while it was read; run the same command again"
+            raise DatasetError(msg)
+        content = orjson.dumps(told | written, option=orjson.OPT_INDENT_2) + b"\n"
+        replace_file(path.with_suffix(".json"), content)
+        if left_out:
+            say(describe_left_out(source.name, left_out))
+        return KeptDataset(path, told | written)
+
+    if writes:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
+                for leftover in run_dir.glob(".dataset-*.tmp"):
+                    leftover.unlink()  # of a start that was killed; it may fill the disk
+                return write(run_dir)
+        except OSError as error:
+            raise storage_error(run_dir, error) from error
+    directory = Path(mkdtemp(prefix="batch-trajectories-"))
+    try:
+        kept = write(directory)
+    except BaseException:
+        rmtree(directory, ignore_errors=True)
+        raise
+    finalize(kept, rmtree, directory, ignore_errors=True)
     return kept
 
 
-def rows_of_source(source: DataSource, revision: str | None = None) -> Iterator[Row]:
-    """Read the rows of a source: dicts, or lines of JSON as they are in the file."""
+def rows_of_source(
+    source: DataSource, left_out: set[str], revision: str | None = None
+) -> Iterator[Row]:
+    """Read the rows of a source: dicts, or lines of JSON as they are in the file.
+
+    Adds the names of columns that JSON cannot hold to `left_out`.
+    """
     if source.hub is not None:
         from runs.sources.hub import hub_rows, revision_of
 
-        yield from hub_rows(source.hub, revision or revision_of(source.hub))
+        yield from hub_rows(source.hub, revision or revision_of(source.hub), left_out)
     elif source.saved is not None:
         from runs.sources.hub import saved_rows
 
-        yield from saved_rows(source.saved)
+        yield from saved_rows(source.saved, left_out)
     from runs.sources.file_rows import rows_of_file
 
     for file in source.files:
-        yield from rows_of_file(file)
+        yield from rows_of_file(file, left_out)
+
+
+def describe_left_out(source: str, left_out: set[str]) -> str:
+    """Which columns of a source its rows do not have."""
+    return f"{source}: left out, because they hold bytes: {', '.join(sorted(left_out))}"
 
 
 def source_of_kept(path: Path) -> dict[str, Any] | None:
@@ -137,7 +171,7 @@ def link_kept(path: Path, directory: Path) -> None:
         try:
             (directory / file.name).hardlink_to(file)
         except OSError:  # another file system, or one without links
-            (directory / file.name).write_bytes(file.read_bytes())
+            copyfile(file, directory / file.name)
 
 
 def remove_other_kept(run_dir: Path, path: Path) -> None:
@@ -194,7 +228,10 @@ class _Writer:
                     os.fsync(file.fileno())
                 if is_cut:
                     path = directory / f"{stem}-{self._max_samples}.jsonl"
-                temporary.replace(path)
+                try:
+                    temporary.replace(path)
+                except FileNotFoundError:  # a start that took the lock of the run has removed it
+                    raise RunLocked(f"{directory}: {_BEING_WRITTEN}") from None
                 sync_directory(directory)
             except BaseException:
                 temporary.unlink(missing_ok=True)
@@ -214,15 +251,26 @@ class _Writer:
         return True
 
 
+def _files_of(source: DataSource) -> list[Path]:
+    """The files of a source that are on this machine."""
+    if source.saved is not None:
+        return sorted(path for path in source.saved.rglob("*") if path.is_file())
+    return [file.path for file in source.files]
+
+
+def _sizes_and_times(source: DataSource) -> list[tuple[int, int]]:
+    try:
+        found = [path.stat() for path in _files_of(source)]
+    except OSError:
+        return []  # the reader of the file says what is wrong with it
+    return [(stat.st_size, stat.st_mtime_ns) for stat in found]
+
+
 def _digests_of(source: DataSource) -> list[dict[str, Any]]:
     """Name, size and hash of each file of a source that is on this machine."""
     root = source.saved or Path(source.name)
-    if source.saved is not None:
-        paths = sorted(path for path in root.rglob("*") if path.is_file())
-    else:
-        paths = [file.path for file in source.files]
     found = []
-    for path in paths:
+    for path in _files_of(source):
         name = path.name if path == root else path.relative_to(root).as_posix()
         try:
             with path.open("rb") as file:

@@ -2,14 +2,17 @@
 
 `hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]` is a dataset of the hub, a directory with a
 `dataset_info.json` or `dataset_dict.json` one written by `save_to_disk`; any other directory is
-read file by file, in the order of their paths. The kind of a file follows from its suffix; a file
-with a suffix that is not listed here is JSONL.
+read file by file, in the order of their paths, without names that begin with `.` or `_`. The kind
+of a file follows from its suffix; a file with a suffix that is not listed here is JSONL.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Literal
 
@@ -86,15 +89,15 @@ def source_of(name: Path) -> DataSource:
     text = str(name)
     if text.startswith(HUB_PREFIX):
         return DataSource(text, hub=_hub_name(text))
-    if not name.is_dir():
-        return DataSource(text, files=(_source_file(name),))
-    if any((name / file).is_file() for file in _SAVED):
-        return DataSource(text, saved=name)
-    files = tuple(
-        _source_file(path)
-        for path in sorted(name.rglob("*"))
-        if path.is_file() and _kind_of(path) and not _is_hidden(path.relative_to(name))
-    )
+    try:
+        if not name.is_dir():
+            return DataSource(text, files=(_source_file(name),))
+        if any((name / file).is_file() for file in _SAVED):
+            return DataSource(text, saved=name)
+        files = tuple(map(_source_file, sorted(_files_in(name))))
+    except OSError as error:
+        msg = f"{error.filename or name}: cannot read the dataset: {error.strerror or error}"
+        raise DatasetError(msg) from error
     if not files:
         msg = (
             f"{name}: no dataset in this directory: no file ends in "
@@ -102,6 +105,23 @@ def source_of(name: Path) -> DataSource:
         )
         raise DatasetError(msg)
     return DataSource(text, files=files)
+
+
+def _files_in(directory: Path) -> Iterator[Path]:
+    """The files with rows, at any depth; links are followed, and each directory is read once."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set()
+    for root, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
+        found = Path(root).stat()
+        identity = (found.st_dev, found.st_ino)
+        # Sorted: which of two ways to a directory is taken does not change from start to start.
+        folders[:] = [] if identity in seen else sorted(filterfalse(_is_hidden, folders))
+        if identity not in seen:
+            yield from (Path(root, name) for name in names if _has_rows(name))
+        seen.add(identity)
 
 
 def _hub_name(text: str) -> HubName:
@@ -119,15 +139,21 @@ def _hub_name(text: str) -> HubName:
 
 
 def _source_file(path: Path) -> SourceFile:
+    if path.exists() and not path.is_file():
+        msg = f"{path} is a pipe or device; rows are read more than once, so give a plain file"
+        raise DatasetError(msg)
     compression, rest = _compression_of(path)
     kind = _KINDS.get(rest.suffix.lower(), "lines")
+    if kind == "parquet" and compression is not None:
+        msg = f"{path}: Parquet compresses its columns itself; unpack this file first"
+        raise DatasetError(msg)
     if kind == "list" and compression is None and not _begins_a_list(path):
         kind = "lines"  # JSONL is often named .json
     return SourceFile(path, kind, compression)
 
 
-def _kind_of(path: Path) -> FileKind | None:
-    return _KINDS.get(_compression_of(path)[1].suffix.lower())
+def _has_rows(name: str) -> bool:
+    return _compression_of(Path(name))[1].suffix.lower() in _KINDS and not _is_hidden(name)
 
 
 def _compression_of(path: Path) -> tuple[Compression | None, Path]:
@@ -136,8 +162,8 @@ def _compression_of(path: Path) -> tuple[Compression | None, Path]:
     return compression, path if compression is None else path.with_suffix("")
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
 
 
 def _begins_a_list(path: Path) -> bool:
@@ -145,4 +171,4 @@ def _begins_a_list(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
     except OSError:
-        return False  # whoever reads the file says what is wrong with it
+        return False  # the reader of the file says what is wrong with it

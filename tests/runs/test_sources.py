@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import gzip
 import json
 import os
 import signal
+import tempfile
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from click.testing import CliRunner
 
 from batch_runner import main
 from runs.dataset.row import RowRules
-from runs.errors import DatasetError
-from runs.sources import file_rows
+from runs.errors import DatasetError, RunLocked
+from runs.run_dir import stale_files_of
+from runs.sources import file_rows, json_list
 from runs.sources.kept_dataset import KeptDataset, keep_dataset, rows_of_source
 from runs.sources.source import source_of
 from testing.fake_endpoint import FakeEndpoint
@@ -99,7 +102,7 @@ every_source = pytest.mark.parametrize("name", SOURCES)
 
 def read(path: Path) -> list[Any]:
     """The rows of a source, read."""
-    rows = rows_of_source(source_of(path))
+    rows = rows_of_source(source_of(path), set())
     return [json.loads(row) if isinstance(row, bytes) else row for row in rows]
 
 
@@ -119,7 +122,7 @@ def test_each_kind_of_source_gives_the_same_rows(tmp_path: Path, name: str) -> N
 def test_a_json_list_is_read_across_the_borders_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_rows, "_BLOCK", 7)
+    monkeypatch.setattr(json_list, "_BLOCK", 7)
     rows = [{"prompt": "x" * n, "n": [n, -1.5e3, None, {"": "]},{"}]} for n in range(40)]
     (tmp_path / "p.json").write_text(json.dumps(rows, indent=1))
     assert read(tmp_path / "p.json") == rows
@@ -127,21 +130,42 @@ def test_a_json_list_is_read_across_the_borders_of_blocks(
 
 def test_a_json_list_keeps_long_integers_and_elements_that_are_not_rows(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('[{"n": 123456789012345678901234567890}, 12, "x", []]')
-    rows = list(rows_of_source(source_of(tmp_path / "p.json")))
+    rows = list(rows_of_source(source_of(tmp_path / "p.json"), set()))
     assert rows == [b'{"n": 123456789012345678901234567890}', b"12", b'"x"', b"[]"]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.json", b'[{"prompt": "a"}, {"prompt"', "cannot read element 2"),
-        ("p.json", b'[{"prompt": "a"}] {}', "there is more after its end"),
+        (
+            "p.json",
+            b'[{"prompt": "a"}, {"prompt"',
+            "p.json:1: not a JSON array of rows: Expecting ':' delimiter",
+        ),
+        ("p.json", b'[{"prompt": "a"}] {}', "more follows its end"),
         ("p.json", b'[{"prompt": "\xff"}]', "not UTF-8"),
-        ("p.json", b"[" * 100_000, "cannot read element 1"),
+        ("p.json", b"[" * 100_000, "nested too deeply"),
         ("p.csv", b"prompt,prompt\na,b\n", "p.csv:1: two columns have the name 'prompt'"),
         ("p.csv", b"prompt\na,b\n", "p.csv:2: 2 cells, but the header names 1 columns"),
         ("p.csv", b'prompt\n"a\n', "not CSV"),
-        ("p.csv", "prompt\nä\n".encode("utf-16"), "not UTF-8"),
+        ("p.csv", "prompt\nä\n".encode("utf-16"), "p.csv is UTF-16"),
+        ("p.csv", b"prompt\n" * 9 + b"\xff\n", "p.csv:10: not UTF-8"),
+        ("p.csv", b"id;prompt\n1;a, b\n", "p.csv:1: the header is one column, 'id;prompt'"),
+        ("p.tsv", b"id,prompt\n1,a\n", "separated by ',', not '\\t'"),
+        (
+            "p.csv",
+            gzip.compress(b"prompt\na\n", mtime=0),
+            "is gzip-compressed; end its name in .gz",
+        ),
+        ("p.jsonl.gz", gzip.compress("[]".encode("utf-16"), mtime=0), "is UTF-16"),
+        ("p.json.gz", gzip.compress(b'[\n{"prompt": "a"}\n{}]', mtime=0), "p.json.gz:3: "),
+        (
+            "p.json",
+            b'[\n{"prompt": "a\0b"}]',
+            "p.json:2: not a JSON array of rows: Invalid control",
+        ),
+        ("p.json", b"[]" + b" " * 200_000 + b"[]", "more follows its end"),
+        ("p.parquet.gz", gzip.compress(b"PAR1", mtime=0), "Parquet compresses its columns itself"),
         ("p.parquet", b"PAR1 and then nothing", "cannot read it as Parquet"),
         ("p.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:30], "cannot read the dataset"),
         ("p.jsonl.gz", b"not compressed", "cannot read the dataset"),
@@ -155,6 +179,66 @@ def test_a_damaged_source_is_one_error_that_names_it(
     with pytest.raises(DatasetError, match=f"{name}.*") as raised:
         read(tmp_path / name)
     assert message in str(raised.value)
+
+
+def test_compressed_jsonl_may_be_named_json(tmp_path: Path) -> None:
+    write_zstd(tmp_path / "p.json.zst")
+    assert read(tmp_path / "p.json.zst") == ROWS
+
+
+def test_a_csv_file_may_end_its_lines_as_old_macs_did(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_bytes(b"\r\rid,prompt\ra,x\rb,y\r")
+    assert read(tmp_path / "p.csv") == [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}]
+
+
+def test_an_endless_line_is_refused_without_reading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_rows, "_MAX_CSV_CHARS", 1000)
+    (tmp_path / "p.csv.gz").write_bytes(gzip.compress(b"prompt\n" + b"a" * 1_000_000))
+    with pytest.raises(DatasetError, match=r"p\.csv\.gz:2: longer than"):
+        read(tmp_path / "p.csv.gz")
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.json", "p.parquet", "p.jsonl.gz", "shards/1.csv"])
+def test_a_pipe_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "shards").mkdir()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DatasetError, match=f"{Path(name).name} is a pipe or device"):
+        source_of(tmp_path / name.partition("/")[0])
+
+
+class TestDirectories:
+    def test_links_are_followed_once(self, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / "p.jsonl")
+        (tmp_path / "real").mkdir()
+        write_jsonl(tmp_path / "real" / "p.jsonl")
+        for folder in (tmp_path, tmp_path / "real"):
+            (folder / "loop").symlink_to(tmp_path)
+        (tmp_path / "the same").symlink_to(tmp_path / "real")
+        assert len(read(tmp_path)) == 2 * len(ROWS)
+
+    def test_a_link_to_nothing_is_an_error(self, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / "1.jsonl")
+        (tmp_path / "2.jsonl").symlink_to("gone")
+        with pytest.raises(DatasetError, match=r"2\.jsonl: no such dataset file"):
+            keep(tmp_path, tmp_path / "run")
+
+    def test_one_that_cannot_be_listed_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_jsonl(tmp_path / "1.jsonl")
+        (tmp_path / "more").mkdir()
+        scandir = os.scandir
+
+        def refuse(path: Any) -> Any:  # the superuser may list everything
+            if str(path).endswith("more"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+        with pytest.raises(DatasetError, match="more: cannot read the dataset: Permission denied"):
+            source_of(tmp_path)
 
 
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
@@ -191,7 +275,106 @@ def test_values_that_json_does_not_have(tmp_path: Path) -> None:
     ]
 
 
+def table_of(name: str, column: pa.Array) -> pa.Table:
+    return pa.table({"prompt": ["x"] * len(column), name: column})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["n", "n"]), "have the name 'n'"),
+        (table_of("n", pa.array([2**60], pa.timestamp("ms"))), "column 'n', rows from 1: "),
+        (table_of("n", pa.array([1], pa.timestamp("us", tz="Mars/Phobos"))), "column 'n'"),
+        (table_of("n", pa.array([b"\xff"]).view(pa.string())), "column 'n'"),
+        (table_of("n", pa.array([[("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64()))), "'n'"),
+    ],
+)
+def test_a_value_that_python_cannot_hold_is_an_error_that_names_its_column(
+    tmp_path: Path, table: pa.Table, message: str
+) -> None:
+    pq.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(DatasetError, match=r"p\.parquet: ") as raised:
+        read(tmp_path / "p.parquet")
+    assert message in str(raised.value)
+
+
+def test_rows_without_columns_are_counted(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"sound": [b"x", b"y"]}), tmp_path / "p.parquet")
+    assert read(tmp_path / "p.parquet") == [{}, {}]
+
+
+def test_maps_become_objects(tmp_path: Path) -> None:
+    maps = [[], [(1, "x")]]
+    pq.write_table(
+        table_of("m", pa.array(maps, pa.map_(pa.int64(), pa.string()))), tmp_path / "p.parquet"
+    )
+    assert [row["m"] for row in read(tmp_path / "p.parquet")] == [{}, {"1": "x"}]
+
+
 class TestKeeping:
+    def test_columns_of_bytes_are_named(self, tmp_path: Path) -> None:
+        picture = {"bytes": b"x", "path": "a.png"}
+        table = pa.table(
+            {"prompt": ["x"], "sound": [b"x"], "pictures": [[picture]], "label": [b"x"]}
+        )
+        table = table.set_column(3, "label", table["label"].dictionary_encode())
+        (tmp_path / "of").mkdir()
+        for name in ("1", "2"):
+            pq.write_table(table, tmp_path / "of" / f"{name}.parquet")
+        said: list[str] = []
+        kept = keep(tmp_path / "of", tmp_path / "run", say=said.append)
+        expected = "left out, because they hold bytes: label, pictures.bytes, sound"
+        assert said == [f"{tmp_path / 'of'}: {expected}"]
+        assert kept.path.read_bytes().split(b"\n")[0] == (
+            b'{"prompt":"x","pictures":[{"path":"a.png"}]}'
+        )
+        shown = CliRunner().invoke(main, ["look", str(tmp_path / "of")])
+        assert expected in shown.output
+
+    def test_a_source_that_changes_while_it_is_read_is_refused(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "p.csv")
+        write_list(tmp_path / "q.json")
+
+        class Appends(RowRules):
+            def read(self, columns: Any) -> Any:
+                with (tmp_path / "p.csv").open("a") as file:
+                    file.write("c,new,\n")
+                return super().read(columns)
+
+        with pytest.raises(DatasetError, match="changed while it was read"):
+            keep(tmp_path / "p.csv", tmp_path / "run", rules=Appends(), max_samples=9)
+        assert list((tmp_path / "run").iterdir()) == []
+
+    def test_what_a_killed_start_has_left_is_removed_before_writing(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "p.csv")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / ".dataset-0.jsonl.1.tmp").write_text("half")
+        keep(tmp_path / "p.csv", tmp_path / "run")
+        assert not list((tmp_path / "run").glob(".*.tmp"))
+
+    def test_of_two_starts_one_writes(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "p.csv")
+
+        class Starts(RowRules):
+            def read(self, columns: Any) -> Any:
+                with pytest.raises(RunLocked, match="another process is starting this run"):
+                    keep(tmp_path / "p.csv", tmp_path / "run")
+                for file in stale_files_of(tmp_path / "run"):
+                    file.unlink()
+                return super().read(columns)
+
+        with pytest.raises(RunLocked, match="another process is starting this run"):
+            keep(tmp_path / "p.csv", tmp_path / "run", rules=Starts(), max_samples=9)
+
+    def test_a_dry_run_that_fails_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        (tmp_path / "p.csv").write_text("prompt\na,b\n")
+        with pytest.raises(DatasetError):
+            keep(tmp_path / "p.csv", tmp_path / "run", writes=False)
+        assert [path.name for path in tmp_path.iterdir()] == ["p.csv"]
+
     def test_a_plain_file_is_read_where_it_is(self, tmp_path: Path) -> None:
         write_jsonl(tmp_path / "p.jsonl")
         kept = keep(tmp_path / "p.jsonl", tmp_path / "run")
@@ -260,6 +443,45 @@ class TestKeeping:
         write_jsonl(tmp_path / "p.jsonl")
         with pytest.raises(DatasetError, match=r"has no column 'promt'; did you mean 'prompt'"):
             keep(tmp_path / "p.jsonl", tmp_path, columns={"question": "promt"})
+
+
+class TestRuns:
+    """Whole runs of a source."""
+
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        write_csv(tmp_path / "p.csv")
+        (tmp_path / "s.json").write_text('[{"content": "done"}]')
+        script = {"enabled_toolsets": "none", "script_file": "s.json"}
+        return {**SCRIPTED, **script, "dataset_file": "p.csv"}
+
+    def test_a_run_that_was_moved_is_read_where_it_is(
+        self, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        assert run(tmp_path, **options).returncode == 0
+        (tmp_path / "trajectories").rename(tmp_path / "moved")
+        for command in ("verify", "report"):
+            ended = run(tmp_path, command, "moved/r")
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    def test_a_first_start_with_fresh_moves_nothing_aside(
+        self, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        ended = run(tmp_path, "--fresh", **options)
+        assert ended.returncode == 0, ended.stderr
+        assert sorted(path.name for path in (tmp_path / "trajectories").iterdir()) == [
+            "r", "r.jsonl",
+        ]  # fmt: skip
+
+    def test_errors_name_the_source(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        (tmp_path / "p.csv").write_text("prompt,id\n,x\nfine,y\n")
+        ended = run(tmp_path, "--dry_run", **options)
+        assert ended.returncode == 0, ended.stderr
+        assert "p.csv: row 1: skipped: no `prompt` field (fields: id)" in ended.stderr
+        (tmp_path / "p.csv").write_text("task,id\nfine,y\n")
+        ended = run(tmp_path, "--dry_run", **options)
+        assert ended.returncode == 2
+        assert "error: p.csv: no usable row among 1" in ended.stderr
 
 
 class TestTheHub:
