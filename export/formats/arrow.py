@@ -21,7 +21,6 @@ from export.conversation.row_json import write_json
 from export.formats.columns import COLUMNS, columns_of
 from export.formats.openai_chat import with_arguments_as_text
 from export.row_files import Hashing, MakeWriter
-from runs.errors import missing
 
 _BATCH_BYTES = 1 << 20
 """Bytes of JSON in a batch; as objects they take several times as much memory."""
@@ -31,12 +30,10 @@ _GROUP_BATCHES = 16
 
 
 def parquet_writer(format_name: str) -> MakeWriter:
-    """A function that begins Parquet files of a format. Raises `ConfigError` without pyarrow."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise missing("the format parquet", "parquet") from error
+    """A function that begins Parquet files of a format."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     schema = _parquet_schema(pa, format_name)
     messages = [name for name, kind in COLUMNS[format_name].items() if kind == "messages"]
 
