@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256
 """Few enough that a batch of rows of a megabyte each fits in memory."""
+
+_PIECE_BYTES = 16 << 20
 
 _ABSENT = object()
 
@@ -47,7 +50,7 @@ def rows_of(
     schema = None
     names: dict[int, str] = {}
     done = 0
-    for table in tables:
+    for table in chain.from_iterable(map(_pieces, tables)):
         if table.schema != schema:
             schema = table.schema
             for name in schema.names:
@@ -64,6 +67,13 @@ def rows_of(
             named = zip(names.values(), cells, strict=True)
             yield {name: cell for name, cell in named if cell is not _ABSENT}
         done += table.num_rows
+
+
+def _pieces(table: pa.Table | pa.RecordBatch) -> Iterator[pa.Table | pa.RecordBatch]:
+    """Slices of at most `_PIECE_BYTES`, or single rows: all rows as objects could fill memory."""
+    rows = max(1, table.num_rows * _PIECE_BYTES // max(1, table.nbytes))
+    for first in range(0, table.num_rows, rows):
+        yield table.slice(first, rows)
 
 
 def _bytes_in(kind: pa.DataType, name: str) -> Iterator[str]:
