@@ -92,7 +92,7 @@ PROVIDERS: Mapping[str, Provider] = {
     "bedrock": Provider(
         "", "AWS_BEARER_TOKEN_BEDROCK", "aws",
         reasoning_field=None, max_tokens_name=_NEW_NAME, client="bedrock",
-        other_credentials="AWS credentials (botocore)",
+        other_credentials="AWS credentials (boto3)",
     ),
     "vertex": Provider(
         "", NO_KEY, "google", "anthropic_messages", client="vertex",

@@ -35,7 +35,7 @@ def all_tasks(path: Path, num_samples: int = 1, max_samples: int | None = None) 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "not JSON"),
+        (b"{", "not a JSON object: this looks like one over several lines"),
         (b'{"prompt": "a", "x": NaN}', "not JSON"),
         (b'{"prompt": "\\ud800"}', "not JSON"),
         (b"\xff\xfe", "not UTF-8"),

@@ -1,6 +1,6 @@
 """Endpoints behind clients of the openai and anthropic packages, asked over our own connections.
 
-Which clients there are depends on the versions of the packages, and signing needs botocore.
+Which clients there are depends on the versions of the packages, and signing needs boto3.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FIXED = [*SIGNED, "mantle_with_key"]
 def check_installed(name: str) -> None:
     """Skip the test of a client that the installed packages do not have."""
     if name in SIGNED:
-        pytest.importorskip("botocore")
+        pytest.importorskip("boto3")
     if name == "vertex":
         pytest.importorskip("google.auth")
     module, what = NEEDS.get(name, ("openai", "OpenAI"))
@@ -336,7 +336,7 @@ def service_account(path: Path, root: str) -> None:
         ("azure", "azure.identity", {"api_version": "v"}),
         ("foundry", "azure.identity", {}),
         ("vertex", "google.auth", {"region": "us-east5", "project_id": "p"}),
-        ("bedrock", "botocore", {"aws_region": "us-east-1"}),
+        ("bedrock", "boto3", {"aws_region": "us-east-1"}),
     ],
 )
 def test_a_named_client_signs_in_with_the_identity_of_the_machine(
