@@ -25,7 +25,7 @@ def holder_of(path: Path) -> dict[str, Any] | None:
     try:
         lock = (path / "lock").stat()
         locks = Path("/proc/locks").read_text().splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     name = f" {os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino} "
     if not any("FLOCK" in line and name in line for line in locks):
