@@ -269,8 +269,8 @@ def test_conversations_share_a_browser_and_no_cookies(web: Site, tmp_path: Path)
             assert (await one("snapshot")).is_error
             assert "None" in (await one("navigate", url=web.url())).content
             assert "None" in (await other("navigate", url=web.url())).content
-        running = descendants(os.getpid())
-        assert launchers(os.getpid())
+        running = [pid for driver in drivers(os.getpid()) for pid in [driver, *descendants(driver)]]
+        assert len(running) > 1
         await browsers.close()
         await until_gone(running)
 
@@ -470,11 +470,15 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def drivers(pid: int) -> list[int]:
+    """The processes of playwright's drivers beneath one."""
+    below = [(one, command_of(one)) for one in descendants(pid)]
+    return [one for one, said in below if b"run-driver" in said and said[:3] != b"sh\0"]
+
+
 def launchers(pid: int) -> list[int]:
     """What stands between playwright's driver and the browser: a process per running browser."""
-    below = [(one, command_of(one)) for one in descendants(pid)]
-    drivers = [one for one, said in below if b"run-driver" in said and said[:3] != b"sh\0"]
-    return [child for driver in drivers for child in descendants(driver)[:1]]
+    return [child for driver in drivers(pid) for child in descendants(driver)[:1]]
 
 
 def command_of(pid: int) -> bytes:
