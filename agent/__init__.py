@@ -6,6 +6,7 @@ deadline       the time limit of a conversation
 stream_events  events for a caller while a conversation runs
 options        the options of a conversation
 models/        model clients behind one protocol
+gateway/       model calls of agents that run as commands
 state/         the state of a conversation: a fold of its events
 loop/          deciding and taking the next step
 views/         models around a model that change the messages it is shown

@@ -217,6 +217,70 @@ class ForkedEvent(TypedDict):
     replay: dict[str, Any]
 
 
+class ExchangeEvent(TypedDict):
+    """One model call of an agent that runs as a command, as it was relayed, and its reply.
+
+    `number` counts from 0 in the order of completion. `key` identifies all that decides the reply
+    (see `agent.gateway.canonical`). `asked` is the model name that the agent asked for.
+
+    The request had the first `shared` messages of thread `of` (or of `thread` itself, without
+    `of`), then `added`, the system prompt included. With `of`, or if `shared` is 0, `thread` is
+    new; else its last reply is among the shared messages. `echoes` lists those of `added` that
+    repeat the reply of a recorded call: [index in `added`, number of the call].
+    """
+
+    kind: Literal["exchange"]
+    number: int
+    key: str
+    dialect: str
+    """A dialect's name, as in `ModelSettings.api`."""
+    asked: str
+    thread: int
+    shared: int
+    of: NotRequired[int]
+    added: list[Message]
+    echoes: NotRequired[list[list[int]]]
+    tools: NotRequired[list[dict[str, Any]]]
+    """Schemas in OpenAI form, if they differ from those of the thread's previous call."""
+    stripped: NotRequired[list[str]]
+    """Tools that the provider would have run, and that were removed from the request."""
+    reply: ReplyEvent
+    """Its `turn` is that of the thread."""
+    body: dict[str, Any]
+    """The body of the reply, to answer an equal call with. Streams: put together."""
+
+
+class RestartedEvent(TypedDict):
+    """The agent's command starts again: its calls are set aside until it makes equal ones."""
+
+    kind: Literal["restarted"]
+    at: float
+
+
+class AnsweredEvent(TypedDict):
+    """A call equal to the recorded call `exchange` got its reply, unpaid.
+
+    The recorded call is no longer set aside.
+    """
+
+    kind: Literal["answered"]
+    exchange: int
+
+
+class AgentExitEvent(TypedDict):
+    """The agent's command ended. `exit_code` is None if it was killed because its time was up.
+
+    `stdout` and `stderr` are head and tail of the output.
+    """
+
+    kind: Literal["agent_exit"]
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    duration_s: float
+    timed_out: bool
+
+
 PREPARATION = "preparation"
 SUMMARY = "summary"
 STAGES = frozenset({PREPARATION, SUMMARY})
@@ -236,6 +300,9 @@ class SubEvent(TypedDict):
     event: Event
 
 
+AgentEvent = ExchangeEvent | RestartedEvent | AnsweredEvent | AgentExitEvent
+"""An event of an agent that runs as a command."""
+
 Event = (
     ReplyEvent
     | CutEvent
@@ -245,6 +312,7 @@ Event = (
     | ResumedEvent
     | ForkedEvent
     | SubEvent
+    | AgentEvent
 )
 
 

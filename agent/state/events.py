@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
+from agent.gateway.threads import Threads
+from agent.gateway.wire import WireRequest
 from agent.messages import (
     OWN_CHARS,
     OWN_FROM,
     CutEvent,
+    ExchangeEvent,
     Message,
     NoteEvent,
     ReplyEvent,
@@ -120,3 +125,20 @@ def continued_event(
 def note_event(turn: int, reason: str, text: str) -> NoteEvent:
     """A note after turn `turn`; see `NoteEvent`."""
     return NoteEvent(kind="note", turn=turn, reason=reason, text=text, at=time.time())
+
+
+def exchange_event(
+    threads: Threads,
+    request: WireRequest,
+    completion: Completion,
+    body: dict[str, Any],
+    clock: Clock,
+    *,
+    stripped: Sequence[str] = (),
+    waited_s: float = 0.0,
+) -> ExchangeEvent:
+    """The call of an agent, once its whole reply is there: `body`, and what it says.
+
+    `stripped` are the server tools that were removed from the request.
+    """
+    raise NotImplementedError

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from agent.deadline import TimeAtWork
+from agent.gateway.threads import Threads
 from agent.messages import (
     COST_ONLY,
     MOST_TOKENS,
@@ -74,6 +75,8 @@ class Trajectory:
         """How many user replies were given to tools that asked."""
         self.inner: dict[str, InnerConversation] = {}
         """Conversations inside this one by key (see `SubEvent`)."""
+        self.agent_calls: Threads | None = None
+        """The calls of an agent that runs as a command; None without such events."""
         self._outer: Trajectory | None = None
         self.tally = Tally()
         self.spent_usd = 0.0
@@ -127,6 +130,12 @@ class Trajectory:
                 self._not_added.clear()  # the time of its parent does not count
             case "sub":
                 self.begin_inner(event["key"], event["name"]).apply(event["event"])
+            case "exchange" | "restarted" | "answered" | "agent_exit":
+                if event["kind"] == "exchange":
+                    self._pay(event["reply"])
+                if self.agent_calls is None:
+                    self.agent_calls = Threads()
+                self.agent_calls.apply(event)
 
     def begin_inner(self, key: str, name: str) -> Trajectory:
         """The conversation inside this one with this key (see `SubEvent`), created if new."""

@@ -1,0 +1,9 @@
+"""Model calls of agents that run as commands: relayed to the run's endpoint, and recorded.
+
+wire            requests and replies as agents send and expect them; the protocol of a dialect
+canonical       digests of messages and requests without what changes from start to start
+wires           the dialects by name and by path
+threads         the fold of an agent's calls into conversations
+
+The modules above only compute; they do no I/O.
+"""

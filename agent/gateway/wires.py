@@ -1,0 +1,16 @@
+"""The dialects that agents speak, by name and by path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agent.gateway.wire import Wire
+
+WIRES: Mapping[str, Wire] = {}
+"""By `ModelSettings.api`."""
+
+
+def wire_for(method: str, path: str) -> Wire | None:
+    """The dialect whose request this is; None if it is not known."""
+    found = (wire for wire in WIRES.values() if wire.operation(method, path) is not None)
+    return next(found, None)
