@@ -63,3 +63,7 @@ def guarded(handler: StreamHandler) -> StreamHandler:
             _log.exception("the stream handler failed and is not called again")
 
     return forward
+
+
+def ignored(event: StreamEvent) -> None:
+    """A handler for streams that nobody watches."""

@@ -2,6 +2,10 @@
 
 wire            requests and replies as agents send and expect them; the protocol of a dialect
 canonical       digests of messages and requests without what changes from start to start
+reading         reads the bodies of requests
+writing         events, errors and headers
+wire_chat       OpenAI chat completions
+wire_messages   Anthropic messages
 wires           the dialects by name and by path
 threads         the fold of an agent's calls into conversations
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from agent.messages import Message
+from agent.messages import Message, ToolCall
 from agent.models.dialects.assembly import Assembly
 from agent.models.model import Completion
 from agent.stream_events import StreamHandler
@@ -54,8 +54,20 @@ class Part:
     messages: Sequence[Message]
     digests: Sequence[bytes]
     """One per message; see `agent.gateway.canonical`."""
-    calls: Sequence[str]
-    """The ids of the tool calls in it."""
+    calls: Sequence[ToolCall]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The tools of a request."""
+
+    raw: Any
+    tools: list[dict[str, Any]]
+    server_tools: tuple[str, ...]
+    digest: bytes
+
+
+_NO_OFFER = Offer(None, [], (), b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +92,9 @@ class WireRequest:
     digests: list[bytes] = field(default_factory=list, repr=False)
     """One per message; see `agent.gateway.canonical`."""
     parts: Sequence[Part] = field(default=(), repr=False)
-    """What it was read from; see `Part`."""
+    """What its messages were read from."""
+    offer: Offer = field(default=_NO_OFFER, repr=False)
+    """What its tools were read from."""
 
 
 class Wire(Protocol):

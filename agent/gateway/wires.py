@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agent.gateway.wire import Wire
+from agent.gateway.wire_chat import ChatWire
+from agent.gateway.wire_messages import MessagesWire
 
-WIRES: Mapping[str, Wire] = {}
+WIRES: Mapping[str, Wire] = {wire.api: wire for wire in (ChatWire(), MessagesWire())}
 """By `ModelSettings.api`."""
 
 

@@ -221,7 +221,7 @@ def read_reply(body: bytes) -> Completion:
         raise ModelError(
             "malformed", f"the reply's finish_reason is {choice.get('finish_reason')!r}"
         )
-    message = _read_message(raw)
+    message = read_message(raw)
     if isinstance(raw.get("refusal"), str) and not message["content"].strip():
         message["content"], finish_reason = raw["refusal"], "refusal"
     return Completion(
@@ -240,8 +240,9 @@ def read_reply(body: bytes) -> Completion:
     )
 
 
-def _read_message(raw: Mapping[str, Any]) -> Message:
-    received = _flat_text(raw.get("content"))
+def read_message(raw: Mapping[str, Any]) -> Message:
+    """An assistant message of this API. Raises `ModelError("malformed")`."""
+    received = flat_text(raw.get("content"))
     inline, text = split_inline_reasoning(received)
     message = Message(role="assistant", content=text)
     if reasoning := _join_reasoning(raw, inline):
@@ -274,12 +275,20 @@ def _join_reasoning(raw: Mapping[str, Any], inline: str | None) -> str:
 
 def _read_call(call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) and isinstance(call, dict) and call.get("type") == "custom":
+        return _read_custom_call(call)
     if not isinstance(function, dict):
         raise ModelError("malformed", "a tool call of the reply has no function")
     made = make_call(call.get("id"), function.get("name"), function.get("arguments"))
     made.update(unknown_in(call, _CALL_FIELDS))  # type: ignore[typeddict-item]
     made["function"].update(unknown_in(function, _FUNCTION_FIELDS))  # type: ignore[typeddict-item]
     return made
+
+
+def _read_custom_call(call: Mapping[str, Any]) -> ToolCall:
+    """The call of a tool whose input is free text, which only agents' own requests can offer."""
+    custom = object_of(call, "custom")
+    return make_call(call.get("id"), custom.get("name"), {"input": custom.get("input")})
 
 
 def unknown_of_call(call: ToolCall) -> dict[str, Any]:
@@ -296,7 +305,7 @@ def add_to_call(call: ToolCall, unknown: Mapping[str, Any]) -> None:
     call.update(unknown_in(unknown, _CALL_FIELDS))  # type: ignore[typeddict-item]
 
 
-def _flat_text(content: Any) -> str:
+def flat_text(content: Any) -> str:
     """Content as text: parts of a list are joined by newlines, as their servers mean them."""
     if isinstance(content, str):
         return content

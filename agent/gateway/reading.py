@@ -1,0 +1,162 @@
+"""Reading the body of a request, without reading again what an earlier request had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from agent.gateway.canonical import (
+    Calls,
+    digest_of,
+    digest_of_bytes,
+    head_digest,
+    message_digest,
+    without_marks,
+)
+from agent.gateway.wire import Offer, Part, Volatile, WireError, WireRequest
+from agent.messages import Message
+from toolsets import exact_json
+
+
+class Layout(NamedTuple):
+    """Where one API keeps what in its requests."""
+
+    api: str
+    read_part: Callable[[Any, Calls], list[Message]]
+    """Reads a piece of the messages, which follows these calls. Raises `WireError`."""
+    read_tool: Callable[[Mapping[str, Any]], dict[str, Any] | str]
+    """The schema of a tool in OpenAI form, or the name of a tool that the provider would run."""
+    read_elsewhere: frozenset[str]
+    """Fields of the body that are read otherwise, or do not decide the reply."""
+    messages: str
+    """The field with the messages, for errors."""
+
+
+def read_request(
+    layout: Layout,
+    body: Mapping[str, Any],
+    *,
+    model: Any,
+    pieces: Sequence[Any],
+    first: int,
+    tools: Any,
+    is_stream: bool,
+    max_tokens: Any,
+    volatile: Volatile,
+    before: Sequence[WireRequest],
+) -> WireRequest:
+    """The request with these pieces of messages; `first` of them are not in the messages' field."""
+    if not isinstance(model, str) or not model:
+        raise WireError("model: it must be the name of a model")
+    before = [request for request in before if request.api == layout.api]
+    parts = _read_parts(layout, pieces, first, volatile, before)
+    offer = next((known.offer for known in before if known.offer.raw == tools), None)
+    if offer is None:
+        offer = _read_offer(layout, tools)
+    digests = [digest for part in parts for digest in part.digests]
+    head = head_digest(body, layout.read_elsewhere, volatile.fields)
+    decides = (digest_of([layout.api, model]), head, offer.digest, *digests)
+    return WireRequest(
+        api=layout.api,
+        model=model,
+        messages=[message for part in parts for message in part.messages],
+        tools=offer.tools,
+        is_stream=is_stream,
+        max_tokens=max_tokens if type(max_tokens) is int else None,
+        key=digest_of_bytes(b"".join(decides)).hex(),
+        server_tools=offer.server_tools,
+        digests=digests,
+        parts=parts,
+        offer=offer,
+    )
+
+
+def objects_in(value: Any, place: str) -> list[dict[str, Any]]:
+    """A list of objects; raises `WireError` if it is something else."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise WireError(f"{place}: it must be a list of objects")
+    return value
+
+
+def placeholder(part: Mapping[str, Any]) -> str:
+    """What the text of a message says instead of an image or an unknown part of its content."""
+    written = exact_json.dumps(without_marks(part), option=orjson.OPT_SORT_KEYS)
+    digest = digest_of_bytes(written).hex()
+    return f"[{part.get('type', 'part')}: {len(written)} bytes, digest {digest}]"
+
+
+def path_of(path: str) -> str:
+    """The path of a request without its query and a slash at its end."""
+    return path.partition("?")[0].rstrip("/")
+
+
+def _read_offer(layout: Layout, tools: Any) -> Offer:
+    schemas, by_provider = [], []
+    for tool in objects_in(tools or [], "tools"):
+        read = layout.read_tool(tool)
+        if isinstance(read, str):
+            by_provider.append(read)
+        else:
+            schemas.append(read)
+    return Offer(tools, schemas, tuple(by_provider), digest_of(without_marks(tools)))
+
+
+def _read_parts(
+    layout: Layout,
+    pieces: Sequence[Any],
+    first: int,
+    volatile: Volatile,
+    before: Sequence[WireRequest],
+) -> list[Part]:
+    """The parts, those of the earlier request taken over that the pieces repeat most of."""
+    known, same = _most_alike(pieces, before)
+    parts = list(known[:same])
+    calls = Calls()
+    for part in parts:
+        calls.add(part.calls)
+    is_alike = True  # all calls so far have the ids that they had
+    for n in range(same, len(pieces)):
+        old = known[n] if is_alike and n < len(known) else None
+        if old is not None and old.raw == pieces[n]:
+            part = old
+            calls.add(part.calls)
+        else:
+            try:
+                part = _read_part(layout, pieces[n], calls, volatile)
+            except WireError as error:
+                words = f"{layout.messages}[{n - first}]: {error}" if n >= first else str(error)
+                raise WireError(words) from error
+            is_alike = old is not None and _ids(old) == _ids(part)
+        parts.append(part)
+    return parts
+
+
+def _most_alike(pieces: Sequence[Any], before: Sequence[WireRequest]) -> tuple[Sequence[Part], int]:
+    """The parts of the earlier request that the pieces repeat most of, and how many they repeat."""
+    best: tuple[Sequence[Part], int] = ((), 0)
+    for request in before:
+        same = 0
+        for piece, part in zip(pieces, request.parts, strict=False):
+            if piece != part.raw:
+                break
+            same += 1
+        if same > best[1]:
+            best = (request.parts, same)
+    return best
+
+
+def _read_part(layout: Layout, piece: Any, calls: Calls, volatile: Volatile) -> Part:
+    messages = layout.read_part(piece, calls)
+    digests, made = [], []
+    for message in messages:
+        digests.append(message_digest(message, calls, volatile))
+        if of_message := message.get("tool_calls"):
+            calls.add(of_message)
+            made += of_message
+    return Part(piece, messages, digests, made)
+
+
+def _ids(part: Part) -> list[str]:
+    return [call["id"] for call in part.calls]

@@ -1,0 +1,234 @@
+"""OpenAI chat completions, as agents speak it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from agent.gateway.canonical import Calls
+from agent.gateway.reading import Layout, objects_in, path_of, placeholder, read_request
+from agent.gateway.wire import (
+    NOTHING_VOLATILE,
+    Operation,
+    Volatile,
+    WireError,
+    WireRequest,
+)
+from agent.gateway.writing import COMMENT, passed_on, remove_tools, sse, type_of
+from agent.messages import Message
+from agent.models.dialects.assembly import Assembly
+from agent.models.dialects.openai_chat import API, flat_text, read_message
+from agent.models.dialects.openai_chat_stream import ChatAssembly
+from agent.models.dialects.registry import DIALECTS, read_reply
+from agent.models.errors import ModelError
+from agent.models.model import Completion
+from agent.stream_events import StreamHandler, ignored
+from toolsets import exact_json
+
+_LIMITS = ("max_completion_tokens", "max_tokens")
+
+_HEADERS = frozenset({"openai-beta", "openai-organization", "openai-project"})
+
+_READ_ELSEWHERE = frozenset(
+    {
+        *("model", "messages", "tools", "stream", "stream_options"),
+        # What follows says who asks, and where prompts are kept.
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("store", "user"),
+    }
+)
+
+
+class ChatWire:
+    """See `Wire`."""
+
+    api = API
+    keepalive = COMMENT
+
+    def operation(self, method: str, path: str) -> Operation | None:
+        """See `Wire.operation`."""
+        if not path_of(path).endswith("/chat/completions"):
+            return None
+        return "call" if method == "POST" else "other"
+
+    def read(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        volatile: Volatile = NOTHING_VOLATILE,
+        before: Sequence[WireRequest] = (),
+    ) -> WireRequest:
+        """See `Wire.read`."""
+        del path
+        return read_request(
+            _LAYOUT,
+            body,
+            model=body.get("model"),
+            pieces=objects_in(body.get("messages"), "messages"),
+            first=0,
+            tools=_tools_of(body),
+            is_stream=body.get("stream") is True,
+            max_tokens=next((body[name] for name in _LIMITS if body.get(name) is not None), None),
+            volatile=volatile,
+            before=before,
+        )
+
+    def rewritten(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        model: str | None = None,
+        max_tokens: int | None = None,
+        without_server_tools: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """See `Wire.rewritten`."""
+        new = dict(body)
+        if model is not None:
+            new["model"] = model
+        if max_tokens is not None:
+            names = [name for name in _LIMITS if new.get(name) is not None] or [_LIMITS[0]]
+            new |= {name: min(max_tokens, new.get(name) or max_tokens) for name in names}
+        if without_server_tools:
+            new.pop("web_search_options", None)
+            remove_tools(new, lambda tool: isinstance(_read_tool(tool), str), automatic="auto")
+        return path, new
+
+    def upstream_path(self, path: str) -> str:
+        """See `Wire.upstream_path`."""
+        del path
+        return DIALECTS[API].path
+
+    def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """See `Wire.request_headers`."""
+        return passed_on(headers, _HEADERS)
+
+    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
+        """See `Wire.assembly`."""
+        return ChatAssembly(on_delta)
+
+    def completion(self, body: bytes) -> Completion:
+        """See `Wire.completion`."""
+        return read_reply(API, body)
+
+    def whole(self, body: Mapping[str, Any]) -> bytes:
+        """See `Wire.whole`. A stream's parts do not say all that clients want of a whole reply."""
+        return exact_json.dumps({"object": "chat.completion", "created": 0, **body})
+
+    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+        """See `Wire.stream_of`."""
+        head = {"id": body.get("id", ""), "created": 0, **body, "object": "chat.completion.chunk"}
+        usage, choices = head.pop("usage", None), head.pop("choices", [])
+        events = [sse({**head, "choices": [_delta_of(choice)]}) for choice in choices]
+        for choice in choices:
+            ends = {"index": choice.get("index", 0), "finish_reason": choice.get("finish_reason")}
+            events.append(sse({**head, "choices": [{**ends, "delta": {}}]}))
+        if usage is not None:
+            events.append(sse({**head, "choices": [], "usage": usage}))
+        return [*events, b"data: [DONE]\n\n"]
+
+    def last_event(self, data: str) -> bool:
+        """See `Wire.last_event`. Clients can act on the finish reason already."""
+        if data.strip() == "[DONE]":
+            return True
+        if '"finish_reason"' not in data:
+            return False
+        try:
+            choices = orjson.loads(data).get("choices") or []
+            return any(choice.get("finish_reason") for choice in choices)
+        except (orjson.JSONDecodeError, AttributeError):
+            return False
+
+    def error(self, status: int, kind: str, words: str) -> bytes:
+        """See `Wire.error`."""
+        return exact_json.dumps({"error": error_object(status, kind, words)})
+
+    def stream_error(self, kind: str, words: str) -> bytes:
+        """See `Wire.stream_error`."""
+        return sse({"error": error_object(400, kind, words)})
+
+
+def error_object(status: int, kind: str, words: str) -> dict[str, Any]:
+    """An error as OpenAI's APIs describe it."""
+    return {"message": words, "type": type_of(status), "param": None, "code": kind}
+
+
+def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = objects_in(body.get("tools") or [], "tools")
+    return [*tools, {"type": "web_search_options"}] if "web_search_options" in body else tools
+
+
+def _delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """A choice as one part of a stream, without its end."""
+    message = dict(choice.get("message") or {})
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+    others = {key: choice[key] for key in choice if key not in ("message", "finish_reason")}
+    return {"index": 0, **others, "delta": message, "finish_reason": None}
+
+
+def _read_part(raw: dict[str, Any], calls: Calls) -> list[Message]:
+    match raw.get("role"):
+        case "system" | "developer":
+            return [_with_parts(Message(role="system", content=""), raw.get("content"))]
+        case "user":
+            return [_with_parts(Message(role="user", content=""), raw.get("content"))]
+        case "assistant":
+            try:
+                return [read_message(raw)]
+            except ModelError as error:
+                raise WireError(str(error)) from error
+        case "tool":
+            id = str(raw.get("tool_call_id") or "")
+            result = Message(
+                role="tool", tool_call_id=id, name=calls.name(id), content="", is_error=False
+            )
+            return [_with_parts(result, raw.get("content"))]
+        case role:
+            raise WireError(f"its role is {role!r}; known: system, user, assistant, tool")
+
+
+def _with_parts(message: Message, content: Any) -> Message:
+    """The message with this content: a text, or parts of which some are not text."""
+    if isinstance(content, list) and (others := [part for part in content if _is_other(part)]):
+        content = [placeholder(part) if _is_other(part) else part for part in content]
+        message["provider_blocks"] = {"api": API, "blocks": others}
+    message["content"] = flat_text(content)
+    return message
+
+
+def _is_other(part: Any) -> bool:
+    return isinstance(part, dict) and not isinstance(part.get("text"), str)
+
+
+def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Functions; also custom tools, whose input is free text."""
+    match tool.get("type"):
+        case "function":
+            return dict(tool)
+        case "custom":
+            custom = tool.get("custom")
+            return custom_tool(custom if isinstance(custom, dict) else {})
+        case kind:
+            return str(kind)
+
+
+def custom_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool whose input is free text: one argument, `input`."""
+    return {
+        "type": "function",
+        "function": {
+            "name": str(tool.get("name") or ""),
+            "description": str(tool.get("description") or ""),
+            "parameters": {
+                "type": "object",
+                "properties": {"input": {"type": "string"}},
+                "required": ["input"],
+            },
+        },
+    }
+
+
+_LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")
