@@ -156,7 +156,7 @@ class Threads:
             source = None if parent is None else self.threads[parent]
             self.threads.append(Thread(event["thread"], source, event["shared"]))
         thread = self.threads[event["thread"]]
-        echoes = dict(event.get("echoes", ()))
+        echoes = {at: call for at, call in event.get("echoes", ())}  # noqa: C416 - lists of two
         for n, message in enumerate(event["added"]):
             if n in echoes:
                 thread.replies.append((len(thread.messages), echoes[n]))
@@ -255,7 +255,7 @@ class Threads:
             ids = list(source.call_ids()) if source else []
         else:
             ids = [call["id"] for message in source.messages[:shared] for call in _calls(message)]
-        numbers = dict(echoes)
+        numbers = {at: number for at, number in echoes}  # noqa: C416 - lists of two
         for n, message in enumerate(added):
             if n in numbers:
                 message = self.exchanges[numbers[n]]["reply"]["message"]
