@@ -1,4 +1,4 @@
-"""The fold of an agent's calls into conversations.
+"""The fold of an agent's calls into threads.
 
 A thread is a sequence of messages that only grows. A call continues the thread whose messages it
 repeats; if it repeats only the beginning of one, a new thread branches off there. A restart sets
@@ -7,12 +7,17 @@ all calls aside; those that are asked for again become part of their conversatio
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agent.gateway.canonical import Calls, message_digest
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
-from agent.messages import AgentEvent, AgentExitEvent, ExchangeEvent, Message
+from agent.messages import AgentEvent, AgentExitEvent, ExchangeEvent, Message, ToolCall
+
+_MOST_RECENT = 8
+"""Requests that are remembered for reading the next: one of each of the latest threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +28,72 @@ class Placement:
     shared: int
     added: list[Message]
     tools: list[dict[str, Any]] | None
-    of: int | None = None
-    echoes: Sequence[tuple[int, int]] = ()
+    of: int | None
+    echoes: list[list[int]]
+    turn: int
+    """The number of the reply among those of the thread."""
+    call_ids: Sequence[str]
+    """The ids of the calls before the reply."""
+
+
+class Thread:
+    """The messages of one thread, and which of them are replies of recorded calls."""
+
+    def __init__(self, number: int, parent: Thread | None = None, shared: int = 0) -> None:
+        self.number = number
+        self.messages: list[Message] = parent.messages[:shared] if parent else []
+        self.replies: list[tuple[int, int]] = []
+        """The position and the number of each recorded reply, in the order of the messages."""
+        self.tools: list[dict[str, Any]] = parent.tools if parent else []
+        """Those of its latest call."""
+        if parent is not None:
+            self.replies = [reply for reply in parent.replies if reply[0] < shared]
+        self._digests: list[bytes] = []
+        self._calls = Calls()
+        self._ids: list[str] = []
+
+    def digests(self, volatile: Volatile) -> list[bytes]:
+        """One per message, as those of a request."""
+        for message in self.messages[len(self._digests) :]:
+            self._digests.append(message_digest(message, self._calls, volatile))
+            made = message.get("tool_calls", ())
+            self._calls.add(made)
+            self._ids += [call["id"] for call in made]
+        return self._digests
+
+    def call_ids(self) -> list[str]:
+        """The ids of all calls, in order; `digests` must have been asked for."""
+        return self._ids
+
+    def replies_within(self, shared: int) -> int:
+        """How many of its first messages are recorded replies."""
+        if shared == len(self.messages):
+            return len(self.replies)
+        return sum(at < shared for at, _ in self.replies)
 
 
 class Threads:
-    """The calls of one agent, as conversations; see `Trajectory.agent_calls`."""
+    """The calls of one agent, as threads; see `Trajectory.agent_calls`."""
 
     def __init__(self) -> None:
         self.volatile: Volatile = NOTHING_VOLATILE
-        """Decides how requests are placed; set before the first `place`."""
+        """Decides how requests are placed; set it before the first `place`."""
         self.exchanges: list[ExchangeEvent] = []
         """All recorded calls, by number."""
+        self.threads: list[Thread] = []
+        self.live: set[int] = set()
+        """The numbers of the calls that the last start has made."""
         self.starts = 1
         """How often the agent's command was started."""
         self.exit: AgentExitEvent | None = None
         """How the last start ended, if it did."""
+        self._recent_of: dict[int, WireRequest] = {}
+        self._ends: list[tuple[int, int]] = []
+        """The thread of each call, and how many messages it had after the reply."""
+        self._aside: defaultdict[str, list[int]] = defaultdict(list)
+        """The numbers of the calls that are set aside, by key, the earliest last."""
+        self._answered = 0
+        self._diverged_at: int | None = None
 
     @property
     def next_number(self) -> int:
@@ -51,30 +106,198 @@ class Threads:
         return len(self.exchanges)
 
     @property
-    def recent(self) -> Sequence[WireRequest]:
-        """The latest requests of the threads, for `Wire.read`; empty after a resume."""
-        raise NotImplementedError
-
-    @property
-    def set_aside(self) -> list[ExchangeEvent]:
-        """Calls before the last restart that were not asked for again."""
-        raise NotImplementedError
+    def recent(self) -> list[WireRequest]:
+        """The latest requests of the latest threads, for `Wire.read`; none after a resume."""
+        return [*reversed(self._recent_of.values())]
 
     @property
     def diverged_at(self) -> int | None:
         """How many calls the last start answered before its first new one, while others were set
-        aside; None if none are set aside.
+        aside; None if none are set aside now.
         """
-        raise NotImplementedError
+        return self._diverged_at if self._aside else None
 
-    def apply(self, event: AgentEvent) -> None:
-        """Take one event into the fold."""
-        raise NotImplementedError
-
-    def place(self, request: WireRequest) -> Placement:
-        """Where a request belongs now: call it once its reply is complete."""
-        raise NotImplementedError
+    def end_of(self, number: int) -> tuple[Thread, int]:
+        """The thread of a call, and how many messages it had after the reply."""
+        thread, end = self._ends[number]
+        return self.threads[thread], end
 
     def unanswered(self, key: str) -> ExchangeEvent | None:
         """The earliest call with this key that is set aside, if there is one."""
-        raise NotImplementedError
+        numbers = self._aside.get(key)
+        return self.exchanges[numbers[-1]] if numbers else None
+
+    def apply(self, event: AgentEvent) -> None:
+        """Take one event into the fold."""
+        match event["kind"]:
+            case "exchange":
+                self._apply_exchange(event)
+            case "answered":
+                self._answered += 1
+                self.live.add(event["exchange"])
+                key = self.exchanges[event["exchange"]]["key"]
+                self._aside[key].remove(event["exchange"])
+                if not self._aside[key]:
+                    del self._aside[key]
+            case "restarted":
+                self.starts += 1
+                self.exit = None
+                self.live.clear()
+                self._aside.clear()
+                for exchange in reversed(self.exchanges):
+                    self._aside[exchange["key"]].append(exchange["number"])
+                self._answered, self._diverged_at = 0, None
+            case "agent_exit":
+                self.exit = event
+
+    def _apply_exchange(self, event: ExchangeEvent) -> None:
+        if event["thread"] == len(self.threads):
+            parent = event.get("of")
+            source = None if parent is None else self.threads[parent]
+            self.threads.append(Thread(event["thread"], source, event["shared"]))
+        thread = self.threads[event["thread"]]
+        echoes = {at: call for at, call in event.get("echoes", ())}  # noqa: C416 - lists of two
+        for n, message in enumerate(event["added"]):
+            if n in echoes:
+                thread.replies.append((len(thread.messages), echoes[n]))
+                message = self.exchanges[echoes[n]]["reply"]["message"]
+            thread.messages.append(message)
+        thread.replies.append((len(thread.messages), event["number"]))
+        thread.messages.append(event["reply"]["message"])
+        thread.tools = event.get("tools", thread.tools)
+        if self._aside and self._diverged_at is None:
+            self._diverged_at = self._answered
+        self.exchanges.append(event)
+        self.live.add(event["number"])
+        self._ends.append((thread.number, len(thread.messages)))
+
+    def place(self, request: WireRequest) -> Placement:
+        """Where a request belongs now: call it once its reply is complete."""
+        source, shared = self._longest(request.digests)
+        added = request.messages[shared:]
+        echoes = self._echoes(source, shared, request)
+        ids = self._call_ids(source, shared, added, echoes)
+        asked = [call["id"] for part in request.parts for call in part.calls]
+        if ids != asked:
+            added = _with_ids(added, request.messages[:shared], asked, ids)
+        continues = source is not None and shared == len(source.messages)
+        thread = source.number if source and continues else len(self.threads)
+        tools = source.tools if source else []
+        self._remember(thread, request)
+        return Placement(
+            thread=thread,
+            shared=shared,
+            added=added,
+            tools=None if tools == request.tools else request.tools,
+            of=None if source is None or continues else source.number,
+            echoes=echoes,
+            turn=1 + len(echoes) + (source.replies_within(shared) if source else 0),
+            call_ids=ids,
+        )
+
+    def _longest(self, digests: list[bytes]) -> tuple[Thread | None, int]:
+        """The thread that has most of the first messages, and how many it has.
+
+        Of several, the best is one that would be continued, then one of this start, then the
+        latest.
+        """
+        best: Thread | None = None
+        rank = (0, False, False)
+        for thread in reversed(self.threads):
+            theirs = thread.digests(self.volatile)
+            most = min(len(theirs), len(digests))
+            if most < rank[0] or theirs[0] != digests[0]:
+                continue
+            shared = most if theirs[:most] == digests[:most] else _common(theirs, digests)
+            is_live = bool(thread.replies) and thread.replies[-1][1] in self.live
+            if (mine := (shared, shared == len(theirs), is_live)) > rank:
+                best, rank = thread, mine
+        return best, rank[0]
+
+    def _echoes(self, source: Thread | None, shared: int, request: WireRequest) -> list[list[int]]:
+        """The recorded replies among the messages after the first `shared`.
+
+        An agent that changes earlier messages repeats the replies after them.
+        """
+        repeated = [
+            n
+            for n in range(shared, len(request.messages))
+            if request.messages[n]["role"] == "assistant"
+        ]
+        if not repeated:
+            return []
+        numbers: defaultdict[bytes, list[int]] = defaultdict(list)
+        for number in range(len(self.exchanges)):
+            thread, end = self.end_of(number)
+            numbers[thread.digests(self.volatile)[end - 1]].append(number)
+        last = max((n for at, n in source.replies if at < shared), default=-1) if source else -1
+        echoes = []
+        for n in repeated:
+            if known := numbers.get(request.digests[n]):
+                later = [number for number in known if number > last]
+                last = (
+                    min(later, key=lambda number: (number not in self.live, number))
+                    if (later)
+                    else known[-1]
+                )
+                echoes.append([n - shared, last])
+        return echoes
+
+    def _call_ids(
+        self,
+        source: Thread | None,
+        shared: int,
+        added: Sequence[Message],
+        echoes: Sequence[Sequence[int]],
+    ) -> list[str]:
+        """The ids that all calls of a request have in the record."""
+        if source is None or shared == len(source.messages):
+            ids = list(source.call_ids()) if source else []
+        else:
+            ids = [call["id"] for message in source.messages[:shared] for call in _calls(message)]
+        numbers = {at: number for at, number in echoes}  # noqa: C416 - lists of two
+        for n, message in enumerate(added):
+            if n in numbers:
+                message = self.exchanges[numbers[n]]["reply"]["message"]
+            ids += [call["id"] for call in _calls(message)]
+        return ids
+
+    def _remember(self, thread: int, request: WireRequest) -> None:
+        self._recent_of.pop(thread, None)
+        self._recent_of[thread] = request
+        if len(self._recent_of) > _MOST_RECENT:
+            del self._recent_of[next(iter(self._recent_of))]
+
+
+def _calls(message: Message) -> Sequence[ToolCall]:
+    return message.get("tool_calls", ())
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many first items two lists have in common."""
+    for n, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return n
+    return min(len(one), len(other))
+
+
+def _with_ids(
+    added: Sequence[Message], shared: Sequence[Message], asked: Sequence[str], ids: Sequence[str]
+) -> list[Message]:
+    """The messages with the ids of the record.
+
+    An agent makes its own ids where a server gives none, and some servers repeat ids.
+    """
+    count = sum(len(_calls(message)) for message in shared)
+    new = dict(zip(asked[:count], ids[:count], strict=True))
+    mapped = []
+    for message in added:
+        if message["role"] == "tool":
+            id = message["tool_call_id"]
+            message = {**message, "tool_call_id": new.get(id, id)}
+        elif made := _calls(message):
+            end = count + len(made)
+            new.update(zip(asked[count:end], ids[count:end], strict=True))
+            count = end
+        mapped.append(message)
+    return mapped

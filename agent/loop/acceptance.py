@@ -7,8 +7,7 @@ if `repair_tool_names` is on.
 from __future__ import annotations
 
 import difflib
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from agent.messages import Message
 from agent.models.model import Completion, Request
@@ -25,9 +24,6 @@ as many, and a worker stays responsive while they run."""
 
 MAX_CALLS = 1_000
 """A reply with more calls is discarded: their results would make the next request huge."""
-
-_ID_FIELDS: Mapping[str, str] = {"tool_use": "id", "function_call": "call_id"}
-"""The field with the call id in each type of verbatim block that is a call."""
 
 
 def why_unusable(completion: Completion, request: Request, options: AgentOptions) -> str | None:
@@ -65,30 +61,6 @@ def repair_names(message: Message, names: Sequence[str]) -> None:
             repairs.append({"call": call["id"], "name": written})
     if repairs:
         message["repairs"] = message.get("repairs", []) + repairs
-
-
-def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> None:
-    """Replace empty and repeated call ids, which some servers send: results are found by id."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return
-    taken = {call["id"] for call in calls} | {""}
-    seen: set[str] = set()
-    for n, call in enumerate(calls):
-        if call["id"] in seen or call["id"] in used or not call["id"]:
-            call["id"] = _new_id(f"call_{turn}_{n}", taken, used)
-        taken.add(call["id"])
-        seen.add(call["id"])
-    # Verbatim blocks of some dialects contain the same calls and need the same ids.
-    ids = iter(call["id"] for call in calls)
-    for block in message.get("provider_blocks", {"blocks": []})["blocks"]:
-        if field := _ID_FIELDS.get(str(block.get("type"))):
-            block[field] = next(ids)
-
-
-def _new_id(wanted: str, taken: Collection[str], used: Collection[str]) -> str:
-    candidates = itertools.chain([wanted], (f"{wanted}_{n}" for n in itertools.count(2)))
-    return next(id for id in candidates if id not in taken and id not in used)
 
 
 def _is_object(arguments: str) -> bool:

@@ -12,13 +12,14 @@ import asyncio
 from typing import Literal
 
 from agent.deadline import Deadline
-from agent.loop.acceptance import RUN_CALLS, make_ids_unique, repair_names, why_unusable
+from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
 from agent.loop.rules import ConversationSpec, next_step, over_time
 from agent.loop.steps import AddNote, CallModel, Finish, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
 from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
+from agent.state.call_ids import make_ids_unique
 from agent.state.events import (
     Clock,
     continued_event,

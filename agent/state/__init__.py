@@ -1,5 +1,6 @@
 """The state of a conversation, which is a fold of its events.
 
+call_ids      makes the ids of calls unique
 events        makes events, with their times
 trajectory    the fold: live, on resume and from a record
 tally         counts for the rules

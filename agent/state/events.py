@@ -20,6 +20,7 @@ from agent.messages import (
     ToolCall,
 )
 from agent.models.model import Completion
+from agent.state.call_ids import make_ids_unique
 from toolsets.tool import ASKS, ToolResult
 
 
@@ -141,4 +142,27 @@ def exchange_event(
 
     `stripped` are the server tools that were removed from the request.
     """
-    raise NotImplementedError
+    placed = threads.place(request)
+    reply = reply_event(placed.turn, completion, clock, discarded=None, waited_s=waited_s)
+    make_ids_unique(reply["message"], placed.call_ids, turn=placed.turn)
+    event = ExchangeEvent(
+        kind="exchange",
+        number=threads.next_number,
+        key=request.key,
+        dialect=request.api,
+        asked=request.model,
+        thread=placed.thread,
+        shared=placed.shared,
+        added=placed.added,
+        reply=reply,
+        body=body,
+    )
+    if placed.of is not None:
+        event["of"] = placed.of
+    if placed.echoes:
+        event["echoes"] = placed.echoes
+    if placed.tools is not None:
+        event["tools"] = placed.tools
+    if stripped:
+        event["stripped"] = list(stripped)
+    return event
