@@ -241,9 +241,7 @@ class Relay:
         reply.fail(refusal)
         self.replies.forget(reply)
 
-    async def _ask(
-        self, call: Call, asked: WireRequest, route: Route, reply: Reply
-    ) -> list[bytes]:
+    async def _ask(self, call: Call, asked: WireRequest, route: Route, reply: Reply) -> list[bytes]:
         """The last parts of the reply, once it is recorded."""
         wire = call.wire
         held: list[bytes] = []
@@ -341,9 +339,7 @@ def _parts(wire: Wire, body: Mapping[str, Any], *, is_stream: bool) -> list[byte
     return wire.stream_of(body) if is_stream else [wire.whole(body)]
 
 
-def _keep(
-    bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes
-) -> Completion:
+def _keep(bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes) -> Completion:
     bodies.append(body)
     return read(body)
 
