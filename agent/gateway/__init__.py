@@ -8,6 +8,7 @@ wire_chat       OpenAI chat completions
 wire_messages   Anthropic messages
 wires           the dialects by name and by path
 threads         the fold of an agent's calls into conversations
+lines           the conversations that the threads make up
 
 The modules above only compute; they do no I/O.
 """
