@@ -65,8 +65,7 @@ class Gateway:
         )
         self._keepalive_s = keepalive_s
         self._key: str | None = None
-        self._listener: asyncio.Server | None = None
-        self._server: web.Server | None = None
+        self._servers: list[tuple[asyncio.Server, web.Server]] = []
 
     @property
     def ending(self) -> Finish | None:
@@ -101,30 +100,31 @@ class Gateway:
     async def serve_unix(self, path: Path) -> None:
         """Listen on a socket at `path`: who reaches it is the agent."""
         loop = asyncio.get_running_loop()
-        self._server = server_of(self.handle)
-        self._listener = await loop.create_unix_server(self._server, path)
+        server = server_of(self.handle)
+        self._servers.append((await loop.create_unix_server(server, path), server))
 
     async def serve_tcp(self) -> tuple[int, str]:
         """Listen on a free port of 127.0.0.1; return it, and the key that requests must have."""
         loop = asyncio.get_running_loop()
         self._key = secrets.token_urlsafe(24)
-        self._server = server_of(self.handle)
-        self._listener = await loop.create_server(self._server, "127.0.0.1", 0)
-        return self._listener.sockets[0].getsockname()[1], self._key
+        server = server_of(self.handle)
+        listener = await loop.create_server(server, "127.0.0.1", 0)
+        self._servers.append((listener, server))
+        return listener.sockets[0].getsockname()[1], self._key
 
     async def close(self) -> None:
         """Take no more connections, wait for the calls in flight, and record them.
 
         Raises what made further calls impossible; see `Relay.close`.
         """
-        if self._listener is not None:
-            self._listener.close()
+        for listener, _ in self._servers:
+            listener.close()
         try:
             await self._relay.close()
         finally:
-            if self._server is not None:
-                self._server.pre_shutdown()
-                await self._server.shutdown(_CLOSE_S)
+            for _, server in self._servers:
+                server.pre_shutdown()
+                await server.shutdown(_CLOSE_S)
 
     async def handle(self, request: web.BaseRequest, path: str | None = None) -> web.StreamResponse:
         """Answer a request; `path` is used instead of its own path."""

@@ -2,4 +2,5 @@
 
 relaying       a gateway between an endpoint and an agent that tests play
 test_relay     what reaches the endpoint and the agent, and in which order
+test_gateway   what the gateway answers itself
 """

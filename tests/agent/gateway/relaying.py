@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -117,7 +118,8 @@ class Relayed:
 
     def post(self, body: Any = None, path: str | None = None, **more: Any) -> Any:
         """A request of the agent; an async context manager."""
-        data = body if isinstance(body, bytes) else orjson.dumps(body or ask(self.api))
+        is_ready = isinstance(body, bytes | io.BytesIO)
+        data = body if is_ready else orjson.dumps(body or ask(self.api))
         headers = {"x-api-key": "placeholder", **more.pop("headers", {})}
         url = "http://gateway" + (path or PATHS[self.api])
         return self.client.post(url, data=data, headers=headers, **more)
@@ -135,10 +137,12 @@ async def relayed(
     *,
     events: Iterable[Event] = (),
     route: Callable[[str, str], Route] | None = None,
+    name: str | None = None,
     settings: dict[str, Any] | None = None,
     **given: Any,
 ) -> AsyncIterator[Relayed]:
-    """A gateway for an agent with these events so far; `given` goes to the `Gateway`."""
+    """A gateway for an agent with these events so far, at an endpoint where the model is called
+    `name`; `given` goes to the `Gateway`."""
     endpoint = Endpoint(play or whole(api))
     upstream = web.Server(endpoint.handle, access_log=None)
     loop = asyncio.get_running_loop()
@@ -154,7 +158,7 @@ async def relayed(
     happened: list[Event] = list(events)
     gateway = Gateway(
         wires=[api],
-        route=route or (lambda api, asked: Route(model)),
+        route=route or (lambda api, asked: Route(model, name)),
         trajectory=Trajectory((), happened),
         journal=happened.append,
         **given,
