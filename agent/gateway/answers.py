@@ -1,4 +1,4 @@
-"""Replies on their way to agents: a reply that is asked for again is not paid for again."""
+"""Answers on their way to agents: a reply that is asked for again is not paid for again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Refusal(NamedTuple):
     """What the endpoint said, to be passed on as it is."""
 
 
-class Reply:
+class Answer:
     """A reply as far as it has come; several connections can read it, each from its beginning."""
 
     def __init__(self, refusal: Refusal | None = None) -> None:
@@ -62,19 +62,19 @@ class Reply:
             await self.change(len(self.parts))
 
 
-class Replies:
-    """The replies that no agent has read to their ends, by request."""
+class Answers:
+    """The answers that the agent has not read to their ends, by request."""
 
     def __init__(self) -> None:
-        self._unread: dict[tuple[str, bool], list[Reply]] = {}
+        self._unread: dict[tuple[str, bool], list[Answer]] = {}
 
-    def begin(self, request: WireRequest) -> Reply:
+    def begin(self, request: WireRequest) -> Answer:
         """A new reply to a request."""
-        reply = Reply()
+        reply = Answer()
         self._unread.setdefault((request.key, request.is_stream), []).append(reply)
         return reply
 
-    def join(self, request: WireRequest, *, is_repeat: bool) -> Reply | None:
+    def join(self, request: WireRequest, *, is_repeat: bool) -> Answer | None:
         """The reply to an equal request whose connection is gone; None if there is none.
 
         `is_repeat`: the agent says that it asks again. Other equal requests whose connections live
@@ -86,7 +86,7 @@ class Replies:
         return None
 
     @contextmanager
-    def reading(self, reply: Reply) -> Iterator[None]:
+    def reading(self, reply: Answer) -> Iterator[None]:
         """While a connection reads a reply; left without an exception, it has read all of it."""
         reply.readers += 1
         try:
@@ -95,11 +95,11 @@ class Replies:
             reply.readers -= 1
         self.forget(reply)
 
-    def forget(self, reply: Reply) -> None:
+    def forget(self, reply: Answer) -> None:
         """A reply was read, or failed: an equal request is another call."""
-        for key, replies in self._unread.items():
-            if reply in replies:
-                replies.remove(reply)
-                if not replies:
+        for key, answers in self._unread.items():
+            if reply in answers:
+                answers.remove(reply)
+                if not answers:
                     del self._unread[key]
                 return

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from agent.gateway.answers import Refusal, Replies, Reply
+from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.threads import Threads
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireRequest
 from agent.loop.steps import Finish
 from agent.messages import UNREADABLE, AnsweredEvent, ExchangeEvent, Message, Usage
-from agent.models.client.relay import RelayRequest
+from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion
@@ -52,7 +52,10 @@ class CallLimits:
     max_cost_usd: float | None = None
 
 
-class Call(NamedTuple):
+NO_LIMITS = CallLimits()
+
+
+class AgentCall(NamedTuple):
     """A request of an agent."""
 
     wire: Wire
@@ -75,7 +78,7 @@ class Relay:
         trajectory: Trajectory,
         journal: Journal,
         kept: Kept = None,
-        limits: CallLimits = CallLimits(),
+        limits: CallLimits = NO_LIMITS,
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -93,7 +96,7 @@ class Relay:
             trajectory.agent_calls = Threads()
         self._threads = trajectory.agent_calls
         self._threads.volatile = volatile
-        self.replies = Replies()
+        self.answers = Answers()
         self.ending: Finish | None = None
         """Why calls were refused; None if none was."""
         self.failure: Exception | None = None
@@ -117,32 +120,32 @@ class Relay:
             return f"call {self._threads.calls + 1} in flight"
         return "tools" if self._threads.calls else "starting"
 
-    def answer(self, call: Call) -> Reply:
+    def answer(self, call: AgentCall) -> Answer:
         """The reply to a model call, perhaps still to come. Raises `WireError`."""
         asked = call.wire.read(call.path, call.body, self._volatile, self._threads.recent)
-        if reply := self.replies.join(asked, is_repeat=call.is_repeat):
+        if reply := self.answers.join(asked, is_repeat=call.is_repeat):
             log.debug("a call is asked for again: it gets the same reply")
             return reply
         if refusal := self._stop():
-            return Reply(refusal)
+            return Answer(refusal)
         if known := self._threads.unanswered(asked.key):
             return self._recorded(known, asked, call.wire)
         if refusal := self._limit():
-            return Reply(refusal)
+            return Answer(refusal)
         try:
             route = self._route(call.wire.api, asked.model)
         except RefusedModel as error:
-            return Reply(Refusal(_STOP, "model", str(error)))
-        reply = self.replies.begin(asked)
+            return Answer(Refusal(_STOP, "model", str(error)))
+        reply = self.answers.begin(asked)
         task = asyncio.create_task(self._make(call, asked, route, reply))
         self._calls[task] = self._threads.calls
         task.add_done_callback(self._calls.pop)
         return reply
 
-    async def count_tokens(self, call: Call) -> Reply:
+    async def count_tokens(self, call: AgentCall) -> Answer:
         """The reply to a request that costs nothing and is not recorded."""
         if refusal := self._stop():
-            return Reply(refusal)
+            return Answer(refusal)
         try:
             route = self._route(call.wire.api, str(call.body.get("model")))
             request = _request(call, route, None, read=_free)
@@ -150,12 +153,12 @@ class Relay:
             request = replace(request, read=partial(_keep, bodies, _free))
             await route.model.complete(request)
         except RefusedModel as error:
-            return Reply(Refusal(_STOP, "model", str(error)))
+            return Answer(Refusal(_STOP, "model", str(error)))
         except ModelError as error:
-            return Reply(_refusal_of(error))
+            return Answer(_refusal_of(error))
         except Exception as error:
-            return Reply(self._fail(error))
-        reply = Reply()
+            return Answer(self._fail(error))
+        reply = Answer()
         reply.finish(bodies[-1:])
         return reply
 
@@ -197,10 +200,9 @@ class Relay:
 
     def _reached(self) -> Finish | None:
         limits, spent = self._limits, self._trajectory
-        if (most := limits.max_calls) is not None:
-            made = self._threads.calls - len(self._threads.set_aside) + len(self._calls)
-            if made >= most:
-                return Finish("max_turns", f"the agent has made all of its {most} model calls")
+        most = limits.max_calls
+        if most is not None and len(self._threads.live) + len(self._calls) >= most:
+            return Finish("max_turns", f"the agent has made all of its {most} model calls")
         if (dollars := limits.max_cost_usd) is not None:
             if spent.unpriced:
                 words = "the cost of a reply is unknown, so the budget cannot be kept"
@@ -217,14 +219,14 @@ class Relay:
                 return Finish("budget", words)
         return None
 
-    def _recorded(self, known: ExchangeEvent, asked: WireRequest, wire: Wire) -> Reply:
+    def _recorded(self, known: ExchangeEvent, asked: WireRequest, wire: Wire) -> Answer:
         """A recorded reply, to an equal call of an earlier start."""
         self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
-        reply = self.replies.begin(asked)
+        reply = self.answers.begin(asked)
         reply.finish(_parts(wire, known["body"], is_stream=asked.is_stream))
         return reply
 
-    async def _make(self, call: Call, asked: WireRequest, route: Route, reply: Reply) -> None:
+    async def _make(self, call: AgentCall, asked: WireRequest, route: Route, reply: Answer) -> None:
         """Make a call, record it, and only then end the reply."""
         try:
             reply.finish(await self._ask(call, asked, route, reply))
@@ -236,12 +238,14 @@ class Relay:
             refusal = self._fail(error)
         except asyncio.CancelledError:
             reply.fail(Refusal(_STOP, "stopped", "the run is stopping; it can be resumed"))
-            self.replies.forget(reply)
+            self.answers.forget(reply)
             raise
         reply.fail(refusal)
-        self.replies.forget(reply)
+        self.answers.forget(reply)
 
-    async def _ask(self, call: Call, asked: WireRequest, route: Route, reply: Reply) -> list[bytes]:
+    async def _ask(
+        self, call: AgentCall, asked: WireRequest, route: Route, reply: Answer
+    ) -> list[bytes]:
         """The last parts of the reply, once it is recorded."""
         wire = call.wire
         held: list[bytes] = []
@@ -298,7 +302,7 @@ class Relay:
 
 
 def _request(
-    call: Call,
+    call: AgentCall,
     route: Route,
     asked: WireRequest | None,
     *,
@@ -306,8 +310,7 @@ def _request(
 ) -> RelayRequest:
     """The request as it is sent: as it came, unless something in it has to be another."""
     wire, path, content, body = call.wire, call.path, call.content, call.body
-    most = 0
-    bound = None
+    most = bound = None
     if asked is not None:
         settings = route.model.settings
         most = asked.max_tokens
@@ -323,7 +326,7 @@ def _request(
         path=wire.upstream_path(path),
         body=content,
         headers=wire.request_headers(call.headers),
-        max_tokens=most and most * _choices(body),
+        max_tokens=None if most is None else most * _choices(body),
         read=read,
     )
 
@@ -332,7 +335,7 @@ def _choices(body: Mapping[str, Any]) -> int:
     """How many replies a body asks for, each of which may be as long as its limit."""
     config = body.get("generationConfig")
     asked = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
-    return max(1, *(count for count in asked if type(count) is int), 1)
+    return max([1, *(count for count in asked if type(count) is int)])
 
 
 def _parts(wire: Wire, body: Mapping[str, Any], *, is_stream: bool) -> list[bytes]:

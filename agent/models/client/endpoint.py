@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from agent.models.client.key_command import RenewableKey
-from agent.models.client.relay import RelayRequest
+from agent.models.client.relayed import RelayRequest
 from agent.models.client.transport import Transport
 from agent.models.client.unsupported_options import UnsupportedOptions
 from agent.models.dialects.registry import DIALECTS, read_reply

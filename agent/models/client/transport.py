@@ -31,7 +31,7 @@ from agent.models.client.prepared import (
     relayed_headers,
     with_query,
 )
-from agent.models.client.relay import OnEvent, RelayRequest
+from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.keys import Key
