@@ -21,6 +21,9 @@ Other rooms import only the modules in `SEAM`.
 
 SEAM = (
     "command_agent",
+    "gateway.lines",
+    "gateway.relay",
+    "gateway.server",
     "loop.loop",
     "loop.opening",
     "loop.references",

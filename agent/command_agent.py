@@ -7,6 +7,7 @@ them to the endpoint of the run. Commands, texts and files can name what is know
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from pydantic import (
 from agent.gateway.wire import Volatile
 from agent.models.providers import Api
 from agent.options import PositiveInt, split_commas
+from toolsets import exact_json
 
 PLACEHOLDERS = ("prompt", "gateway", "key", "model", "workspace", "home")
 """In braces: the prompt's text, the gateway's URL and the key for it, the model's name, the
@@ -186,6 +188,12 @@ class CommandAgent(BaseModel):
         agent = CommandAgent.model_validate(fields)
         same = agent.version_command == self.version_command
         return agent.with_found(self.found if same else None)
+
+    def facts(self) -> dict[str, Any]:
+        """What a record says of it."""
+        described = exact_json.dumps([self.command, self.stdin, self.env, self.files])
+        digest = hashlib.sha256(described).hexdigest()[:16]
+        return {"name": self.name, "version": self.found, "command": digest}
 
     def meaning(self) -> dict[str, Any]:
         """What affects the data, JSON-ready."""

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from agent.command_agent import CommandAgent, fill
+from agent.gateway.lines import lines_of
 from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
-from agent.messages import AgentExitEvent, Event, RestartedEvent
+from agent.messages import AgentExitEvent, Event, ReplyEvent, RestartedEvent
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
 from runs.config.agent_program import HOME, SOCKET_DIR, extras_of, path_of, version_of
@@ -215,14 +216,29 @@ class AgentRunner:
                 await gateway.close()
             return result
 
-    async def version(self, agent: CommandAgent) -> str | None:
-        """The version of an agent; that of a row's own program is asked for once."""
+    async def with_version(self, agent: CommandAgent) -> CommandAgent:
+        """An agent with its version; that of a row's own program is asked for once.
+
+        Raises `AgentFailed`.
+        """
         command = agent.version_command
         if agent.found is not None or not command:
-            return agent.found
+            return agent
         if command not in self._versions:
-            self._versions[command] = await asyncio.to_thread(version_of, agent, self._config)
-        return self._versions[command]
+            try:
+                found = await asyncio.to_thread(version_of, agent, self._config)
+            except (SandboxError, NotInstalled) as error:
+                raise AgentFailed(f"agent {agent.name!r}: {error}") from error
+            self._versions[command] = found
+        return agent.with_found(self._versions[command])
+
+
+def _last_reply(task: AgentTask) -> ReplyEvent | None:
+    """The last reply of the main conversation; None if the agent made no call."""
+    if (calls := task.trajectory.agent_calls) is None:
+        return None
+    main = lines_of(calls, task.row.opening[-1]["content"]).main
+    return None if main is None else calls.exchanges[main.numbers[-1]]["reply"]
 
 
 @asynccontextmanager
@@ -271,9 +287,7 @@ def _ending(task: AgentTask, gateway: Gateway, result: ExecResult) -> Finish:
         return gateway.ending
     if result.timed_out:
         return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
-    calls = task.trajectory.agent_calls
-    main = None if calls is None else calls.main(task.row.opening[-1]["content"])
-    last = None if main is None else main.last_reply
+    last = _last_reply(task)
     if last is not None:
         match last["finish_reason"]:
             case "length" | "refusal" | "context_exceeded" as cut:

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agent.command_agent import CommandAgent
 from agent.loop.loop import close_calls
-from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.messages import Event, is_cost_only
 from agent.models.errors import ModelError
@@ -129,7 +127,7 @@ class TaskRunner:
         # The record includes all replies so far: they were paid for.
         trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
         close_calls(trajectory, "failed", lambda event: None)
-        return self._finished(task, assignment, trajectory, row.spec, Finish("failed"), failure)
+        return self._finished(task, assignment, trajectory, row, Finish("failed"), failure)
 
     async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
         """Run one task; return the message about its end, with its record if there is one.
@@ -146,8 +144,9 @@ class TaskRunner:
         failure = check = None
         try:
             kept = await self._spaces.prepare(context, row, place=assignment["place"])
-            if row.agent is not None:
-                end = await self._run_agent(task, assignment, trajectory, row, context, row.agent)
+            if row.agent is not None and self._agents is not None:
+                row = row._replace(agent=await self._agents.with_version(row.agent))
+                end = await self._run_agent(task, assignment, trajectory, row, context)
             else:
                 end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             check = await self._spaces.judge(context, row)
@@ -168,14 +167,14 @@ class TaskRunner:
         if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = context
-        return self._finished(task, assignment, trajectory, row.spec, end, failure, check)
+        return self._finished(task, assignment, trajectory, row, end, failure, check)
 
     def _finished(
         self,
         task: Task,
         assignment: Assignment,
         trajectory: Trajectory,
-        spec: ConversationSpec,
+        row: RowTask,
         end: Finish,
         failure: Failure | None,
         check: dict[str, Any] | None = None,
@@ -184,12 +183,13 @@ class TaskRunner:
             task,
             trajectory,
             end=end,
-            spec=spec,
+            spec=row.spec,
             setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             check=check,
             attempt=assignment["attempt"],
             provenance=self._setup.provenance,
+            agent=row.agent,
         )
         return pack(
             "finished",
@@ -253,19 +253,19 @@ class TaskRunner:
         trajectory: Trajectory,
         row: RowTask,
         context: ToolContext,
-        agent: CommandAgent,
     ) -> Finish:
         """Run an agent that is a command."""
         from runs.worker.agent_runner import AgentTask
 
         assert self._agents is not None
+        assert row.agent is not None
         if context.sandbox is not None:
             await context.sandbox.stop()  # what set up the workspace
         kept_by = self._journal.kept
         return await self._agents.run(
             AgentTask(
                 key=task.key,
-                agent=agent,
+                agent=row.agent,
                 setup=setup_of_task(self._setups, self._config, task),
                 row=row,
                 context=context,
