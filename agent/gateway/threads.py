@@ -90,6 +90,8 @@ class Threads:
         self._recent_of: dict[int, WireRequest] = {}
         self._ends: list[tuple[int, int]] = []
         """The thread of each call, and how many messages it had after the reply."""
+        self._tools: list[list[dict[str, Any]]] = []
+        self._starts: list[int] = []
         self._aside: defaultdict[str, list[int]] = defaultdict(list)
         """The numbers of the calls that are set aside, by key, the earliest last."""
         self._answered = 0
@@ -121,6 +123,14 @@ class Threads:
         """The thread of a call, and how many messages it had after the reply."""
         thread, end = self._ends[number]
         return self.threads[thread], end
+
+    def tools_of(self, number: int) -> list[dict[str, Any]]:
+        """The tools that a call offered."""
+        return self._tools[number]
+
+    def start_of(self, number: int) -> int:
+        """The start of the agent that made a call, from 1."""
+        return self._starts[number]
 
     def unanswered(self, key: str) -> ExchangeEvent | None:
         """The earliest call with this key that is set aside, if there is one."""
@@ -169,6 +179,8 @@ class Threads:
             self._diverged_at = self._answered
         self.exchanges.append(event)
         self.live.add(event["number"])
+        self._tools.append(thread.tools)
+        self._starts.append(self.starts)
         self._ends.append((thread.number, len(thread.messages)))
 
     def place(self, request: WireRequest) -> Placement:

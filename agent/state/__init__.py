@@ -2,6 +2,8 @@
 
 call_ids      makes the ids of calls unique
 events        makes events, with their times
+sums          tokens and dollars of replies
+agent_record  what an agent's calls add to a record
 trajectory    the fold: live, on resume and from a record
 tally         counts for the rules
 history       checks messages that a conversation starts with

@@ -7,14 +7,13 @@ from its journal has the same state as before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from agent.deadline import TimeAtWork
 from agent.gateway.threads import Threads
 from agent.messages import (
     COST_ONLY,
-    MOST_TOKENS,
     CutEvent,
     Event,
     ForkedEvent,
@@ -27,7 +26,9 @@ from agent.messages import (
     Usage,
 )
 from agent.reasoning import split_inline_reasoning
+from agent.state.agent_record import agent_record
 from agent.state.final_answer import FinalAnswer, finish_in
+from agent.state.sums import cost_of, usage_of
 from agent.state.tally import Tally
 
 CONTINUE_CUT = "continue_cut"
@@ -205,23 +206,11 @@ class Trajectory:
 
     def usage(self) -> Usage | None:
         """Tokens of all paid replies; a count that is unknown for any of them is None."""
-        paid = list(self._paid_replies())
-        if not paid:
-            return None
-        usages = [reply["usage"] for reply in paid]
-        return Usage(
-            input_tokens=_sum_known(usages, "input_tokens"),
-            output_tokens=_sum_known(usages, "output_tokens"),
-            cache_read_tokens=_sum_known(usages, "cache_read_tokens"),
-            cache_write_tokens=_sum_known(usages, "cache_write_tokens"),
-            reasoning_tokens=_sum_known(usages, "reasoning_tokens"),
-        )
+        return usage_of(list(self._paid_replies()))
 
     def cost_usd(self) -> float | None:
         """Dollars of all paid replies, or None if the price of any is unknown."""
-        costs = [reply["cost_usd"] for reply in self._paid_replies()]
-        known = [cost for cost in costs if cost is not None]
-        return sum(known) if known and len(known) == len(costs) else None
+        return cost_of(list(self._paid_replies()))
 
     def api_calls(self) -> int:
         """How many replies were paid for, unusable ones and inner conversations included."""
@@ -236,7 +225,8 @@ class Trajectory:
         `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off, if any),
         `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent or stage:
         key, name, and the keys of a record), `resumes`, `api_calls`, `usage` and `cost_usd` (of
-        all paid replies), `model_returned`, and for a branch `fork` (see `ForkedEvent`), with
+        all paid replies), `model_returned`, for an agent that runs as a command the keys of
+        `agent_record`, and for a branch `fork` (see `ForkedEvent`), with
         `inherited` in the turns of its parent.
         """
         record = {
@@ -270,7 +260,16 @@ class Trajectory:
         }
         if self.cut:
             record["cut_calls"] = [_without_kind(cut) for cut in self.cut]
+        if self.agent_calls is not None:
+            record = self._with_agent(record, self.agent_calls)
         return record if self.forked is None else record | {"fork": _without_kind(self.forked)}
+
+    def _with_agent(self, record: dict[str, Any], threads: Threads) -> dict[str, Any]:
+        """The record with an agent's conversations; the sums stay those of all its calls."""
+        found = agent_record(threads, self.messages[-1]["content"] if self.messages else "")
+        kept = ("notes", "discarded", "resumes", "api_calls", "usage", "cost_usd")
+        sums = {key: record[key] for key in kept}
+        return {**record, **found, **sums, "inner": [*record["inner"], *found["inner"]]}
 
     def _open(self, opening: Sequence[Message]) -> None:
         self.messages: list[Message] = list(opening)
@@ -356,6 +355,9 @@ class Trajectory:
         for reply in (*self.replies, *self.discarded):
             if "inherited" not in reply:
                 yield reply
+        if self.agent_calls is not None:
+            for exchange in self.agent_calls.exchanges:
+                yield exchange["reply"]
         for inner in self.inner.values():
             yield from inner.trajectory._paid_replies()
 
@@ -370,17 +372,6 @@ class InnerConversation:
 
 def _without_kind(event: Event) -> dict[str, Any]:
     return {k: v for k, v in event.items() if k != "kind"}
-
-
-def _sum_known(usages: Sequence[Usage | None], key: str) -> int | None:
-    counts: list[int | None] = [None if usage is None else _count(usage, key) for usage in usages]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
-
-
-def _count(usage: Mapping[str, Any], key: str) -> int | None:
-    count = usage[key]
-    return count if isinstance(count, int) and count < MOST_TOKENS else None
 
 
 Journal = Callable[[Event], None]

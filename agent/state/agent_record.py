@@ -1,0 +1,136 @@
+"""The part of a record that an agent's calls make up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agent.gateway.lines import Line, lines_of
+from agent.gateway.threads import Threads
+from agent.messages import ExchangeEvent, ReplyEvent
+from agent.state.sums import cost_of, usage_of
+
+MAIN = "main"
+"""What the main conversation is called among the threads."""
+
+
+def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
+    """The conversation of an agent whose task is `prompt`, with all others that it had.
+
+    Keys beside those of `Trajectory.to_record`, whose `turns` also have `exchange`, the number of
+    the call: `threads` (one per conversation: key, name, calls, model), `set_aside` (calls of
+    earlier starts that the last one did not make: number, thread, shared, of, added, dialect,
+    asked, and what a turn has, with its message), `rewritten` (calls that were shown other messages
+    than their conversation has: exchanges, thread, start, end, messages), `diverged_at`, and
+    `agent` (starts, stripped_tools, exit_code, stdout, stderr, duration_s, timed_out).
+    """
+    lines = lines_of(threads, prompt)
+    main = [] if lines.main is None else [lines.main]
+    record: dict[str, Any] = {}
+    for line in main:
+        record |= _conversation(line, threads)
+    record["inner"] = [
+        {"key": line.key, "name": line.name, **_conversation(line, threads)}
+        for line in lines.others
+    ]
+    record["threads"] = [
+        {
+            "key": line.key,
+            "name": line.name or MAIN,
+            "calls": len(line.own),
+            "model": threads.exchanges[line.numbers[-1]]["asked"],
+        }
+        for line in (*main, *lines.others)
+    ]
+    record["set_aside"] = [_set_aside(event) for event in lines.set_aside]
+    record["rewritten"] = [
+        {
+            "exchanges": changed.calls,
+            "thread": changed.line.key,
+            "start": changed.start,
+            "end": changed.end,
+            "messages": changed.messages,
+        }
+        for changed in lines.rewritten
+    ]
+    record["diverged_at"] = threads.diverged_at
+    record["agent"] = _facts(threads)
+    return record
+
+
+def _conversation(line: Line, threads: Threads) -> dict[str, Any]:
+    """A line with the keys that every conversation in a record has."""
+    turns, calls = [], []
+    for turn, (position, number) in enumerate(line.replies, 1):
+        reply = threads.exchanges[number]["reply"]
+        view = {key: value for key, value in reply.items() if key not in ("kind", "message")}
+        inherited = {} if number in line.own else {"inherited": True}
+        turns.append({**view, "turn": turn, "exchange": number, **inherited})
+        calls += _results(line, threads, turn, position)
+    paid = [threads.exchanges[number]["reply"] for number in sorted(line.own)]
+    return {
+        "messages": line.messages,
+        "turns": turns,
+        "tool_calls": calls,
+        "notes": [],
+        "discarded": [],
+        "inner": [],
+        "resumes": [],
+        "api_calls": len(paid),
+        "usage": usage_of(paid),
+        "cost_usd": cost_of(paid),
+        "model_returned": turns[-1]["model"],
+        "tools": line.tools,
+    }
+
+
+def _results(line: Line, threads: Threads, turn: int, position: int) -> list[dict[str, Any]]:
+    """The results of the calls of a turn, in call order, as `Trajectory.to_record` has them.
+
+    The agent ran the tools: what is known is the time from the reply to the next request, and
+    nothing if the next request came from another start.
+    """
+    asked = line.messages[position].get("tool_calls", ())
+    places = {call["id"]: n for n, call in enumerate(asked)}
+    found = []
+    for message in line.messages[position + 1 :]:
+        if message["role"] == "assistant":
+            break
+        if message["role"] == "tool" and message["tool_call_id"] in places:
+            found.append((places.pop(message["tool_call_id"]), message))
+    _, number = line.replies[turn - 1]
+    began = _ended_at(threads.exchanges[number]["reply"])
+    took = None
+    if turn < len(line.replies) and threads.start_of(line.replies[turn][1]) == (
+        threads.start_of(number)
+    ):
+        following = threads.exchanges[line.replies[turn][1]]["reply"]
+        took = max(0.0, round(following["started_at"] - began, 6))
+    return [
+        {
+            "turn": turn,
+            "call": n,
+            "name": message["name"],
+            "is_error": message["is_error"],
+            "started_at": began,
+            "duration_s": took,
+        }
+        for n, message in sorted(found, key=lambda place: place[0])
+    ]
+
+
+def _ended_at(reply: ReplyEvent) -> float:
+    return reply["started_at"] + reply["duration_s"]
+
+
+def _set_aside(event: ExchangeEvent) -> dict[str, Any]:
+    hidden = ("kind", "reply", "body", "echoes")
+    reply = {key: value for key, value in event["reply"].items() if key != "kind"}
+    return {key: value for key, value in event.items() if key not in hidden} | reply
+
+
+def _facts(threads: Threads) -> dict[str, Any]:
+    """What is known of the agent from its calls and its end."""
+    stripped = {name for event in threads.exchanges for name in event.get("stripped", ())}
+    ended = {} if threads.exit is None else dict(threads.exit)
+    ended.pop("kind", None)
+    return {"starts": threads.starts, "stripped_tools": sorted(stripped), **ended}
