@@ -30,7 +30,8 @@ class Chat:
 
     url = os.environ.get("OPENAI_BASE_URL", "") + "/chat/completions"
     more: ClassVar[JSON] = {
-        "tools": [{"type": "function", "function": {"name": "bash", "parameters": SCHEMA}}]
+        "tools": [{"type": "function", "function": {"name": "bash", "parameters": SCHEMA}}],
+        "stream_options": {"include_usage": True},
     }
     field = "messages"
 
@@ -41,7 +42,7 @@ class Chat:
         message: JSON = {"role": "assistant", "content": ""}
         for event in events:
             for choice in event.get("choices", ()):
-                delta = choice.get("delta") or choice["message"]
+                delta = choice["delta"] if "delta" in choice else choice["message"]
                 message["content"] += delta.get("content") or ""
                 for call in delta.get("tool_calls") or ():
                     call = {key: value for key, value in call.items() if key != "index"}

@@ -40,7 +40,8 @@ class Asked(NamedTuple):
     body: bytes
 
 
-Play = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
+Play = Callable[[web.BaseRequest, bytes, int], Awaitable[web.StreamResponse]]
+"""Answers a request with this body, which is number 1, 2, ..."""
 
 
 class Endpoint:
@@ -55,7 +56,7 @@ class Endpoint:
         body = await request.read()
         self.asked.append(Asked(request.raw_path, dict(request.headers), body))
         self.came.set()
-        return await self.play(request, body)
+        return await self.play(request, body, len(self.asked))
 
 
 def reply_of(api: str, n: int = 1, text: str = "Done.") -> JSON:
@@ -72,7 +73,8 @@ def events_of(api: str, body: JSON) -> list[bytes]:
 def whole(api: str, **given: Any) -> Play:
     """Answer with a whole reply, or as a stream where one is asked for."""
 
-    async def play(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+    async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+        del n
         reply = reply_of(api, **given)
         if not orjson.loads(body).get("stream"):
             return web.Response(body=orjson.dumps(reply), content_type="application/json")
@@ -91,9 +93,8 @@ async def stream(request: web.BaseRequest, events: Iterable[bytes]) -> web.Strea
     return response
 
 
-def ask(api: str, prompt: str = "Go.", **more: Any) -> JSON:
-    """The body of a request."""
-    del api
+def ask(prompt: str = "Go.", **more: Any) -> JSON:
+    """The body of a request, in either dialect."""
     return {
         "model": "m",
         "max_tokens": 1000,
@@ -113,13 +114,19 @@ class Relayed:
         self.client: aiohttp.ClientSession
 
     @property
+    def readers(self) -> int:
+        """How many connections wait for replies."""
+        unread = self.gateway._relay.answers._unread.values()
+        return sum(answer.readers for answers in unread for answer in answers)
+
+    @property
     def exchanges(self) -> list[ExchangeEvent]:
         return [event for event in self.events if event["kind"] == "exchange"]
 
     def post(self, body: Any = None, path: str | None = None, **more: Any) -> Any:
         """A request of the agent; an async context manager."""
         is_ready = isinstance(body, bytes | io.BytesIO)
-        data = body if is_ready else orjson.dumps(body or ask(self.api))
+        data = body if is_ready else orjson.dumps(body or ask())
         headers = {"x-api-key": "placeholder", **more.pop("headers", {})}
         url = "http://gateway" + (path or PATHS[self.api])
         return self.client.post(url, data=data, headers=headers, **more)

@@ -19,7 +19,7 @@ from agent.models.model import ModelSettings, Price
 from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, relayed, reply_of, until, whole
 
 EACH = pytest.mark.parametrize("api", ALL)
-PRICES = {"prices": {"m": Price(1.0, 1.0, 1.0, 1.0)}}
+PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 1.0, 1.0, 1.0)}}
 
 
 def _error(said: bytes) -> Any:
@@ -43,10 +43,10 @@ def test_a_limit_refuses_the_next_call(
     async def run() -> None:
         async with relayed(api, limits=limits, settings=PRICES) as world:
             for n in range(2):
-                assert (await world.read(ask(api, f"Go {n}.")))[0] == 200
-            assert world.gateway.ending is None
+                assert (await world.read(ask(f"Go {n}.")))[0] == 200
+            assert not world.gateway.ended.is_set()
             for is_stream in (False, True):
-                async with world.post(ask(api, stream=is_stream)) as response:
+                async with world.post(ask(stream=is_stream)) as response:
                     assert response.status == 400
                     assert response.headers["x-should-retry"] == "false"
                     error = _error(await response.read())
@@ -65,13 +65,13 @@ def test_calls_in_flight_count_against_the_limit() -> None:
     goes_on = asyncio.Event()
     answer = whole("openai_chat")
 
-    async def play(request: web.BaseRequest, content: bytes) -> web.StreamResponse:
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         await goes_on.wait()
-        return await answer(request, content)
+        return await answer(request, content, n)
 
     async def run() -> None:
         async with relayed("openai_chat", play, limits=CallLimits(max_calls=2)) as world:
-            asked = [asyncio.create_task(world.read(ask("", f"{n}"))) for n in range(3)]
+            asked = [asyncio.create_task(world.read(ask(f"{n}"))) for n in range(3)]
             await until(lambda: any(one.done() for one in asked))
             goes_on.set()
             statuses = sorted(status for status, _ in await asyncio.gather(*asked))
@@ -87,9 +87,9 @@ def test_a_run_that_stops_refuses_calls_and_records_those_in_flight(api: str) ->
     goes_on = asyncio.Event()
     answer = whole(api)
 
-    async def play(request: web.BaseRequest, content: bytes) -> web.StreamResponse:
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         await goes_on.wait()
-        return await answer(request, content)
+        return await answer(request, content, n)
 
     async def run() -> None:
         nonlocal stops
@@ -97,7 +97,7 @@ def test_a_run_that_stops_refuses_calls_and_records_those_in_flight(api: str) ->
             first = asyncio.create_task(world.read())
             await until(lambda: len(world.endpoint.asked) == 1)
             stops = True
-            status, said = await world.read(ask(api, "Another."))
+            status, said = await world.read(ask("Another."))
             assert status == 400
             assert "stopping" in _error(said)["message"]
             closing = asyncio.create_task(world.gateway.close())
@@ -133,9 +133,9 @@ def test_an_alias_is_sent_under_the_name_of_its_endpoint(api: str) -> None:
 
     async def run() -> None:
         async with relayed(api, name="real-name") as world:
-            assert (await world.read(ask(api, x_new=[1, {"b": 2}])))[0] == 200
+            assert (await world.read(ask(x_new=[1, {"b": 2}])))[0] == 200
             sent = orjson.loads(world.endpoint.asked[0].body)
-            assert sent == ask(api, x_new=[1, {"b": 2}]) | {"model": "real-name"}
+            assert sent == ask(x_new=[1, {"b": 2}]) | {"model": "real-name"}
             assert world.exchanges[0]["asked"] == "m"
 
     asyncio.run(run())
@@ -165,7 +165,7 @@ def test_tools_that_the_provider_would_run_are_removed() -> None:
 
     async def run() -> None:
         async with relayed("anthropic_messages") as world:
-            assert (await world.read(ask("anthropic_messages", tools=tools)))[0] == 200
+            assert (await world.read(ask(tools=tools)))[0] == 200
             assert orjson.loads(world.endpoint.asked[0].body)["tools"] == [mine]
             assert world.gateway.stripped_tools == ["web_search"]
             assert world.exchanges[0]["stripped"] == ["web_search"]
@@ -177,7 +177,7 @@ def test_counting_tokens_is_relayed_and_not_recorded() -> None:
     """It is free; what the endpoint says of it is for the agent."""
     path = "/v1/messages/count_tokens?beta=true"
 
-    async def play(request: web.BaseRequest, content: bytes) -> web.StreamResponse:
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         return web.json_response({"input_tokens": 12})
 
     async def run() -> None:
@@ -196,14 +196,14 @@ def test_a_stream_that_waits_shows_that_it_is_alive(api: str) -> None:
     goes_on = asyncio.Event()
     answer = whole(api)
 
-    async def play(request: web.BaseRequest, content: bytes) -> web.StreamResponse:
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         await goes_on.wait()
-        return await answer(request, content)
+        return await answer(request, content, n)
 
     async def run() -> None:
         async with (
             relayed(api, play, keepalive_s=0.01) as world,
-            world.post(ask(api, stream=True)) as response,
+            world.post(ask(stream=True)) as response,
         ):
             assert response.status == 200
             alive = await response.content.readany()
@@ -219,14 +219,14 @@ def test_a_failure_after_keepalives_is_an_event_of_the_stream(api: str) -> None:
     """The status is sent by then."""
     goes_on = asyncio.Event()
 
-    async def play(request: web.BaseRequest, content: bytes) -> web.StreamResponse:
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         await goes_on.wait()
         return web.json_response({"error": {"message": "no such thing"}}, status=400)
 
     async def run() -> None:
         async with (
             relayed(api, play, keepalive_s=0.01) as world,
-            world.post(ask(api, stream=True)) as response,
+            world.post(ask(stream=True)) as response,
         ):
             await response.content.readany()
             goes_on.set()
@@ -338,7 +338,7 @@ def test_a_port_needs_the_key_of_the_gateway(api: str) -> None:
     async def run() -> None:
         async with relayed(api) as world, aiohttp.ClientSession() as client:
             port, key = await world.gateway.serve_tcp()
-            url, data = f"http://127.0.0.1:{port}{PATHS[api]}", orjson.dumps(ask(api))
+            url, data = f"http://127.0.0.1:{port}{PATHS[api]}", orjson.dumps(ask())
             for headers, status in [
                 ({}, 401),
                 ({"x-api-key": "wrong"}, 401),
@@ -371,7 +371,7 @@ def test_a_reply_of_several_choices_may_cost_several_times_as_much() -> None:
         model = open_model(settings, api_key=KEY, on_retry=lambda retry: None, gate=Gate())
         async with relayed("openai_chat", route=lambda api, asked: Route(model)) as world:
             for n in (1, 4):
-                body = orjson.dumps(ask("openai_chat", n=n))
+                body = orjson.dumps(ask(n=n))
                 await world.read(body)
                 world.gateway._relay.failure = None
         await model.close()
@@ -385,7 +385,7 @@ def test_the_gateway_says_what_the_agent_is_doing() -> None:
     """For the status of a run."""
     goes_on = asyncio.Event()
 
-    async def play(request: web.BaseRequest, content: bytes) -> web.StreamResponse:
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         await goes_on.wait()
         return web.json_response(reply_of("openai_chat"))
 
