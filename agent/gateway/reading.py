@@ -19,6 +19,9 @@ from agent.gateway.wire import Offer, Part, Volatile, WireError, WireRequest
 from agent.messages import Message
 from toolsets import exact_json
 
+Schemas = list[dict[str, Any]] | str
+"""A tool's schemas in OpenAI form, or the name of a tool that the provider would run."""
+
 
 class Layout(NamedTuple):
     """Where one API keeps what in its requests."""
@@ -26,8 +29,7 @@ class Layout(NamedTuple):
     api: str
     read_part: Callable[[Any, Calls], list[Message]]
     """Reads a piece of the messages, which follows these calls. Raises `WireError`."""
-    read_tool: Callable[[Mapping[str, Any]], dict[str, Any] | str]
-    """The schema of a tool in OpenAI form, or the name of a tool that the provider would run."""
+    read_tool: Callable[[Mapping[str, Any]], Schemas]
     read_elsewhere: frozenset[str]
     """Fields of the body that are read otherwise, or do not decide the reply."""
     messages: str
@@ -80,6 +82,19 @@ def objects_in(value: Any, place: str) -> list[dict[str, Any]]:
     return value
 
 
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """The schema of a tool in OpenAI form."""
+    function = {"name": name, "description": str(description or "")}
+    empty = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {**function, "parameters": parameters or empty}}
+
+
+def custom_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool whose input is free text: one argument, `input`."""
+    given = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return function_tool(str(tool.get("name") or ""), tool.get("description"), given)
+
+
 def placeholder(part: Mapping[str, Any]) -> str:
     """What the text of a message says instead of an image or an unknown part of its content."""
     written = exact_json.dumps(without_marks(part), option=orjson.OPT_SORT_KEYS)
@@ -99,7 +114,7 @@ def _read_offer(layout: Layout, tools: Any) -> Offer:
         if isinstance(read, str):
             by_provider.append(read)
         else:
-            schemas.append(read)
+            schemas += read
     return Offer(tools, schemas, tuple(by_provider), digest_of(without_marks(tools)))
 
 
