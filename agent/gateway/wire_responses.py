@@ -19,7 +19,7 @@ from agent.gateway.reading import (
     read_request,
 )
 from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
-from agent.gateway.writing import error_object, passed_on, remove_tools, sse
+from agent.gateway.writing import COMMENT, error_object, passed_on, remove_tools, sse
 from agent.messages import Message, Role
 from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.openai_responses import API, read_output
@@ -53,7 +53,7 @@ class ResponsesWire:
     """See `Wire`."""
 
     api = API
-    keepalive = sse({"type": "keepalive"}, event="keepalive")
+    keepalive = COMMENT
 
     def operation(self, method: str, path: str) -> Operation | None:
         """See `Wire.operation`."""
