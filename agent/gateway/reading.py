@@ -41,7 +41,7 @@ def read_request(
     body: Mapping[str, Any],
     *,
     model: Any,
-    pieces: Sequence[Any],
+    pieces: list[Any],
     first: int,
     tools: Any,
     is_stream: bool,
@@ -71,6 +71,7 @@ def read_request(
         server_tools=offer.server_tools,
         digests=digests,
         parts=parts,
+        pieces=pieces,
         offer=offer,
     )
 
@@ -120,7 +121,7 @@ def _read_offer(layout: Layout, tools: Any) -> Offer:
 
 def _read_parts(
     layout: Layout,
-    pieces: Sequence[Any],
+    pieces: list[Any],
     first: int,
     volatile: Volatile,
     before: Sequence[WireRequest],
@@ -128,9 +129,7 @@ def _read_parts(
     """The parts, those of the earlier request taken over that the pieces repeat most of."""
     known, same = _most_alike(pieces, before)
     parts = list(known[:same])
-    calls = Calls()
-    for part in parts:
-        calls.add(part.calls)
+    calls = Calls(known[:same])
     is_alike = True  # all calls so far have the ids that they had
     for n in range(same, len(pieces)):
         old = known[n] if is_alike and n < len(known) else None
@@ -148,29 +147,35 @@ def _read_parts(
     return parts
 
 
-def _most_alike(pieces: Sequence[Any], before: Sequence[WireRequest]) -> tuple[Sequence[Part], int]:
+def _most_alike(pieces: list[Any], before: Sequence[WireRequest]) -> tuple[Sequence[Part], int]:
     """The parts of the earlier request that the pieces repeat most of, and how many they repeat."""
     best: tuple[Sequence[Part], int] = ((), 0)
     for request in before:
-        same = 0
-        for piece, part in zip(pieces, request.parts, strict=False):
-            if piece != part.raw:
-                break
-            same += 1
+        same = _repeated(pieces, request.pieces)
         if same > best[1]:
             best = (request.parts, same)
     return best
 
 
+def _repeated(pieces: list[Any], earlier: list[Any]) -> int:
+    """How many first pieces are those of an earlier request: mostly all, or all but the last."""
+    most = min(len(pieces), len(earlier))
+    for same in (most, most - 1):
+        if same > 0 and pieces[:same] == earlier[:same]:
+            return same
+    pairs = enumerate(zip(pieces, earlier, strict=False))
+    return next((n for n, (piece, old) in pairs if piece != old), most)
+
+
 def _read_part(layout: Layout, piece: Any, calls: Calls, volatile: Volatile) -> Part:
     messages = layout.read_part(piece, calls)
-    digests, made = [], []
+    digests, made, first_call = [], [], calls.count
     for message in messages:
         digests.append(message_digest(message, calls, volatile))
         if of_message := message.get("tool_calls"):
             calls.add(of_message)
             made += of_message
-    return Part(piece, messages, digests, made)
+    return Part(piece, messages, digests, made, first_call)
 
 
 def _ids(part: Part) -> list[str]:

@@ -190,11 +190,13 @@ class ResponsesTalk:
 
     def say(self, text: str) -> None:
         part = {"type": "input_text", "text": text}
-        self.items.append({"type": "message", "role": "user", "content": [part]})
+        message = {"type": "message", "role": "user", "content": [part]}
+        self.items.append({**message, "id": f"item_{next(ids)}"})
 
     def result(self, text: str) -> None:
         id = self.items[-1]["call_id"]
-        self.items.append({"type": "function_call_output", "call_id": id, "output": text})
+        output = {"type": "function_call_output", "call_id": id, "output": text}
+        self.items.append({**output, "id": f"item_{next(ids)}"})
 
     def body(self) -> JSON:
         tool = {"type": "function", "name": "bash", "parameters": PARAMETERS, "strict": False}
@@ -202,7 +204,7 @@ class ResponsesTalk:
             "model": self.model,
             "max_output_tokens": 8000,
             "instructions": self.system,
-            "input": [{**item, "id": f"item_{next(ids)}"} for item in self.items],
+            "input": self.items,
             "stream": True,
             "store": False,
             "prompt_cache_key": f"cache {next(ids)}",
@@ -235,7 +237,8 @@ class ResponsesTalk:
         }
 
     def hear(self, reply: JSON) -> None:
-        self.items += [item for item in reply["output"] if item["type"] != "reasoning"]
+        said = [item for item in reply["output"] if item["type"] != "reasoning"]
+        self.items += [{**item, "id": f"item_{next(ids)}"} for item in said]
 
 
 TALKS: dict[str, type[ChatTalk | MessagesTalk | ResponsesTalk]] = {
