@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -56,12 +57,16 @@ class AgentEndpoint:
         """Replies that were sent in full, in order."""
         self.refusing: int | None = None
         """The status of an error for every request, if set."""
+        self.answers = 1 << 30
+        """How many requests get a reply; further ones wait until this is raised."""
+        self.waiting = 0
+        """Requests that wait for that."""
         self._reasoning, self._latency_s = reasoning, latency_s
         self._log = log
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._taken = 0
         self._numbers = itertools.count()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler_of(self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
 
     def __enter__(self) -> Self:
@@ -74,6 +79,7 @@ class AgentEndpoint:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        self.answer_all()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -83,6 +89,12 @@ class AgentEndpoint:
         """Its root."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    def answer_all(self) -> None:
+        """Have all requests answered, those that wait too."""
+        with self._lock:
+            self.answers = 1 << 30
+            self._lock.notify_all()
+
     def of_task(self, name: str) -> list[Exchange]:
         """The exchanges of the task of that name."""
         with self._lock:
@@ -90,6 +102,11 @@ class AgentEndpoint:
 
     def answer(self, path: str, key: str, request: JSON) -> tuple[JSON, list[bytes] | None]:
         """The reply to a request, and its events where it asks for a stream."""
+        with self._lock:
+            self.waiting += 1
+            self._lock.wait_for(lambda: self._taken < self.answers)
+            self.waiting -= 1
+            self._taken += 1
         if self._latency_s:
             time.sleep(self._latency_s)
         if path.startswith("/v1beta/models/"):
@@ -114,6 +131,14 @@ class AgentEndpoint:
                 with self._log.open("ab") as file:
                     line = orjson.dumps(exchange._asdict(), option=orjson.OPT_APPEND_NEWLINE)
                     file.write(line)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # of a client that was killed
+            super().handle_error(request, client_address)
 
 
 def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:

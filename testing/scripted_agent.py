@@ -22,6 +22,7 @@ Read = tuple[list[JSON], str, list[tuple[str, str]]]
 """The messages to be repeated in the next request, the text, and the calls: ids and arguments."""
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+KEY = os.environ.get("OPENAI_API_KEY", "")
 SYSTEM = "You are an agent in a test. Run commands with the tool bash."
 
 
@@ -125,7 +126,7 @@ class Responses:
 def ask(dialect: Chat | Messages | Responses, history: list[JSON], stream: bool) -> list[JSON]:
     body = {"model": os.environ.get("MODEL", "m"), "stream": stream, **dialect.more}
     body[dialect.field] = history
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer placeholder"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(dialect.url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=600) as response:
         if not stream:
