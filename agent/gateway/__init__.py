@@ -6,6 +6,7 @@ reading         reads the bodies of requests
 writing         events, errors and headers
 wire_chat       OpenAI chat completions
 wire_messages   Anthropic messages
+wire_responses  OpenAI Responses
 wires           the dialects by name and by path
 threads         the fold of an agent's calls into conversations
 lines           the conversations that the threads make up

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from agent.gateway.wire import Volatile
+from agent.gateway.wire import Part, Volatile
 from agent.messages import Message, ToolCall
 from toolsets import exact_json
 
@@ -37,25 +37,37 @@ def digest_of_bytes(written: bytes) -> bytes:
 class Calls:
     """The tool calls of a conversation in order, by their ids; a later call can repeat an id."""
 
-    def __init__(self) -> None:
-        self._ranks: dict[str, int] = {}
-        self._names: dict[str, str] = {}
-        self._count = 0
+    def __init__(self, earlier: Sequence[Part] = ()) -> None:
+        """`earlier` are the parts that come first, whose calls are only looked up if needed."""
+        self._earlier = earlier
+        self._known: dict[str, tuple[int, str]] = {}
+        self.count = earlier[-1].first_call + len(earlier[-1].calls) if earlier else 0
+        """How many there are."""
 
     def add(self, calls: Iterable[ToolCall]) -> None:
         """Take the calls of the next message."""
         for call in calls:
-            self._ranks[call["id"]] = self._count
-            self._names[call["id"]] = call["function"]["name"]
-            self._count += 1
+            self._known[call["id"]] = self.count, call["function"]["name"]
+            self.count += 1
 
     def rank(self, id: str) -> int | None:
         """Which call of the conversation the id means, from 0."""
-        return self._ranks.get(id)
+        found = self._find(id)
+        return None if found is None else found[0]
 
     def name(self, id: str) -> str:
         """The tool that the call is for; "" if there is no such call."""
-        return self._names.get(id, "")
+        found = self._find(id)
+        return "" if found is None else found[1]
+
+    def _find(self, id: str) -> tuple[int, str] | None:
+        if id in self._known:
+            return self._known[id]
+        for part in reversed(self._earlier):
+            for n, call in enumerate(reversed(part.calls), 1):
+                if call["id"] == id:
+                    return part.first_call + len(part.calls) - n, call["function"]["name"]
+        return None
 
 
 def message_digest(message: Message, calls: Calls, volatile: Volatile) -> bytes:

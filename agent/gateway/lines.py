@@ -33,8 +33,13 @@ class Line:
     replies: list[tuple[int, int]]
     """The position and the number of each recorded reply among the messages."""
     tools: list[dict[str, Any]]
+    """Those of its last call that offered any."""
+    has_tools: bool
+    """Its last call offered some."""
     name: str = ""
     """What it is; "" for the main conversation."""
+    is_about: bool = False
+    """It ends with a call about another line, which had ended."""
     own: set[int] = field(default_factory=set)
     """The calls that are part of no line before this one."""
 
@@ -103,8 +108,9 @@ def _all_lines(threads: Threads) -> list[Line]:
     for number in last.values():
         thread, end = threads.end_of(number)
         replies = [reply for reply in thread.replies if reply[0] < end]
-        tools = threads.tools_of(number)
-        lines.append(Line(thread, thread.messages[:end], replies, tools))
+        offered = [threads.tools_of(number) for _, number in replies]
+        tools = next((tools for tools in reversed(offered) if tools), offered[-1])
+        lines.append(Line(thread, thread.messages[:end], replies, tools, bool(offered[-1])))
     return lines
 
 
@@ -117,11 +123,14 @@ def _divided(lines: Sequence[Line]) -> tuple[list[Line], list[Rewritten]]:
     kept, changed = [], []
     for line in lines:
         numbers = set(line.numbers)
-        later = [
+        repeating = [
             other
             for other in having[line.numbers[-1]]
             if other is not line and numbers.issubset(other.numbers)
         ]
+        later = [other for other in repeating if not _is_about(other, line)]
+        for other in repeating:
+            other.is_about = other.is_about or _is_about(other, line)
         if not later:
             kept.append(line)
             continue
@@ -129,6 +138,12 @@ def _divided(lines: Sequence[Line]) -> tuple[list[Line], list[Rewritten]]:
         if longest.messages[: len(line.messages)] != line.messages:
             changed.append(_difference(line, longest))
     return kept, changed
+
+
+def _is_about(other: Line, line: Line) -> bool:
+    """Whether a line that continues another one only ends with a call about its answer."""
+    is_answer = line.has_tools and not line.messages[-1].get("tool_calls")
+    return is_answer and not other.has_tools
 
 
 def _difference(line: Line, later: Line) -> Rewritten:
@@ -149,6 +164,7 @@ def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
 
 def _main(lines: Sequence[Line], threads: Threads, prompt: str) -> Line | None:
     """The line of the task itself, up to its end: what follows a compaction belongs to it."""
+    lines = [line for line in lines if not line.is_about]
     if not lines:
         return None
     graded = [(line, _grade(line, prompt)) for line in lines]
@@ -220,6 +236,6 @@ def _repeats_a_reply(line: Line, threads: Threads) -> bool:
 
 
 def _name_of(line: Line, main: Line) -> str:
-    if not line.tools:
+    if not line.has_tools:
         return SIDE
     return BRANCH if set(line.numbers) & set(main.numbers) else SUBAGENT

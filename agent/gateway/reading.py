@@ -19,6 +19,9 @@ from agent.gateway.wire import Offer, Part, Volatile, WireError, WireRequest
 from agent.messages import Message
 from toolsets import exact_json
 
+Schemas = list[dict[str, Any]] | str
+"""A tool's schemas in OpenAI form, or the name of a tool that the provider would run."""
+
 
 class Layout(NamedTuple):
     """Where one API keeps what in its requests."""
@@ -26,8 +29,7 @@ class Layout(NamedTuple):
     api: str
     read_part: Callable[[Any, Calls], list[Message]]
     """Reads a piece of the messages, which follows these calls. Raises `WireError`."""
-    read_tool: Callable[[Mapping[str, Any]], dict[str, Any] | str]
-    """The schema of a tool in OpenAI form, or the name of a tool that the provider would run."""
+    read_tool: Callable[[Mapping[str, Any]], Schemas]
     read_elsewhere: frozenset[str]
     """Fields of the body that are read otherwise, or do not decide the reply."""
     messages: str
@@ -39,7 +41,7 @@ def read_request(
     body: Mapping[str, Any],
     *,
     model: Any,
-    pieces: Sequence[Any],
+    pieces: list[Any],
     first: int,
     tools: Any,
     is_stream: bool,
@@ -56,6 +58,7 @@ def read_request(
     if offer is None:
         offer = _read_offer(layout, tools)
     digests = [digest for part in parts for digest in part.digests]
+    _check_depth({key: body[key] for key in body.keys() - layout.read_elsewhere})
     head = head_digest(body, layout.read_elsewhere, volatile.fields)
     decides = (digest_of([layout.api, model]), head, offer.digest, *digests)
     return WireRequest(
@@ -69,6 +72,7 @@ def read_request(
         server_tools=offer.server_tools,
         digests=digests,
         parts=parts,
+        pieces=pieces,
         offer=offer,
     )
 
@@ -78,6 +82,19 @@ def objects_in(value: Any, place: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise WireError(f"{place}: it must be a list of objects")
     return value
+
+
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """The schema of a tool in OpenAI form."""
+    function = {"name": name, "description": str(description or "")}
+    empty = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {**function, "parameters": parameters or empty}}
+
+
+def custom_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool whose input is free text: one argument, `input`."""
+    given = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return function_tool(str(tool.get("name") or ""), tool.get("description"), given)
 
 
 def placeholder(part: Mapping[str, Any]) -> str:
@@ -94,18 +111,19 @@ def path_of(path: str) -> str:
 
 def _read_offer(layout: Layout, tools: Any) -> Offer:
     schemas, by_provider = [], []
+    _check_depth(tools)
     for tool in objects_in(tools or [], "tools"):
         read = layout.read_tool(tool)
         if isinstance(read, str):
             by_provider.append(read)
         else:
-            schemas.append(read)
+            schemas += read
     return Offer(tools, schemas, tuple(by_provider), digest_of(without_marks(tools)))
 
 
 def _read_parts(
     layout: Layout,
-    pieces: Sequence[Any],
+    pieces: list[Any],
     first: int,
     volatile: Volatile,
     before: Sequence[WireRequest],
@@ -113,9 +131,7 @@ def _read_parts(
     """The parts, those of the earlier request taken over that the pieces repeat most of."""
     known, same = _most_alike(pieces, before)
     parts = list(known[:same])
-    calls = Calls()
-    for part in parts:
-        calls.add(part.calls)
+    calls = Calls(known[:same])
     is_alike = True  # all calls so far have the ids that they had
     for n in range(same, len(pieces)):
         old = known[n] if is_alike and n < len(known) else None
@@ -133,29 +149,46 @@ def _read_parts(
     return parts
 
 
-def _most_alike(pieces: Sequence[Any], before: Sequence[WireRequest]) -> tuple[Sequence[Part], int]:
+def _most_alike(pieces: list[Any], before: Sequence[WireRequest]) -> tuple[Sequence[Part], int]:
     """The parts of the earlier request that the pieces repeat most of, and how many they repeat."""
     best: tuple[Sequence[Part], int] = ((), 0)
     for request in before:
-        same = 0
-        for piece, part in zip(pieces, request.parts, strict=False):
-            if piece != part.raw:
-                break
-            same += 1
+        same = _repeated(pieces, request.pieces)
         if same > best[1]:
             best = (request.parts, same)
     return best
 
 
+def _repeated(pieces: list[Any], earlier: list[Any]) -> int:
+    """How many first pieces are those of an earlier request: mostly all, or all but the last."""
+    most = min(len(pieces), len(earlier))
+    for same in (most, most - 1):
+        if same > 0 and pieces[:same] == earlier[:same]:
+            return same
+    pairs = enumerate(zip(pieces, earlier, strict=False))
+    return next((n for n, (piece, old) in pairs if piece != old), most)
+
+
 def _read_part(layout: Layout, piece: Any, calls: Calls, volatile: Volatile) -> Part:
+    _check_depth(piece)
     messages = layout.read_part(piece, calls)
-    digests, made = [], []
+    digests, made, first_call = [], [], calls.count
     for message in messages:
         digests.append(message_digest(message, calls, volatile))
         if of_message := message.get("tool_calls"):
             calls.add(of_message)
             made += of_message
-    return Part(piece, messages, digests, made)
+    return Part(piece, messages, digests, made, first_call)
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse what could not be recorded."""
+    try:
+        is_too_deep = exact_json.is_nested_too_deep(exact_json.dumps(value))
+    except TypeError:
+        is_too_deep = True
+    if is_too_deep:
+        raise WireError(f"it is nested deeper than {exact_json.MAX_NESTING} levels")
 
 
 def _ids(part: Part) -> list[str]:

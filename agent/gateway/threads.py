@@ -193,6 +193,9 @@ class Threads:
         if ids != asked:
             added = _with_ids(added, request.messages[:shared], asked, ids)
         continues = source is not None and shared == len(source.messages)
+        if source and continues and source.tools and not request.tools:
+            # After an answer, a call without tools is about the conversation, not part of it.
+            continues = bool(_calls(source.messages[-1]))
         thread = source.number if source and continues else len(self.threads)
         tools = source.tools if source else []
         self._remember(thread, request)

@@ -55,6 +55,8 @@ class Part:
     digests: Sequence[bytes]
     """One per message; see `agent.gateway.canonical`."""
     calls: Sequence[ToolCall]
+    first_call: int
+    """How many calls there are before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class WireRequest:
     """One per message; see `agent.gateway.canonical`."""
     parts: Sequence[Part] = field(default=(), repr=False)
     """What its messages were read from."""
+    pieces: list[Any] = field(default_factory=list, repr=False)
+    """The `raw` of all parts."""
     offer: Offer = field(default=_NO_OFFER, repr=False)
     """What its tools were read from."""
 

@@ -8,7 +8,15 @@ from typing import Any
 import orjson
 
 from agent.gateway.canonical import Calls
-from agent.gateway.reading import Layout, objects_in, path_of, placeholder, read_request
+from agent.gateway.reading import (
+    Layout,
+    Schemas,
+    custom_tool,
+    objects_in,
+    path_of,
+    placeholder,
+    read_request,
+)
 from agent.gateway.wire import (
     NOTHING_VOLATILE,
     Operation,
@@ -16,7 +24,7 @@ from agent.gateway.wire import (
     WireError,
     WireRequest,
 )
-from agent.gateway.writing import COMMENT, passed_on, remove_tools, sse, type_of
+from agent.gateway.writing import COMMENT, error_object, passed_on, remove_tools, sse
 from agent.messages import Message
 from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.openai_chat import API, flat_text, read_message
@@ -29,7 +37,7 @@ from toolsets import exact_json
 
 _LIMITS = ("max_completion_tokens", "max_tokens")
 
-_HEADERS = frozenset({"openai-beta", "openai-organization", "openai-project"})
+_HEADERS = frozenset({"openai-beta"})
 
 _READ_ELSEWHERE = frozenset(
     {
@@ -150,11 +158,6 @@ class ChatWire:
         return sse({"error": error_object(400, kind, words)})
 
 
-def error_object(status: int, kind: str, words: str) -> dict[str, Any]:
-    """An error as OpenAI's APIs describe it."""
-    return {"message": words, "type": type_of(status), "param": None, "code": kind}
-
-
 def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools = objects_in(body.get("tools") or [], "tools")
     return [*tools, {"type": "web_search_options"}] if "web_search_options" in body else tools
@@ -203,32 +206,16 @@ def _is_other(part: Any) -> bool:
     return isinstance(part, dict) and not isinstance(part.get("text"), str)
 
 
-def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any] | str:
+def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     """Functions; also custom tools, whose input is free text."""
     match tool.get("type"):
         case "function":
-            return dict(tool)
+            return [dict(tool)]
         case "custom":
             custom = tool.get("custom")
-            return custom_tool(custom if isinstance(custom, dict) else {})
+            return [custom_tool(custom if isinstance(custom, dict) else {})]
         case kind:
             return str(kind)
-
-
-def custom_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool whose input is free text: one argument, `input`."""
-    return {
-        "type": "function",
-        "function": {
-            "name": str(tool.get("name") or ""),
-            "description": str(tool.get("description") or ""),
-            "parameters": {
-                "type": "object",
-                "properties": {"input": {"type": "string"}},
-                "required": ["input"],
-            },
-        },
-    }
 
 
 _LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")

@@ -8,7 +8,15 @@ from typing import Any
 import orjson
 
 from agent.gateway.canonical import Calls
-from agent.gateway.reading import Layout, objects_in, path_of, placeholder, read_request
+from agent.gateway.reading import (
+    Layout,
+    Schemas,
+    function_tool,
+    objects_in,
+    path_of,
+    placeholder,
+    read_request,
+)
 from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
 from agent.gateway.writing import passed_on, remove_tools, sse, type_of
 from agent.messages import Message, Role
@@ -243,18 +251,11 @@ def _said(role: Role, content: Any) -> Message:
     return message
 
 
-def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any] | str:
-    kind, name = tool.get("type") or "custom", str(tool.get("name") or "")
-    if kind != "custom" and not str(kind).startswith(_RUN_BY_AGENTS):
-        return name or str(kind)
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": str(tool.get("description") or ""),
-            "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-        },
-    }
+def _read_tool(tool: Mapping[str, Any]) -> Schemas:
+    kind, name = str(tool.get("type") or "custom"), str(tool.get("name") or "")
+    if kind != "custom" and not kind.startswith(_RUN_BY_AGENTS):
+        return name or kind
+    return [function_tool(name, tool.get("description"), tool.get("input_schema"))]
 
 
 _LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from agent.gateway.wire import Wire
 from agent.gateway.wire_chat import ChatWire
 from agent.gateway.wire_messages import MessagesWire
+from agent.gateway.wire_responses import ResponsesWire
 
-WIRES: Mapping[str, Wire] = {wire.api: wire for wire in (ChatWire(), MessagesWire())}
+WIRES: Mapping[str, Wire] = {
+    wire.api: wire for wire in (ChatWire(), MessagesWire(), ResponsesWire())
+}
 """By `ModelSettings.api`."""
 
 

@@ -32,6 +32,11 @@ def type_of(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
+def error_object(status: int, kind: str, words: str) -> dict[str, Any]:
+    """An error as OpenAI's APIs describe it."""
+    return {"message": words, "type": type_of(status), "param": None, "code": kind}
+
+
 def passed_on(
     headers: Mapping[str, str], names: Collection[str], prefixes: tuple[str, ...] = ()
 ) -> dict[str, str]:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from agent.messages import Message
-
-_ID_FIELDS: Mapping[str, str] = {
-    "tool_use": "id",
-    "function_call": "call_id",
-    "custom_tool_call": "call_id",
-}
-"""The field with the call id in each type of verbatim block that is a call."""
 
 
 def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> None:
@@ -30,8 +24,17 @@ def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> No
     # Verbatim blocks of some dialects contain the same calls and need the same ids.
     ids = iter(call["id"] for call in calls)
     for block in message.get("provider_blocks", {"blocks": []})["blocks"]:
-        if field := _ID_FIELDS.get(str(block.get("type"))):
+        if field := _id_field(block):
             block[field] = next(ids)
+
+
+def _id_field(block: Mapping[str, Any]) -> str | None:
+    """The field with the call id in a verbatim block that is a call of a tool of ours."""
+    kind = str(block.get("type"))
+    if kind == "tool_use":
+        return "id"
+    is_call = kind == "function_call" or (kind.endswith("_call") and "call_id" in block)
+    return "call_id" if is_call else None
 
 
 def _new_id(wanted: str, taken: Collection[str], used: Collection[str]) -> str:

@@ -194,7 +194,7 @@ def read_reply(body: bytes) -> Completion:
     output = reply.get("output")
     if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
         raise ModelError("malformed", "the reply's output is not a list of items")
-    message = _read_output(output)
+    message = read_output(output)
     if finish_reason == "stop":
         if any(part.get("type") == "refusal" for item in output for part in _parts(item)):
             finish_reason = "refusal"
@@ -247,7 +247,7 @@ def _why_ended(reply: Mapping[str, Any]) -> FinishReason:
     return known
 
 
-def _read_output(output: list[dict[str, Any]]) -> Message:
+def read_output(output: list[dict[str, Any]]) -> Message:
     """The message that the items make up, kept verbatim where it alone would say less."""
     texts, thoughts = [], []
     calls: list[ToolCall] = []
@@ -260,6 +260,8 @@ def _read_output(output: list[dict[str, Any]]) -> Message:
                 thoughts += _texts(item.get("summary")) + _texts(item.get("content"))
             case "function_call":
                 calls.append(_read_call(item))
+            case str(kind) if kind.endswith("_call") and "call_id" in item:
+                calls.append(_read_other_call(kind, item))
     inline, text = split_inline_reasoning("\n\n".join(filter(None, texts)))
     message = Message(role="assistant", content=text)
     if reasoning := "\n\n".join(dict.fromkeys(filter(None, [*thoughts, inline]))):
@@ -290,6 +292,14 @@ def _texts(parts: Any) -> list[str]:
 
 def _read_call(item: Mapping[str, Any]) -> ToolCall:
     return make_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+
+
+def _read_other_call(kind: str, item: Mapping[str, Any]) -> ToolCall:
+    """The call of a tool that only agents' own requests can offer, such as one with free text."""
+    if kind == "custom_tool_call":
+        return make_call(item["call_id"], item.get("name"), {"input": item.get("input")})
+    given = {k: v for k, v in item.items() if k not in ("type", "id", "status", "call_id")}
+    return make_call(item["call_id"], kind.removesuffix("_call"), given)
 
 
 def _is_plain(item: Mapping[str, Any]) -> bool:
