@@ -18,6 +18,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("on_bad_row", "require_reasoning", "require_passed", "accept_rows", "empty_think"),
         *("seed", "shard", "forks"),
     ),
+    "Agent": ("agent",),
     "Model": (
         *("model", "models", "endpoints", "prices", "base_url", "api", "key_env"),
         "system_prompt",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from agent.command_agent import CommandAgent
 from agent.models.batches.calls import has_batches
 from agent.models.model import ModelSettings
-from agent.models.resolve import SCRIPTED, read_key, resolve_model
+from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
 from runs.amounts import Cost, EndpointLimits
 from runs.config.endpoints import to_prices
@@ -96,7 +98,7 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         prompt_caching=config.prompt_caching,
     )
     read_key(settings)
-    return set_up(
+    setup = set_up(
         config.agent_options,
         settings,
         enabled_toolsets=config.selected_toolsets(),
@@ -104,6 +106,32 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         endpoints=endpoints,
         known=known,
     )
+    if config.agent is None:
+        return setup
+    return replace(setup, aliases=_aliases(config.agent, settings, endpoints))
+
+
+def _aliases(
+    agent: CommandAgent, settings: ModelSettings, endpoints: Mapping[str, Endpoint]
+) -> dict[str, ModelSettings]:
+    """The models that an agent may ask for by other names. Raises `ValueError`."""
+    aliases = {
+        asked: settings
+        if name in ("{model}", settings.reference)
+        else resolve_sibling(name, settings, endpoints)
+        for asked, name in agent.aliases.items()
+    }
+    for model in (settings, *aliases.values()):
+        if model.api not in agent.speaks:
+            known = ", ".join(agent.speaks)
+            msg = (
+                f"agent {agent.name!r} speaks {known}, but {model.reference!r} is called by "
+                f"{model.api}; choose a model or endpoint with that API (--model, --base_url, "
+                "--api)"
+            )
+            raise ValueError(msg)
+        read_key(model)
+    return aliases
 
 
 def _check_budget(config: RunConfig, setups: Setups) -> None:
