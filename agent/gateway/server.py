@@ -233,8 +233,8 @@ async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
         body = exact_json.loads(content)
     except exact_json.JSONDecodeError as error:
         raise WireError(f"the request is not JSON: {error}") from error
-    if not isinstance(body, dict) or exact_json.is_nested_too_deep(content):
-        raise WireError("the request is not a JSON object of a usual depth")
+    if not isinstance(body, dict):
+        raise WireError("the request is not a JSON object")
     headers: Mapping[str, str] = {name.lower(): value for name, value in request.headers.items()}
     repeats = headers.get("x-stainless-retry-count", "0")
     return AgentCall(wire, path, headers, content, body, is_repeat=repeats not in ("", "0"))
