@@ -7,6 +7,7 @@ writing         events, errors and headers
 wire_chat       OpenAI chat completions
 wire_messages   Anthropic messages
 wire_responses  OpenAI Responses
+wire_gemini     Gemini's generateContent
 wires           the dialects by name and by path
 threads         the fold of an agent's calls into conversations
 lines           the conversations that the threads make up

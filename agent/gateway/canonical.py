@@ -41,11 +41,14 @@ class Calls:
         """`earlier` are the parts that come first, whose calls are only looked up if needed."""
         self._earlier = earlier
         self._known: dict[str, tuple[int, str]] = {}
+        self._latest: Sequence[ToolCall] = ()
         self.count = earlier[-1].first_call + len(earlier[-1].calls) if earlier else 0
         """How many there are."""
 
     def add(self, calls: Iterable[ToolCall]) -> None:
         """Take the calls of the next message."""
+        calls = [*calls]
+        self._latest = calls or self._latest
         for call in calls:
             self._known[call["id"]] = self.count, call["function"]["name"]
             self.count += 1
@@ -59,6 +62,11 @@ class Calls:
         """The tool that the call is for; "" if there is no such call."""
         found = self._find(id)
         return "" if found is None else found[1]
+
+    def latest(self) -> Sequence[ToolCall]:
+        """The calls of the last message that has any."""
+        earlier = (part.calls for part in reversed(self._earlier) if part.calls)
+        return self._latest or next(earlier, ())
 
     def _find(self, id: str) -> tuple[int, str] | None:
         if id in self._known:

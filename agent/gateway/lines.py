@@ -17,6 +17,7 @@ from agent.reasoning import split_inline_reasoning
 
 BEFORE_COMPACTION = "before compaction"
 BRANCH = "branch"
+EARLIER = "earlier attempt"
 SIDE = "side"
 SUBAGENT = "subagent"
 
@@ -179,7 +180,8 @@ def _main(lines: Sequence[Line], threads: Threads, prompt: str) -> Line | None:
     else:
         main = max(lines, key=lambda line: (bool(line.tools), len(line.replies), -line.numbers[0]))
     while later := _after_compaction(main, lines, threads, prompt):
-        main.name = BEFORE_COMPACTION
+        is_repeated = _opening(later) == _opening(main)
+        main.name = EARLIER if is_repeated else BEFORE_COMPACTION
         main = later
     return main
 
@@ -207,8 +209,10 @@ def _opening(line: Line) -> list[str]:
 def _after_compaction(
     line: Line, lines: Sequence[Line], threads: Threads, prompt: str
 ) -> Line | None:
-    """The line that continues another one with a summary: it has its tools and system prompt,
-    begins after its last call, and starts with the prompt or with the text of an earlier reply.
+    """The line that continues another one with a summary, or repeats it from the beginning.
+
+    It has the same tools and system prompt, begins after its last call, and starts with the prompt
+    or with the text of an earlier reply.
     """
     numbers = set(line.numbers)
     for other in sorted(lines, key=lambda other: other.numbers[0]):

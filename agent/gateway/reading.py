@@ -100,8 +100,8 @@ def custom_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def placeholder(part: Mapping[str, Any]) -> str:
     """What the text of a message says instead of an image or an unknown part of its content."""
     written = exact_json.dumps(without_marks(part), option=orjson.OPT_SORT_KEYS)
-    digest = digest_of_bytes(written).hex()
-    return f"[{part.get('type', 'part')}: {len(written)} bytes, digest {digest}]"
+    kind = part.get("type") or next(iter(part), "part")
+    return f"[{kind}: {len(written)} bytes, digest {digest_of_bytes(written).hex()}]"
 
 
 def path_of(path: str) -> str:

@@ -9,4 +9,6 @@ openai_responses           OpenAI Responses
 openai_responses_stream    the same, streamed
 anthropic_messages         Anthropic messages
 anthropic_messages_stream  the same, streamed
+gemini                     Gemini's generateContent: replies only
+gemini_stream              the same, streamed
 """

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from agent.messages import Message, Usage
-from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
+from agent.models.dialects import anthropic_messages, gemini, openai_chat, openai_responses
 from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.models.dialects.assembly import Assembly
+from agent.models.dialects.gemini_stream import GeminiAssembly
 from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.dialects.openai_responses_stream import ResponsesAssembly
 from agent.models.errors import ModelError
@@ -62,13 +63,26 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 """The dialects by `ModelSettings.api`."""
 
+RELAYED: Mapping[str, Dialect] = {
+    **DIALECTS,
+    gemini.API: Dialect(
+        gemini.PATH,
+        gemini.headers_of,
+        gemini.request_body,
+        gemini.read_reply,
+        gemini.usage_in,
+        GeminiAssembly,
+    ),
+}
+"""Those, and the ones in which only requests of agents can be sent."""
+
 
 def read_reply(api: str, body: bytes) -> Completion:
     """What the body of a reply says in the dialect `api`.
 
     Raises `ModelError`, which has what was charged for the reply where the body says that.
     """
-    dialect = DIALECTS[api]
+    dialect = RELAYED[api]
     try:
         return dialect.read(body)
     except ModelError as error:
@@ -89,7 +103,7 @@ def _paid(dialect: Dialect, body: bytes) -> Completion | None:
         message=Message(role="assistant", content=""),
         finish_reason="stop",
         usage=usage,
-        model=text_or_none(reply.get("model")),
-        response_id=text_or_none(reply.get("id")),
+        model=text_or_none(reply.get("model") or reply.get("modelVersion")),
+        response_id=text_or_none(reply.get("id") or reply.get("responseId")),
         cost_usd=openai_chat.reported_cost(reply),
     )

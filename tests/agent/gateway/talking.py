@@ -27,6 +27,7 @@ PATHS = {
     "openai_chat": "/v1/chat/completions",
     "anthropic_messages": "/v1/messages?beta=true",
     "openai_responses": "/v1/responses",
+    "gemini": "/v1beta/models/m:streamGenerateContent?alt=sse&key=sk",
 }
 
 
@@ -241,11 +242,76 @@ class ResponsesTalk:
         self.items += [{**item, "id": f"item_{next(ids)}"} for item in said]
 
 
-TALKS: dict[str, type[ChatTalk | MessagesTalk | ResponsesTalk]] = {
+@dataclass
+class GeminiTalk:
+    """See `Talk`: like Gemini CLI, which gives calls without ids ids of its own."""
+
+    system: str = "You work."
+    model: str = "m"
+    has_tools: bool = True
+    items: list[JSON] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.items.append({"role": "user", "parts": [{"text": text}]})
+
+    def result(self, text: str) -> None:
+        call = self.items[-1]["parts"][-1]["functionCall"]
+        response = {"id": call["id"], "name": "bash", "response": {"output": text}}
+        self.items.append({"role": "user", "parts": [{"functionResponse": response}]})
+
+    def body(self) -> JSON:
+        function = {"name": "bash", "description": "Runs it.", "parametersJsonSchema": PARAMETERS}
+        tools = {"tools": [{"functionDeclarations": [function]}]}
+        return {
+            "contents": self.items,
+            "systemInstruction": {"role": "user", "parts": [{"text": self.system}]},
+            "generationConfig": {"temperature": 1, "maxOutputTokens": 8000},
+            **(tools if self.has_tools else {}),
+        }
+
+    def reply(self, said: Said) -> JSON:
+        parts: list[JSON] = []
+        if said.thought:
+            parts.append({"text": said.thought, "thought": True})
+        if said.text:
+            parts.append({"text": said.text})
+        if said.command is not None:
+            call = {"name": "bash", "args": {"command": said.command}}
+            parts.append({"functionCall": call, "thoughtSignature": "c2ln"})
+        candidate = {"content": {"role": "model", "parts": parts}, "index": 0}
+        return {
+            "candidates": [{**candidate, "finishReason": "STOP"}],
+            "usageMetadata": {"promptTokenCount": 10, "candidatesTokenCount": 5},
+            "modelVersion": "m-1",
+            "responseId": f"{next(ids)}",
+        }
+
+    def hear(self, reply: JSON) -> None:
+        content = reply["candidates"][0]["content"]
+        parts = json.loads(json.dumps(content["parts"]))
+        for part in parts:
+            if call := part.get("functionCall"):
+                call["id"] = f"bash_{next(ids)}"
+        kept = [part for part in parts if not part.get("thought")]
+        self.items.append({"role": "model", "parts": kept})
+
+
+TALKS: dict[str, type[ChatTalk | MessagesTalk | ResponsesTalk | GeminiTalk]] = {
     "openai_chat": ChatTalk,
     "anthropic_messages": MessagesTalk,
     "openai_responses": ResponsesTalk,
+    "gemini": GeminiTalk,
 }
+
+
+def api_of(talk: Talk) -> str:
+    """The dialect that an agent speaks."""
+    return next(api for api, kind in TALKS.items() if isinstance(talk, kind))
+
+
+def path_for(talk: Talk) -> str:
+    """The path of its requests."""
+    return PATHS[api_of(talk)].replace("models/m:", f"models/{talk.model}:")
 
 
 class Recording:
@@ -272,12 +338,9 @@ class Recording:
 
     def read(self, talk: Talk) -> tuple[Wire, WireRequest]:
         """The request that an agent would send now."""
-        api = next(api for api, kind in TALKS.items() if isinstance(talk, kind))
-        wire = WIRES[api]
-        request = wire.read(
-            PATHS[api], talk.body(), self.threads.volatile, before=self.threads.recent
-        )
-        return wire, request
+        wire = WIRES[api_of(talk)]
+        body = talk.body()
+        return wire, wire.read(path_for(talk), body, self.threads.volatile, self.threads.recent)
 
     def relay(self, talk: Talk, said: Said, *, echo: bool = True) -> JSON:
         """One call that the model answers with `said`; returns the body of its reply."""

@@ -1,0 +1,271 @@
+"""Gemini's generateContent, as agents speak it. The model's name is in the path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from agent.gateway.canonical import Calls
+from agent.gateway.reading import (
+    Layout,
+    Schemas,
+    function_tool,
+    objects_in,
+    path_of,
+    placeholder,
+    read_request,
+)
+from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
+from agent.gateway.writing import sse
+from agent.messages import Message, Role
+from agent.models.dialects.assembly import Assembly
+from agent.models.dialects.gemini import API, read_parts
+from agent.models.dialects.gemini_stream import GeminiAssembly
+from agent.models.dialects.registry import read_reply
+from agent.models.errors import ModelError
+from agent.models.model import Completion
+from agent.stream_events import StreamHandler, ignored
+from toolsets import exact_json
+
+_PATH = re.compile(r"(?P<version>/v1[a-z0-9]*)?/models/(?P<model>[^/:]*):(?P<method>\w+)$")
+_OPERATIONS: Mapping[str, Operation] = {
+    "generateContent": "call",
+    "streamGenerateContent": "call",
+    "countTokens": "count_tokens",
+}
+_DECLARED = ("functionDeclarations", "function_declarations")
+_READ_ELSEWHERE = frozenset(
+    {"contents", "systemInstruction", "system_instruction", "tools", "labels", "model"}
+)
+_STATUSES: Mapping[int, str] = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    429: "RESOURCE_EXHAUSTED",
+}
+
+
+class GeminiWire:
+    """See `Wire`."""
+
+    api = API
+    keepalive = b"\n"  # Google's own client takes no comments
+
+    def operation(self, method: str, path: str) -> Operation | None:
+        """See `Wire.operation`."""
+        found = _PATH.search(path_of(path))
+        if found is None:
+            return None
+        return _OPERATIONS.get(found["method"], "other") if method == "POST" else "other"
+
+    def read(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        volatile: Volatile = NOTHING_VOLATILE,
+        before: Sequence[WireRequest] = (),
+    ) -> WireRequest:
+        """See `Wire.read`."""
+        found = _PATH.search(path_of(path))
+        is_stream = found is not None and found["method"] == "streamGenerateContent"
+        if is_stream and "alt=sse" not in path:
+            raise WireError("streams are sent as events only: add ?alt=sse to the path")
+        given = body.get("systemInstruction") or body.get("system_instruction")
+        system = [("system", given)] if given else []
+        return read_request(
+            _LAYOUT,
+            body,
+            model=found and found["model"],
+            pieces=[*system, *objects_in(body.get("contents"), "contents")],
+            first=len(system),
+            tools=_tools_of(body),
+            is_stream=is_stream,
+            max_tokens=_config_of(body).get("maxOutputTokens"),
+            volatile=volatile,
+            before=before,
+        )
+
+    def rewritten(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        model: str | None = None,
+        max_tokens: int | None = None,
+        without_server_tools: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """See `Wire.rewritten`."""
+        new = dict(body)
+        if model is not None:
+            plain, mark, query = path.partition("?")
+            path = re.sub(r"(?<=/models/)[^/:]*(?=:)", lambda _: model, plain) + mark + query
+        if max_tokens is not None:
+            config = _config_of(body)
+            given = config.get("maxOutputTokens")
+            most = min(max_tokens, given) if type(given) is int else max_tokens
+            new["generationConfig"] = {**config, "maxOutputTokens": most}
+        if without_server_tools and body.get("tools"):
+            kept = [{key: tool[key] for key in tool if key in _DECLARED} for tool in body["tools"]]
+            new["tools"] = [tool for tool in kept if tool]
+            if not new["tools"]:
+                del new["tools"]
+                new.pop("toolConfig", None)
+        return path, new
+
+    def upstream_path(self, path: str) -> str:
+        """See `Wire.upstream_path`. Of the query, only the form of the stream is passed on."""
+        plain, _, query = path.partition("?")
+        found = _PATH.search(plain.rstrip("/"))
+        if found is None:
+            return plain
+        version = found["version"] or "/v1beta"
+        form = "?alt=sse" if "alt=sse" in query else ""
+        return f"{version}/models/{found['model']}:{found['method']}{form}"
+
+    def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """See `Wire.request_headers`."""
+        del headers
+        return {}
+
+    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
+        """See `Wire.assembly`."""
+        return GeminiAssembly(on_delta)
+
+    def completion(self, body: bytes) -> Completion:
+        """See `Wire.completion`."""
+        return read_reply(API, body)
+
+    def whole(self, body: Mapping[str, Any]) -> bytes:
+        """See `Wire.whole`."""
+        return exact_json.dumps(body)
+
+    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+        """See `Wire.stream_of`: the reply without its end, then its end."""
+        candidates = body.get("candidates") or []
+        begun = [{k: c[k] for k in c if k != "finishReason"} for c in candidates]
+        ended = [
+            {key: candidate[key] for key in ("finishReason", "index") if key in candidate}
+            for candidate in candidates
+        ]
+        head = {key: body[key] for key in body if key not in ("candidates", "usageMetadata")}
+        if not candidates:
+            return [sse(body)]
+        return [sse({**head, "candidates": begun}), sse({**body, "candidates": ended})]
+
+    def last_event(self, data: str) -> bool:
+        """See `Wire.last_event`."""
+        if '"finishReason"' not in data and '"blockReason"' not in data:
+            return False
+        try:
+            part = orjson.loads(data)
+            feedback = part.get("promptFeedback") or {}
+            candidates = part.get("candidates") or []
+            return bool(feedback.get("blockReason")) or any(
+                candidate.get("finishReason") for candidate in candidates
+            )
+        except (orjson.JSONDecodeError, AttributeError):
+            return False
+
+    def error(self, status: int, kind: str, words: str) -> bytes:
+        """See `Wire.error`."""
+        named = _STATUSES.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")
+        error = {"code": status, "message": f"{words} ({kind})", "status": named}
+        return exact_json.dumps({"error": error})
+
+    def stream_error(self, kind: str, words: str) -> bytes:
+        """See `Wire.stream_error`. Google's own client finds errors only outside of events."""
+        return self.error(400, kind, words) + b"\n\n"
+
+
+def _config_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = body.get("generationConfig")
+    return config if isinstance(config, dict) else {}
+
+
+def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The declared functions, and one object for each kind of tool that Google would run."""
+    tools: list[dict[str, Any]] = []
+    for tool in objects_in(body.get("tools") or [], "tools"):
+        for kind, given in tool.items():
+            tools += objects_in(given or [], kind) if kind in _DECLARED else [{"kind": kind}]
+    return tools
+
+
+def _read_tool(tool: Mapping[str, Any]) -> Schemas:
+    if "kind" in tool and "name" not in tool:
+        return str(tool["kind"])
+    parameters = tool.get("parametersJsonSchema") or tool.get("parameters")
+    return [function_tool(str(tool.get("name") or ""), tool.get("description"), parameters)]
+
+
+def _read_part(raw: Any, calls: Calls) -> list[Message]:
+    if isinstance(raw, tuple):
+        given = raw[1]
+        return [_said("system", [{"text": given}] if isinstance(given, str) else _parts(given))]
+    match raw.get("role") or "user":
+        case "model":
+            try:
+                message = read_parts(raw.get("parts") or [])
+            except ModelError as error:
+                raise WireError(str(error)) from error
+            for n, call in enumerate(message.get("tool_calls", ()), calls.count):
+                call["id"] = call["id"] or f"call_{n}"
+            return [message]
+        case "user" | "function":
+            return _read_user(_parts(raw), calls)
+        case role:
+            raise WireError(f"its role is {role!r}; known: user, model, function")
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return objects_in(content.get("parts") or [] if isinstance(content, dict) else None, "parts")
+
+
+def _read_user(parts: Sequence[dict[str, Any]], calls: Calls) -> list[Message]:
+    """Results, and what is said between and after them. Results without ids are in call order."""
+    messages: list[Message] = []
+    said: list[dict[str, Any]] = []
+    awaited = [call["id"] for call in calls.latest()]
+    for part in parts:
+        result = part.get("functionResponse")
+        if not isinstance(result, dict):
+            said.append(part)
+            continue
+        if said:
+            messages.append(_said("user", said))
+            said = []
+        answered = sum(message["role"] == "tool" for message in messages)
+        id = str(result.get("id") or (awaited[answered] if answered < len(awaited) else ""))
+        messages.append(_read_result(id, result))
+    if said or not messages:
+        messages.append(_said("user", said))
+    return messages
+
+
+def _read_result(id: str, result: Mapping[str, Any]) -> Message:
+    given = result.get("response")
+    text, is_error = given, False
+    if isinstance(given, dict) and len(given) == 1:
+        [(key, text)] = given.items()
+        is_error = key == "error"
+    if not isinstance(text, str):
+        text = exact_json.dumps(given).decode()
+    name = str(result.get("name") or "")
+    return Message(role="tool", tool_call_id=id, name=name, content=text, is_error=is_error)
+
+
+def _said(role: Role, parts: Sequence[dict[str, Any]]) -> Message:
+    texts = [
+        part["text"] if isinstance(part.get("text"), str) else placeholder(part) for part in parts
+    ]
+    message = Message(role=role, content="\n".join(texts))
+    if others := [part for part in parts if not isinstance(part.get("text"), str)]:
+        message["provider_blocks"] = {"api": API, "blocks": others}
+    return message
+
+
+_LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "contents")

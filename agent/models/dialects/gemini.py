@@ -1,0 +1,130 @@
+"""Replies of Gemini's generateContent. Its requests are only relayed, never written here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.dialects.unknown_fields import extra_of, unknown_in
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.parsing import count_or_none, make_call, object_of, parse_object, text_or_none
+
+API = "gemini"
+
+PATH = "/v1beta/models"
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    **dict.fromkeys(("STOP", "MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL"), "stop"),
+    "MAX_TOKENS": "length",
+}
+"""All others are refusals: the model was kept from saying more."""
+
+_REPLY_FIELDS = frozenset(
+    {"candidates", "usageMetadata", "modelVersion", "responseId", "promptFeedback", "error"}
+)
+_CANDIDATE_FIELDS = frozenset({"content", "finishReason", "index"})
+"""What is read of each, or says nothing of the reply. All else is kept as it came."""
+
+_PLAIN_PART = frozenset({"text", "thought", "functionCall"})
+
+
+def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The key."""
+    del settings
+    return {"x-goog-api-key": api_key}
+
+
+def request_body(settings: ModelSettings, request: Request) -> NoReturn:
+    """Refuse the call."""
+    del request
+    words = f"the API {API} only relays the calls of agents; use gemini:{settings.name}"
+    raise ModelError("bad_request", words)
+
+
+def read_reply(body: bytes) -> Completion:
+    """Validate and normalise one reply body.
+
+    Raises `ModelError("malformed")` where the reply cannot be known to be complete; a missing
+    finish reason is how a cut reply looks.
+    """
+    reply = parse_object(body)
+    candidates = reply.get("candidates")
+    blocked = object_of(reply, "promptFeedback").get("blockReason")
+    if not candidates and blocked:
+        return _completion(reply, Message(role="assistant", content=""), "refusal", {}, ())
+    if not isinstance(candidates, list) or not candidates or not isinstance(candidates[0], dict):
+        raise ModelError("malformed", "the reply has no candidates")
+    candidate = candidates[0]
+    reason = candidate.get("finishReason")
+    if not isinstance(reason, str) or not reason:
+        raise ModelError("malformed", f"the reply's finishReason is {reason!r}")
+    message = read_parts(object_of(candidate, "content").get("parts") or [])
+    finish_reason = _FINISH_REASONS.get(reason, "refusal")
+    if finish_reason == "stop" and "tool_calls" in message:
+        finish_reason = "tool_calls"
+    return _completion(reply, message, finish_reason, candidate, candidates[1:])
+
+
+def _completion(
+    reply: Mapping[str, Any],
+    message: Message,
+    finish_reason: FinishReason,
+    candidate: Mapping[str, Any],
+    others: Sequence[Any],
+) -> Completion:
+    return Completion(
+        message=message,
+        finish_reason=finish_reason,
+        usage=usage_in(reply),
+        model=text_or_none(reply.get("modelVersion")),
+        response_id=text_or_none(reply.get("responseId")),
+        extra=extra_of(
+            reply=unknown_in(reply, _REPLY_FIELDS),
+            choice=unknown_in(candidate, _CANDIDATE_FIELDS),
+            choices=list(others),
+        ),
+    )
+
+
+def read_parts(parts: Any) -> Message:
+    """The message that the parts of a content make up, kept verbatim where it says less alone."""
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise ModelError("malformed", "the parts of the content are not a list of objects")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for part in parts:
+        if isinstance(call := part.get("functionCall"), dict):
+            calls.append(make_call(call.get("id"), call.get("name"), call.get("args") or {}))
+        elif isinstance(text := part.get("text"), str):
+            (thoughts if part.get("thought") else texts).append(text)
+    message = Message(role="assistant", content="".join(texts))
+    if reasoning := "\n\n".join(filter(None, (thought.strip() for thought in thoughts))):
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    if not all(part.keys() <= _PLAIN_PART for part in parts):
+        message["provider_blocks"] = {"api": API, "blocks": list(parts)}
+    return message
+
+
+def usage_in(reply: Mapping[str, Any]) -> Usage | None:
+    """The token counts in a reply's body; here the output excludes the reasoning."""
+    raw = reply.get("usageMetadata")
+    if not isinstance(raw, dict):
+        return None
+    given, made = count_or_none(raw.get("promptTokenCount")), raw.get("candidatesTokenCount")
+    reasoning = count_or_none(raw.get("thoughtsTokenCount"))
+    said = count_or_none(made)
+    if said is None and reasoning is None and given is None:
+        return None
+    of_tools = count_or_none(raw.get("toolUsePromptTokenCount"))
+    return Usage(
+        input_tokens=None if given is None else given + (of_tools or 0),
+        output_tokens=(said or 0) + (reasoning or 0),
+        cache_read_tokens=count_or_none(raw.get("cachedContentTokenCount")),
+        cache_write_tokens=None,
+        reasoning_tokens=reasoning,
+    )
