@@ -32,8 +32,8 @@ agent/models/dialects agent/models/client agent/models/batches agent/gateway/wir
 agent/gateway/canonical agent/gateway/reading agent/gateway/writing agent/gateway/wire_chat
 agent/gateway/wire_messages agent/gateway/wire_responses agent/gateway/wire_gemini
 agent/gateway/wires agent/gateway/threads agent/gateway/lines agent/state agent/options
-agent/command_agent
-agent/loop agent/gateway agent/views agent/setup agent/runner agent/session agent/flat
+agent/command_agent agent/loop agent/gateway agent/views agent/setup agent/runner agent/session
+agent/flat
 
 runs/errors runs/tasks runs/amounts runs/process runs/shards runs/store runs/dataset runs/sources
 runs/config

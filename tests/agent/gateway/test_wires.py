@@ -73,7 +73,7 @@ def test_only_the_end_of_a_stream_waits(api: str, said: Said) -> None:
     ends = [wire.last_event(one) for one in data]
     assert ends.index(True) >= 1
     body = assembled(wire, events[: ends.index(True)])
-    with pytest.raises(Exception, match="finish_?[rR]eason|stop_reason|status"):
+    with pytest.raises(Exception, match=r"finish_?[rR]eason|stop_reason|status"):
         wire.completion(exact_json.dumps(body))
 
 
