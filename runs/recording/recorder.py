@@ -268,16 +268,18 @@ class Recorder:
             if self._upstream.calls.is_the_endpoints(error):
                 self.halt(self._upstream.calls.describe(error))
                 return None
-            words = str(error)
-            attempt = self._config.max_attempts
-            failure = Failure(task.id, task.input_digest, attempt, error.kind, words)
+            failure = self._failure(task, error.kind, str(error))
             end = Finish("failed")
         except Stopped:
             return None
         except (StorageError, HostError) as error:
             self.halt(str(error))
             return None
-        record = self._record_of(session, session.gateway.ending or end, failure)
+        end = session.gateway.ending or end or _ending(session)
+        if end.status == "failed" and failure is None:
+            words = end.reason or "the program that held the session says that it failed"
+            failure = self._failure(task, "session_failed", words)
+        record = self._record_of(session, end, failure)
         if failure is not None:
             self._failures.append(failure)
             self._failures.sync()
@@ -289,17 +291,21 @@ class Recorder:
         self._say(f"{task.id}: {record['status']} after {record['api_calls']} calls")
         return record
 
+    def _failure(self, task: Task, error_class: str, words: str) -> Failure:
+        # A program of someone else's cannot be started again: this was the last attempt.
+        attempt = self._config.max_attempts
+        return Failure(task.id, task.input_digest, attempt, error_class, words)
+
     def _record_of(
-        self, session: Session, end: Finish | None, failure: Failure | None
+        self, session: Session, end: Finish, failure: Failure | None
     ) -> dict[str, Any]:
         return make_record(
             session.task,
             session.trajectory,
-            end=end or _ending(session),
+            end=end,
             spec=self._rules.read(session.task.columns).spec,
             setup=self._models.setup,
             failure=failure,
-            # A program of someone else's cannot be started again.
             attempt=self._config.max_attempts,
             provenance=self._provenance,
         )
