@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -78,21 +78,10 @@ def _relative(value: str) -> str:
     return str(path)
 
 
-_DIALECTS: Final = tuple(dict.fromkeys((*get_args(Api), "gemini")))
-
-
-def _check_dialect(value: str) -> str:
-    if value not in _DIALECTS:
-        msg = f"{value!r} is not a dialect; known: {', '.join(_DIALECTS)}"
-        raise ValueError(msg)
-    return value
-
-
 _Text = Annotated[str, AfterValidator(_plain)]
 _Pattern = Annotated[str, AfterValidator(_pattern)]
 _Command = Annotated[tuple[_Text, ...], BeforeValidator(_split_command)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-_Dialect = Annotated[str, AfterValidator(_check_dialect)]
 
 
 class VolatileConfig(BaseModel):
@@ -121,7 +110,7 @@ class CommandAgent(BaseModel):
     """Variables besides those that all agents get (PATH, HOME, URLs and keys of the gateway)."""
     files: dict[Annotated[str, AfterValidator(_relative)], str] = {}
     """Files in its HOME, by their paths there."""
-    speaks: Annotated[tuple[_Dialect, ...], BeforeValidator(split_commas), Field(min_length=1)]
+    speaks: Annotated[tuple[Api, ...], BeforeValidator(split_commas), Field(min_length=1)]
     """The APIs that it calls models by."""
     version: _Command | None = None
     """The command that prints its version; None: its program with --version; []: none."""

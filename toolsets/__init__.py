@@ -42,6 +42,7 @@ SEAM = (
     "sandbox.docker",
     "sandbox.factory",
     "sandbox.installed",
+    "sandbox.programs",
     "text",
     "tool",
     "toolbox",

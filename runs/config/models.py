@@ -8,6 +8,7 @@ from dataclasses import replace
 from agent.command_agent import CommandAgent
 from agent.models.batches.calls import has_batches
 from agent.models.model import ModelSettings
+from agent.models.providers import Api, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
 from runs.amounts import Cost, EndpointLimits
@@ -82,7 +83,7 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
     settings = resolve_model(
         name,
         base_url=config.base_url,
-        api=config.api,
+        api=config.api or _api_of_agent(config),
         key_env=config.key_env,
         endpoints=_endpoints(config),
         prices=to_prices(config.prices),
@@ -120,8 +121,27 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         known=known,
     )
     if config.agent is None:
+        _check_dialects(setup)
         return setup
     return replace(setup, aliases=_aliases(config.agent, settings, endpoints))
+
+
+def _api_of_agent(config: RunConfig) -> Api | None:
+    """The API of a server of the user's own, which nothing but the agent says."""
+    if config.agent is None or config.base_url is None or provider_at(config.base_url):
+        return None
+    return config.agent.speaks[0]
+
+
+def _check_dialects(setup: Setup) -> None:
+    """Raise `ValueError` for a model that only agents can call."""
+    for model in setup.models():
+        if model.api == "gemini":
+            msg = (
+                f"api: {model.reference!r}: the API gemini is only for agents that run as commands "
+                "(--agent=gemini-cli); without --api, Gemini's models are called by openai_chat"
+            )
+            raise ValueError(msg)
 
 
 def _aliases(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import time
@@ -36,9 +35,8 @@ from runs.worker.durable_calls import Stops
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.inside.boot import BOOT, framed
 from toolsets.sandbox.installed import NotInstalled, find_program
-from toolsets.sandbox.programs import program
+from toolsets.sandbox.programs import forwarding
 from toolsets.text import clip
 from toolsets.workspace.removal import remove_tree
 
@@ -191,10 +189,8 @@ class AgentRunner:
                 "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
                 "port": _PORT,
             }
-            stdin = framed(program("forward")) + framed(json.dumps(terms))
-            command = asyncio.create_task(
-                sandbox.exec(["python3", "-I", "-S", "-c", BOOT, "0"], stdin=stdin)
-            )
+            argv, stdin = forwarding(terms)
+            command = asyncio.create_task(sandbox.exec(argv, stdin=stdin))
             self._commands.add(command)
             over = asyncio.create_task(_end_after(gateway.ended, command))
             try:

@@ -49,7 +49,7 @@ def test_a_command_can_be_one_text() -> None:
     [
         ({"command": ["run"]}, (), "{prompt} is missing"),
         ({"command": []}, ("command",), "at least 1 item"),
-        ({"speaks": "pigeon"}, ("speaks", 0), "'pigeon' is not a dialect; known: openai_chat"),
+        ({"speaks": "pigeon"}, ("speaks", 0), "Input should be 'openai_chat'"),
         ({"files": {"../x": ""}}, ("files", "../x", "[key]"), "relative to HOME"),
         ({"files": {"/etc/x": ""}}, ("files", "/etc/x", "[key]"), "relative to HOME"),
         ({"final_call": "("}, ("final_call",), "not a regular expression"),

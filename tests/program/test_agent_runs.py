@@ -16,6 +16,7 @@ import pytest
 from testing.agent_endpoint import AgentEndpoint, Exchange
 from tests.running import ROOT, lines, run, session_of, started, wait_until, workers_of, write_rows
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap
+from toolsets.sandbox.inside.processes import descendants
 
 SCRIPT = ROOT / "testing" / "scripted_agent.py"
 PYTHON = f"{sys.base_prefix}/bin/python3"
@@ -139,7 +140,7 @@ def _reply(exchange: Exchange) -> tuple[str, str | None, list[tuple[str, Any]]]:
         message = body["choices"][0]["message"]
         return message["content"] or "", message.get("reasoning_content"), _calls(message)
     text, thought, calls = "", None, []
-    for block in body["content"]:
+    for block in body.get("content") or body["output"]:
         match block["type"]:
             case "text":
                 text += block["text"]
@@ -147,15 +148,23 @@ def _reply(exchange: Exchange) -> tuple[str, str | None, list[tuple[str, Any]]]:
                 thought = block["thinking"]
             case "tool_use":
                 calls.append((block["id"], block["input"]))
+            case "message":
+                text = block["content"][0]["text"]
+            case "reasoning":
+                thought = block["summary"][0]["text"]
+            case "function_call":
+                calls.append((block["call_id"], json.loads(block["arguments"])))
     return text, thought, calls
 
 
 def _results(request: dict[str, Any]) -> list[str]:
     found = []
-    for message in request["messages"]:
-        if message["role"] == "tool":
+    for message in request.get("messages") or request["input"]:
+        if message.get("role") == "tool":
             found.append(message["content"])
-        elif isinstance(message["content"], list):
+        elif message.get("type") == "function_call_output":
+            found.append(message["output"])
+        elif isinstance(message.get("content"), list):
             found += [b["content"] for b in message["content"] if b["type"] == "tool_result"]
     return found
 
@@ -179,13 +188,12 @@ def test_calls_before_a_kill_are_not_paid_again(
     tmp_path: Path, endpoint: AgentEndpoint, victim: str
 ) -> None:
     """Each start begins at the first workspace; equal calls get the recorded replies."""
-    write_rows(
-        tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": prompt(f"t{n}", 3)} for n in (1, 2))
-    )
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 5)})
     given = options(endpoint, scripted("messages", "--stream"))
-    endpoint.answers = 5
+    endpoint.answers = 3
     with started(tmp_path, **given) as process:
-        wait_until(lambda: len(endpoint.exchanges) == 5 and endpoint.waiting == 1)
+        wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
+        paid = [one.reply["id"] for one in endpoint.exchanges]
         if victim == "group":
             for pid in session_of(process.pid):
                 os.kill(pid, signal.SIGKILL)
@@ -197,14 +205,12 @@ def test_calls_before_a_kill_are_not_paid_again(
             assert process.wait(timeout=60) == 0
     endpoint.answer_all()
     assert run(tmp_path, **given).returncode == 0
-    found = records(tmp_path)
-    assert [record["status"] for record in found] == ["completed"] * 2
-    for record in found:
-        assert record["api_calls"] == 4
-        assert (record["set_aside"], record["diverged_at"]) == ([], None)
-        assert record["agent"]["starts"] == 2
-    # Only the call in flight is asked for again.
-    assert len(endpoint.exchanges) == 9
+    (record,) = records(tmp_path)
+    assert record["status"] == "completed"
+    assert [turn["response_id"] for turn in record["turns"]][:3] == paid
+    assert record["api_calls"] == len(record["turns"]) == 6
+    assert (record["set_aside"], record["diverged_at"]) == ([], None)
+    assert record["agent"]["starts"] == 2
     nothing_is_left(tmp_path)
 
 
@@ -235,7 +241,7 @@ def test_an_agent_that_diverges_says_where(tmp_path: Path, endpoint: AgentEndpoi
 def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
     tmp_path: Path, endpoint: AgentEndpoint
 ) -> None:
-    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 2)})
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3)})
     given = options(endpoint, scripted())
     endpoint.answers = 2
     with started(tmp_path, **given) as process:
@@ -250,18 +256,18 @@ def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
     (record,) = records(tmp_path)
     assert record["status"] == "completed"
     # The call in flight was paid for, so it was recorded after the agent's end.
-    assert (len(endpoint.exchanges), record["api_calls"]) == (3, 3)
+    assert (len(endpoint.exchanges), record["api_calls"]) == (4, 4)
 
 
 def _agent_of(leader: int) -> int:
     """The process of the agent below a run."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for pid, _ in descendants(leader):
         try:
-            words = path.read_bytes().split(b"\0")
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
         if str(SCRIPT).encode() in words:
-            return int(path.parent.name)
+            return pid
     raise AssertionError("no agent is running")
 
 

@@ -120,6 +120,21 @@ def test_an_endpoint_of_another_dialect_is_refused() -> None:
     )
 
 
+def test_a_server_of_the_users_own_speaks_what_the_agent_speaks() -> None:
+    setup = set_up_models(config(agent={**AGENT, "speaks": "anthropic_messages"}))["m"]
+    assert setup.settings.api == "anthropic_messages"
+
+
+def test_gemini_is_only_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are relayed to the provider's own root, not to that of its chat API."""
+    monkeypatch.setenv("GEMINI_API_KEY", "x")
+    google = {"model": "gemini:g", "base_url": None, "api": "gemini"}
+    setup = set_up_models(config(agent={**AGENT, "speaks": "gemini"}, **google))["gemini:g"]
+    assert setup.settings.base_url == "https://generativelanguage.googleapis.com"
+    with pytest.raises(ConfigError, match="the API gemini is only for agents"):
+        set_up_models(config(agent=None, **google))
+
+
 def test_aliases_are_models_of_the_run() -> None:
     agent = {**AGENT, "aliases": {"small*": "other", "*": "{model}"}}
     run = config(agent=agent)

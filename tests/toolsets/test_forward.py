@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from tests.toolsets.test_sandbox import needs_bwrap
 from toolsets.sandbox.base import ExecResult, Extras, Limits
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.inside.boot import BOOT, framed
-from toolsets.sandbox.programs import program
+from toolsets.sandbox.programs import forwarding
 from toolsets.workspace.workspace import Workspace
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -52,9 +50,9 @@ def start(
             "port": 8800,
             **terms,
         }
-        text = framed(program("forward")) + framed(json.dumps(given))
+        command, text = forwarding(given)
         try:
-            return await sandbox.exec(["python3", "-I", "-S", "-c", BOOT, "0"], stdin=text)
+            return await sandbox.exec(command, stdin=text)
         finally:
             await sandbox.stop()
             server.close()
