@@ -24,6 +24,8 @@ SEAM = (
     "gateway.lines",
     "gateway.relay",
     "gateway.server",
+    "gateway.wire",
+    "gateway.wires",
     "loop.loop",
     "loop.opening",
     "loop.references",

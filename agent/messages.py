@@ -322,6 +322,18 @@ def failure_of(result: Message) -> str | None:
     return failure if result["is_error"] and isinstance(failure, str) else None
 
 
+def reply_in(event: Event) -> ReplyEvent | None:
+    """The model reply in an event, also of an inner conversation or an agent's call."""
+    match event["kind"]:
+        case "reply":
+            return event
+        case "exchange":
+            return event["reply"]
+        case "sub":
+            return reply_in(event["event"])
+    return None
+
+
 def is_cost_only(event: Event) -> bool:
     """Whether an event is a reply of which only the cost matters; see `COST_ONLY`."""
     return event["kind"] == "reply" and event.get("discarded") in COST_ONLY

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.messages import Event, ReplyEvent
+from agent.messages import Event, ReplyEvent, reply_in
 from runs.store.files import StorageError
 from runs.store.journal import Inflight
 
@@ -31,8 +31,15 @@ def conversations_in_flight(
 
 
 def _state(task_id: str, events: Sequence[Event], now: float) -> dict[str, Any]:
-    replies = [e for e in events if e["kind"] == "reply" and "discarded" not in e]
+    replies = [
+        reply
+        for event in events
+        if event["kind"] in ("reply", "exchange")
+        and (reply := reply_in(event)) is not None
+        and "discarded" not in reply
+    ]
     called = [_names(reply) for reply in replies]
+    # What an agent has done with its last reply, only its next call shows.
     turn = replies[-1]["turn"] if replies else 0
     answered = {e["call"] for e in events if e["kind"] == "result" and e["turn"] == turn}
     last = called[-1] if called else []
@@ -57,6 +64,8 @@ def _ended_at(event: Mapping[str, Any]) -> float | None:
     """The end of an event, epoch seconds."""
     if event["kind"] == "sub":
         return _ended_at(event["event"])
+    if event["kind"] == "exchange":
+        return _ended_at(event["reply"])
     if "started_at" in event:
         return float(event["started_at"] + event["duration_s"])
     return event.get("at")

@@ -70,6 +70,8 @@ class ConversationText:
         if row["reward"] is not None:
             result = {True: "passed, ", False: "failed, ", None: ""}[row["passed"]]
             yield f"check: {result}reward {row['reward']:g}"
+        if agent := record.get("agent"):
+            yield plain(_agent(record, agent))
         if flags := flags_of(record):
             yield f"unusual: {', '.join(flags)}"
 
@@ -159,6 +161,25 @@ def turn_as_json(record: Mapping[str, Any], turn: int) -> dict[str, Any]:
             return {"id": record["id"], "turn": numbers, "messages": messages[start:end]}
     msg = f"--turn {turn}: {record['id']} has {len(starts)} turns"
     raise ConfigError(msg)
+
+
+def _agent(record: Mapping[str, Any], agent: Mapping[str, Any]) -> str:
+    """What is known of the agent that held the conversation, in a line."""
+    name = " ".join(str(agent[key]) for key in ("name", "version") if agent.get(key))
+    facts = [f"agent: {name}" if name else "agent", plural(agent["starts"], "start")]
+    if agent.get("exit_code") is not None:
+        facts.append(f"exit code {agent['exit_code']}")
+    facts += [
+        f"{thread['name']} ({thread['key']}): {plural(thread['calls'], 'call')}"
+        for thread in record["threads"]
+    ]
+    if record["set_aside"]:
+        facts.append(f"{plural(len(record['set_aside']), 'call')} set aside")
+    if record["diverged_at"] is not None:
+        facts.append(f"diverged after {plural(record['diverged_at'], 'answered call')}")
+    if agent["stripped_tools"]:
+        facts.append(f"without {', '.join(agent['stripped_tools'])}")
+    return " · ".join(facts)
 
 
 def _facts(turn: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ def seconds_at_work(record: Mapping[str, Any]) -> float:
     spans: dict[int, tuple[float, float]] = {}
     turns, calls = own_work(record)
     for call in calls:
-        began, ended = call["started_at"], call["started_at"] + call["duration_s"]
+        began, ended = call["started_at"], call["started_at"] + (call["duration_s"] or 0.0)
         before = spans.get(call["turn"], (began, ended))
         spans[call["turn"]] = (min(began, before[0]), max(ended, before[1]))
     return float(
@@ -90,6 +90,7 @@ def flags_of(record: Mapping[str, Any]) -> list[str]:
         "notes": any(note["turn"] >= parents for note in record["notes"]),
         "discarded replies": any("inherited" not in reply for reply in record["discarded"]),
         "resumed": record["resumes"],
+        "calls set aside": record.get("set_aside"),
         "compacted": record["view_compacted"],
         "check passed": judgement.passed is True,
         "check failed": judgement.passed is False,

@@ -39,7 +39,7 @@ runs/errors runs/tasks runs/amounts runs/process runs/shards runs/store runs/dat
 runs/config
 runs/record runs/run_lock runs/narrowing runs/run_dir runs/totals runs/protocol runs/worker
 runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_choice runs/planning
-runs/run runs/maintenance runs/maintenance/hermes
+runs/run runs/recording runs/maintenance runs/maintenance/hermes
 
 export/row_files export/conversation export/formats export/recipe export/filters
 export/statistics export/record_order export/run_statistics export/training_files export/dataset

@@ -34,7 +34,7 @@ class Line:
     replies: list[tuple[int, int]]
     """The position and the number of each recorded reply among the messages."""
     tools: list[dict[str, Any]]
-    """Those of its last call that offered any."""
+    """All that its calls offered; of several with one name, the latest."""
     has_tools: bool
     """Its last call offered some."""
     name: str = ""
@@ -110,9 +110,16 @@ def _all_lines(threads: Threads) -> list[Line]:
         thread, end = threads.end_of(number)
         replies = [reply for reply in thread.replies if reply[0] < end]
         offered = [threads.tools_of(number) for _, number in replies]
-        tools = next((tools for tools in reversed(offered) if tools), offered[-1])
+        tools = _union(offered)
         lines.append(Line(thread, thread.messages[:end], replies, tools, bool(offered[-1])))
     return lines
+
+
+def _union(offered: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    if all(tools is offered[0] for tools in offered):
+        return offered[0]
+    by_name = {str(tool["function"].get("name")): tool for tools in offered for tool in tools}
+    return [*by_name.values()]
 
 
 def _divided(lines: Sequence[Line]) -> tuple[list[Line], list[Rewritten]]:

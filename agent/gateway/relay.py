@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,9 +13,9 @@ from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.threads import Threads
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireRequest
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
 from agent.loop.steps import Finish
-from agent.messages import UNREADABLE, AnsweredEvent, ExchangeEvent, Message, Usage
+from agent.messages import UNREADABLE, AnsweredEvent, ExchangeEvent, Message, RestartedEvent, Usage
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
@@ -29,6 +31,9 @@ Kept = Callable[[], Awaitable[None]] | None
 
 _STOP = 400
 """The status that ends every agent: 402, 429 and 5xx have some of them ask again."""
+
+
+_MODEL_IN_PATH = re.compile(r"/models/([^/:?]+)")
 
 
 class RefusedModel(Exception):
@@ -96,6 +101,7 @@ class Relay:
             trajectory.agent_calls = Threads()
         self._threads = trajectory.agent_calls
         self._threads.volatile = volatile
+        self._is_resumed = bool(self._threads.exchanges)
         self.answers = Answers()
         self.ending: Finish | None = None
         """Why calls were refused; None if none was."""
@@ -128,6 +134,10 @@ class Relay:
             return reply
         if refusal := self._stop():
             return Answer(refusal)
+        if self._is_resumed and (again := self._asked_again(asked)) is not None:
+            reply = self.answers.begin(asked)
+            reply.finish(_parts(call.wire, again["body"], is_stream=asked.is_stream))
+            return reply
         if known := self._threads.unanswered(asked.key):
             return self._recorded(known, asked, call.wire)
         if refusal := self._limit():
@@ -136,8 +146,9 @@ class Relay:
             route = self._route(call.wire.api, asked.model)
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
+        request = _request(call, route, asked)
         reply = self.answers.begin(asked)
-        task = asyncio.create_task(self._make(call, asked, route, reply))
+        task = asyncio.create_task(self._make(call.wire, asked, route.model, request, reply))
         self._calls[task] = self._threads.calls
         task.add_done_callback(self._calls.pop)
         return reply
@@ -146,12 +157,13 @@ class Relay:
         """The reply to a request that costs nothing and is not recorded."""
         if refusal := self._stop():
             return Answer(refusal)
+        bodies: list[bytes] = []
+        in_path = _MODEL_IN_PATH.search(call.path)
+        name = in_path[1] if in_path else str(call.body.get("model"))
         try:
-            route = self._route(call.wire.api, str(call.body.get("model")))
-            request = _request(call, route, None, read=_free)
-            bodies: list[bytes] = []
-            request = replace(request, read=partial(_keep, bodies, _free))
-            await route.model.complete(request)
+            route = self._route(call.wire.api, name)
+            request = _request(call, route, None)
+            await route.model.complete(replace(request, read=partial(_keep, bodies, _free)))
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
         except ModelError as error:
@@ -219,6 +231,25 @@ class Relay:
                 return Finish("budget", words)
         return None
 
+    def _asked_again(self, asked: WireRequest) -> ExchangeEvent | None:
+        """The call that the first request after a crash repeats, if its reply was the last one.
+
+        It may not have arrived. A request that repeats an earlier call shows that the program
+        starts again.
+        """
+        self._is_resumed = False
+        threads = self._threads
+        if not threads.live:
+            return None
+        equal = [event for event in threads.exchanges if event["key"] == asked.key]
+        for event in equal:
+            thread, end = threads.end_of(event["number"])
+            if end == len(thread.messages):
+                return event
+        if equal:
+            self._record(RestartedEvent(kind="restarted", at=time.time()))
+        return None
+
     def _recorded(self, known: ExchangeEvent, asked: WireRequest, wire: Wire) -> Answer:
         """A recorded reply, to an equal call of an earlier start."""
         self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
@@ -226,10 +257,17 @@ class Relay:
         reply.finish(_parts(wire, known["body"], is_stream=asked.is_stream))
         return reply
 
-    async def _make(self, call: AgentCall, asked: WireRequest, route: Route, reply: Answer) -> None:
+    async def _make(
+        self,
+        wire: Wire,
+        asked: WireRequest,
+        model: RetryingModel,
+        request: RelayRequest,
+        reply: Answer,
+    ) -> None:
         """Make a call, record it, and only then end the reply."""
         try:
-            reply.finish(await self._ask(call, asked, route, reply))
+            reply.finish(await self._ask(wire, asked, model, request, reply))
             self.last_error = None
             return
         except ModelError as error:
@@ -244,10 +282,14 @@ class Relay:
         self.answers.forget(reply)
 
     async def _ask(
-        self, call: AgentCall, asked: WireRequest, route: Route, reply: Answer
+        self,
+        wire: Wire,
+        asked: WireRequest,
+        model: RetryingModel,
+        request: RelayRequest,
+        reply: Answer,
     ) -> list[bytes]:
         """The last parts of the reply, once it is recorded."""
-        wire = call.wire
         held: list[bytes] = []
         bodies: list[bytes] = []
 
@@ -261,11 +303,12 @@ class Relay:
             turn = self._trajectory.turns + 1
             self._record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
 
-        request = _request(call, route, asked, read=partial(_keep, bodies, wire.completion))
+        read = partial(_keep, bodies, wire.completion)
+        request = replace(request, read=read, on_unreadable=pay)
         if asked.is_stream:
             request = replace(request, assembly=wire.assembly, on_event=on_event)
         clock = Clock()
-        completion = await route.model.complete(replace(request, on_unreadable=pay))
+        completion = await model.complete(request)
         body = exact_json.loads_leniently(bodies[-1])
         self._record(
             exchange_event(
@@ -301,22 +344,25 @@ class Relay:
         return Refusal(_STOP, "failed", f"no more model calls: {error}")
 
 
-def _request(
-    call: AgentCall,
-    route: Route,
-    asked: WireRequest | None,
-    *,
-    read: Callable[[bytes], Completion],
-) -> RelayRequest:
-    """The request as it is sent: as it came, unless something in it has to be another."""
+def _request(call: AgentCall, route: Route, asked: WireRequest | None) -> RelayRequest:
+    """The request as it is sent: as it came, unless something in it has to be another.
+
+    `asked` is None for a request that costs nothing. Raises `WireError`.
+    """
     wire, path, content, body = call.wire, call.path, call.content, call.body
-    most = bound = None
+    most: int | None = 0
+    bound, tools = None, False
     if asked is not None:
+        most, tools = asked.max_tokens, bool(asked.server_tools)
         settings = route.model.settings
-        most = asked.max_tokens
         if most is None and settings.needs_bound:
             most = bound = settings.reply_bound
-    tools = asked is not None and bool(asked.server_tools)
+            if bound is None:
+                msg = (
+                    "the request does not limit the reply's tokens, so the budget of the run "
+                    "cannot be kept: set its limit, or --max_tokens"
+                )
+                raise WireError(msg)
     if route.name is not None or bound is not None or tools:
         path, body = wire.rewritten(
             path, body, model=route.name, max_tokens=bound, without_server_tools=tools
@@ -327,7 +373,7 @@ def _request(
         body=content,
         headers=wire.request_headers(call.headers),
         max_tokens=None if most is None else most * _choices(body),
-        read=read,
+        read=_free,
     )
 
 

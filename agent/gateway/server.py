@@ -78,6 +78,11 @@ class Gateway:
         return self._relay.ended
 
     @property
+    def failure(self) -> Exception | None:
+        """What made further calls impossible; raised by `close`."""
+        return self._relay.failure
+
+    @property
     def last_error(self) -> ModelError | None:
         """Why the last call has no reply, if the endpoint refused it."""
         return self._relay.last_error

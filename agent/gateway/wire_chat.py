@@ -12,6 +12,7 @@ from agent.gateway.reading import (
     Layout,
     Schemas,
     custom_tool,
+    function_tool,
     objects_in,
     path_of,
     placeholder,
@@ -32,6 +33,7 @@ from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.dialects.registry import DIALECTS, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion
+from agent.models.parsing import object_of
 from agent.stream_events import StreamHandler, ignored
 from toolsets import exact_json
 
@@ -210,10 +212,12 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     """Functions; also custom tools, whose input is free text."""
     match tool.get("type"):
         case "function":
-            return [dict(tool)]
+            function = object_of(tool, "function")
+            name, description = str(function.get("name") or ""), function.get("description")
+            schema = function_tool(name, description, function.get("parameters"))
+            return [{**schema, "function": {**function, **schema["function"]}}]
         case "custom":
-            custom = tool.get("custom")
-            return [custom_tool(custom if isinstance(custom, dict) else {})]
+            return [custom_tool(object_of(tool, "custom"))]
         case kind:
             return str(kind)
 

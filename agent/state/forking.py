@@ -32,6 +32,8 @@ def events_until(
     the conversation did not continue after that turn, or if the record does not determine its
     events.
     """
+    if "agent" in record:
+        raise NotForkable("an agent that runs as a command cannot begin in the middle")
     if turn >= len(record["turns"]):
         raise NotForkable(f"it does not continue after turn {turn}")
     if any(inner["key"].startswith(f"{SUMMARY}#") for inner in record["inner"]):

@@ -5,6 +5,7 @@ validity   rules that every row keeps
 tolerance  rules that a user can relax
 views      counts what the model saw shortened
 ending     final answers given by a call, as text
+order      messages of agents in an order that rows can have
 own_work   what the model itself did
 row_json   reading and writing the JSON of rows
 style      options for reasoning, parallel calls, long results and tools

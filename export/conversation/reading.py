@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
 from export.conversation.ending import is_answered, plain_ending
+from export.conversation.order import ends_with_a_call, in_order, is_agents
 from export.conversation.own_work import Own, own_of, tool_stats
 from export.conversation.row_json import Token, control_token, read_arguments, write_json
 from export.conversation.tolerance import Flaw, Tolerance
@@ -108,6 +109,9 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
     `own` is `own_of(record)`, if the caller has it already. A record that ended early is parsed
     too, with `completed` false; the caller decides where it belongs.
     """
+    if is_agents(record):
+        record = in_order(record)
+        own = own_of(record)
     own = own or own_of(record)
     if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
@@ -117,7 +121,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
     )
     flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
     entries = read_entries(messages, tools, flaws)
-    if answered:
+    if answered and not ends_with_a_call(record):
         check_finished(messages)
     # A first reply that continues a turn of the prompt belongs to that turn.
     given = 0
@@ -367,6 +371,8 @@ def _metadata(
         metadata["fork"] = lineage
     if completion:
         metadata["completion"] = completion
+    if agent := record.get("agent"):
+        metadata["agent"] = {key: agent.get(key) for key in ("name", "version")}
     metadata["finish_reason"] = record["turns"][-1]["finish_reason"]
     metadata["prompt_id"] = record["prompt_id"]
     metadata["sample"] = record["sample"]

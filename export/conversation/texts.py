@@ -21,7 +21,7 @@ _WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 def texts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Place and text of everything in a record that any format can hold.
 
-    That includes inner conversations, discarded replies and the output of the check.
+    That includes inner conversations, discarded replies and the outputs of the check and an agent.
     """
     yield from _said(record, "")
     for name, value in record["row"].items():
@@ -29,6 +29,8 @@ def texts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"column {name}", text
     for text in strings_in(record.get("check")):
         yield "check", text
+    for text in strings_in(record.get("agent")):
+        yield "agent", text
 
 
 def words_of(text: str) -> list[str]:
@@ -50,6 +52,12 @@ def _said(part: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
         yield from _in_message(message, f"{place}message {number}")
     for number, reply in enumerate(part.get("discarded") or (), start=1):
         yield from _in_message(reply["message"], f"{place}message {number} set aside")
+    for call in part.get("set_aside") or ():
+        for message in (*call["added"], call["message"]):
+            yield from _in_message(message, f"{place}call {call['number']} set aside")
+    for change in part.get("rewritten") or ():
+        for message in change["messages"]:
+            yield from _in_message(message, f"{place}rewritten message {change['start'] + 1}")
     for inner in part.get("inner") or ():
         yield from _said(inner, f"{place}conversation of {inner['name']}, ")
 

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agent.models.parsing import count_or_none
+from export.conversation.order import in_order
 from export.conversation.own_work import own_of
 from export.conversation.reading import Conversation, Turn, metadata_of, read_entries, system_of
 from export.conversation.style import Style, styled
@@ -35,9 +36,11 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The document of a conversation; calls of a turn stay together whatever the style says."""
     _TOLERANCE.refuse(conversation.flaws)
     record = conversation.record
+    own_version = (record.get("versions") or {}).get("batch-trajectories")
+    command = record.get("agent") or {}
     agent = {
-        "name": "batch-trajectories",
-        "version": (record.get("versions") or {}).get("batch-trajectories") or "unknown",
+        "name": command.get("name") or "batch-trajectories",
+        "version": (command.get("version") if command else own_version) or "unknown",
         "model_name": record["model_returned"] or record["model"],
         "tool_definitions": list(conversation.tools),
     }
@@ -122,6 +125,7 @@ def _read_inner(inner: Mapping[str, Any]) -> Conversation:
     """
     if not inner["turns"]:
         raise Rejected(Reason.NO_REPLY, "the model never replied")
+    inner = in_order(inner)
     messages = inner["messages"]
     called = {
         call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()

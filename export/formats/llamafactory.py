@@ -42,7 +42,8 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """
     style.tolerance.refuse(conversation.flaws)
     last = conversation.entries[-1]
-    if isinstance(last, str) or last.calls:
+    is_ended_by_call = conversation.completed and not isinstance(last, str) and not last.results
+    if isinstance(last, str) or (last.calls and not is_ended_by_call):
         raise Rejected(Reason.UNFINISHED, "the conversation does not end with an answer")
     conversations = []
     if conversation.system and style.has_system(by_default=True):

@@ -223,6 +223,9 @@ function conversation({ record, form }, row, { before, after, place }) {
       fold("facts", `tools offered (${record.tools.length})`, () => h("dl", { class: "arguments" }, record.tools.map((tool) => [
         h("dt", {}, tool.function.name), h("dd", {}, textBlock(tool.function.description ?? "")),
       ]))),
+      record.agent && fold("facts", "agent", () => jsonBlock(record.agent)),
+      record.set_aside?.length ? fold("facts", `calls set aside by a restart (${record.set_aside.length})`, () => jsonBlock(record.set_aside)) : null,
+      record.rewritten?.length ? fold("facts", `calls that were shown other messages (${record.rewritten.length})`, () => jsonBlock(record.rewritten)) : null,
       record.check && fold("facts", "check", () => jsonBlock(record.check)),
       fold("facts training", trainingWords(form), () => trainingForm(form)),
       fold("facts raw", "raw JSON", () => h("pre", { class: "text" }, jsonText(record)))),

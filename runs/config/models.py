@@ -75,14 +75,17 @@ def budget_of(config: RunConfig) -> Cost | None:
     return Cost(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
 
 
-def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup:
-    endpoints = {prefix: one.to_endpoint() for prefix, one in config.endpoints.items()}
+def settings_of(config: RunConfig, name: str) -> ModelSettings:
+    """How a model is called that the user would write as `name`.
+
+    Raises `ValueError`: among others `UnknownModel`, and `MissingKey`.
+    """
     settings = resolve_model(
         name,
         base_url=config.base_url,
         api=config.api or _api_of_agent(config),
         key_env=config.key_env,
-        endpoints=endpoints,
+        endpoints=_endpoints(config),
         prices=to_prices(config.prices),
         temperature=config.temperature,
         top_p=config.top_p,
@@ -99,6 +102,16 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         prompt_caching=config.prompt_caching,
     )
     read_key(settings)
+    return settings
+
+
+def _endpoints(config: RunConfig) -> dict[str, Endpoint]:
+    return {prefix: one.to_endpoint() for prefix, one in config.endpoints.items()}
+
+
+def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup:
+    settings = settings_of(config, name)
+    endpoints = _endpoints(config)
     setup = set_up(
         config.agent_options,
         settings,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from agent.messages import OUT_OF_PLACE, Event, ForkedEvent, ReplyEvent, is_cost_only
+from agent.messages import OUT_OF_PLACE, Event, ForkedEvent, ReplyEvent, is_cost_only, reply_in
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import StorageError, set_aside
 from runs.tasks import task_key
@@ -80,7 +80,7 @@ class Inflight:
             entry = _parsed(line)
             key = None if entry is None else task_key(entry["task"], entry["input_digest"])
             if entry is not None and key is not None and wanted(key):
-                if _REPLY in line and (reply := _reply_in(entry["event"])) is not None:
+                if _REPLY in line and (reply := reply_in(entry["event"])) is not None:
                     self.paid_usd += reply.get("cost_usd") or 0.0
                 tasks.add(key)
                 order = entry["deal"], entry["position"]
@@ -153,7 +153,7 @@ def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:
         return usable
     turn = 1 + max((event["turn"] for event in usable if _is_turn(event)), default=0)
     for event in lost:
-        reply = _reply_in(event)
+        reply = reply_in(event)
         if reply is not None and "batch_item" not in reply:  # those can be fetched again for free
             usable.append({**reply, "turn": turn, "discarded": OUT_OF_PLACE})
     return usable
@@ -161,13 +161,6 @@ def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:
 
 def _is_turn(event: Event) -> TypeGuard[ReplyEvent | ForkedEvent]:
     return event["kind"] == "forked" or (event["kind"] == "reply" and "discarded" not in event)
-
-
-def _reply_in(event: Event) -> ReplyEvent | None:
-    """The reply in an event, also of an inner conversation; None if it is another event."""
-    while event["kind"] == "sub":
-        event = event["event"]
-    return event if event["kind"] == "reply" else None
 
 
 def _read(place: JournalPosition) -> dict[str, Any]:
@@ -229,7 +222,7 @@ def read_journaled_replies(inflight: Path, *, settled: Container[bytes] = frozen
                     damaged.add(line)
                 continue
             key = task_key(entry["task"], entry["input_digest"])
-            if key not in settled and (reply := _reply_in(entry["event"])) is not None:
+            if key not in settled and (reply := reply_in(entry["event"])) is not None:
                 tasks[key].positions.add(entry["position"])
                 tasks[key].costs.append(reply.get("cost_usd"))
     return Journaled(dict(tasks), damaged)
@@ -257,7 +250,7 @@ def usable_prefix(events: list[Event]) -> list[Event]:
     usable: list[Event] = []
     turn = 0
     results: set[int] = set()
-    calls = 0
+    calls = exchanges = 0
     for event in events:
         if event["kind"] == "forked":
             turn = event["turn"]  # earlier turns are in the row
@@ -276,6 +269,12 @@ def usable_prefix(events: list[Event]) -> list[Event]:
             if event["turn"] != turn or event["call"] >= calls or is_second != ("reply" in event):
                 break
             results.add(event["call"])
+        elif event["kind"] == "exchange":
+            if event["number"] != exchanges:
+                break
+            exchanges += 1
+        elif event["kind"] == "answered" and event["exchange"] >= exchanges:
+            break
         usable.append(event)
     return usable
 

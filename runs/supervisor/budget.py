@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from agent.messages import Event
+from agent.messages import Event, reply_in
 from runs.amounts import Cost
 from runs.executors.base import WorkerHandle
 from runs.protocol.messages import pack
@@ -223,13 +223,11 @@ def spent_before(
 
 
 def _spent_by(event: Event) -> Cost:
-    if event["kind"] == "sub":
-        return _spent_by(event["event"])
-    if event["kind"] != "reply":
+    if (reply := reply_in(event)) is None:
         return Cost()
-    usage = event["usage"] or {"input_tokens": None, "output_tokens": None}
+    usage = reply["usage"] or {"input_tokens": None, "output_tokens": None}
     tokens = (usage["input_tokens"] or 0) + (usage["output_tokens"] or 0)
-    return Cost(event["cost_usd"] or 0.0, tokens)
+    return Cost(reply["cost_usd"] or 0.0, tokens)
 
 
 def _limited(spent: Cost, budget: Cost | None) -> Cost:

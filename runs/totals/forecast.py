@@ -170,7 +170,8 @@ def _durations(run_dir: Path, entries: Mapping[bytes, IndexEntry]) -> list[_Dura
             slowest: dict[int, float] = {}
             turns, calls = own_work(record)
             for call in calls:
-                slowest[call["turn"]] = max(slowest.get(call["turn"], 0.0), call["duration_s"])
+                took = call["duration_s"] or 0.0
+                slowest[call["turn"]] = max(slowest.get(call["turn"], 0.0), took)
             in_replies = sum(turn["duration_s"] for turn in turns)
             durations.append(_Duration(in_replies + sum(slowest.values()), record["api_calls"]))
     return durations

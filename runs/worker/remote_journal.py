@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from agent.messages import Event
+from agent.messages import Event, reply_in
 from runs.protocol.messages import pack
 from runs.store.journal_writer import journal_line
 from runs.tasks import task_key
@@ -53,7 +53,7 @@ class RemoteJournal:
             )
         )
         self._keys.add(key)
-        if holds_reply(event):
+        if reply_in(event) is not None:
             self._reply_of[key] = self._sent + 1
             if not self._is_urgent:
                 self._is_urgent = True
@@ -104,8 +104,3 @@ class RemoteJournal:
     def _send_if_heard(self) -> None:
         if self._is_urgent and self._kept == self._sent:
             self.flush()
-
-
-def holds_reply(event: Event) -> bool:
-    """Whether an event is a model reply, also of an inner conversation."""
-    return holds_reply(event["event"]) if event["kind"] == "sub" else event["kind"] == "reply"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
 from agent.gateway.wires import WIRES, wire_for
 from tests.agent.gateway.talking import PATHS, TALKS, Said, Talk, api_of, path_for
 from toolsets import exact_json
@@ -165,7 +165,7 @@ def test_a_request_reads_the_same_with_and_without_earlier_ones(
 ) -> None:
     """What a request repeats of an earlier one is not read again."""
     wire, talk = WIRES[api], TALKS[api]()
-    before = []
+    before: list[WireRequest] = []
     talk.say("Count.")
     for n, one in enumerate(said):
         request = wire.read(PATHS[api], talk.body(), NOTHING_VOLATILE, before)
@@ -174,7 +174,7 @@ def test_a_request_reads_the_same_with_and_without_earlier_ones(
         assert (request.digests, request.tools) == (alone.digests, alone.tools)
         before = [request]
         if edited and n == 1:
-            talk.system = "You rest."  # type: ignore[attr-defined]
+            talk.system = "You rest."
         talk.hear(talk.reply(one))
         if one.command is None:
             talk.say("More.")

@@ -1,0 +1,154 @@
+"""Conversations that an agent held over the gateway, in every format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.conversation.reading import read_conversation
+from export.conversation.row_json import dumps_row
+from export.conversation.style import Style, styled
+from export.conversation.texts import texts_of
+from export.formats.registry import ROW_FORMATS
+from report.conversation_text import ConversationText
+from report.facts import row_of
+from runs.store.index import index_fields
+from tests.agent.gateway.talking import MessagesTalk, Recording, Said
+from tests.export.test_hermes import record_of
+from tests.exporting import exported, make_run
+from tests.running import lines
+
+PROMPT = "Count the files."
+
+
+def agents_record(*, ends_by_call: bool = False, **changes: Any) -> dict[str, Any]:
+    """What Claude Code leaves: reminders, a system message in the middle, and a side call."""
+    recording = Recording(PROMPT)
+    side, talk = MessagesTalk(system="Make a title.", has_tools=False), MessagesTalk()
+    side.say(PROMPT)
+    recording.relay(side, Said("Counting"))
+    talk.say("Mind the rules.")
+    talk.say(PROMPT)
+    talk.items.append({"role": "system", "content": [{"type": "text", "text": "It is Monday."}]})
+    recording.relay(talk, Said("Looking.", "ls", thought="What is there?"))
+    talk.result("a b")
+    talk.items[-1]["content"].append({"type": "text", "text": "Keep your list up to date."})
+    recording.relay(talk, Said("", "wc", thought="Two, I think."))
+    if not ends_by_call:
+        talk.result("2")
+        recording.relay(talk, Said("Two.", thought="Now I know."))
+    recording.take(
+        {
+            "kind": "agent_exit",
+            "exit_code": 0,
+            "stdout": "Two.",
+            "stderr": "",
+            "duration_s": 2.0,
+            "timed_out": False,
+        }
+    )
+    found = recording.trajectory.to_record()
+    found["agent"] = {"name": "claude-code", "version": "2.1", **found["agent"]}
+    plain = record_of(options={}, view_compacted=False, status_reason=None, finished_at=9.0)
+    return {**plain, "attempt": 1, "input_digest": "d", **found, **changes}
+
+
+def row(record: dict[str, Any], name: str, **style: Any) -> dict[str, Any]:
+    conversation = styled(read_conversation(record), Style(**style))
+    line = dumps_row(ROW_FORMATS[name].row_of(conversation, Style(**style)))
+    loaded: dict[str, Any] = json.loads(line)
+    return loaded
+
+
+def test_messages_out_of_order_are_added_to_those_before_them() -> None:
+    found = row(agents_record(), "openai")
+    assert [(m["role"], m["content"]) for m in found["messages"]] == [
+        ("system", "You work."),
+        ("user", f"Mind the rules.\n\n{PROMPT}\n\nIt is Monday."),
+        ("assistant", "Looking."),
+        ("tool", "a b\n\nKeep your list up to date."),
+        ("assistant", ""),
+        ("tool", "2"),
+        ("assistant", "Two."),
+    ]
+    thoughts = [m["reasoning_content"] for m in found["messages"] if m["role"] == "assistant"]
+    assert thoughts == ["What is there?", "Two, I think.", "Now I know."]
+    assert [tool["function"]["name"] for tool in json.loads(found["tools"])] == ["bash"]
+    metadata = json.loads(found["metadata"])
+    assert metadata["agent"] == {"name": "claude-code", "version": "2.1"}
+    assert metadata["tool_stats"] == [{"tool": "bash", "count": 2, "success": 2, "failure": 0}]
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_every_format_holds_an_agents_conversation(name: str) -> None:
+    found = row(agents_record(), name)
+    text = json.dumps(found)
+    for words in ("What is there?", "Keep your list up to date.", "It is Monday.", "Two."):
+        assert words in text
+    turns = found.get("conversations") or found.get("messages") or found["steps"]
+    speakers = [turn.get("from") or turn.get("role") or turn["source"] for turn in turns]
+    if name == "llamafactory":
+        assert speakers == [
+            "system", "human", "function_call", "observation", "function_call", "observation",
+            "gpt",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_a_conversation_that_ends_by_a_call_ends_so_in_every_format(name: str) -> None:
+    """Some agents end their task by a command: no model sees its result."""
+    found = row(agents_record(ends_by_call=True), name)
+    turns = found.get("conversations") or found.get("messages") or found["steps"]
+    assert "wc" in json.dumps(turns[-1])
+
+
+def test_other_conversations_of_an_agent_are_documents_of_their_own() -> None:
+    found = row(agents_record(), "atif")
+    assert found["agent"]["name"] == "claude-code"
+    assert found["agent"]["version"] == "2.1"
+    [side] = found["subagent_trajectories"]
+    assert (side["agent"]["name"], side["extra"]) == ("side", {"key": "thread#0"})
+    assert [step["message"] for step in side["steps"]] == [
+        "Make a title.", PROMPT, "Counting",
+    ]  # fmt: skip
+    assert "subagents_left_out" not in found["extra"]
+
+
+def test_a_run_of_agents_is_exported_in_all_formats(tmp_path: Path) -> None:
+    """Also by filters, which read the texts of records."""
+    source = make_run(tmp_path, agents_record(), agents_record(ends_by_call=True))
+    filters = {"exact_duplicates": True, "secrets": "patterns"}
+    formats = "openai,hermes,llamafactory,atif"
+    directory, _ = exported(source, formats=formats, filters=filters)
+    for name in formats.split(","):
+        assert len(lines(directory / name / "train.jsonl")) == 2
+
+
+def test_all_texts_of_an_agent_are_searched() -> None:
+    aside = {"number": 4, "added": [{"role": "user", "content": "an old question"}]}
+    aside["message"] = {"role": "assistant", "content": "an old answer"}
+    changed = {"start": 0, "messages": [{"role": "system", "content": "an old rule"}]}
+    record = agents_record(set_aside=[aside], rewritten=[changed])
+    found = {text for _, text in texts_of(record)}
+    expected = {"an old question", "an old answer", "an old rule", "Counting", "claude-code"}
+    assert expected <= found
+
+
+def test_the_table_and_the_index_count_what_the_agent_did() -> None:
+    record = agents_record()
+    found = row_of(record)
+    assert (found["turns"], found["calls"], found["answer"]) == (3, 2, "Two.")
+    assert found["flags"] == ["inner conversations"]
+    assert index_fields(record)[4:8] == [3, 2, 40, 20]
+
+
+def test_a_terminal_shows_the_agent_and_its_threads() -> None:
+    text = "\n".join(ConversationText(agents_record(), colours=False).text())
+    assert (
+        "agent: claude-code 2.1 · 1 start · exit code 0 · main (thread#1): 3 calls · "
+        "side (thread#0): 1 call"
+    ) in text
+    assert "conversation of side (thread#0)" in text
