@@ -1,0 +1,8 @@
+"""Tests of agent/gateway/: the model calls of agents that run as commands.
+
+talking              agents as they talk to a model, and a gateway without connections
+test_wires           requests are read, replies are written
+test_clients         the providers' own clients take what is written
+test_threads         calls become conversations
+test_agent_journals  calls in the journals of a run
+"""
