@@ -29,6 +29,7 @@ from cli.inspect_runs import export, merge, status, verify
 from cli.lists import distributions, endpoints, errors, tools
 from cli.look import compare, report, show_one, stats
 from cli.look_at_source import look
+from cli.record import record
 from cli.run import estimate, import_hermes
 from cli.run import run as run_command
 from runs.errors import SIGNALLED
@@ -80,7 +81,7 @@ def main() -> None:
 
 for command in (
     *(run_command, look, estimate, status, stats, report, show_one, compare),
-    *(export, verify, merge, import_hermes, fork),
+    *(export, verify, merge, import_hermes, fork, record),
     *(distributions, tools, endpoints, errors),
 ):
     main.add_command(command)

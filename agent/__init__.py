@@ -5,6 +5,7 @@ reasoning      reasoning inside the text of a reply, and encrypted reasoning
 deadline       the time limit of a conversation
 stream_events  events for a caller while a conversation runs
 options        the options of a conversation
+command_agent  an agent that users run as a command
 models/        model clients behind one protocol
 gateway/       model calls of agents that run as commands
 state/         the state of a conversation: a fold of its events
@@ -19,6 +20,12 @@ Other rooms import only the modules in `SEAM`.
 """
 
 SEAM = (
+    "command_agent",
+    "gateway.lines",
+    "gateway.relay",
+    "gateway.server",
+    "gateway.wire",
+    "gateway.wires",
     "loop.loop",
     "loop.opening",
     "loop.references",

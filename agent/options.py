@@ -25,6 +25,9 @@ from toolsets.validation import did_you_mean, mistakes_in
 
 MAX_COUNT = 10**9
 
+LIMITS = ("max_turns", "max_conversation_s", "max_cost_usd", "max_total_tokens")
+"""The options that limit a conversation; all that there are for agents that run as commands."""
+
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -44,11 +44,13 @@ class Setup:
     tools: tuple[Tool, ...]
     subagents: dict[str, SubagentSetup]
     approve: Approve | None
+    aliases: Mapping[str, ModelSettings] = field(default_factory=dict)
+    """Further models that an agent which runs as a command may ask for; see `CommandAgent`."""
 
     def models(self) -> list[ModelSettings]:
-        """The model of the conversations, then those of subagents."""
+        """The model of the conversations, then those of subagents and of an agent's aliases."""
         own = [agent.settings for agent in self.subagents.values() if agent.settings is not None]
-        return [self.settings, *own]
+        return [self.settings, *own, *self.aliases.values()]
 
     def unpriced(self) -> str | None:
         """The name of a model whose price is unknown, or None."""

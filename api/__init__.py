@@ -1,6 +1,7 @@
 """Runs from Python: start them and read them. The commands use this, too.
 
 start       start a run; how it ended
+record      record the calls of other programs
 stored_run  read a run on disk, during the run or afterwards
 in_flight   the state of conversations in flight
 results     write the training files and the summary of a run
@@ -9,6 +10,7 @@ Other rooms import only the modules in `SEAM`.
 """
 
 SEAM = (
+    "record",
     "results",
     "start",
     "stored_run",

@@ -94,10 +94,15 @@ def start(
         with nullcontext(tell) if live_view is None else live_view(run_dir.path) as tell:
             outcome = run_batch(plan, run_dir, only=only, tell=tell)
         totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
-    exit_code, reason = exit_of(outcome, totals, is_all=only is None)
+    return end_of(run_dir.path, outcome, totals, is_all=only is None)
+
+
+def end_of(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> RunEnd:
+    """How a start ended; see `exit_of`."""
+    exit_code, reason = exit_of(outcome, totals, is_all=is_all)
     return RunEnd(
-        path=run_dir.path,
-        training_file=training_file_of(run_dir.path),
+        path=path,
+        training_file=training_file_of(path),
         totals=totals,
         exit_code=exit_code,
         reason=reason,

@@ -5,6 +5,7 @@ option_groups   the options of --help, the groups of --help_all
 exit_codes      error messages and exit codes
 shared          options and functions that commands share
 run             run, estimate, import_hermes
+record          record
 inspect_runs    status, export, verify, merge
 look            report, show, compare, stats
 look_at_source  look
@@ -26,5 +27,6 @@ SEAM = (
     "lists",
     "look",
     "look_at_source",
+    "record",
     "run",
 )

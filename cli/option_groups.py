@@ -18,6 +18,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("on_bad_row", "require_reasoning", "require_passed", "accept_rows", "empty_think"),
         *("seed", "shard", "forks"),
     ),
+    "Agent": ("agent",),
     "Model": (
         *("model", "models", "endpoints", "prices", "base_url", "api", "key_env"),
         "system_prompt",
@@ -52,7 +53,7 @@ OF_CONVERSATIONS = "Conversations (a row can set most of these in its column age
 OF_STARTS = "This start"
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
-    "Commands to run": ("run", "look", "estimate", "fork", "import_hermes", "merge"),
+    "Commands to run": (*("run", "record", "look", "estimate", "fork", "import_hermes", "merge"),),
     "Commands to inspect": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
     "Commands to list what is available": ("tools", "distributions", "endpoints", "errors"),

@@ -21,6 +21,7 @@ worker/          code of worker processes
 executors/       start workers on this machine or on Ray
 batch_api/       calls by the providers' Batch APIs, in the parent
 supervisor/      code of the parent process
+recording/       record the calls of other programs
 planning/        checks before a start, and its preview
 maintenance/     verify, repair, merge, fork, import
 
@@ -53,6 +54,8 @@ SEAM = (
     "process.first_process",
     "process.requirements",
     "process.startup",
+    "recording.recording",
+    "recording.upstream",
     "run",
     "run_dir",
     "run_lock",

@@ -47,6 +47,10 @@ class RunLocked(RunError):
     exit_code = 5
 
 
+class AgentFailed(Exception):
+    """An agent that runs as a command ended without an answer; the message says how."""
+
+
 class Stopped(Exception):
     """The run is stopping: the conversation will continue where its journal ends."""
 

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from agent.command_agent import CommandAgent
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.runner import was_compacted
@@ -49,8 +50,17 @@ def make_record(
     check: dict[str, Any] | None = None,
     attempt: int,
     provenance: Provenance,
+    agent: CommandAgent | None = None,
 ) -> dict[str, Any]:
-    """Build the record of a task that has ended with the model and tools of `setup`."""
+    """Build the record of a task that has ended with the model and tools of `setup`.
+
+    `agent` is the command that held the conversation, if one did.
+    """
+    conversation = trajectory.to_record()
+    # The tools of an agent are in its requests.
+    tools = conversation.pop("tools", None) or schemas_for(setup, spec.options)
+    if agent is not None:
+        conversation["agent"] = agent.facts() | conversation.get("agent", {})
     return {
         "id": task.id,
         "status": end.status,
@@ -61,9 +71,9 @@ def make_record(
         "input_digest": task.input_digest,
         "attempt": attempt,
         "row": without_events(task.columns),
-        **trajectory.to_record(),
+        **conversation,
         "check": check,
-        "tools": schemas_for(setup, spec.options),
+        "tools": tools,
         "options": spec.options.given(),
         "view_compacted": was_compacted(trajectory, spec.options),
         "model": setup.settings.reference,

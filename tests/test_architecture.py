@@ -32,13 +32,14 @@ agent/models/dialects agent/models/client agent/models/batches agent/gateway/wir
 agent/gateway/canonical agent/gateway/reading agent/gateway/writing agent/gateway/wire_chat
 agent/gateway/wire_messages agent/gateway/wire_responses agent/gateway/wire_gemini
 agent/gateway/wires agent/gateway/threads agent/gateway/lines agent/state agent/options
-agent/gateway agent/loop agent/views agent/setup agent/runner agent/session agent/flat
+agent/command_agent agent/loop agent/gateway agent/views agent/setup agent/runner agent/session
+agent/flat
 
 runs/errors runs/tasks runs/amounts runs/process runs/shards runs/store runs/dataset runs/sources
 runs/config
 runs/record runs/run_lock runs/narrowing runs/run_dir runs/totals runs/protocol runs/worker
 runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_choice runs/planning
-runs/run runs/maintenance runs/maintenance/hermes
+runs/run runs/recording runs/maintenance runs/maintenance/hermes
 
 export/row_files export/conversation export/formats export/recipe export/filters
 export/statistics export/record_order export/run_statistics export/training_files export/dataset

@@ -41,6 +41,8 @@ SEAM = (
     "sandbox.cgroup",
     "sandbox.docker",
     "sandbox.factory",
+    "sandbox.installed",
+    "sandbox.programs",
     "text",
     "tool",
     "toolbox",

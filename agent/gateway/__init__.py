@@ -11,6 +11,9 @@ wire_gemini     Gemini's generateContent
 wires           the dialects by name and by path
 threads         the fold of an agent's calls into conversations
 lines           the conversations that the threads make up
+answers         replies on their way to agents, and who asked for them again
+relay           makes the calls of an agent, and records them
+server          the HTTP server that agents talk to
 
-The modules above only compute; they do no I/O.
+The modules before `answers` only compute; they do no I/O.
 """

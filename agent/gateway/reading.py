@@ -58,6 +58,7 @@ def read_request(
     if offer is None:
         offer = _read_offer(layout, tools)
     digests = [digest for part in parts for digest in part.digests]
+    _check_depth({key: body[key] for key in body.keys() - layout.read_elsewhere})
     head = head_digest(body, layout.read_elsewhere, volatile.fields)
     decides = (digest_of([layout.api, model]), head, offer.digest, *digests)
     return WireRequest(
@@ -110,6 +111,7 @@ def path_of(path: str) -> str:
 
 def _read_offer(layout: Layout, tools: Any) -> Offer:
     schemas, by_provider = [], []
+    _check_depth(tools)
     for tool in objects_in(tools or [], "tools"):
         read = layout.read_tool(tool)
         if isinstance(read, str):
@@ -168,6 +170,7 @@ def _repeated(pieces: list[Any], earlier: list[Any]) -> int:
 
 
 def _read_part(layout: Layout, piece: Any, calls: CallsInOrder, volatile: Volatile) -> Part:
+    _check_depth(piece)
     messages = layout.read_part(piece, calls)
     digests, made, first_call = [], [], calls.count
     for message in messages:
@@ -176,6 +179,16 @@ def _read_part(layout: Layout, piece: Any, calls: CallsInOrder, volatile: Volati
             calls.add(of_message)
             made += of_message
     return Part(piece, messages, digests, made, first_call)
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse what could not be recorded."""
+    try:
+        is_too_deep = exact_json.is_nested_too_deep(exact_json.dumps(value))
+    except TypeError:
+        is_too_deep = True
+    if is_too_deep:
+        raise WireError(f"it is nested deeper than {exact_json.MAX_NESTING} levels")
 
 
 def _ids(part: Part) -> list[str]:

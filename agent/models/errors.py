@@ -153,6 +153,10 @@ class ModelError(Exception):
         """The base URL that was asked, where it is known."""
         self.paid: Completion | None = None
         """What the reply that could not be used cost all the same, where it says so; no text."""
+        self.reply: tuple[int, bytes] | None = None
+        """Status and body by which the endpoint refused the request, if that is how it failed."""
+        self.was_passed_on = False
+        """The caller has parts of the reply already, so that the call cannot be repeated."""
         self.key_source = ""
         """Where the credentials come from, as a sentence."""
 
@@ -160,6 +164,11 @@ class ModelError(Exception):
     def action(self) -> Action:
         """What the caller has to do."""
         return RULES[self.kind].action
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the call should be repeated."""
+        return self.action == "retry" and not self.was_passed_on
 
     @property
     def may_have_cost(self) -> bool:

@@ -10,6 +10,7 @@ from agent.deadline import Deadline
 from agent.messages import FinishReason, Message, Usage
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.stream_events import StreamHandler
+from toolsets import exact_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,14 @@ class Request:
     """Pauses while the call waits for its turn; None without a time limit."""
     on_unreadable: Callable[[Completion], None] | None = None
     """Gets each reply that was charged for and cannot be read, before the call is repeated."""
+
+    def size(self, settings: ModelSettings) -> int:
+        """About how many bytes are sent, and at least as many as the request has tokens."""
+        return len(exact_json.dumps([self.messages, self.tools, settings.extra_body]))
+
+    def reply_bound(self, settings: ModelSettings) -> int | None:
+        """The limit on the reply's tokens in the request, None if it has none."""
+        return settings.reply_bound
 
 
 class ConversationChanged(Exception):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from agent.messages import Usage as Counts
 from agent.models.admission import CostEstimate
 from agent.models.model import Completion, ModelSettings, Price, Request
-from toolsets import exact_json
 
 if TYPE_CHECKING:
     from genai_prices import Usage as Tokens
@@ -94,9 +93,9 @@ def estimate_cost(
     than the marks that a chat template puts there. All input may be new to the provider's cache,
     and written into it at a higher price.
     """
-    asked = exact_json.dumps([request.messages, request.tools, settings.extra_body])
-    most_in, most_out = len(asked) + _UNSEEN_TOKENS, settings.reply_bound
-    likely_in = len(asked) // _BYTES_PER_TOKEN
+    size = request.size(settings)
+    most_in, most_out = size + _UNSEEN_TOKENS, request.reply_bound(settings)
+    likely_in = size // _BYTES_PER_TOKEN
     if most_out is None:
         return CostEstimate(None, None, likely_in)
     rates = _rates_of(settings, most_in.bit_length(), by_batch=by_batch)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
-Api = Literal["openai_chat", "openai_responses", "anthropic_messages"]
+Api = Literal["openai_chat", "openai_responses", "anthropic_messages", "gemini"]
+"""The last one only for agents that run as commands: this program writes no requests in it."""
 
 NO_KEY = "none"
 """What `key_env` says of an endpoint that wants no key."""

@@ -160,7 +160,7 @@ def _check_proxy(base_url: str, proxy: str | None) -> None:
 def root_of(base_url: str, api: str) -> str:
     """A base URL with the path that requests of a dialect begin at, where the provider is known.
 
-    Those of the Anthropic dialect name the version themselves.
+    Those of the Anthropic and the Gemini dialect name the version themselves.
     """
     if (known := provider_at(base_url)) is None:
         return base_url
@@ -171,6 +171,8 @@ def root_of(base_url: str, api: str) -> str:
         path = full
     if api == "anthropic_messages":
         path = path.removesuffix("/v1")
+    elif api == "gemini":
+        path = ""
     return base_url if path == given else f"{url.scheme}://{url.netloc}{path}"
 
 

@@ -8,6 +8,8 @@ endpoints         types of options about endpoints
 plain_secrets     secrets that a config states in the clear
 models            models, endpoints, limits and budget of a config
 sampling          draws the model and toolsets of a task
+agents            agents that run as commands: presets, and the options that go with them
+agent_program     how an agent's program is started in its sandbox
 toolsets          the toolsets of a config
 fingerprint       the options that affect the data, and their digest
 """

@@ -38,6 +38,8 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
         fields[name] = fields[name] and sorted(set(fields[name]))
     if config.models is not None:
         del fields["model"]
+    if config.agent is not None:
+        fields["agent"] = config.agent.meaning()
     used = config.model_prefixes()
     fields["endpoints"] = {
         name: endpoint.meaning()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from agent.command_agent import CommandAgent
 from agent.models.batches.calls import has_batches
 from agent.models.model import ModelSettings
-from agent.models.resolve import SCRIPTED, read_key, resolve_model
+from agent.models.providers import Api, provider_at
+from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
 from runs.amounts import Cost, EndpointLimits
 from runs.config.endpoints import to_prices
@@ -72,14 +75,17 @@ def budget_of(config: RunConfig) -> Cost | None:
     return Cost(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
 
 
-def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup:
-    endpoints = {prefix: one.to_endpoint() for prefix, one in config.endpoints.items()}
+def settings_of(config: RunConfig, name: str) -> ModelSettings:
+    """How a model is called that the user would write as `name`.
+
+    Raises `ValueError`: among others `UnknownModel`, and `MissingKey`.
+    """
     settings = resolve_model(
         name,
         base_url=config.base_url,
-        api=config.api,
+        api=config.api or _api_of_agent(config),
         key_env=config.key_env,
-        endpoints=endpoints,
+        endpoints=_endpoints(config),
         prices=to_prices(config.prices),
         temperature=config.temperature,
         top_p=config.top_p,
@@ -96,7 +102,17 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         prompt_caching=config.prompt_caching,
     )
     read_key(settings)
-    return set_up(
+    return settings
+
+
+def _endpoints(config: RunConfig) -> dict[str, Endpoint]:
+    return {prefix: one.to_endpoint() for prefix, one in config.endpoints.items()}
+
+
+def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup:
+    settings = settings_of(config, name)
+    endpoints = _endpoints(config)
+    setup = set_up(
         config.agent_options,
         settings,
         enabled_toolsets=config.selected_toolsets(),
@@ -104,6 +120,51 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
         endpoints=endpoints,
         known=known,
     )
+    if config.agent is None:
+        _check_dialects(setup)
+        return setup
+    return replace(setup, aliases=_aliases(config.agent, settings, endpoints))
+
+
+def _api_of_agent(config: RunConfig) -> Api | None:
+    """The API of a server of the user's own, which nothing but the agent says."""
+    if config.agent is None or config.base_url is None or provider_at(config.base_url):
+        return None
+    return config.agent.speaks[0]
+
+
+def _check_dialects(setup: Setup) -> None:
+    """Raise `ValueError` for a model that only agents can call."""
+    for model in setup.models():
+        if model.api == "gemini":
+            msg = (
+                f"api: {model.reference!r}: the API gemini is only for agents that run as commands "
+                "(--agent=gemini-cli); without --api, Gemini's models are called by openai_chat"
+            )
+            raise ValueError(msg)
+
+
+def _aliases(
+    agent: CommandAgent, settings: ModelSettings, endpoints: Mapping[str, Endpoint]
+) -> dict[str, ModelSettings]:
+    """The models that an agent may ask for by other names. Raises `ValueError`."""
+    aliases = {
+        asked: settings
+        if name in ("{model}", settings.reference)
+        else resolve_sibling(name, settings, endpoints)
+        for asked, name in agent.aliases.items()
+    }
+    for model in (settings, *aliases.values()):
+        if model.api not in agent.speaks:
+            known = ", ".join(agent.speaks)
+            msg = (
+                f"agent {agent.name!r} speaks {known}, but {model.reference!r} is called by "
+                f"{model.api}; choose a model or endpoint with that API (--model, --base_url, "
+                "--api)"
+            )
+            raise ValueError(msg)
+        read_key(model)
+    return aliases
 
 
 def _check_budget(config: RunConfig, setups: Setups) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from agent.command_agent import CommandAgent
 from agent.models.providers import FIRST, Api
 from agent.models.resolve import SCRIPTED
 from agent.options import (
@@ -25,6 +26,7 @@ from agent.options import (
     meaning,
     parse_json,
 )
+from runs.config.agents import DEFAULTS, check_options, read_agent
 from runs.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
 from runs.config.option_types import (
     AcceptedRows,
@@ -110,6 +112,11 @@ class RunConfig(AgentOptions):
         None,
         "Environment variable with the API key; 'none' sends no key.",
         min_length=1,
+    )
+    agent: Annotated[CommandAgent | None, BeforeValidator(read_agent)] = meaning(
+        None,
+        "Your own agent, run as a command: claude-code, codex, gemini-cli, mini-swe-agent, "
+        "opencode, qwen-code, a YAML file, or JSON (docs/agents.md).",
     )
     system_prompt: str | None = meaning(None, "System prompt for rows without one.")
     enabled_toolsets: Names | None = meaning(
@@ -284,6 +291,18 @@ class RunConfig(AgentOptions):
     )
     log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Level of run.log.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_limits_of_agents(cls, values: Any) -> Any:
+        has_agent = isinstance(values, dict) and values.get("agent") is not None
+        return {**DEFAULTS, **values} if has_agent else values
+
+    @model_validator(mode="after")
+    def _goes_with_its_agent(self) -> RunConfig:
+        if self.agent is not None:
+            check_options(self)
+        return self
+
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
         if self.models is not None and self.model != _DEFAULT_MODEL:
@@ -325,6 +344,8 @@ class RunConfig(AgentOptions):
 
     def selected_toolsets(self) -> tuple[str, ...] | None:
         """The toolsets that a conversation can be offered; None for all."""
+        if self.agent is not None:
+            return ("none",)  # it has its own tools
         drawn = self.toolset_percentages()
         return self.enabled_toolsets if drawn is None else tuple(sorted(drawn))
 
@@ -351,6 +372,7 @@ class RunConfig(AgentOptions):
             self.row_setup,
             self._image_use(),
             self.forks,
+            self.agent,
         )
 
     @property

@@ -7,22 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from pydantic import ValidationError
+
+from agent.command_agent import CommandAgent
 from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
 from agent.messages import Event, Message
 from agent.models.scripted import parse_script
-from agent.options import ROW_COLUMN, AgentOptions, of_row
+from agent.options import LIMITS, ROW_COLUMN, AgentOptions, of_row
 from agent.state.history import plain_message
 from agent.state.trajectory import Trajectory
 from runs.dataset.row_fork import FORK_COLUMN, Fork, read_fork
 from runs.dataset.row_setup import COLUMNS as SETUP_COLUMNS
 from runs.dataset.row_setup import RowSetup, read_row_setup
 from toolsets.text import clip
+from toolsets.validation import mistakes_in
 
 ColumnUse = Literal["ignored", "allowed", "needed"]
 """Whether a run reads a column, and whether rows must have it."""
 
 MODEL_COLUMN = "model"
+AGENT_COLUMN = "agent"
 
 IMAGE_COLUMNS = ("docker_image", "image")
 
@@ -51,6 +56,8 @@ class RowTask(NamedTuple):
     """None if the run does not let rows set up their workspaces."""
     fork: Fork | None = None
     """What the conversation branches from; None if it begins with its prompt."""
+    agent: CommandAgent | None = None
+    """The command that holds the conversation; None for the loop of this program."""
 
     def trajectory(self, events: Sequence[Event]) -> Trajectory:
         """The conversation after `events`, which follow those of the fork."""
@@ -78,6 +85,8 @@ class RowRules:
     """Whether rows name the container image for their commands."""
     with_forks: bool = False
     """Rows hold the beginning of their conversations."""
+    agent: CommandAgent | None = None
+    """The command that holds the conversations; None for the loop of this program."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
@@ -111,7 +120,8 @@ class RowRules:
             raise ValueError(msg)
         opening = with_turn_limit(opening, options)
         fork = read_fork(columns, opening) if self.with_forks else None
-        return RowTask(opening, spec, image, setup, fork)
+        agent = self.agent and _agent_of(self.agent, columns, opening)
+        return RowTask(opening, spec, image, setup, fork, agent)
 
     def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that affect the conversation."""
@@ -131,6 +141,8 @@ class RowRules:
             names += IMAGE_COLUMNS
         if self.with_forks:
             names.append(FORK_COLUMN)
+        if self.agent is not None:
+            names.append(AGENT_COLUMN)
         columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
 
@@ -282,6 +294,24 @@ def _check_chat(messages: list[Message]) -> None:
     if turns != expected:
         msg = f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
         raise ValueError(msg)
+
+
+def _agent_of(
+    agent: CommandAgent, columns: Mapping[str, Any], opening: Sequence[Message]
+) -> CommandAgent:
+    """The agent of a row, with what its column sets. Raises `ValueError`."""
+    given = columns.get(ROW_COLUMN) or {}
+    if other := sorted(given.keys() - set(LIMITS)):
+        msg = f"`{ROW_COLUMN}.{other[0]}`: means nothing with an agent that runs as a command"
+        raise ValueError(msg)
+    if len(opening) > 1:
+        roles = [message["role"] for message in opening]
+        msg = f"an agent that runs as a command takes the text of one user message (got {roles})"
+        raise ValueError(msg)
+    try:
+        return agent.of_row(columns.get(AGENT_COLUMN))
+    except ValidationError as error:
+        raise ValueError(mistakes_in(error)[0].describe(AGENT_COLUMN)) from error
 
 
 def _image(columns: Mapping[str, Any]) -> str | None:

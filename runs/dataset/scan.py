@@ -109,8 +109,9 @@ def scan(
     rules: RowRules | None = None,
     num_samples: int = 1,
     shard: Shard | None = None,
+    may_be_empty: bool = False,
 ) -> Scan:
-    """Read the whole file once. Raises `DatasetError` if it has no usable row."""
+    """Read the whole file once. Raises `DatasetError` if it has no usable row, unless it may."""
     rules = rules or RowRules()
     bad_rows: list[BadRow] = []
     offsets, hashes = array("Q"), array("Q")
@@ -138,7 +139,7 @@ def scan(
                 keys += task_key(_task_id(base, sample), digest)
         if all_rows == max_samples:
             break
-    if not all_rows:
+    if not all_rows and not may_be_empty:
         raise _no_usable_row(path, bad_rows)
     occurrences = array("I", [1]) * len(offsets)
     for number, base, columns in _rows_with_repeated_ids(path, offsets, hashes, occurrences):
@@ -179,12 +180,19 @@ def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:
             columns = read_row_at(file, scan.offsets[row])
             if columns is None:
                 raise _changed(scan.path, scan.offsets[row])
-            digest = input_digest(columns, scan.rules)
-            prompt_id = _numbered(_base_id(columns), scan.occurrences[row])
-            task = Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
+            task = task_of(columns, scan.rules, occurrence=scan.occurrences[row], sample=sample)
             if task.key != scan.key(number):
                 raise _changed(scan.path, scan.offsets[row])
             yield task
+
+
+def task_of(
+    columns: dict[str, Any], rules: RowRules, *, occurrence: int = 1, sample: int = 0
+) -> Task:
+    """The task of a row which is number `occurrence` of those with its id."""
+    prompt_id = _numbered(_base_id(columns), occurrence)
+    digest = input_digest(columns, rules)
+    return Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
 
 
 def _open(path: Path) -> BinaryIO:

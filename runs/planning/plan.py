@@ -13,6 +13,7 @@ import yaml
 from agent.models.model import ModelSettings, Price
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
+from runs.config.agent_program import with_checked_agent
 from runs.config.models import Setups, called_models, set_up_models, unpriced
 from runs.config.run_config import RunConfig
 from runs.config.toolsets import catalog_of, with_listed_servers
@@ -64,7 +65,7 @@ def make_plan(
     """
     _keep_dataset(config)
     try:
-        config = with_listed_servers(config)
+        config = with_checked_agent(with_listed_servers(config))
         known = catalog_of(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -72,7 +73,7 @@ def make_plan(
     setups = set_up_models(config, known)
     first = next(iter(setups.values()))
     _check_web(config, first)
-    needs_sandbox = bool(first.sandboxed()) or config.row_setup
+    needs_sandbox = bool(first.sandboxed()) or config.row_setup or config.agent is not None
     if needs_sandbox and (problem := sandbox_problem(config.sandbox, image=config.docker_image)):
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     script = _read_script(config.script_file)
@@ -159,6 +160,9 @@ def describe(plan: Plan) -> str:
         _describe(setup.settings, weight if len(plan.setups) > 1 else None)
         for setup, weight in zip(plan.setups.values(), config.model_weights().values(), strict=True)
     ]
+    tools = f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})"
+    if (agent := config.agent) is not None:
+        tools = f"agent      {agent.name} {agent.found or '(version unknown)'}"
     return "\n".join(
         [
             f"run        {config.run_dir}",
@@ -167,12 +171,19 @@ def describe(plan: Plan) -> str:
             f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
             f"{scan.rows * config.num_samples}",
             *(f"model      {model}" for model in models),
-            f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})",
+            tools,
             f"sandbox    {plan.sandbox or 'not needed'}",
-            f"limits     {config.max_turns} turns, {config.max_attempts} attempts",
+            _limits(config),
             f"workers    {config.num_workers} x {config.agents_per_worker} conversations",
         ]
     )
+
+
+def _limits(config: RunConfig) -> str:
+    if config.agent is None:
+        return f"limits     {config.max_turns} turns, {config.max_attempts} attempts"
+    seconds = f"{config.max_conversation_s:g} s, " if config.max_conversation_s else ""
+    return f"limits     {config.max_turns} model calls, {seconds}{config.max_attempts} attempts"
 
 
 def _describe(settings: ModelSettings, weight: float | None) -> str:

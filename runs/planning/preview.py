@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from itertools import islice
 
+from agent.command_agent import fill
 from agent.models.client.pool import ModelPool
 from agent.models.model import Completion, Request
 from agent.runner import ConversationRunner
@@ -85,6 +86,8 @@ def _first_prompt(plan: Plan) -> list[str]:
     if not plan.scan.rows:  # none of them belongs to the shard
         return []
     task = next(tasks(plan.scan, [0]))
+    if plan.config.agent is not None:
+        return _first_command(plan, task)
     request = asyncio.run(_request_of(plan, task))
     names = [tool["function"]["name"] for tool in request.tools]
     lines = [f"first      {_plain(task.id)}, as sent to the model:"]
@@ -93,6 +96,22 @@ def _first_prompt(plan: Plan) -> list[str]:
         lines.append(f"  {message['role']}: " + text.replace("\n", "\n    "))
     lines.append(f"  tools offered: {', '.join(names) or 'none'}")
     return lines
+
+
+def _first_command(plan: Plan, task: Task) -> list[str]:
+    """The command of the first task's agent; the gateway's address is known only later."""
+    row = plan.config.row_rules(plan.api).read(task.columns)
+    assert row.agent is not None
+    values = {
+        "prompt": row.opening[-1]["content"],
+        "model": setup_of_task(plan.setups, plan.config, task).settings.name,
+    }
+    texts = [*row.agent.command, *([f"<<< {row.agent.stdin}"] if row.agent.stdin else [])]
+    words = clip(" ".join(fill(text, values) for text in texts), max_chars=_SHOWN_CHARS)
+    return [
+        f"first      {_plain(task.id)}, the command of {row.agent.name}:",
+        "  " + _plain(words).replace("\n", "\n    "),
+    ]
 
 
 async def _request_of(plan: Plan, task: Task) -> Request:

@@ -6,12 +6,11 @@ import asyncio
 import itertools
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.loop.loop import close_calls
-from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.messages import Event, is_cost_only
 from agent.models.errors import ModelError
@@ -25,7 +24,7 @@ from runs.config.models import Setups
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import RowTask
 from runs.dataset.row_fork import Fork
-from runs.errors import Stopped
+from runs.errors import AgentFailed, Stopped
 from runs.protocol.messages import Assignment, no_counters, pack
 from runs.protocol.worker_setup import WorkerSetup
 from runs.record import dump_record, make_record
@@ -41,6 +40,9 @@ from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
+
+if TYPE_CHECKING:
+    from runs.worker.agent_runner import AgentRunner
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class TaskRunner:
         self._journal = journal
         self._calls = calls
         self._stops = stops
+        self._agents = None if setup.config.agent is None else _agent_runner(setup, calls, stops)
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, ToolContext] = {}
         self.counters = no_counters()
@@ -97,6 +100,11 @@ class TaskRunner:
         finally:
             self._trajectories.pop(task.key, None)
 
+    def stop_agents(self) -> None:
+        """End agents that are commands; other conversations stop before their next call."""
+        if self._agents is not None:
+            self._agents.stop()
+
     def release(self, key: bytes) -> ToolContext | None:
         """The task's record is durable; return its context if its workspace must be removed."""
         self._journal.finish(key)
@@ -119,7 +127,7 @@ class TaskRunner:
         # The record includes all replies so far: they were paid for.
         trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
         close_calls(trajectory, "failed", lambda event: None)
-        return self._finished(task, assignment, trajectory, row.spec, Finish("failed"), failure)
+        return self._finished(task, assignment, trajectory, row, Finish("failed"), failure)
 
     async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
         """Run one task; return the message about its end, with its record if there is one.
@@ -127,14 +135,20 @@ class TaskRunner:
         Raises errors that `run` handles.
         """
         row = self._rules.read(task.columns)
-        context = self._spaces.open(task.key, row, resumed=_has_begun(assignment))
+        # An agent that runs as a command begins again with the workspace of its first start.
+        resumed = _has_begun(assignment) and row.agent is None
+        context = self._spaces.open(task.key, row, resumed=resumed)
         trajectory = row.trajectory(assignment["events"])
         self._trajectories[task.key] = trajectory
         end = Finish("failed")
         failure = check = None
         try:
             kept = await self._spaces.prepare(context, row, place=assignment["place"])
-            end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
+            if row.agent is not None and self._agents is not None:
+                row = row._replace(agent=await self._agents.with_version(row.agent))
+                end = await self._run_agent(task, assignment, trajectory, row, context)
+            else:
+                end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             check = await self._spaces.judge(context, row)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
@@ -143,25 +157,24 @@ class TaskRunner:
             failure = Failure(
                 task.id, task.input_digest, assignment["attempt"], error.kind, str(error)
             )
-        except SetupFailed as error:
+        except (SetupFailed, AgentFailed) as error:
             end = Finish("failed")
-            failure = Failure(
-                task.id, task.input_digest, assignment["attempt"], "setup_failed", str(error)
-            )
+            kind = "setup_failed" if isinstance(error, SetupFailed) else "agent_failed"
+            failure = Failure(task.id, task.input_digest, assignment["attempt"], kind, str(error))
         finally:
             await context.close(remove=False)
         log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
         if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = context
-        return self._finished(task, assignment, trajectory, row.spec, end, failure, check)
+        return self._finished(task, assignment, trajectory, row, end, failure, check)
 
     def _finished(
         self,
         task: Task,
         assignment: Assignment,
         trajectory: Trajectory,
-        spec: ConversationSpec,
+        row: RowTask,
         end: Finish,
         failure: Failure | None,
         check: dict[str, Any] | None = None,
@@ -170,12 +183,13 @@ class TaskRunner:
             task,
             trajectory,
             end=end,
-            spec=spec,
+            spec=row.spec,
             setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             check=check,
             attempt=assignment["attempt"],
             provenance=self._setup.provenance,
+            agent=row.agent,
         )
         return pack(
             "finished",
@@ -212,18 +226,7 @@ class TaskRunner:
             gate=gated,
             kept=until_kept,
         )
-        positions = itertools.count(len(assignment["events"]))
-
-        def journal(event: Event) -> None:
-            self._journal.append(
-                task.id,
-                task.input_digest,
-                event,
-                assignment=assignment["number"],
-                position=next(positions),
-            )
-            self._count(event)
-
+        journal = self._journal_of(task, assignment)
         if row.fork is not None and trajectory.forked is None:
             forked = row.fork.event(
                 branch=task.sample,
@@ -242,6 +245,51 @@ class TaskRunner:
             kept=kept,
         )
         return await conversation.run(taken_up=_has_begun(assignment))
+
+    async def _run_agent(
+        self,
+        task: Task,
+        assignment: Assignment,
+        trajectory: Trajectory,
+        row: RowTask,
+        context: ToolContext,
+    ) -> Finish:
+        """Run an agent that is a command."""
+        from runs.worker.agent_runner import AgentTask
+
+        assert self._agents is not None
+        assert row.agent is not None
+        if context.sandbox is not None:
+            await context.sandbox.stop()  # what set up the workspace
+        kept_by = self._journal.kept
+        return await self._agents.run(
+            AgentTask(
+                key=task.key,
+                agent=row.agent,
+                setup=setup_of_task(self._setups, self._config, task),
+                row=row,
+                context=context,
+                trajectory=trajectory,
+                journal=self._journal_of(task, assignment),
+                kept=None if kept_by is None else partial(kept_by, task.key),
+            )
+        )
+
+    def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
+        """Appends events of a task to the journal."""
+        positions = itertools.count(len(assignment["events"]))
+
+        def journal(event: Event) -> None:
+            self._journal.append(
+                task.id,
+                task.input_digest,
+                event,
+                assignment=assignment["number"],
+                position=next(positions),
+            )
+            self._count(event)
+
+        return journal
 
     async def _replay(
         self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork
@@ -262,6 +310,8 @@ class TaskRunner:
     def _count(self, event: Event) -> None:
         if event["kind"] == "sub":
             self._count(event["event"])
+        elif event["kind"] == "exchange":
+            self._count(event["reply"])
         elif event["kind"] == "reply":
             usage = event["usage"]
             self.counters["turns"] += 1
@@ -279,6 +329,12 @@ class TaskRunner:
             return ()
         own = task.columns.get("script")
         return self._setup.script or () if own is None else parse_script(own)
+
+
+def _agent_runner(setup: WorkerSetup, calls: Calls, stops: Stops) -> AgentRunner:
+    from runs.worker.agent_runner import AgentRunner  # an HTTP server, which few runs need
+
+    return AgentRunner(setup.config, calls, stops)
 
 
 def _has_begun(assignment: Assignment) -> bool:

@@ -215,8 +215,7 @@ class Worker:
             case "reclaim":
                 self._calls.on_reclaim()
             case "stop":
-                self.is_stopping = True
-                self._calls.stop()
+                self._stop()
                 asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
             case "kept":
                 assert isinstance(self._journal, RemoteJournal)
@@ -278,9 +277,14 @@ class Worker:
 
     def halt(self, message: str) -> None:
         """Ask the parent to stop the run; the next start continues its conversations."""
+        self._stop()
+        self.send("halt", message=message)
+
+    def _stop(self) -> None:
+        """Begin no more calls, and end agents that are commands."""
         self.is_stopping = True
         self._calls.stop()
-        self.send("halt", message=message)
+        self._runner.stop_agents()
 
     def send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
         """Send a message to the parent, from any thread."""

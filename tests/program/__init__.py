@@ -1,6 +1,8 @@
 """Tests of the whole program: real processes, endpoints on loopback, signals.
 
 test_api            runs from Python
+test_agent_runs     agents that run as commands: recorded, killed, resumed, limited
+test_record         the calls of programs that run elsewhere
 test_run            runs from start to end, killed and resumed
 test_run_options    options of conversations in whole runs
 test_web_run        runs with the toolset web

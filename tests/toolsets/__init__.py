@@ -11,6 +11,8 @@ test_sandbox           resources and reach of a command
 test_sandbox_limits    shared memory, the first process, refused limits
 test_sandbox_siblings  sandboxes that one process has forked
 test_sandbox_siblings  sandboxes forked by one server share nothing
+test_installed         programs of the user in a sandbox
+test_forward           connections that leave a sandbox through a socket
 test_docker            the docker sandbox
 test_terminal          one shell and one interpreter per task
 test_mcp               MCP servers as toolsets

@@ -2,6 +2,7 @@
 
 base           the Sandbox protocol, limits and results
 interpreter    where this Python is installed
+installed      where a program of the user's is installed
 cgroup         control groups that limit processes and memory
 user_limit     the user's own limit on processes
 programs       the programs inside as one text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from toolsets.errors import ToolError
@@ -41,6 +41,19 @@ class Limits:
     def command_timeout_s(self, asked_s: float | None) -> float:
         """Return the time a call may take that asked for `asked_s`."""
         return self.timeout_s if asked_s is None else min(asked_s, self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a sandbox has besides workspace and system, for a program that the user installed.
+
+    Sandboxes without isolation see everything of the machine anyway.
+    """
+
+    binds: Mapping[str, str] = field(default_factory=dict)
+    """Files and directories of the machine by their path in the sandbox, read-only."""
+    home: str | None = None
+    """A directory that is empty and writable at first and gone with the sandbox."""
 
 
 @dataclass(frozen=True, slots=True)

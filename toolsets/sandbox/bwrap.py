@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from toolsets.sandbox.base import SandboxError
+from toolsets.sandbox.base import Extras, SandboxError
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import Template
 from toolsets.sandbox.interpreter import python_bin, python_prefix
@@ -78,8 +78,11 @@ class BwrapSandbox(ServedSandbox):
         options = [*_USER]
         if _probe(_bwrap(), ("--disable-userns",)) is None:
             options.append("--disable-userns")
-        for sized in ("/tmp", "/dev/shm"):
+        extras = self._extras or Extras()
+        for sized in ("/tmp", "/dev/shm", *([extras.home] if extras.home else [])):
             options += ["--size", str(self._limits.tmp_mb << 20), "--tmpfs", sized]
+        for inside, path in extras.binds.items():
+            options += ["--ro-bind", path, inside]
         # A process that is root of the machine could write there without any capability.
         for name in ("sys", "sysrq-trigger"):
             options += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]

@@ -5,7 +5,7 @@ A sandbox that does not work is refused; another never replaces it.
 
 from __future__ import annotations
 
-from toolsets.sandbox.base import ExecResult, Limits, Sandbox, SandboxError
+from toolsets.sandbox.base import ExecResult, Extras, Limits, Sandbox, SandboxError
 from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
 from toolsets.sandbox.docker import DockerSandbox, docker_problem
 from toolsets.sandbox.fork_servers import FORK_SERVERS
@@ -16,6 +16,7 @@ __all__ = [
     "FORK_SERVERS",
     "SANDBOXES",
     "ExecResult",
+    "Extras",
     "Limits",
     "Sandbox",
     "SandboxError",
@@ -40,12 +41,19 @@ def sandbox_problem(name: str, *, image: str | None = None) -> str | None:
 
 
 def make_sandbox(
-    name: str, workspace: Workspace, limits: Limits, *, image: str | None = None
+    name: str,
+    workspace: Workspace,
+    limits: Limits,
+    *,
+    image: str | None = None,
+    extras: Extras | None = None,
 ) -> Sandbox:
     """Return a sandbox around `workspace`; raises `SandboxError` if it does not work here.
 
     Whether the image exists is checked when the sandbox starts.
     """
+    if name == "docker" and extras is not None:
+        raise SandboxError("sandbox docker: it cannot run an agent of this machine; use bwrap")
     if name == "docker" and image is not None:
         return DockerSandbox(workspace, limits, image=image)
     if name == "docker":
@@ -53,6 +61,6 @@ def make_sandbox(
     if problem := sandbox_problem(name):
         raise SandboxError(problem)
     if name == "local":
-        return LocalSandbox(workspace, limits)
+        return LocalSandbox(workspace, limits, extras)
     # The last one isolates: a name without a line of its own must not end without isolation.
-    return BwrapSandbox(workspace, limits)
+    return BwrapSandbox(workspace, limits, extras)

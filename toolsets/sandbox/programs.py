@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolsets.sandbox.inside.boot import BOOT, framed
 
 _PACKAGE = "toolsets.sandbox.inside"
 _LOADER = """\
@@ -33,3 +38,16 @@ def program(main: str) -> str:
         if path.stem != "__init__":
             sources[f"{_PACKAGE}.{path.stem}"] = path.read_text()
     return _LOADER.format(sources=sources, package=_PACKAGE, main=main)
+
+
+class Command(NamedTuple):
+    """A command and its standard input."""
+
+    argv: list[str]
+    stdin: bytes
+
+
+def forwarding(terms: Mapping[str, Any]) -> Command:
+    """The command that starts another one and forwards its connections; see `inside.forward`."""
+    text = framed(program("forward")) + framed(json.dumps(terms))
+    return Command(["python3", "-I", "-S", "-c", BOOT, "0"], text)

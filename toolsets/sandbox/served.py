@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from toolsets.errors import HOST_ERRNOS, HostError, describe, has_memory
-from toolsets.sandbox.base import ExecResult, Limits, SandboxError, SessionKind
+from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError, SessionKind
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
 from toolsets.sandbox.fork_servers import FORK_SERVERS, Template
@@ -37,9 +37,10 @@ _MAX_CODE_CHARS = 8 << 20
 class ServedSandbox(ABC):
     """A sandbox around one workspace, from its first call until it is stopped."""
 
-    def __init__(self, workspace: Workspace, limits: Limits) -> None:
+    def __init__(self, workspace: Workspace, limits: Limits, extras: Extras | None = None) -> None:
         self._workspace = workspace
         self._limits = limits
+        self._extras = extras
         self._lock = asyncio.Lock()
         self._channel: Channel | None = None
         self._is_stopped = False
@@ -235,7 +236,7 @@ class ServedSandbox(ABC):
 
     async def _forked(self, terms: Mapping[str, Any], group: Group | None) -> Channel | None:
         """A sandbox from a fork server; None where there is none for this kind."""
-        if (template := self.template()) is None:
+        if self._extras is not None or (template := self.template()) is None:
             return None
         if not self._uses_fork_servers:
             self._uses_fork_servers = True

@@ -3,6 +3,8 @@
 key_command          keys that a command prints
 prepared             requests whose URL or credentials change
 call_timeouts        time limits of calls in flight
+event_stream         server-sent events
+relayed              calls whose requests other programs wrote
 transport            one request and its reply
 unsupported_options  options that an endpoint refuses are left out
 endpoint             a model at an endpoint, without retries

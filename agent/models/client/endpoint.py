@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from agent.models.client.key_command import RenewableKey
+from agent.models.client.relayed import RelayRequest
 from agent.models.client.transport import Transport
 from agent.models.client.unsupported_options import UnsupportedOptions
 from agent.models.dialects.registry import RELAYED, read_reply
@@ -26,6 +27,8 @@ class EndpointModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
+        if isinstance(request, RelayRequest):
+            return request.read(await self._transport.relay(request, self.settings))
         return await self._refusals.ask(partial(self._ask, request))
 
     async def _ask(self, request: Request, settings: ModelSettings) -> Completion:

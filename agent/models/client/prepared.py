@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
 class Preparer(Protocol):
     """Prepares the requests of one model."""
 
-    async def prepare(self, path: str, body: Mapping[str, Any] | None) -> Prepared:
+    async def prepare(self, path: str, body: Mapping[str, Any] | bytes | None) -> Prepared:
         """A request to `path`, which may have a query. Raises `ModelError`."""
         ...
 
@@ -70,6 +70,23 @@ def fixed_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
         headers = {one: headers[one] for one in headers if one.lower() != name.lower()}
         headers[name] = value
     return headers
+
+
+def relayed_headers(
+    fixed: Mapping[str, str], asked: Mapping[str, str], settings: ModelSettings
+) -> dict[str, str]:
+    """The headers of a relayed request: `asked`, names in lower case, in addition to our own.
+
+    Credentials and what the user has configured win over `asked`, which wins over the rest.
+    """
+    configured = {name.lower() for name in settings.connection.headers}
+    own = configured.union(_CREDENTIALS, map(str.lower, settings.connection.headers_env))
+    taken = {name: value for name, value in asked.items() if name not in own}
+    headers = {name: value for name, value in fixed.items() if name.lower() not in taken}
+    if "anthropic-version" in taken and "Authorization" in headers:
+        # Versions that take the key as a bearer token are later than those that agents name.
+        headers["x-api-key"] = headers.pop("Authorization").removeprefix("Bearer ")
+    return headers | taken
 
 
 def preparer_of(settings: ModelSettings, api_key: str | RenewableKey) -> Preparer | None:
@@ -100,7 +117,7 @@ class KeyPreparer:
         self._secrets = Key()
         self._base_url = (settings.base_url or "").rstrip("/")
 
-    async def prepare(self, path: str, body: Mapping[str, Any] | None) -> Prepared:
+    async def prepare(self, path: str, body: Mapping[str, Any] | bytes | None) -> Prepared:
         """See `Preparer`."""
         key = await self._key.get()
         if key != self._now:
@@ -108,8 +125,9 @@ class KeyPreparer:
             self._secrets = Key(key, self._now, *read_headers(self._settings.connection).values())
             self._headers, self._now = fixed_headers(self._settings, key), key
         url = with_query(self._base_url + path, self._settings.connection.query)
-        content = b"" if body is None else exact_json.dumps(body)
-        return Prepared(url, self._headers, content, self._secrets)
+        if not isinstance(body, bytes):
+            body = b"" if body is None else exact_json.dumps(body)
+        return Prepared(url, self._headers, body, self._secrets)
 
     async def renew(self, rejected: Prepared) -> bool:
         """See `Preparer`."""
@@ -162,9 +180,14 @@ class ClientPreparer:
         self._signs = False
         self._has_prepared = False
 
-    async def prepare(self, path: str, body: Mapping[str, Any] | None) -> Prepared:
+    async def prepare(self, path: str, body: Mapping[str, Any] | bytes | None) -> Prepared:
         """See `Preparer`."""
         assert body is not None  # clients are not asked for batches
+        if isinstance(body, bytes):  # they know paths without the query that an agent may add
+            return await self._prepare(path.partition("?")[0], exact_json.loads(body))
+        return await self._prepare(path, body)
+
+    async def _prepare(self, path: str, body: Mapping[str, Any]) -> Prepared:
         if self._signs:
             async with self._lock:
                 return _signed(await self._send(path, body), self._fixed)

@@ -93,7 +93,7 @@ class RetryingModel:
         try:
             return await self._ask(request, patience)
         except ModelError as error:
-            if error.action != "retry":
+            if not error.may_pass:
                 raise
             return await self._ask_again(request, patience, error)
 
@@ -210,7 +210,7 @@ def _error(state: RetryCallState) -> ModelError:
 
 
 def _is_passing(error: BaseException) -> bool:
-    return isinstance(error, ModelError) and error.action == "retry"
+    return isinstance(error, ModelError) and error.may_pass
 
 
 def _wait(state: RetryCallState) -> float:

@@ -7,7 +7,6 @@ cost several times as much; what they would add is in `retrying` and here.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import logging
 import os
@@ -22,8 +21,17 @@ import truststore
 from yarl import URL
 
 from agent.models.client.call_timeouts import CallTimeouts
+from agent.models.client.event_stream import EventSplitter, EventTooLarge, ServerEvent
 from agent.models.client.key_command import RenewableKey
-from agent.models.client.prepared import Prepared, Preparer, fixed_headers, preparer_of, with_query
+from agent.models.client.prepared import (
+    Prepared,
+    Preparer,
+    fixed_headers,
+    preparer_of,
+    relayed_headers,
+    with_query,
+)
+from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -111,7 +119,7 @@ class Transport:
         self,
         preparer: Preparer,
         path: str,
-        request: Mapping[str, Any],
+        request: Mapping[str, Any] | RelayRequest,
         settings: ModelSettings,
         assembly: Assembly | None,
     ) -> bytes:
@@ -119,8 +127,11 @@ class Transport:
         renewals = 0
         while True:
             async with _ready_within(settings.attempt_timeout_s):
-                prepared = await preparer.prepare(path, request)
+                body = request.body if isinstance(request, RelayRequest) else request
+                prepared = await preparer.prepare(path, body)
             try:
+                if isinstance(request, RelayRequest):
+                    return await self._post_relayed(prepared, request, settings)
                 return await self._post(prepared, settings, assembly)
             except ModelError as error:
                 if not _is_expired(error) or renewals == _MOST_RENEWALS:
@@ -131,8 +142,44 @@ class Transport:
                 renewals += 1
                 log.info("%s: the credentials were rejected; sent again with others", error)
 
+    async def relay(self, request: RelayRequest, settings: ModelSettings) -> bytes:
+        """Send someone else's request as it is, but with the endpoint's credentials.
+
+        A stream's events go to `request.on_event` as they came. Raises and returns as `post` does.
+        """
+        if self._preparer is not None:
+            return await self._post_prepared(self._preparer, request.path, request, settings, None)
+        prepared = Prepared(self._url_of(request.path), self._headers, request.body, self._key)
+        return await self._post_relayed(prepared, request, settings)
+
+    async def _post_relayed(
+        self, prepared: Prepared, request: RelayRequest, settings: ModelSettings
+    ) -> bytes:
+        headers = relayed_headers(prepared.headers, request.headers, settings)
+        assembly = None if request.assembly is None else request.assembly()
+        prepared = prepared._replace(headers=headers)
+        if (on_event := request.on_event) is None:
+            return await self._post(prepared, settings, assembly)
+        has_begun = False
+
+        def pass_on(raw: bytes, data: str | None) -> None:
+            nonlocal has_begun
+            if has_begun or data is not None:  # a comment is no reason not to try again
+                has_begun = True
+                on_event(raw, data)
+
+        try:
+            return await self._post(prepared, settings, assembly, pass_on)
+        except ModelError as error:
+            error.was_passed_on = has_begun
+            raise
+
     async def _post(
-        self, prepared: Prepared, settings: ModelSettings, assembly: Assembly | None
+        self,
+        prepared: Prepared,
+        settings: ModelSettings,
+        assembly: Assembly | None,
+        on_event: OnEvent | None = None,
     ) -> bytes:
         url, headers, body, key = prepared
         timeout = self._timeouts.begin()
@@ -145,7 +192,7 @@ class Transport:
                 # Some servers know no streams, or not for this model, and answer in one piece.
                 if assembly is None or response.content_type == "application/json":
                     return self.clean(await _whole(response), key)
-                await self._read_stream(response, assembly, settings.idle_timeout_s, key)
+                await self._read_stream(response, assembly, settings.idle_timeout_s, key, on_event)
                 return self.clean(assembly.finish(), key)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
@@ -211,7 +258,9 @@ class Transport:
     async def _refusal(self, response: aiohttp.ClientResponse, key: Key) -> ModelError:
         body = b"".join([part async for part in _parts(response, is_error=True)])
         headers = {name.lower(): key.out_of_text(value) for name, value in response.headers.items()}
-        error = refusal_of(response.status, headers, self.clean(body, key))
+        body = self.clean(body, key)
+        error = refusal_of(response.status, headers, body)
+        error.reply = response.status, body
         if response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
             return self._refusal_of_the_proxy(response.status, response.reason or "")
         if self._proxy and response.status in _OF_GATEWAYS:
@@ -261,6 +310,7 @@ class Transport:
         assembly: Assembly,
         idle_timeout_s: float,
         key: Key,
+        on_event: OnEvent | None,
     ) -> None:
         """Read a stream to its end, unless it falls silent once it has begun.
 
@@ -275,15 +325,19 @@ class Transport:
 
         try:
             async with silence, contextlib.aclosing(_events(response, on_part)) as events:
-                async for data in events:
-                    if data.startswith(_END_OF_STREAM):
+                async for raw, data in events:
+                    is_end = data is not None and data.startswith(_END_OF_STREAM)
+                    if data is not None and not is_end:
+                        data = key.out_of_text(data)
+                        part = exact_json.loads_part(data)
+                        if isinstance(part, dict):
+                            if part.get("error"):
+                                raise error_behind_200(part["error"], "the stream")
+                            assembly.add(part)
+                    if on_event is not None:
+                        on_event(self.clean(raw, key), data)
+                    if is_end:
                         break
-                    data = key.out_of_text(data)
-                    part = exact_json.loads_part(data)
-                    if isinstance(part, dict):
-                        if part.get("error"):
-                            raise error_behind_200(part["error"], "the stream")
-                        assembly.add(part)
         except (ValueError, RecursionError) as error:
             words = f"in the stream: {type(error).__name__}: {error}"
             raise ModelError("malformed", words) from error
@@ -349,31 +403,18 @@ async def _parts(
 
 async def _events(
     response: aiohttp.ClientResponse, on_part: Callable[[], None]
-) -> AsyncGenerator[str, None]:
-    """The data of a stream's events; `on_part` is called at each arrival of bytes.
+) -> AsyncGenerator[ServerEvent, None]:
+    """The events of a stream; `on_part` is called at each arrival of bytes.
 
     Raises `ModelError("malformed")`, and `UnicodeDecodeError`.
     """
-    import httpx2
-
-    text = codecs.getincrementaldecoder("utf-8")()
-
-    async def parts() -> AsyncIterator[bytes]:
+    splitter = EventSplitter(_MAX_EVENT_BYTES)
+    try:
         async for part in _parts(response):
             on_part()
-            text.decode(part)  # the reader of events ignores invalid UTF-8
-            yield part
-
-    # Its reader of events wants a response of its own kind around the bytes.
-    wrapped = httpx2.Response(
-        200,
-        headers={"Content-Type": "text/event-stream"},
-        content=parts(),
-        request=httpx2.Request("POST", str(response.url)),
-    )
-    try:
-        async for event in httpx2.EventSource(wrapped, max_event_size=_MAX_EVENT_BYTES):
-            yield event.data
-    except httpx2.SSEError as error:
+            for event in splitter.feed(part):
+                yield event
+    except EventTooLarge as error:
         words = f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
         raise ModelError("malformed", words) from error
+    splitter.check_text()

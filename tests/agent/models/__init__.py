@@ -4,6 +4,7 @@ test_models           requests, replies and the meaning of each failure
 test_model_faults     each fault of an endpoint, in each dialect, streamed and whole
 test_responses        the OpenAI Responses dialect
 test_streaming        streamed replies give the same record as whole ones
+test_event_stream     events of a stream, with their bytes
 test_unknown_fields   unknown fields of a reply are kept and sent back
 test_refusals         options that a model refuses
 test_sdk_requests     requests and error codes as in the providers' own clients

@@ -12,4 +12,5 @@ kernel       the persistent Python interpreter
 server       answers the requests of the worker
 namespaces   separates a forked sandbox from the machine and from others
 fork_server  forks sandboxes, each with a server
+forward      starts a command whose model calls leave through a socket
 """

@@ -1,0 +1,105 @@
+"""Answers on their way to agents: a reply that is asked for again is not paid for again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from agent.gateway.wire import WireRequest
+
+
+class Refusal(NamedTuple):
+    """Why a call has no reply, for the agent."""
+
+    status: int
+    kind: str
+    """A word such as "budget" or "stopped"."""
+    words: str
+    body: bytes | None = None
+    """What the endpoint said, to be passed on as it is."""
+
+
+class Answer:
+    """A reply as far as it has come; several connections can read it, each from its beginning."""
+
+    def __init__(self, refusal: Refusal | None = None) -> None:
+        self.parts: list[bytes] = []
+        """Events of a stream, or the whole body; nothing that is not recorded yet ends them."""
+        self.is_done = refusal is not None
+        """No part will follow."""
+        self.refusal = refusal
+        """Why the reply is not complete, if it is not."""
+        self.readers = 0
+        self._changed = asyncio.Event()
+
+    def add(self, part: bytes) -> None:
+        """Take the next part."""
+        self.parts.append(part)
+        self._changed.set()
+
+    def finish(self, parts: list[bytes]) -> None:
+        """Take the last parts."""
+        self.parts += parts
+        self.is_done = True
+        self._changed.set()
+
+    def fail(self, refusal: Refusal) -> None:
+        """End the reply where it is."""
+        self.refusal = refusal
+        self.finish([])
+
+    async def change(self, known: int) -> None:
+        """Wait until there are more than the `known` parts, or the reply is done."""
+        while not self.is_done and len(self.parts) <= known:
+            self._changed.clear()  # wakes all readers first: each looks before it waits again
+            await self._changed.wait()
+
+    async def done(self) -> None:
+        """Wait until the reply is done."""
+        while not self.is_done:
+            await self.change(len(self.parts))
+
+
+class Answers:
+    """The answers that the agent has not read to their ends, by request."""
+
+    def __init__(self) -> None:
+        self._unread: dict[tuple[str, bool], list[Answer]] = {}
+
+    def begin(self, request: WireRequest) -> Answer:
+        """A new reply to a request."""
+        reply = Answer()
+        self._unread.setdefault((request.key, request.is_stream), []).append(reply)
+        return reply
+
+    def join(self, request: WireRequest, *, is_repeat: bool) -> Answer | None:
+        """The reply to an equal request whose connection is gone; None if there is none.
+
+        `is_repeat`: the agent says that it asks again. Other equal requests whose connections live
+        are calls of their own.
+        """
+        for reply in self._unread.get((request.key, request.is_stream), ()):
+            if is_repeat or not reply.readers:
+                return reply
+        return None
+
+    @contextmanager
+    def reading(self, reply: Answer) -> Iterator[None]:
+        """While a connection reads a reply; left without an exception, it has read all of it."""
+        reply.readers += 1
+        try:
+            yield
+        finally:
+            reply.readers -= 1
+        self.forget(reply)
+
+    def forget(self, reply: Answer) -> None:
+        """A reply was read, or failed: an equal request is another call."""
+        for key, answers in self._unread.items():
+            if reply in answers:
+                answers.remove(reply)
+                if not answers:
+                    del self._unread[key]
+                return

@@ -1,0 +1,413 @@
+"""The model calls of one agent: each is answered from the journal, or made and recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from agent.gateway.answers import Answer, Answers, Refusal
+from agent.gateway.threads import Threads
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
+from agent.loop.steps import Finish
+from agent.messages import UNREADABLE, AnsweredEvent, ExchangeEvent, Message, RestartedEvent, Usage
+from agent.models.client.relayed import RelayRequest
+from agent.models.client.retrying import RetryingModel
+from agent.models.errors import ModelError
+from agent.models.model import Completion
+from agent.state.events import Clock, exchange_event, reply_event
+from agent.state.trajectory import Journal, Trajectory
+from toolsets import exact_json
+
+log = logging.getLogger(__name__)
+
+Kept = Callable[[], Awaitable[None]] | None
+"""Waits until the events so far are on disk; None where they are at once."""
+
+_STOP = 400
+"""The status that ends every agent: 402, 429 and 5xx have some of them ask again."""
+
+
+_MODEL_IN_PATH = re.compile(r"/models/([^/:?]+)")
+
+
+class RefusedModel(Exception):
+    """An agent asked for a model that the run does not have; the message says what to do."""
+
+
+class Route(NamedTuple):
+    """The model that answers a call."""
+
+    model: RetryingModel
+    name: str | None = None
+    """What the model is called at its endpoint, if the agent calls it otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What the calls of one agent may use; None: no limit. A call in flight can exceed it."""
+
+    max_calls: int | None = None
+    max_tokens: int | None = None
+    max_cost_usd: float | None = None
+
+
+NO_LIMITS = CallLimits()
+
+
+class AgentCall(NamedTuple):
+    """A request of an agent."""
+
+    wire: Wire
+    path: str
+    headers: Mapping[str, str]
+    content: bytes
+    """The body as it came."""
+    body: dict[str, Any]
+    is_repeat: bool
+    """The agent says that it made this request before."""
+
+
+class Relay:
+    """Answers the calls of one agent, whose conversation is `trajectory`."""
+
+    def __init__(
+        self,
+        *,
+        route: Callable[[str, str], Route],
+        trajectory: Trajectory,
+        journal: Journal,
+        kept: Kept = None,
+        limits: CallLimits = NO_LIMITS,
+        volatile: Volatile = NOTHING_VOLATILE,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`route` gives the model for a dialect and the name that the agent asked for; it raises
+        `RefusedModel`."""
+        self._route = route
+        self._trajectory = trajectory
+        self._journal = journal
+        self._kept = kept
+        self._limits = limits
+        self._volatile = volatile
+        self._is_stopping = is_stopping
+        self._calls: dict[asyncio.Task[None], int] = {}
+        if trajectory.agent_calls is None:
+            trajectory.agent_calls = Threads()
+        self._threads = trajectory.agent_calls
+        self._threads.volatile = volatile
+        self._is_resumed = bool(self._threads.exchanges)
+        self.answers = Answers()
+        self.ending: Finish | None = None
+        """Why calls were refused; None if none was."""
+        self.failure: Exception | None = None
+        """What ends the attempt, or the run: raised by `close`."""
+        self.last_error: ModelError | None = None
+        """Why the last call has no reply, if the endpoint refused it."""
+        self.ended = asyncio.Event()
+        """Set with `ending` or `failure`: the agent gets no more replies."""
+        self.stripped: dict[str, None] = {}
+        """Tools that the provider would have run, and that were removed from requests."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls are being made."""
+        return len(self._calls)
+
+    @property
+    def activity(self) -> str:
+        """What the agent is doing, in a few words."""
+        if self._calls:
+            return f"call {self._threads.calls + 1} in flight"
+        return "tools" if self._threads.calls else "starting"
+
+    def answer(self, call: AgentCall) -> Answer:
+        """The reply to a model call, perhaps still to come. Raises `WireError`."""
+        asked = call.wire.read(call.path, call.body, self._volatile, self._threads.recent)
+        if reply := self.answers.join(asked, is_repeat=call.is_repeat):
+            log.debug("a call is asked for again: it gets the same reply")
+            return reply
+        if refusal := self._stop():
+            return Answer(refusal)
+        if self._is_resumed and (again := self._asked_again(asked)) is not None:
+            reply = self.answers.begin(asked)
+            reply.finish(_parts(call.wire, again["body"], is_stream=asked.is_stream))
+            return reply
+        if known := self._threads.unanswered(asked.key):
+            return self._recorded(known, asked, call.wire)
+        if refusal := self._limit():
+            return Answer(refusal)
+        try:
+            route = self._route(call.wire.api, asked.model)
+        except RefusedModel as error:
+            return Answer(Refusal(_STOP, "model", str(error)))
+        request = _request(call, route, asked)
+        reply = self.answers.begin(asked)
+        task = asyncio.create_task(self._make(call.wire, asked, route.model, request, reply))
+        self._calls[task] = self._threads.calls
+        task.add_done_callback(self._calls.pop)
+        return reply
+
+    async def count_tokens(self, call: AgentCall) -> Answer:
+        """The reply to a request that costs nothing and is not recorded."""
+        if refusal := self._stop():
+            return Answer(refusal)
+        bodies: list[bytes] = []
+        in_path = _MODEL_IN_PATH.search(call.path)
+        name = in_path[1] if in_path else str(call.body.get("model"))
+        try:
+            route = self._route(call.wire.api, name)
+            request = _request(call, route, None)
+            await route.model.complete(replace(request, read=partial(_keep, bodies, _free)))
+        except RefusedModel as error:
+            return Answer(Refusal(_STOP, "model", str(error)))
+        except ModelError as error:
+            return Answer(_refusal_of(error))
+        except Exception as error:
+            return Answer(self._fail(error))
+        reply = Answer()
+        reply.finish(bodies[-1:])
+        return reply
+
+    async def close(self) -> None:
+        """Wait for the calls in flight, up to their time limits, and record them.
+
+        Raises what made further calls impossible: `ModelError`, or what the journal or the limiter
+        raised.
+        """
+        calls = [*self._calls]
+        try:
+            if calls:
+                await asyncio.wait(calls)
+        except asyncio.CancelledError:
+            for task in calls:
+                task.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            raise
+        if self.failure is not None:
+            raise self.failure
+
+    def _stop(self) -> Refusal | None:
+        """The refusal of all calls, if no more are to be made."""
+        if self.failure is not None:
+            return Refusal(_STOP, "failed", f"no more model calls: {self.failure}")
+        if self._is_stopping():
+            return Refusal(_STOP, "stopped", "the run is stopping; it can be resumed")
+        if self.ending is not None:
+            return Refusal(_STOP, self.ending.status, self.ending.reason or "no more model calls")
+        return None
+
+    def _limit(self) -> Refusal | None:
+        """The refusal of a new call, if a limit is reached."""
+        self.ending = self._reached()
+        if self.ending is None:
+            return None
+        self.ended.set()
+        return self._stop()
+
+    def _reached(self) -> Finish | None:
+        limits, spent = self._limits, self._trajectory
+        most = limits.max_calls
+        if most is not None and len(self._threads.live) + len(self._calls) >= most:
+            return Finish("max_turns", f"the agent has made all of its {most} model calls")
+        if (dollars := limits.max_cost_usd) is not None:
+            if spent.unpriced:
+                words = "the cost of a reply is unknown, so the budget cannot be kept"
+                return Finish("budget", words)
+            if spent.spent_usd >= dollars:
+                words = f"${spent.spent_usd:.6f} of ${dollars:.6f} are spent"
+                return Finish("budget", words)
+        if (tokens := limits.max_tokens) is not None:
+            if spent.uncounted:
+                words = "the tokens of a reply are unknown, so the budget cannot be kept"
+                return Finish("budget", words)
+            if spent.spent_tokens >= tokens:
+                words = f"{spent.spent_tokens:,} of {tokens:,} tokens are used"
+                return Finish("budget", words)
+        return None
+
+    def _asked_again(self, asked: WireRequest) -> ExchangeEvent | None:
+        """The call that the first request after a crash repeats, if its reply was the last one.
+
+        It may not have arrived. A request that repeats an earlier call shows that the program
+        starts again.
+        """
+        self._is_resumed = False
+        threads = self._threads
+        if not threads.live:
+            return None
+        equal = [event for event in threads.exchanges if event["key"] == asked.key]
+        for event in equal:
+            thread, end = threads.end_of(event["number"])
+            if end == len(thread.messages):
+                return event
+        if equal:
+            self._record(RestartedEvent(kind="restarted", at=time.time()))
+        return None
+
+    def _recorded(self, known: ExchangeEvent, asked: WireRequest, wire: Wire) -> Answer:
+        """A recorded reply, to an equal call of an earlier start."""
+        self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
+        reply = self.answers.begin(asked)
+        reply.finish(_parts(wire, known["body"], is_stream=asked.is_stream))
+        return reply
+
+    async def _make(
+        self,
+        wire: Wire,
+        asked: WireRequest,
+        model: RetryingModel,
+        request: RelayRequest,
+        reply: Answer,
+    ) -> None:
+        """Make a call, record it, and only then end the reply."""
+        try:
+            reply.finish(await self._ask(wire, asked, model, request, reply))
+            self.last_error = None
+            return
+        except ModelError as error:
+            refusal = self._refuse(error)
+        except Exception as error:
+            refusal = self._fail(error)
+        except asyncio.CancelledError:
+            reply.fail(Refusal(_STOP, "stopped", "the run is stopping; it can be resumed"))
+            self.answers.forget(reply)
+            raise
+        reply.fail(refusal)
+        self.answers.forget(reply)
+
+    async def _ask(
+        self,
+        wire: Wire,
+        asked: WireRequest,
+        model: RetryingModel,
+        request: RelayRequest,
+        reply: Answer,
+    ) -> list[bytes]:
+        """The last parts of the reply, once it is recorded."""
+        held: list[bytes] = []
+        bodies: list[bytes] = []
+
+        def on_event(raw: bytes, data: str | None) -> None:
+            if held or (data is not None and wire.last_event(data)):
+                held.append(raw)
+            else:
+                reply.add(raw)
+
+        def pay(unreadable: Completion) -> None:
+            turn = self._trajectory.turns + 1
+            self._record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
+
+        read = partial(_keep, bodies, wire.completion)
+        request = replace(request, read=read, on_unreadable=pay)
+        if asked.is_stream:
+            request = replace(request, assembly=wire.assembly, on_event=on_event)
+        clock = Clock()
+        completion = await model.complete(request)
+        body = exact_json.loads_leniently(bodies[-1])
+        self._record(
+            exchange_event(
+                self._threads, asked, completion, body, clock, stripped=asked.server_tools
+            )
+        )
+        self.stripped |= dict.fromkeys(asked.server_tools)
+        if self._kept is not None:
+            await self._kept()
+        if not asked.is_stream:
+            return bodies[-1:]
+        # An endpoint without streams answers in one piece.
+        return held if reply.parts or held else wire.stream_of(body)
+
+    def _record(self, event: Any) -> None:
+        self._journal(event)
+        self._trajectory.apply(event)
+
+    def _refuse(self, error: ModelError) -> Refusal:
+        """What the agent is answered where its call failed for good."""
+        if not error.was_passed_on and (error.action in ("retry", "stop_run")):
+            return self._fail(error)
+        if error.kind in ("not_found", "forbidden"):
+            return self._fail(error)
+        self.last_error = error
+        return _refusal_of(error)
+
+    def _fail(self, error: Exception) -> Refusal:
+        """No further call can be made."""
+        if self.failure is None:
+            self.failure = error
+            self.ended.set()
+        return Refusal(_STOP, "failed", f"no more model calls: {error}")
+
+
+def _request(call: AgentCall, route: Route, asked: WireRequest | None) -> RelayRequest:
+    """The request as it is sent: as it came, unless something in it has to be another.
+
+    `asked` is None for a request that costs nothing. Raises `WireError`.
+    """
+    wire, path, content, body = call.wire, call.path, call.content, call.body
+    most: int | None = 0
+    bound, tools = None, False
+    if asked is not None:
+        most, tools = asked.max_tokens, bool(asked.server_tools)
+        settings = route.model.settings
+        if most is None and settings.needs_bound:
+            most = bound = settings.reply_bound
+            if bound is None:
+                msg = (
+                    "the request does not limit the reply's tokens, so the budget of the run "
+                    "cannot be kept: set its limit, or --max_tokens"
+                )
+                raise WireError(msg)
+    if route.name is not None or bound is not None or tools:
+        path, body = wire.rewritten(
+            path, body, model=route.name, max_tokens=bound, without_server_tools=tools
+        )
+        content = exact_json.dumps(body)
+    return RelayRequest(
+        path=wire.upstream_path(path),
+        body=content,
+        headers=wire.request_headers(call.headers),
+        max_tokens=None if most is None else most * _choices(body),
+        read=_free,
+    )
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    """How many replies a body asks for, each of which may be as long as its limit."""
+    config = body.get("generationConfig")
+    asked = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
+    return max([1, *(count for count in asked if type(count) is int)])
+
+
+def _parts(wire: Wire, body: Mapping[str, Any], *, is_stream: bool) -> list[bytes]:
+    return wire.stream_of(body) if is_stream else [wire.whole(body)]
+
+
+def _keep(bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes) -> Completion:
+    bodies.append(body)
+    return read(body)
+
+
+def _free(body: bytes) -> Completion:
+    """What a reply says that is no model's."""
+    usage = Usage(
+        input_tokens=0,
+        output_tokens=0,
+        cache_read_tokens=0,
+        cache_write_tokens=0,
+        reasoning_tokens=0,
+    )
+    message = Message(role="assistant", content="")
+    return Completion(message, "stop", usage, None, None, cost_usd=0.0)
+
+
+def _refusal_of(error: ModelError) -> Refusal:
+    if error.reply is not None:
+        status, body = error.reply
+        return Refusal(status, error.kind, str(error), body)
+    return Refusal(_STOP, error.kind, str(error))

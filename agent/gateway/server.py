@@ -1,0 +1,273 @@
+"""The gateway of one agent: an HTTP server that speaks the APIs of model providers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from agent.gateway.answers import Answer, Refusal
+from agent.gateway.relay import NO_LIMITS, AgentCall, CallLimits, Kept, Relay, Route
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError
+from agent.gateway.wires import WIRES
+from agent.loop.steps import Finish
+from agent.models.errors import ModelError
+from agent.state.trajectory import Journal, Trajectory
+from toolsets import exact_json
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 64 * 2**20
+"""Most bytes of a request; real ones are a hundred times smaller."""
+
+KEEPALIVE_S = 3.0
+"""After such a silence a stream shows that it is alive: agents give up silent connections."""
+
+_CLOSE_S = 2.0
+"""For connections to read the end of their replies when the gateway closes."""
+
+_EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+_JSON = "application/json"
+
+
+class Gateway:
+    """Relays the model calls of one agent and records them; see `Relay`."""
+
+    def __init__(
+        self,
+        *,
+        wires: Collection[str],
+        route: Callable[[str, str], Route],
+        trajectory: Trajectory,
+        journal: Journal,
+        kept: Kept = None,
+        limits: CallLimits = NO_LIMITS,
+        volatile: Volatile = NOTHING_VOLATILE,
+        is_stopping: Callable[[], bool] = lambda: False,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
+        """`wires` are the dialects that the agent may speak. For the rest see `Relay`."""
+        self._wires = [WIRES[api] for api in wires]
+        self._relay = Relay(
+            route=route,
+            trajectory=trajectory,
+            journal=journal,
+            kept=kept,
+            limits=limits,
+            volatile=volatile,
+            is_stopping=is_stopping,
+        )
+        self._keepalive_s = keepalive_s
+        self._key: str | None = None
+        self._servers: list[tuple[asyncio.Server, web.Server]] = []
+
+    @property
+    def ending(self) -> Finish | None:
+        """Why the gateway refused calls; None if it did not."""
+        return self._relay.ending
+
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set once the agent gets no more replies."""
+        return self._relay.ended
+
+    @property
+    def failure(self) -> Exception | None:
+        """What made further calls impossible; raised by `close`."""
+        return self._relay.failure
+
+    @property
+    def last_error(self) -> ModelError | None:
+        """Why the last call has no reply, if the endpoint refused it."""
+        return self._relay.last_error
+
+    @property
+    def activity(self) -> str:
+        """What the agent is doing, in a few words."""
+        return self._relay.activity
+
+    @property
+    def in_flight(self) -> int:
+        """How many model calls are being made."""
+        return self._relay.in_flight
+
+    @property
+    def stripped_tools(self) -> list[str]:
+        """Tools that the provider would have run, and that were removed from requests."""
+        return list(self._relay.stripped)
+
+    async def serve_unix(self, path: Path) -> None:
+        """Listen on a socket at `path`: who reaches it is the agent."""
+        loop = asyncio.get_running_loop()
+        server = server_of(self.handle)
+        self._servers.append((await loop.create_unix_server(server, path), server))
+
+    async def serve_tcp(self) -> tuple[int, str]:
+        """Listen on a free port of 127.0.0.1; return it, and the key that requests must have."""
+        loop = asyncio.get_running_loop()
+        self._key = secrets.token_urlsafe(24)
+        server = server_of(self.handle)
+        listener = await loop.create_server(server, "127.0.0.1", 0)
+        self._servers.append((listener, server))
+        return listener.sockets[0].getsockname()[1], self._key
+
+    async def close(self) -> None:
+        """Take no more connections, wait for the calls in flight, and record them.
+
+        Raises what made further calls impossible; see `Relay.close`.
+        """
+        for listener, _ in self._servers:
+            listener.close()
+        try:
+            await self._relay.close()
+        finally:
+            for _, server in self._servers:
+                server.pre_shutdown()
+                await server.shutdown(_CLOSE_S)
+
+    async def handle(self, request: web.BaseRequest, path: str | None = None) -> web.StreamResponse:
+        """Answer a request; `path` is used instead of its own path."""
+        path = request.raw_path if path is None else path
+        wire = next((w for w in self._wires if w.operation(request.method, path)), None)
+        if self._key is not None and not is_key(request, self._key):
+            return _refused(wire, Refusal(401, "auth", "the key is not that of this gateway"))
+        if wire is None:
+            return _probed(request, path)
+        operation = wire.operation(request.method, path)
+        if operation == "other":
+            if "upgrade" in request.headers:
+                return web.Response(status=426)  # clients then send the request in the usual way
+            words = f"{request.method} {path}: the gateway answers model calls only"
+            return _refused(wire, Refusal(404, "not_found", words))
+        try:
+            call = await _read(request, wire, path)
+            if operation == "count_tokens":
+                reply, is_stream = await self._relay.count_tokens(call), False
+            else:
+                reply, is_stream = self._relay.answer(call), call.body.get("stream") is True
+        except WireError as error:
+            return _refused(wire, Refusal(error.status, "bad_request", str(error)))
+        except web.HTTPRequestEntityTooLarge:
+            words = f"the request is larger than {MAX_REQUEST_BYTES // 2**20} MiB"
+            return _refused(wire, Refusal(413, "bad_request", words))
+        with self._relay.answers.reading(reply):
+            if is_stream:
+                return await self._send_events(request, reply, wire)
+            await reply.done()
+            response = _whole(wire, reply)
+            await response.prepare(request)
+            await response.write_eof()
+            return response
+
+    async def _send_events(
+        self, request: web.BaseRequest, reply: Answer, wire: Wire
+    ) -> web.StreamResponse:
+        """Send a reply as it comes. Until the first part is there its status is open."""
+        await self._change(reply, 0)
+        if reply.refusal is not None and not reply.parts:
+            response: web.StreamResponse = _refused(wire, reply.refusal)
+            await response.prepare(request)
+            await response.write_eof()
+            return response
+        response = web.StreamResponse(headers=_EVENTS)
+        await response.prepare(request)
+        sent = 0
+        while True:
+            parts = reply.parts[sent:]
+            sent += len(parts)
+            if parts:
+                await response.write(b"".join(parts))
+            elif not reply.is_done:
+                await response.write(wire.keepalive)
+            if reply.is_done and sent == len(reply.parts):
+                break
+            await self._change(reply, sent)
+        if reply.refusal is not None:
+            await response.write(wire.stream_error(reply.refusal.kind, reply.refusal.words))
+        await response.write_eof()
+        return response
+
+    async def _change(self, reply: Answer, known: int) -> None:
+        """Wait for more of a reply, but not so long that the agent gives up."""
+        try:
+            async with asyncio.timeout(self._keepalive_s):
+                await reply.change(known)
+        except TimeoutError:
+            return
+
+
+def server_of(
+    handler: Callable[[web.BaseRequest], Any],
+) -> web.Server:
+    """An HTTP server whose handler is cancelled when its client disconnects."""
+    loop = asyncio.get_running_loop()
+
+    def request_of(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, loop, client_max_size=MAX_REQUEST_BYTES
+        )
+
+    return web.Server(
+        handler, request_factory=request_of, handler_cancellation=True, access_log=None
+    )
+
+
+def key_of(request: web.BaseRequest) -> str:
+    """The API key of a request, wherever its API has it; "" if there is none."""
+    headers = request.headers
+    for name in ("x-api-key", "x-goog-api-key", "api-key"):
+        if name in headers:
+            return headers[name]
+    return headers.get("Authorization", "").removeprefix("Bearer ") or request.query.get("key", "")
+
+
+def is_key(request: web.BaseRequest, key: str) -> bool:
+    """Whether a request has this key."""
+    return hmac.compare_digest(key_of(request).encode(), key.encode())
+
+
+async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
+    content = await request.read()
+    try:
+        body = exact_json.loads(content)
+    except exact_json.JSONDecodeError as error:
+        raise WireError(f"the request is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise WireError("the request is not a JSON object")
+    headers: Mapping[str, str] = {name.lower(): value for name, value in request.headers.items()}
+    repeats = headers.get("x-stainless-retry-count", "0")
+    return AgentCall(wire, path, headers, content, body, is_repeat=repeats not in ("", "0"))
+
+
+def _whole(wire: Wire, reply: Answer) -> web.Response:
+    if reply.refusal is not None:
+        return _refused(wire, reply.refusal)
+    return web.Response(body=b"".join(reply.parts), content_type=_JSON)
+
+
+def _refused(wire: Wire | None, refusal: Refusal) -> web.Response:
+    status, kind, words, body = refusal
+    if body is None:
+        error = {"error": {"message": words, "type": kind}}
+        body = exact_json.dumps(error) if wire is None else wire.error(status, kind, words)
+    # Clients of some SDKs ask again on other words than the status.
+    headers = {"x-should-retry": "false"} if status == 400 else {}
+    return web.Response(status=status, body=body, content_type=_JSON, headers=headers)
+
+
+def _probed(request: web.BaseRequest, path: str) -> web.Response:
+    """Answer what is no call: clients look whether somebody is there, and which models."""
+    plain = path.partition("?")[0].rstrip("/")
+    if request.method in ("GET", "HEAD"):
+        if not plain:
+            return web.Response()
+        if plain.endswith("/models"):
+            return web.json_response({"object": "list", "data": []})
+    words = f"{request.method} {path}: the gateway answers model calls only"
+    return _refused(None, Refusal(404, "not_found", words))

@@ -1,0 +1,45 @@
+"""Calls whose requests other programs wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agent.messages import Message
+from agent.models.dialects.assembly import Assembly
+from agent.models.model import Completion, ModelSettings, Request
+
+OnEvent = Callable[[bytes, str | None], None]
+"""Takes an event of a stream: its bytes, and the data in it, None if it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayRequest(Request):
+    """One call, to be sent as it came but with the endpoint's credentials.
+
+    `messages` and `tools` are not used: the body has them. Of the settings of the model, only the
+    endpoint, the timeouts and the prices count.
+    """
+
+    messages: Sequence[Message] = ()
+    path: str
+    """Below the root of the endpoint, with the query."""
+    body: bytes
+    headers: Mapping[str, str]
+    """To be sent beside our own; names in lower case."""
+    max_tokens: int | None
+    """The most tokens that the reply can have by the body; None without a limit."""
+    read: Callable[[bytes], Completion]
+    """Reads the body of the reply; raises `ModelError`."""
+    assembly: Callable[[], Assembly] | None = None
+    """For requests that ask for a stream: puts the reply of one attempt together."""
+    on_event: OnEvent | None = None
+    """Gets the events of a stream; once it got any, the call is not repeated."""
+
+    def size(self, settings: ModelSettings) -> int:
+        """See `Request`."""
+        return len(self.body)
+
+    def reply_bound(self, settings: ModelSettings) -> int | None:
+        """See `Request`."""
+        return self.max_tokens

@@ -1,0 +1,110 @@
+"""Agents that run as commands: presets, and the options of a run that go with them."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from agent.command_agent import CommandAgent
+from agent.models.model import ModelSettings
+from agent.options import LIMITS, AgentOptions
+from runs.config.plain_secrets import is_secret
+from toolsets import exact_json
+from toolsets.validation import did_you_mean
+
+if TYPE_CHECKING:
+    from runs.config.run_config import RunConfig
+
+_CHECKOUT = Path(__file__).parents[2] / "configs" / "agents"
+_INSTALLED = Path(sysconfig.get_path("data")) / "share" / "agent-presets"
+
+DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0}
+"""Of options whose usual defaults are for conversations of this program."""
+
+_NOT_OF_AGENTS = (
+    *("system_prompt", "temperature", "top_p", "extra_body", "reasoning_effort"),
+    *("reasoning_disabled", "blank_reasoning", "stream_replies", "script_file"),
+    *("prefill_messages_file", "enabled_toolsets", "disabled_toolsets", "tools", "mcp"),
+    *("distribution", "forks", "web_search_url", "web_allow", "docker_image", "batch_api"),
+)
+"""Options of a run that mean nothing, because the agent writes its own requests and has its own
+tools."""
+
+
+def presets() -> dict[str, Path]:
+    """The agents that are known by name."""
+    directory = _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED
+    return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
+
+
+def read_agent(value: Any) -> Any:
+    """Before-validator: the name of a preset, a YAML file or JSON becomes a mapping."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return exact_json.loads(value)
+        except exact_json.JSONDecodeError as error:
+            msg = f"not JSON: {error}"
+            raise ValueError(msg) from error
+    known = presets()
+    path = known.get(value)
+    if path is None and value.endswith((".yaml", ".yml")):
+        path = Path(value)
+    if path is None:
+        hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
+        msg = f"{value!r} is neither a preset nor a YAML file; {hint}"
+        raise ValueError(msg)
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        msg = f"{path}: {error}"
+        raise ValueError(msg) from error
+    if not isinstance(loaded, dict):
+        msg = f"{path}: must have `key: value` lines, such as command and speaks"
+        raise ValueError(msg)
+    return {"name": path.stem, **loaded}
+
+
+def check_options(config: RunConfig) -> None:
+    """Raise `ValueError` for an option that means nothing with the agent of a config."""
+    agent = config.agent
+    assert agent is not None
+    own = [name for name in AgentOptions.model_fields if name not in LIMITS]
+    for name in (*own, *_NOT_OF_AGENTS):
+        field = type(config).model_fields[name]
+        if getattr(config, name) != field.get_default(call_default_factory=True):
+            msg = (
+                f"{name}: means nothing with agent {agent.name!r}, which writes its own requests "
+                f"and has its own tools; leave {name} out, or set it in the agent's own "
+                "configuration (`command`, `env`, `files`)"
+            )
+            raise ValueError(msg)
+    if config.sandbox == "docker":
+        msg = "sandbox: agents of this machine cannot run in docker; use bwrap"
+        raise ValueError(msg)
+    if config.executor == "ray":
+        msg = "executor: agents run on this machine only; leave --executor=ray out"
+        raise ValueError(msg)
+    for name, text in agent.env.items():
+        if is_secret(text or ""):
+            msg = (
+                f"agent.env.{name}: seems to hold a secret, which would be in the sandbox and in "
+                "files; models are called with the run's own key (--key_env), outside of it"
+            )
+            raise ValueError(msg)
+
+
+def model_asked(
+    agent: CommandAgent, settings: ModelSettings, aliases: Mapping[str, ModelSettings], asked: str
+) -> ModelSettings | None:
+    """The model for a name that an agent asks for; None if it is not one of the run's."""
+    if asked in (settings.name, settings.reference):
+        return settings
+    names = [name for name in agent.aliases if fnmatchcase(asked, name)]
+    return aliases[max(names, key=len)] if names else None

@@ -1,0 +1,306 @@
+"""Run an agent that is a command: in the sandbox of its conversation, with a gateway of its own.
+
+Each start begins with the workspace and the HOME of the first one. Calls that an earlier start has
+paid for are answered from the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.command_agent import CommandAgent, fill
+from agent.gateway.lines import lines_of
+from agent.gateway.relay import CallLimits, RefusedModel, Route
+from agent.gateway.server import Gateway
+from agent.loop.steps import Finish
+from agent.messages import AgentExitEvent, Event, ReplyEvent, RestartedEvent
+from agent.setup import Setup
+from agent.state.trajectory import Trajectory
+from runs.config.agent_program import HOME, SOCKET_DIR, extras_of, path_of, version_of
+from runs.config.agents import model_asked
+from runs.config.run_config import RunConfig
+from runs.dataset.row import RowTask
+from runs.errors import AgentFailed, Stopped
+from runs.worker.calls import Calls
+from runs.worker.durable_calls import Stops
+from toolsets.context import ToolContext
+from toolsets.sandbox.base import ExecResult, Limits, SandboxError
+from toolsets.sandbox.factory import make_sandbox
+from toolsets.sandbox.installed import NotInstalled, find_program
+from toolsets.sandbox.programs import forwarding
+from toolsets.text import clip
+from toolsets.workspace.removal import remove_tree
+
+_PORT = 8800
+_SOCKET = "socket"
+_LAST_WORDS_S = 10.0
+"""For a command to end by itself once it gets no more replies."""
+_NO_LIMIT_S = 7 * 24 * 3600.0
+_OUTPUT_BYTES = 32 * 1024
+_SHOWN = 300
+"""Characters of an agent's output in the reason of a failure."""
+
+
+_ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """One conversation of an agent."""
+
+    key: bytes
+    agent: CommandAgent
+    setup: Setup
+    row: RowTask
+    context: ToolContext
+    trajectory: Trajectory
+    journal: Callable[[Event], None]
+    kept: Callable[[], Awaitable[None]] | None
+    """Waits until the journal is on disk; None where it is at once."""
+
+    def record(self, event: Event) -> None:
+        """Journal an event and apply it."""
+        self.journal(event)
+        self.trajectory.apply(event)
+
+
+class AgentRunner:
+    """Runs the agents of one worker."""
+
+    def __init__(self, config: RunConfig, calls: Calls, stops: Stops) -> None:
+        self._config = config
+        self._calls = calls
+        self._stops = stops
+        self._commands: set[asyncio.Task[ExecResult]] = set()
+        self._versions: dict[tuple[str, ...], str] = {}
+
+    def stop(self) -> None:
+        """End all commands. Nothing is lost: calls that are paid for are journaled."""
+        for command in self._commands:
+            command.cancel()
+
+    async def run(self, task: AgentTask) -> Finish:
+        """Run the agent to its end.
+
+        Raises `AgentFailed`, `ModelError` where the endpoint failed, `Stopped`, and `HostError`.
+        """
+        if self._stops.is_stopping:
+            raise Stopped
+        if task.trajectory.agent_calls is not None:
+            task.record(RestartedEvent(kind="restarted", at=time.time()))
+        gateway = self._gateway(task)
+        try:
+            result = await self._run_command(task, gateway)
+        except (SandboxError, NotInstalled) as error:
+            raise AgentFailed(f"agent {task.agent.name!r}: {error}") from error
+        return _ending(task, gateway, result)
+
+    def _gateway(self, task: AgentTask) -> Gateway:
+        options = task.row.spec.options
+        setup = task.setup
+
+        def route(dialect: str, asked: str) -> Route:
+            settings = model_asked(task.agent, setup.settings, setup.aliases, asked)
+            if settings is None:
+                msg = (
+                    f"the agent asks for model {asked!r}, which this run does not have; add it to "
+                    "`aliases` of the agent, or set the name that it asks for"
+                )
+                raise RefusedModel(msg)
+            return Route(
+                model=self._calls.pool.get(settings),
+                name=None if asked == settings.name else settings.name,
+            )
+
+        return Gateway(
+            wires=task.agent.speaks,
+            route=route,
+            trajectory=task.trajectory,
+            journal=task.journal,
+            kept=task.kept,
+            limits=CallLimits(
+                max_calls=options.max_turns,
+                max_tokens=options.max_total_tokens,
+                max_cost_usd=options.max_cost_usd,
+            ),
+            volatile=task.agent.what_varies,
+            is_stopping=lambda: self._stops.is_stopping,
+        )
+
+    async def _run_command(self, task: AgentTask, gateway: Gateway) -> ExecResult:
+        config, workspace = self._config, task.context.workspace
+        installed = find_program(task.agent.command[0], task.agent.programs)
+        root = workspace.root
+        limits = Limits(
+            timeout_s=task.row.spec.options.max_conversation_s or _NO_LIMIT_S,
+            memory_mb=config.command_memory_mb,
+            processes=config.max_processes,
+            workspace_mb=config.workspace_mb,
+            network=config.network,
+            output_bytes=_OUTPUT_BYTES,
+        )
+        async with _home_beside(root) as beside:
+            is_isolated = config.sandbox == "bwrap"
+            is_alone = is_isolated and not config.network
+            socket = beside / _SOCKET if is_alone else None
+            url, key = f"http://127.0.0.1:{_PORT}", "placeholder"
+            if socket is not None:
+                # By a short name: the path of a socket may have 107 bytes.
+                with _open_directory(beside) as fd:
+                    await gateway.serve_unix(Path(f"/proc/self/fd/{fd}/{_SOCKET}"))
+            else:
+                port, key = await gateway.serve_tcp()
+                url = f"http://127.0.0.1:{port}"
+            sandbox = make_sandbox(
+                config.sandbox, workspace, limits, extras=extras_of(installed, socket)
+            )
+            home = HOME if is_isolated else str(beside)
+            values = {
+                "prompt": task.row.opening[-1]["content"],
+                "gateway": url,
+                "key": key,
+                "model": task.setup.settings.name,
+                "workspace": str(Path(sandbox.home) / workspace.start_dir),
+                "home": home,
+            }
+            agent = task.agent
+            terms: dict[str, Any] = {
+                "argv": [installed.path, *(fill(text, values) for text in agent.command[1:])],
+                "env": {
+                    "HOME": home,
+                    "PATH": path_of(installed),
+                    "LANG": "C.UTF-8",
+                    "TERM": "dumb",
+                    "USER": "user",
+                    **agent.environment(values),
+                },
+                "cwd": values["workspace"],
+                "stdin": fill(agent.stdin, values),
+                "files": {f"{home}/{path}": fill(t, values) for path, t in agent.files.items()},
+                "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
+                "port": _PORT,
+            }
+            argv, stdin = forwarding(terms)
+            command = asyncio.create_task(sandbox.exec(argv, stdin=stdin))
+            self._commands.add(command)
+            over = asyncio.create_task(_end_after(gateway.ended, command))
+            try:
+                result = await command
+            except asyncio.CancelledError:
+                me = asyncio.current_task()
+                if me is not None and me.cancelling():
+                    raise
+                if self._stops.is_stopping:
+                    raise Stopped from None
+                # It was still running when it could get no more replies.
+                result = _ENDED
+            else:
+                task.record(_exit_event(result))
+            finally:
+                over.cancel()
+                self._commands.discard(command)
+                await sandbox.stop()
+                await gateway.close()
+            return result
+
+    async def with_version(self, agent: CommandAgent) -> CommandAgent:
+        """An agent with its version; that of a row's own program is asked for once.
+
+        Raises `AgentFailed`.
+        """
+        command = agent.version_command
+        if agent.found is not None or not command:
+            return agent
+        if command not in self._versions:
+            try:
+                found = await asyncio.to_thread(version_of, agent, self._config)
+            except (SandboxError, NotInstalled) as error:
+                raise AgentFailed(f"agent {agent.name!r}: {error}") from error
+            self._versions[command] = found
+        return agent.with_found(self._versions[command])
+
+
+def _last_reply(task: AgentTask) -> ReplyEvent | None:
+    """The last reply of the main conversation; None if the agent made no call."""
+    if (calls := task.trajectory.agent_calls) is None:
+        return None
+    main = lines_of(calls, task.row.opening[-1]["content"]).main
+    return None if main is None else calls.exchanges[main.numbers[-1]]["reply"]
+
+
+@asynccontextmanager
+async def _home_beside(root: Path) -> AsyncIterator[Path]:
+    """A directory beside a workspace for the time of one start."""
+    path = root.with_name(f"{root.name}.agent")
+    if os.path.lexists(path):
+        await asyncio.to_thread(remove_tree, path)  # of a worker that was killed
+    path.mkdir(mode=0o700)
+    try:
+        yield path
+    finally:
+        await asyncio.to_thread(remove_tree, path)
+
+
+@contextlib.contextmanager
+def _open_directory(path: Path) -> Any:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+async def _end_after(ended: asyncio.Event, command: asyncio.Task[ExecResult]) -> None:
+    """End a command that goes on although it gets no more replies."""
+    await ended.wait()
+    await asyncio.wait([command], timeout=_LAST_WORDS_S)
+    command.cancel()
+
+
+def _exit_event(result: ExecResult) -> AgentExitEvent:
+    return AgentExitEvent(
+        kind="agent_exit",
+        exit_code=result.exit_code,
+        stdout=result.stdout,
+        stderr=result.stderr,
+        duration_s=round(result.duration_s, 3),
+        timed_out=result.timed_out,
+    )
+
+
+def _ending(task: AgentTask, gateway: Gateway, result: ExecResult) -> Finish:
+    """How the conversation ended, as the gateway saw it. Raises `AgentFailed`."""
+    if gateway.ending is not None:
+        return gateway.ending
+    if result.timed_out:
+        return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
+    last = _last_reply(task)
+    if last is not None:
+        match last["finish_reason"]:
+            case "length" | "refusal" | "context_exceeded" as cut:
+                return Finish(cut)
+        made = last["message"].get("tool_calls", ())
+        pattern = task.agent.final_call
+        if not made and last["finish_reason"] == "stop":
+            return Finish("completed")
+        if pattern and any(re.search(pattern, call["function"]["arguments"]) for call in made):
+            return Finish("completed")
+    if gateway.last_error is not None:
+        if gateway.last_error.kind == "context_exceeded":
+            return Finish("context_exceeded", str(gateway.last_error))
+        raise gateway.last_error
+    how = "was ended" if result.exit_code is None else f"ended with exit code {result.exit_code}"
+    if result.was_filling:
+        how = f"was ended: the workspace is over its limit ({result.full_mb} MB)"
+    output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+    when = "before its first model call" if last is None else "before a final answer"
+    raise AgentFailed(f"agent {task.agent.name!r} {how} {when}: {output or 'no output'}")

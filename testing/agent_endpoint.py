@@ -1,0 +1,284 @@
+"""A model on the loopback interface for agents that run as commands, with a log of its own.
+
+It speaks the OpenAI chat, OpenAI Responses, Anthropic messages and Gemini dialects. A prompt that
+holds [NAME steps=N] gets N replies that each run a shell command by whatever tool the request
+offers for that, then a text. Ids of calls are random, as those of real models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
+
+import orjson
+
+from testing.fake_answers import DIALECTS
+from testing.fake_script import JSON, Reply
+
+_TASK = re.compile(r"\[(\w+) steps=(\d+)(?: run=(\w+))?\]")
+_SHELLS = ("Bash", "bash", "exec_command", "shell", "shell_command", "run_shell_command")
+_SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+_COMMANDS = {
+    None: "echo {name}-{step} >> notes.txt && cat notes.txt",
+    "clock": "date +%s%N",
+}
+"""What a step runs, by the name in its prompt; the clock's output is never the same."""
+_FILLERS = {"string": "step", "boolean": False, "integer": 1, "number": 1, "array": []}
+
+
+class Exchange(NamedTuple):
+    """One request and its reply, as the log holds them."""
+
+    number: int
+    path: str
+    key: str
+    """What the client authenticated with."""
+    request: JSON
+    reply: JSON
+    """The whole body, also where it was streamed."""
+
+
+class AgentEndpoint:
+    """The endpoint in a thread, for the time of a `with` block."""
+
+    def __init__(
+        self, *, reasoning: str = "", latency_s: float = 0.0, log: Path | None = None
+    ) -> None:
+        self.exchanges: list[Exchange] = []
+        """Replies that were sent in full, in order."""
+        self.refusing: int | None = None
+        """The status of an error for every request, if set."""
+        self.answers = 1 << 30
+        """How many requests get a reply; further ones wait until this is raised."""
+        self.waiting = 0
+        """Requests that wait for that."""
+        self._reasoning, self._latency_s = reasoning, latency_s
+        self._log = log
+        self._lock = threading.Condition()
+        self._taken = 0
+        self._numbers = itertools.count()
+        self._server = _Server(("127.0.0.1", 0), _handler_of(self))
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.answer_all()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def url(self) -> str:
+        """Its root."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def answer_all(self) -> None:
+        """Have all requests answered, those that wait too."""
+        with self._lock:
+            self.answers = 1 << 30
+            self._lock.notify_all()
+
+    def of_task(self, name: str) -> list[Exchange]:
+        """The exchanges of the task of that name."""
+        with self._lock:
+            return [one for one in self.exchanges if f"[{name} steps=" in _words(one.request)]
+
+    def answer(self, path: str, key: str, request: JSON) -> tuple[JSON, list[bytes] | None]:
+        """The reply to a request, and its events where it asks for a stream."""
+        with self._lock:
+            self.waiting += 1
+            self._lock.wait_for(lambda: self._taken < self.answers)
+            self.waiting -= 1
+            self._taken += 1
+        if self._latency_s:
+            time.sleep(self._latency_s)
+        if path.startswith("/v1beta/models/"):
+            body = _gemini_body(request, path, self._reasoning)
+            is_stream = "streamGenerateContent" in path
+            events = [b"data: %b\n\n" % orjson.dumps(body)] if is_stream else None
+        else:
+            dialect = DIALECTS[path]
+            body = dialect.body(_reply(request, self._reasoning))
+            events = None
+            if request.get("stream"):
+                # Some dialects take their body apart.
+                events = dialect.events(orjson.loads(orjson.dumps(body)), request)
+        return body, events
+
+    def note(self, path: str, key: str, request: JSON, reply: JSON) -> None:
+        """Log an exchange."""
+        with self._lock:
+            exchange = Exchange(next(self._numbers), path, key, request, reply)
+            self.exchanges.append(exchange)
+            if self._log is not None:
+                with self._log.open("ab") as file:
+                    line = orjson.dumps(exchange._asdict(), option=orjson.OPT_APPEND_NEWLINE)
+                    file.write(line)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # of a client that was killed
+            super().handle_error(request, client_address)
+
+
+def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+            path, _, _ = self.path.partition("?")
+            given = self.headers.get("authorization", "").removeprefix("Bearer ")
+            key = self.headers.get("x-api-key") or self.headers.get("x-goog-api-key") or given
+            if endpoint.refusing is not None:
+                return self._send(endpoint.refusing, {"error": {"message": "refused by the test"}})
+            request = orjson.loads(raw)
+            if path.endswith("count_tokens"):
+                return self._send(200, {"input_tokens": len(raw) // 4})
+            if path not in DIALECTS and not path.startswith("/v1beta/models/"):
+                return self._send(404, {"error": {"message": f"there is no {path}"}})
+            body, events = endpoint.answer(path, key, request)
+            if events is None:
+                self._send(200, body)
+            else:
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                for event in [*events, b""]:
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+            endpoint.note(path, key, request, body)
+            return None
+
+        def _send(self, status: int, body: JSON) -> None:
+            raw = orjson.dumps(body)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing: the log has what tests need."""
+
+    return Handler
+
+
+def _words(request: JSON) -> str:
+    return orjson.dumps(request).decode()
+
+
+def _reply(request: JSON, reasoning: str) -> Reply:
+    text, calls = _due(request)
+    words = _words(request)
+    return Reply(
+        key=(secrets.token_hex(6), 1),
+        model=str(request.get("model")),
+        thought=reasoning,
+        text=text,
+        calls=[{"id": secrets.token_hex(8), **call} for call in calls],
+        finish="tool_calls" if calls else "stop",
+        input_tokens=len(words) // 4,
+        cached_tokens=0,
+        output_tokens=len(text) // 4 + 20,
+    )
+
+
+def _due(request: JSON) -> tuple[str, list[JSON]]:
+    """The text and the calls that are due at this point of the conversation."""
+    words = _words(request)
+    task = _TASK.search(words)
+    shell = next(_shells(request), None)
+    if task is None or shell is None:
+        return "A title", []
+    name, steps, run = task[1], int(task[2]), task[3]
+    step = sum(_is_call(item) for item in _items(request)) + 1
+    tool, schema = shell
+    if step <= steps:
+        command = _COMMANDS[run].format(name=name, step=step)
+        return "", [{"name": tool, "arguments": _arguments(schema, command)}]
+    if _SUBMIT in words:
+        return "", [{"name": tool, "arguments": _arguments(schema, f"echo {_SUBMIT}")}]
+    return f"Finished {name} in {steps} steps.", []
+
+
+def _items(request: JSON) -> list[JSON]:
+    found = request.get("messages") or request.get("input") or request.get("contents") or []
+    return cast(list[JSON], found)
+
+
+def _is_call(item: JSON) -> bool:
+    """Whether a message or item of a request is a reply that called a tool."""
+    if item.get("type") == "function_call" or item.get("tool_calls"):
+        return True
+    blocks = item.get("content") if isinstance(item.get("content"), list) else item.get("parts")
+    return any(block.get("type") == "tool_use" or "functionCall" in block for block in blocks or ())
+
+
+def _shells(request: JSON) -> Iterator[tuple[str, JSON]]:
+    """The tools that run a shell command, best first: names and schemas of their parameters."""
+    tools: dict[str, JSON] = {}
+    for tool in request.get("tools") or ():
+        for function in tool.get("functionDeclarations") or [tool.get("function", tool)]:
+            schema = (
+                function.get("parameters")
+                or function.get("input_schema")
+                or function.get("parametersJsonSchema")
+            )
+            if schema:
+                tools[function.get("name", "")] = schema
+    return ((name, tools[name]) for name in _SHELLS if name in tools)
+
+
+def _arguments(schema: JSON, command: str) -> str:
+    """The arguments that run a command, with a filler for whatever else is required."""
+    known = schema["properties"]
+    name = "cmd" if "cmd" in known else "command"
+    is_list = known[name].get("type") == "array"
+    given: dict[str, Any] = {name: ["bash", "-lc", command] if is_list else command}
+    for required in schema.get("required", ()):
+        given.setdefault(required, _FILLERS[str(known[required].get("type", "string")).lower()])
+    return orjson.dumps(given).decode()
+
+
+def _gemini_body(request: JSON, path: str, reasoning: str) -> JSON:
+    text, calls = _due(request)
+    parts: list[JSON] = [{"text": reasoning, "thought": True}] if reasoning else []
+    parts += [{"text": text}] if text else []
+    parts += [
+        {"functionCall": {"name": call["name"], "args": orjson.loads(call["arguments"])}}
+        for call in calls
+    ]
+    tokens = len(_words(request)) // 4
+    return {
+        "candidates": [
+            {"content": {"role": "model", "parts": parts}, "finishReason": "STOP", "index": 0}
+        ],
+        "usageMetadata": {
+            "promptTokenCount": tokens,
+            "candidatesTokenCount": 20,
+            "totalTokenCount": tokens + 20,
+        },
+        "modelVersion": path.removeprefix("/v1beta/models/").partition(":")[0],
+        "responseId": secrets.token_hex(6),
+    }

@@ -1,0 +1,167 @@
+"""A small agent that runs as a command: it asks the model and runs the commands it calls for.
+
+    python -m testing.scripted_agent DIALECT [--stream] PROMPT
+
+DIALECT is chat, messages or responses. It knows only what the environment says (OPENAI_BASE_URL,
+ANTHROPIC_BASE_URL), runs with the standard library alone, and prints the last text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+JSON = dict[str, Any]
+Read = tuple[list[JSON], str, list[tuple[str, str]]]
+"""The messages to be repeated in the next request, the text, and the calls: ids and arguments."""
+
+SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+KEY = os.environ.get("OPENAI_API_KEY", "")
+SYSTEM = "You are an agent in a test. Run commands with the tool bash."
+
+
+class Chat:
+    """OpenAI chat completions."""
+
+    url = os.environ.get("OPENAI_BASE_URL", "") + "/chat/completions"
+    more: ClassVar[JSON] = {
+        "tools": [{"type": "function", "function": {"name": "bash", "parameters": SCHEMA}}],
+        "stream_options": {"include_usage": True},
+    }
+    field = "messages"
+
+    def opening(self, prompt: str) -> list[JSON]:
+        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
+
+    def read(self, events: Iterable[JSON]) -> Read:
+        message: JSON = {"role": "assistant", "content": ""}
+        for event in events:
+            for choice in event.get("choices", ()):
+                delta = choice["delta"] if "delta" in choice else choice["message"]
+                message["content"] += delta.get("content") or ""
+                for call in delta.get("tool_calls") or ():
+                    call = {key: value for key, value in call.items() if key != "index"}
+                    message.setdefault("tool_calls", []).append(call)
+        calls = message.get("tool_calls", ())
+        return [message], message["content"], [(c["id"], c["function"]["arguments"]) for c in calls]
+
+    def results(self, results: Sequence[tuple[str, str]]) -> list[JSON]:
+        return [{"role": "tool", "tool_call_id": id, "content": text} for id, text in results]
+
+
+class Messages:
+    """Anthropic messages."""
+
+    url = os.environ.get("ANTHROPIC_BASE_URL", "") + "/v1/messages?beta=true"
+    more: ClassVar[JSON] = {
+        **{"max_tokens": 1000, "system": SYSTEM, "metadata": {"user_id": os.urandom(8).hex()}},
+        "tools": [{"name": "bash", "description": "Runs a command", "input_schema": SCHEMA}],
+    }
+    field = "messages"
+
+    def opening(self, prompt: str) -> list[JSON]:
+        return [{"role": "user", "content": [{"type": "text", "text": prompt}]}]
+
+    def read(self, events: Iterable[JSON]) -> Read:
+        blocks: list[JSON] = []
+        for event in events:
+            if event["type"] == "message":
+                blocks = event["content"]
+            elif event["type"] == "content_block_start":
+                blocks.append({**event["content_block"], "json": ""})
+            elif event["type"] == "content_block_delta":
+                delta = event["delta"]
+                kind = delta["type"].removesuffix("_delta")
+                name = {"input_json": "json"}.get(kind, kind)
+                blocks[-1][name] += delta.get("partial_json") or delta.get(kind) or ""
+        for block in blocks:
+            text = block.pop("json", "")
+            if text and block["type"] == "tool_use":
+                block["input"] = json.loads(text)
+        said = "".join(block["text"] for block in blocks if block["type"] == "text")
+        calls = [(b["id"], json.dumps(b["input"])) for b in blocks if b["type"] == "tool_use"]
+        return [{"role": "assistant", "content": blocks}], said, calls
+
+    def results(self, results: Sequence[tuple[str, str]]) -> list[JSON]:
+        blocks = [{"type": "tool_result", "tool_use_id": i, "content": t} for i, t in results]
+        return [{"role": "user", "content": blocks}]
+
+
+class Responses:
+    """OpenAI Responses."""
+
+    url = os.environ.get("OPENAI_BASE_URL", "") + "/responses"
+    more: ClassVar[JSON] = {
+        **{"instructions": SYSTEM, "store": False, "prompt_cache_key": os.urandom(8).hex()},
+        "tools": [{"type": "function", "name": "bash", "parameters": SCHEMA}],
+    }
+    field = "input"
+
+    def opening(self, prompt: str) -> list[JSON]:
+        part = {"type": "input_text", "text": prompt}
+        return [{"type": "message", "role": "user", "content": [part]}]
+
+    def read(self, events: Iterable[JSON]) -> Read:
+        items: list[JSON] = []
+        for event in events:
+            if event.get("type") == "response.output_item.done":
+                items.append(event["item"])
+            elif event.get("object") == "response":
+                items = event["output"]
+        said = "".join(i["content"][0]["text"] for i in items if i["type"] == "message")
+        calls = [(i["call_id"], i["arguments"]) for i in items if i["type"] == "function_call"]
+        return items, said, calls
+
+    def results(self, results: Sequence[tuple[str, str]]) -> list[JSON]:
+        kind = "function_call_output"
+        return [{"type": kind, "call_id": id, "output": text} for id, text in results]
+
+
+def ask(dialect: Chat | Messages | Responses, history: list[JSON], stream: bool) -> list[JSON]:
+    body = {"model": os.environ.get("MODEL", "m"), "stream": stream, **dialect.more}
+    body[dialect.field] = history
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(dialect.url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=600) as response:
+        if not stream:
+            return [json.load(response)]
+        lines = [line[5:].strip() for line in response if line.startswith(b"data:")]
+        return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+def main() -> None:
+    kind, *flags, prompt = sys.argv[1:]
+    dialect: Chat | Messages | Responses = {
+        "chat": Chat(),
+        "messages": Messages(),
+        "responses": Responses(),
+    }[kind]  # type: ignore[assignment]
+    history = dialect.opening(prompt)
+    while True:
+        try:
+            events = ask(dialect, history, "--stream" in flags)
+        except urllib.error.HTTPError as error:
+            sys.exit(f"HTTP {error.code}: {error.read().decode()}")
+        echo, text, calls = dialect.read(events)
+        history += echo
+        if not calls:
+            print(text)
+            return
+        results: list[tuple[str, str]] = []
+        for id, arguments in calls:
+            command = json.loads(arguments)["command"]
+            done = subprocess.run(
+                ["sh", "-c", command], capture_output=True, text=True, check=False
+            )
+            results.append((id, done.stdout + done.stderr))
+        history += dialect.results(results)
+
+
+if __name__ == "__main__":
+    main()

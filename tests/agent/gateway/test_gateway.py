@@ -1,0 +1,403 @@
+"""What the gateway answers itself: refusals, probes, keep-alives, and requests that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from agent.gateway.relay import CallLimits, RefusedModel, Route
+from agent.gateway.server import MAX_REQUEST_BYTES
+from agent.models.client.open_model import open_model
+from agent.models.model import ModelSettings, Price
+from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, relayed, reply_of, until, whole
+
+EACH = pytest.mark.parametrize("api", ALL)
+PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 1.0, 1.0, 1.0)}}
+
+
+def _error(said: bytes) -> Any:
+    return orjson.loads(said)["error"]
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("limits", "status", "words"),
+    [
+        (CallLimits(max_calls=2), "max_turns", "2 model calls"),
+        (CallLimits(max_cost_usd=0.0002), "budget", "$0.000220 of $0.000200"),
+        (CallLimits(max_tokens=150), "budget", "220 of 150 tokens"),
+    ],
+)
+def test_a_limit_refuses_the_next_call(
+    api: str, limits: CallLimits, status: str, words: str
+) -> None:
+    """With status 400 and an error in the dialect's own form; the ending says which limit."""
+
+    async def run() -> None:
+        async with relayed(api, limits=limits, settings=PRICES) as world:
+            for n in range(2):
+                assert (await world.read(ask(f"Go {n}.")))[0] == 200
+            assert not world.gateway.ended.is_set()
+            for is_stream in (False, True):
+                async with world.post(ask(stream=is_stream)) as response:
+                    assert response.status == 400
+                    assert response.headers["x-should-retry"] == "false"
+                    error = _error(await response.read())
+                    assert words in error["message"]
+                    assert error["type"] == "invalid_request_error"
+            assert world.gateway.ending is not None
+            assert world.gateway.ending.status == status
+            assert world.gateway.ended.is_set()
+            assert len(world.endpoint.asked) == 2
+
+    asyncio.run(run())
+
+
+def test_calls_in_flight_count_against_the_limit() -> None:
+    """An agent that asks for many at once gets as many as one that asks for them in turn."""
+    goes_on = asyncio.Event()
+    answer = whole("openai_chat")
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        await goes_on.wait()
+        return await answer(request, content, n)
+
+    async def run() -> None:
+        async with relayed("openai_chat", play, limits=CallLimits(max_calls=2)) as world:
+            asked = [asyncio.create_task(world.read(ask(f"{n}"))) for n in range(3)]
+            await until(lambda: any(one.done() for one in asked))
+            goes_on.set()
+            statuses = sorted(status for status, _ in await asyncio.gather(*asked))
+            assert statuses == [200, 200, 400]
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_run_that_stops_refuses_calls_and_records_those_in_flight(api: str) -> None:
+    """The agent of a call in flight still gets its reply."""
+    stops = False
+    goes_on = asyncio.Event()
+    answer = whole(api)
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        await goes_on.wait()
+        return await answer(request, content, n)
+
+    async def run() -> None:
+        nonlocal stops
+        async with relayed(api, play, is_stopping=lambda: stops) as world:
+            first = asyncio.create_task(world.read())
+            await until(lambda: len(world.endpoint.asked) == 1)
+            stops = True
+            status, said = await world.read(ask("Another."))
+            assert status == 400
+            assert "stopping" in _error(said)["message"]
+            closing = asyncio.create_task(world.gateway.close())
+            goes_on.set()
+            await closing
+            assert (await first)[0] == 200
+            assert len(world.exchanges) == 1
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_model_that_the_run_does_not_have_is_refused(api: str) -> None:
+    """The words are those of the route; other calls go on."""
+
+    def route(api: str, asked: str) -> Route:
+        raise RefusedModel(f"{asked}: give it under aliases")
+
+    async def run() -> None:
+        async with relayed(api, route=route) as world:
+            status, said = await world.read()
+            assert status == 400
+            assert "m: give it under aliases" in _error(said)["message"]
+            assert not world.gateway.ended.is_set()
+            assert not world.endpoint.asked
+
+    asyncio.run(run())
+
+
+@EACH
+def test_an_alias_is_sent_under_the_name_of_its_endpoint(api: str) -> None:
+    """Only the name changes; the journal keeps what the agent asked for."""
+
+    async def run() -> None:
+        async with relayed(api, name="real-name") as world:
+            assert (await world.read(ask(x_new=[1, {"b": 2}])))[0] == 200
+            sent = orjson.loads(world.endpoint.asked[0].body)
+            assert sent == ask(x_new=[1, {"b": 2}]) | {"model": "real-name"}
+            assert world.exchanges[0]["asked"] == "m"
+
+    asyncio.run(run())
+
+
+def test_a_budget_puts_a_limit_into_requests_without_one() -> None:
+    """The worst case of a call has to be known before it; a limit of the agent's own stays."""
+
+    async def run() -> None:
+        settings = {"needs_bound": True, "max_tokens": 77}
+        async with relayed("openai_chat", settings=settings) as world:
+            for given in ({}, {"max_tokens": 1000}):
+                body = {"model": "m", "messages": [{"role": "user", "content": "Go."}], **given}
+                assert (await world.read(body))[0] == 200
+            sent = [orjson.loads(asked.body) for asked in world.endpoint.asked]
+            assert 77 in sent[0].values()
+            assert sent[1]["max_tokens"] == 1000
+            assert 77 not in sent[1].values()
+
+    asyncio.run(run())
+
+
+def test_tools_that_the_provider_would_run_are_removed() -> None:
+    """They reach the network past the sandbox; the record names them."""
+    mine = {"name": "bash", "input_schema": {"type": "object"}}
+    tools = [mine, {"type": "web_search_20250305", "name": "web_search"}]
+
+    async def run() -> None:
+        async with relayed("anthropic_messages") as world:
+            assert (await world.read(ask(tools=tools)))[0] == 200
+            assert orjson.loads(world.endpoint.asked[0].body)["tools"] == [mine]
+            assert world.gateway.stripped_tools == ["web_search"]
+            assert world.exchanges[0]["stripped"] == ["web_search"]
+
+    asyncio.run(run())
+
+
+def test_counting_tokens_is_relayed_and_not_recorded() -> None:
+    """It is free; what the endpoint says of it is for the agent."""
+    path = "/v1/messages/count_tokens?beta=true"
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        return web.json_response({"input_tokens": 12})
+
+    async def run() -> None:
+        async with relayed("anthropic_messages", play) as world:
+            status, said = await world.read(path=path)
+            assert (status, orjson.loads(said)) == (200, {"input_tokens": 12})
+            assert world.endpoint.asked[0].path == path
+            assert not world.events
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_stream_that_waits_shows_that_it_is_alive(api: str) -> None:
+    """Before the endpoint answers, too; the reply follows."""
+    goes_on = asyncio.Event()
+    answer = whole(api)
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        await goes_on.wait()
+        return await answer(request, content, n)
+
+    async def run() -> None:
+        async with (
+            relayed(api, play, keepalive_s=0.01) as world,
+            world.post(ask(stream=True)) as response,
+        ):
+            assert response.status == 200
+            alive = await response.content.readany()
+            assert alive.startswith(b": ") or b"ping" in alive
+            goes_on.set()
+            assert b"Done." in await response.read()
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_failure_after_keepalives_is_an_event_of_the_stream(api: str) -> None:
+    """The status is sent by then."""
+    goes_on = asyncio.Event()
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        await goes_on.wait()
+        return web.json_response({"error": {"message": "no such thing"}}, status=400)
+
+    async def run() -> None:
+        async with (
+            relayed(api, play, keepalive_s=0.01) as world,
+            world.post(ask(stream=True)) as response,
+        ):
+            await response.content.readany()
+            goes_on.set()
+            assert b"no such thing" in await response.read()
+            assert response.status == 200
+
+    asyncio.run(run())
+
+
+@EACH
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": "m"}',
+        b'{"model": 1, "messages": []}',
+        b'{"model": "m", "messages": [1]}',
+        b'{"model": "m", "messages": [{"role": "nobody", "content": "x"}]}',
+        b'{"model": "m", "messages": [{"role": "user", "content": '
+        + b"[" * 500
+        + b"]" * 500
+        + b"}]}",
+    ],
+)
+def test_what_is_no_request_is_refused(api: str, body: bytes) -> None:
+    """With status 400, a reason, and no call."""
+
+    async def run() -> None:
+        async with relayed(api) as world:
+            status, said = await world.read(body)
+            assert status == 400
+            assert _error(said)["message"]
+            assert not world.endpoint.asked
+            assert (await world.read())[0] == 200
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_request_beyond_the_maximum_is_refused(api: str) -> None:
+    """Whether it says its size or not."""
+
+    async def parts() -> Any:
+        for _ in range(MAX_REQUEST_BYTES // 2**20 + 1):
+            yield b"x" * 2**20
+
+    async def run() -> None:
+        async with relayed(api) as world:
+            status, said = await world.read(io.BytesIO(b"x" * (MAX_REQUEST_BYTES + 1)))
+            assert status == 413
+            assert "64 MiB" in _error(said)["message"]
+            url = "http://gateway" + PATHS[api]
+            async with world.client.post(url, data=parts()) as response:
+                assert response.status == 413
+
+    asyncio.run(run())
+
+
+@EACH
+def test_probes_are_answered(api: str) -> None:
+    """Agents look whether somebody is there; a websocket is declined, other paths do not exist."""
+
+    async def run() -> None:
+        async with relayed(api) as world:
+            asked = world.client.request
+            for method, path, status in [
+                ("HEAD", "/", 200),
+                ("GET", "/", 200),
+                ("GET", "/v1/models", 200),
+                ("GET", "/v1/files", 404),
+                ("POST", "/v1/embeddings", 404),
+                ("DELETE", "/", 404),
+            ]:
+                async with asked(method, "http://gateway" + path) as response:
+                    assert response.status == status, path
+            upgrade = {"Upgrade": "websocket", "Connection": "Upgrade"}
+            async with asked("GET", "http://gateway" + PATHS[api], headers=upgrade) as response:
+                assert response.status == 426
+            assert not world.endpoint.asked
+
+    asyncio.run(run())
+
+
+@EACH
+def test_bytes_that_are_no_http_harm_nothing(api: str) -> None:
+    """The connection ends; the next one is served."""
+
+    async def run() -> None:
+        async with relayed(api) as world:
+            path = world.client.connector.path  # type: ignore[union-attr]
+            for sent in (os.urandom(2000), b"POST " + b"/" * 20_000 + b" HTTP/1.1\r\n\r\n"):
+                reader, writer = await asyncio.open_unix_connection(path)
+                writer.write(sent + b"\r\n\r\n")
+                await reader.read()
+                writer.close()
+            assert (await world.read())[0] == 200
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_port_needs_the_key_of_the_gateway(api: str) -> None:
+    """Other programs of the machine reach the port; a socket needs none."""
+
+    async def run() -> None:
+        async with relayed(api) as world, aiohttp.ClientSession() as client:
+            port, key = await world.gateway.serve_tcp()
+            url, data = f"http://127.0.0.1:{port}{PATHS[api]}", orjson.dumps(ask())
+            for headers, status in [
+                ({}, 401),
+                ({"x-api-key": "wrong"}, 401),
+                ({"x-api-key": key}, 200),
+                ({"Authorization": f"Bearer {key}"}, 200),
+                ({"x-goog-api-key": key}, 200),
+            ]:
+                async with client.post(url, data=data, headers=headers) as response:
+                    assert response.status == status
+            assert key not in str([(one.headers, one.body) for one in world.endpoint.asked])
+
+    asyncio.run(run())
+
+
+def test_a_reply_of_several_choices_may_cost_several_times_as_much() -> None:
+    """The limit on tokens is that of each choice."""
+    claims: list[Any] = []
+
+    class Gate:
+        has_answered = True
+
+        async def enter(self, claim: Any) -> Any:
+            claims.append(claim())
+            raise RefusedModel("not today")
+
+    async def run() -> None:
+        settings = ModelSettings(
+            name="m", api="openai_chat", base_url="http://127.0.0.1:1/v1", key_env=None, **PRICES
+        )
+        model = open_model(settings, api_key=KEY, on_retry=lambda retry: None, gate=Gate())
+        async with relayed("openai_chat", route=lambda api, asked: Route(model)) as world:
+            for n in (1, 4):
+                body = orjson.dumps(ask(n=n))
+                await world.read(body)
+                world.gateway._relay.failure = None
+        await model.close()
+        assert claims[1].tokens - claims[0].tokens == 3 * 1000
+        assert claims[0].tokens == len(body) + 1000 + 1000
+
+    asyncio.run(run())
+
+
+def test_the_gateway_says_what_the_agent_is_doing() -> None:
+    """For the status of a run."""
+    goes_on = asyncio.Event()
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        await goes_on.wait()
+        return web.json_response(reply_of("openai_chat"))
+
+    async def run() -> None:
+        async with relayed("openai_chat", play) as world:
+            said = [world.gateway.activity]
+            reading = asyncio.create_task(world.read())
+            await until(lambda: world.gateway.in_flight == 1)
+            said.append(world.gateway.activity)
+            goes_on.set()
+            await reading
+            said.append(world.gateway.activity)
+            assert said == ["starting", "call 1 in flight", "tools"]
+
+    asyncio.run(run())

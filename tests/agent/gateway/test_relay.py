@@ -1,0 +1,389 @@
+"""What reaches the endpoint, what reaches the agent, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import orjson
+import pytest
+from aiohttp import web
+
+from agent.messages import RestartedEvent
+from agent.models.errors import ModelError
+from tests.agent.gateway.relaying import (
+    ALL,
+    KEY,
+    PATHS,
+    Relayed,
+    ask,
+    events_of,
+    relayed,
+    reply_of,
+    stream,
+    until,
+    whole,
+)
+
+EACH = pytest.mark.parametrize("api", ALL)
+
+
+@EACH
+def test_a_request_arrives_as_it_was_written(api: str) -> None:
+    """The endpoint gets the same bytes, the headers of the API, and the real key."""
+    body = b'{ "model" : "m",\n"max_tokens": 10, "x_new": 1e2, "messages": [{"role":"user",' + (
+        b'"content":"\\u00e9 \xc3\xa9"}]}'
+    )
+    headers = {"anthropic-beta": "a-1,b-2", "anthropic-version": "2023-06-01", "Cookie": "c=1"}
+
+    async def play() -> None:
+        async with relayed(api) as world:
+            status, said = await world.read(body, headers={**headers, "Authorization": "Bearer x"})
+            assert (status, orjson.loads(said)) == (200, reply_of(api) | _when(said))
+            (asked,) = world.endpoint.asked
+            assert asked.body == body
+            assert asked.path == PATHS[api]
+            given = {name.lower(): value for name, value in asked.headers.items()}
+            assert KEY in given.get("x-api-key", given.get("authorization", ""))
+            assert "placeholder" not in str(given)
+            assert "Bearer x" not in given.values()
+            assert "cookie" not in given
+            if api == "anthropic_messages":
+                assert given["anthropic-beta"] == "a-1,b-2"
+                assert given["anthropic-version"] == "2023-06-01"
+
+    asyncio.run(play())
+
+
+def _when(said: bytes) -> dict[str, object]:
+    created = orjson.loads(said).get("created")
+    return {} if created is None else {"created": created}
+
+
+@EACH
+def test_a_stream_arrives_as_it_was_sent(api: str) -> None:
+    """The agent gets the same bytes, comments included, before the endpoint has sent the last."""
+    events = events_of(api, reply_of(api))
+    events.insert(1, b": still here\r\n\r\n")
+    goes_on = asyncio.Event()
+
+    async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(events[0])
+        await goes_on.wait()
+        for event in events[1:]:
+            await response.write(event)
+        return response
+
+    async def run() -> None:
+        async with relayed(api, play) as world, world.post(ask(stream=True)) as response:
+            assert response.content_type == "text/event-stream"
+            assert await response.content.readexactly(len(events[0])) == events[0]
+            goes_on.set()
+            assert await response.read() == b"".join(events[1:])
+            assert world.exchanges[0]["reply"]["message"]["content"] == "Done."
+
+    asyncio.run(run())
+
+
+@EACH
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_reply_ends_only_when_it_is_on_disk(api: str, *, is_stream: bool) -> None:
+    """A whole reply, or what ends a stream, waits until the journal has the call."""
+    on_disk = asyncio.Event()
+    waits = asyncio.Event()
+
+    async def kept() -> None:
+        waits.set()
+        await on_disk.wait()
+
+    async def run() -> None:
+        async with relayed(api, kept=kept) as world:
+            reading = asyncio.create_task(world.read(ask(stream=is_stream)))
+            await waits.wait()
+            assert [event["kind"] for event in world.events] == ["exchange"]
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(reading), 0.05)
+            assert not reading.done()
+            on_disk.set()
+            status, said = await reading
+            assert status == 200
+            assert said.endswith(events_of(api, reply_of(api))[-1]) or not is_stream
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_stream_stops_before_its_last_event_until_it_is_on_disk(api: str) -> None:
+    """What tells the agent that the reply is complete is not sent before that is safe."""
+    on_disk = asyncio.Event()
+
+    async def run() -> None:
+        async with (
+            relayed(api, kept=on_disk.wait, keepalive_s=0.01) as world,
+            world.post(ask(stream=True)) as response,
+        ):
+            seen = b""
+            while seen.count(b"Done.") == 0 or not world.exchanges:
+                seen += await response.content.readany()
+            for _ in range(3):
+                seen += await response.content.readany()
+            assert b"[DONE]" not in seen
+            assert b"message_stop" not in seen
+            on_disk.set()
+            assert events_of(api, reply_of(api))[-1] in await response.read()
+
+    asyncio.run(run())
+
+
+@EACH
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_whose_agent_is_gone_is_completed_and_its_repetition_joins_it(
+    api: str, *, is_stream: bool
+) -> None:
+    """The endpoint is asked once, whether the agent asks again during the call or after it."""
+    goes_on = asyncio.Event()
+    answer = whole(api)
+    body = ask(stream=is_stream)
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        await goes_on.wait()
+        return await answer(request, content, n)
+
+    async def leave(world: Relayed) -> None:
+        reading = asyncio.create_task(world.read(body))
+        await until(lambda: world.gateway.in_flight == 1)
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        await until(lambda: world.readers == 0)
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            await leave(world)
+            await leave(world)
+            again = asyncio.create_task(world.read(body))
+            await until(lambda: world.readers == 1)
+            goes_on.set()
+            first = await again
+            assert first[0] == 200
+            assert len(world.endpoint.asked) == len(world.exchanges) == 1
+            goes_on.clear()
+            await leave(world)
+            goes_on.set()
+            await until(lambda: len(world.exchanges) == 2)
+            await until(lambda: world.gateway.in_flight == 0)
+            assert (await world.read(body))[0] == 200
+            assert len(world.endpoint.asked) == len(world.exchanges) == 2
+
+    asyncio.run(run())
+
+
+@EACH
+def test_equal_calls_of_living_connections_are_calls_of_their_own(api: str) -> None:
+    """Two at the same time, and one after a reply that was read; a stated repetition joins."""
+    goes_on = asyncio.Event()
+    answer = whole(api)
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        await goes_on.wait()
+        return await answer(request, content, n)
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            both = [asyncio.create_task(world.read()) for _ in range(2)]
+            await until(lambda: len(world.endpoint.asked) == 2)
+            repeated = world.read(headers={"x-stainless-retry-count": "1"})
+            both.append(asyncio.create_task(repeated))
+            await until(lambda: world.readers == 3)
+            goes_on.set()
+            assert [status for status, _ in await asyncio.gather(*both)] == [200, 200, 200]
+            assert (await world.read())[0] == 200
+            assert len(world.endpoint.asked) == len(world.exchanges) == 3
+
+    asyncio.run(run())
+
+
+@EACH
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_after_a_restart_equal_calls_are_answered_from_the_journal(
+    api: str, *, is_stream: bool
+) -> None:
+    """Each recorded call answers one equal call; the endpoint hears only of what is new."""
+
+    async def run() -> None:
+        async with relayed(api) as world:
+            first = [await world.read(ask(stream=is_stream)) for _ in range(2)]
+            events = world.events
+        restarted = RestartedEvent(kind="restarted", at=1.0)
+        async with relayed(api, events=[*events, restarted]) as world:
+            again = [await world.read(ask(stream=is_stream)) for _ in range(3)]
+            assert [status for status, _ in again] == [200, 200, 200]
+            assert len(world.endpoint.asked) == 1
+            kinds = [event["kind"] for event in world.events[3:]]
+            assert kinds == ["answered", "answered", "exchange"]
+            if not is_stream:
+                assert orjson.loads(again[0][1]) == orjson.loads(first[0][1])
+
+    asyncio.run(run())
+
+
+@EACH
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("status", [429, 500, 529])
+def test_passing_failures_before_the_first_byte_are_waited_out(
+    api: str, status: int, *, is_stream: bool
+) -> None:
+    """The agent sees one good reply; the journal has one call."""
+    answer = whole(api)
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        if n == 1:
+            return web.json_response({}, status=status, headers={"retry-after-ms": "1"})
+        return await answer(request, content, n)
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            assert (await world.read(ask(stream=is_stream)))[0] == 200
+            assert len(world.endpoint.asked) == 2
+            assert len(world.exchanges) == 1
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_stream_that_is_cut_after_its_first_byte_is_not_made_again(api: str) -> None:
+    """The agent gets an error inside the stream; when it asks again, that is another call."""
+    events = events_of(api, reply_of(api))
+    answer = whole(api)
+    is_read = asyncio.Event()
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        if n > 1:
+            return await answer(request, content, n)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(events[0])
+        await is_read.wait()
+        request.transport.abort()  # type: ignore[union-attr]
+        return response
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            reading = asyncio.create_task(world.read(ask(stream=True)))
+            await until(lambda: world.readers == 1)
+            is_read.set()
+            status, said = await reading
+            assert status == 200
+            assert said.startswith(events[0])
+            assert b'"error"' in said[len(events[0]) :]
+            assert events[-1] not in said
+            assert not world.exchanges
+            assert len(world.endpoint.asked) == 1
+            assert (await world.read(ask(stream=True)))[1] == b"".join(events)
+            assert len(world.exchanges) == 1
+
+    asyncio.run(run())
+
+
+@EACH
+@pytest.mark.parametrize(("status", "kind"), [(500, "overloaded"), (401, "auth")])
+def test_what_ends_the_attempt_stops_the_agent_and_is_raised(
+    api: str, status: int, kind: str
+) -> None:
+    """Given up or rejected: 400 for this call and all later ones; the runner gets the error."""
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        return web.json_response({}, status=status, headers={"retry-after-ms": "1"})
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            for _ in range(2):
+                code, said = await world.read()
+                assert code == 400
+                assert "error" in orjson.loads(said)
+            assert len(world.endpoint.asked) == (2 if status == 500 else 1)
+            assert world.gateway.ended.is_set()
+            assert world.gateway.ending is None
+
+    with pytest.raises(ModelError) as raised:
+        asyncio.run(run())
+    assert raised.value.kind == kind
+
+
+@EACH
+def test_what_the_endpoint_refuses_the_agent_reads_itself(api: str) -> None:
+    """Its own words and status: agents shorten their history when it no longer fits."""
+    words = {"error": {"message": "prompt is too long: 9 tokens > 8", "type": "invalid_request"}}
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        return web.json_response(words, status=413)
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            for is_stream in (False, True):
+                status, said = await world.read(ask(stream=is_stream))
+                assert (status, orjson.loads(said)) == (413, words)
+            assert world.gateway.last_error is not None
+            assert world.gateway.last_error.kind == "context_exceeded"
+            assert not world.gateway.ended.is_set()
+            world.endpoint.play = whole(api)
+            assert (await world.read())[0] == 200
+            assert world.gateway.last_error is None
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_reply_that_was_paid_for_and_cannot_be_read_is_on_record(api: str) -> None:
+    """It is asked for again, and its price counts."""
+    answer = whole(api)
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        if n > 1:
+            return await answer(request, content, n)
+        broken = reply_of(api) | {"choices": [], "content": None}
+        return web.json_response(broken)
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            assert (await world.read())[0] == 200
+            assert [event["kind"] for event in world.events] == ["reply", "exchange"]
+            assert world.events[0].get("discarded") == "unreadable"
+
+    asyncio.run(run())
+
+
+def test_a_stream_is_answered_as_one_by_an_endpoint_without_streams() -> None:
+    """Some servers answer in one piece whatever was asked."""
+    api = "openai_chat"
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        return web.json_response(reply_of(api))
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            _, said = await world.read(ask(stream=True))
+            assert said.startswith(b"data: ")
+            assert said.endswith(b"data: [DONE]\n\n")
+            assert b"Done." in said
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_never_reads_holds_up_nothing() -> None:
+    """The call is recorded; the endpoint is not kept waiting."""
+    api = "openai_chat"
+    body = reply_of(api, text="x" * 1_000_000)
+    events = [events_of(api, body)[0]] * 20 + events_of(api, body)[1:]
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        return await stream(request, events)
+
+    async def run() -> None:
+        async with relayed(api, play) as world, world.post(ask(stream=True)) as response:
+            assert response.status == 200
+            await until(lambda: len(world.exchanges) == 1)
+
+    asyncio.run(run())

@@ -1,0 +1,54 @@
+"""Splitting a stream of server-sent events without losing a byte of it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.models.client.event_stream import EventSplitter, EventTooLarge
+
+STREAM = (
+    b"data: one\n\n: still here\n\nevent: x\ndata: two\ndata:three\nid: 1\n\n"
+    b'data: {"a": "\xc3\xa9 \xe2\x80\xa8"}\r\n\r\n\r\ndata: four\r\revent: y\n\ndata\n\n'
+)
+DATA = ["one", None, "two\nthree", '{"a": "é \u2028"}', "four", None, ""]
+
+
+def _split(parts: list[bytes]) -> tuple[bytes, list[str | None]]:
+    splitter = EventSplitter(1000)
+    events = [event for part in parts for event in splitter.feed(part)]
+    return b"".join(event.raw for event in events), [event.data for event in events]
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=20))
+def test_events_do_not_depend_on_the_parts_they_come_in(cuts: list[int]) -> None:
+    """However a stream is cut, its data is the same and its bytes stay as they were."""
+    ends = [0, *sorted(cuts), len(STREAM)]
+    parts = [STREAM[a:b] for a, b in pairwise(ends)]
+    raw, data = _split(parts)
+    assert raw == STREAM
+    assert data == DATA
+
+
+@pytest.mark.parametrize("part", [b"data: " + b"x" * 300, b"x\n" * 150])
+def test_an_event_beyond_the_maximum_is_refused(part: bytes) -> None:
+    """What an endpoint sends without end is not held in memory."""
+    splitter = EventSplitter(1000)
+    for _ in range(3):
+        splitter.feed(part)
+    with pytest.raises(EventTooLarge):
+        splitter.feed(part)
+
+
+def test_data_that_is_no_text_is_refused() -> None:
+    """Invalid UTF-8 is an error, inside an event and after the last one."""
+    splitter = EventSplitter(1000)
+    with pytest.raises(UnicodeDecodeError):
+        splitter.feed(b"data: \xff\n\n")
+    splitter = EventSplitter(1000)
+    splitter.feed(b"data: \xff")
+    with pytest.raises(UnicodeDecodeError):
+        splitter.check_text()

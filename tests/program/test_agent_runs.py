@@ -1,0 +1,430 @@
+"""Agents that run as commands: recorded as the wire had it, and resumed without paying twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.agent_endpoint import AgentEndpoint, Exchange
+from tests.running import ROOT, lines, run, session_of, started, wait_until, workers_of, write_rows
+from tests.toolsets.test_sandbox import BOTH, needs_bwrap
+from toolsets.sandbox.inside.processes import descendants
+
+SCRIPT = ROOT / "testing" / "scripted_agent.py"
+PYTHON = f"{sys.base_prefix}/bin/python3"
+"""The one that every sandbox shows."""
+APIS = {
+    "chat": "openai_chat",
+    "messages": "anthropic_messages",
+    "responses": "openai_responses",
+}
+PRICES = json.dumps({"m": {"input": 1, "output": 2}})
+
+
+@pytest.fixture
+def endpoint() -> Iterator[AgentEndpoint]:
+    with AgentEndpoint(reasoning="Let me think.") as endpoint:
+        yield endpoint
+
+
+def scripted(dialect: str = "chat", *flags: str, **fields: Any) -> dict[str, Any]:
+    """The agent of `testing/`."""
+    return {
+        "command": [PYTHON, str(SCRIPT), dialect, *flags, "{prompt}"],
+        "speaks": APIS[dialect],
+        "programs": [str(SCRIPT)],
+        "version": [PYTHON, "--version"],
+        "env": {"MODEL": "{model}"},
+        "volatile": {"fields": ["metadata", "prompt_cache_key"]},
+        "memory_mb": 40,
+        **fields,
+    }
+
+
+def shell(script: str, **fields: Any) -> dict[str, Any]:
+    """An agent that is a shell script, which gets the prompt as its first argument."""
+    return scripted(command=["sh", "-c", script, "sh", "{prompt}"], **fields)
+
+
+def options(endpoint: AgentEndpoint, agent: dict[str, Any], **more: Any) -> dict[str, Any]:
+    api = agent["speaks"]
+    root = endpoint.url if api == "anthropic_messages" else f"{endpoint.url}/v1"
+    return {
+        "agent": json.dumps(agent),
+        "dataset_file": "p.jsonl",
+        "run_name": "r",
+        "model": "m",
+        "base_url": root,
+        "api": api,
+        "key_env": "none",
+        "num_workers": 1,
+        "prices": PRICES,
+        **more,
+    }
+
+
+def prompt(name: str, steps: int, run: str = "") -> str:
+    return f"Please work. [{name} steps={steps}{run and f' run={run}'}]"
+
+
+def records(tmp_path: Path) -> list[dict[str, Any]]:
+    return sorted(
+        lines(tmp_path / "trajectories" / "r" / "records.jsonl"), key=lambda record: record["id"]
+    )
+
+
+def said(endpoint: AgentEndpoint, task: str) -> list[Exchange]:
+    return endpoint.of_task(task)
+
+
+def nothing_is_left(tmp_path: Path) -> None:
+    assert not list((tmp_path / "trajectories" / "r" / "workspaces").iterdir())
+    for comm in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = comm.read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        assert str(tmp_path).encode() not in text
+
+
+@needs_bwrap
+@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
+@pytest.mark.parametrize("flags", [(), ("--stream",)], ids=["whole", "stream"])
+def test_a_record_is_what_the_wire_had(
+    tmp_path: Path, endpoint: AgentEndpoint, dialect: str, flags: tuple[str, ...]
+) -> None:
+    """The endpoint's log decides: every call, its reply and its results, in order."""
+    write_rows(
+        tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": prompt(f"t{n}", n)} for n in (1, 3))
+    )
+    done = run(tmp_path, **options(endpoint, scripted(dialect, *flags)))
+    assert done.returncode == 0, done.stderr
+    for record, steps in zip(records(tmp_path), (1, 3), strict=True):
+        exchanges = said(endpoint, f"t{steps}")
+        assert record["status"] == "completed"
+        assert len(exchanges) == len(record["turns"]) == steps + 1
+        own = [message for message in record["messages"] if message["role"] == "assistant"]
+        sent = [_reply(one) for one in exchanges]
+        assert [(m["content"], m.get("reasoning"), _calls(m)) for m in own] == sent
+        results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
+        assert results == _results(exchanges[-1].request)
+        assert record["messages"][0]["role"] == "system"
+        assert [tool["function"]["name"] for tool in record["tools"]] == ["bash"]
+        assert (record["set_aside"], record["diverged_at"]) == ([], None)
+        agent = record["agent"]
+        assert (agent["name"], agent["exit_code"], agent["starts"]) == ("custom", 0, 1)
+        assert agent["stdout"] == f"Finished t{steps} in {steps} steps.\n"
+    assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 2
+    nothing_is_left(tmp_path)
+
+
+def _calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (call["id"], json.loads(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+
+
+def _reply(exchange: Exchange) -> tuple[str, str | None, list[tuple[str, Any]]]:
+    """Text, reasoning and calls of a reply, read here from its body."""
+    body = exchange.reply
+    if "choices" in body:
+        message = body["choices"][0]["message"]
+        return message["content"] or "", message.get("reasoning_content"), _calls(message)
+    text, thought, calls = "", None, []
+    for block in body.get("content") or body["output"]:
+        match block["type"]:
+            case "text":
+                text += block["text"]
+            case "thinking":
+                thought = block["thinking"]
+            case "tool_use":
+                calls.append((block["id"], block["input"]))
+            case "message":
+                text = block["content"][0]["text"]
+            case "reasoning":
+                thought = block["summary"][0]["text"]
+            case "function_call":
+                calls.append((block["call_id"], json.loads(block["arguments"])))
+    return text, thought, calls
+
+
+def _results(request: dict[str, Any]) -> list[str]:
+    found = []
+    for message in request.get("messages") or request["input"]:
+        if message.get("role") == "tool":
+            found.append(message["content"])
+        elif message.get("type") == "function_call_output":
+            found.append(message["output"])
+        elif isinstance(message.get("content"), list):
+            found += [b["content"] for b in message["content"] if b["type"] == "tool_result"]
+    return found
+
+
+@BOTH
+def test_an_agent_runs_in_each_sandbox(name: str, tmp_path: Path, endpoint: AgentEndpoint) -> None:
+    """Its HOME is not its workspace, and both are as empty as at first."""
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 1)})
+    agent = shell(f'ls -A . "$HOME" | grep -v : ; {PYTHON} {SCRIPT} chat "$1" && touch "$HOME/x"')
+    done = run(tmp_path, **options(endpoint, agent, sandbox=name))
+    assert done.returncode == 0, done.stderr
+    (record,) = records(tmp_path)
+    assert record["status"] == "completed"
+    assert record["agent"]["stdout"].split("\n") == ["", "Finished t in 1 steps.", ""]
+    nothing_is_left(tmp_path)
+
+
+@needs_bwrap
+@pytest.mark.parametrize("victim", ["group", "worker"])
+def test_calls_before_a_kill_are_not_paid_again(
+    tmp_path: Path, endpoint: AgentEndpoint, victim: str
+) -> None:
+    """Each start begins at the first workspace; equal calls get the recorded replies."""
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 5)})
+    given = options(endpoint, scripted("messages", "--stream"))
+    endpoint.answers = 3
+    with started(tmp_path, **given) as process:
+        wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
+        paid = [one.reply["id"] for one in endpoint.exchanges]
+        if victim == "group":
+            for pid in session_of(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+        else:
+            os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+            wait_until(lambda: endpoint.waiting > 1)
+            endpoint.answer_all()
+            assert process.wait(timeout=60) == 0
+    endpoint.answer_all()
+    assert run(tmp_path, **given).returncode == 0
+    (record,) = records(tmp_path)
+    assert record["status"] == "completed"
+    assert [turn["response_id"] for turn in record["turns"]][:3] == paid
+    assert record["api_calls"] == len(record["turns"]) == 6
+    assert (record["set_aside"], record["diverged_at"]) == ([], None)
+    assert record["agent"]["starts"] == 2
+    nothing_is_left(tmp_path)
+
+
+@needs_bwrap
+def test_an_agent_that_diverges_says_where(tmp_path: Path, endpoint: AgentEndpoint) -> None:
+    """The clock differs in each start, so the second call is another; its first reply is kept."""
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3, "clock")})
+    given = options(endpoint, scripted())
+    endpoint.answers = 3
+    with started(tmp_path, **given) as process:
+        wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
+        for pid in session_of(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    endpoint.answer_all()
+    assert run(tmp_path, **given).returncode == 0
+    (record,) = records(tmp_path)
+    assert record["status"] == "completed"
+    assert record["diverged_at"] == 1
+    assert [one["number"] for one in record["set_aside"]] == [1, 2]
+    assert len(record["turns"]) == 4
+    assert record["api_calls"] == 6
+    costs = [one["cost_usd"] for one in (*record["turns"], *record["set_aside"])]
+    assert record["cost_usd"] == pytest.approx(sum(costs))
+
+
+@needs_bwrap
+def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
+    tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3)})
+    given = options(endpoint, scripted())
+    endpoint.answers = 2
+    with started(tmp_path, **given) as process:
+        wait_until(lambda: endpoint.waiting == 1 and len(endpoint.exchanges) == 2)
+        os.kill(_agent_of(process.pid), signal.SIGKILL)
+        endpoint.answer_all()
+        assert process.wait(timeout=60) == 1
+    (failure,) = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    assert failure["class"] == "agent_failed"
+    assert "ended with exit code 137 before a final answer" in failure["message"]
+    assert run(tmp_path, **given).returncode == 0
+    (record,) = records(tmp_path)
+    assert record["status"] == "completed"
+    # The call in flight was paid for, so it was recorded after the agent's end.
+    assert (len(endpoint.exchanges), record["api_calls"]) == (4, 4)
+
+
+def _agent_of(leader: int) -> int:
+    """The process of the agent below a run."""
+    for pid, _ in descendants(leader):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(SCRIPT).encode() in words:
+            return pid
+    raise AssertionError("no agent is running")
+
+
+@needs_bwrap
+def test_ctrl_c_stops_agents_at_once_and_the_same_command_continues(
+    tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 1)})
+    agent = shell(f'{PYTHON} {SCRIPT} chat "$1"; [ -e /run/go ] || exec sleep 600')
+    given = options(endpoint, agent, grace_s=300)
+    with started(tmp_path, **given) as process:
+        wait_until(lambda: len(endpoint.exchanges) == 2)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert not records_or_none(tmp_path)
+    assert run(tmp_path, **(given | {"max_conversation_s": 5})).returncode in (0, 2)
+
+
+def records_or_none(tmp_path: Path) -> list[dict[str, Any]]:
+    path = tmp_path / "trajectories" / "r" / "records.jsonl"
+    return lines(path) if path.exists() else []
+
+
+def one_record(tmp_path: Path, endpoint: AgentEndpoint, agent: dict[str, Any], **more: Any) -> Any:
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3)})
+    run(tmp_path, **options(endpoint, agent, max_attempts=1, **more))
+    (record,) = records(tmp_path)
+    return record
+
+
+LIMITS: dict[str, tuple[dict[str, Any], str, str, int]] = {
+    "calls": ({"max_turns": 2}, "max_turns", "all of its 2 model calls", 2),
+    "dollars": ({"max_cost_usd": 0.0001}, "budget", "are spent", 1),
+    "tokens": ({"max_total_tokens": 100}, "budget", "tokens are used", 1),
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_ends_the_agent(tmp_path: Path, endpoint: AgentEndpoint, limit: str) -> None:
+    given, status, words, calls = LIMITS[limit]
+    record = one_record(tmp_path, endpoint, scripted(), **given)
+    assert record["status"] == status
+    assert words in record["status_reason"]
+    assert "HTTP 400" in record["agent"]["stderr"]
+    assert len(endpoint.exchanges) == record["api_calls"] == calls
+
+
+@needs_bwrap
+def test_a_conversation_has_so_many_seconds(tmp_path: Path, endpoint: AgentEndpoint) -> None:
+    agent = shell(f'{PYTHON} {SCRIPT} chat "$1"; exec sleep 600')
+    record = one_record(tmp_path, endpoint, agent, max_conversation_s=3)
+    assert record["status"] == "time_limit"
+    assert record["agent"]["timed_out"]
+    assert record["api_calls"] == 4
+
+
+FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "exit code": (
+        lambda: shell("echo no luck >&2; exit 3"),
+        "exit code 3 before its first model call: no luck",
+    ),
+    "exit 0 without an answer": (
+        lambda: shell("echo fine"),
+        "exit code 0 before its first model call: fine",
+    ),
+    "unknown model": (
+        lambda: scripted(env={"MODEL": "other"}),
+        "asks for model 'other', which this run does not have",
+    ),
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failure_is_a_record_with_a_reason(
+    tmp_path: Path, endpoint: AgentEndpoint, case: str
+) -> None:
+    agent, words = FAILURES[case]
+    record = one_record(tmp_path, endpoint, agent())
+    assert record["status"] == "failed"
+    assert record["error"]["class"] == "agent_failed"
+    assert words in record["error"]["message"]
+
+
+@needs_bwrap
+def test_a_check_judges_what_the_agent_left(tmp_path: Path, endpoint: AgentEndpoint) -> None:
+    """And `files` and `setup` are there for every start."""
+    row = {
+        "id": "p",
+        "prompt": prompt("t", 2),
+        "files": {"given.txt": "x"},
+        "setup": "cp given.txt copied.txt",
+        "check": "test -e copied.txt && test $(wc -l < notes.txt) = 2",
+    }
+    write_rows(tmp_path / "p.jsonl", row)
+    assert run(tmp_path, "--row_setup", **options(endpoint, scripted())).returncode == 0
+    (record,) = records(tmp_path)
+    assert record["check"]["passed"]
+
+
+@needs_bwrap
+def test_no_key_is_in_the_sandbox(
+    tmp_path: Path, endpoint: AgentEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The endpoint gets the run's key; whatever the agent can read does not hold it."""
+    monkeypatch.setenv("MY_KEY", "the-secret-key")
+    look = "cat /proc/*/environ /proc/*/cmdline /run/gateway/* 2>/dev/null; env; set"
+    agent = shell(f'{look}; {PYTHON} {SCRIPT} chat "$1"')
+    record = one_record(tmp_path, endpoint, agent, key_env="MY_KEY")
+    assert record["status"] == "completed"
+    assert {one.key for one in endpoint.exchanges} == {"the-secret-key"}
+    run_dir = tmp_path / "trajectories"
+    texts = [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
+    assert not [text for text in texts if b"the-secret-key" in text]
+    assert "OPENAI_API_KEY=placeholder" in record["agent"]["stdout"].replace("'", "")
+
+
+@needs_bwrap
+def test_a_row_brings_its_own_agent(tmp_path: Path, endpoint: AgentEndpoint) -> None:
+    own = {
+        "command": [
+            "sh",
+            "-c",
+            f"echo own; {shlex.join([PYTHON, str(SCRIPT)])} chat '{{prompt}}'",
+        ]
+    }
+    write_rows(
+        tmp_path / "p.jsonl",
+        {"id": "a", "prompt": prompt("t1", 1)},
+        {"id": "b", "prompt": prompt("t2", 1), "agent": own},
+    )
+    assert run(tmp_path, **options(endpoint, scripted())).returncode == 0
+    first, second = records(tmp_path)
+    assert second["agent"]["stdout"] == "own\nFinished t2 in 1 steps.\n"
+    assert first["agent"]["command"] != second["agent"]["command"]
+
+
+@needs_bwrap
+def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoint) -> None:
+    write_rows(
+        tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": prompt(f"t{n}", n)} for n in (1, 2))
+    )
+    given = options(endpoint, scripted())
+    plan = run(tmp_path, "--dry_run", **given)
+    assert plan.returncode == 0, plan.stderr
+    assert "agent      custom 3." in plan.stdout
+    assert "first      p1, the command of custom:" in plan.stdout
+    assert run(tmp_path, "estimate", pilot=2, **given).returncode == 0
+    for words in (
+        ("verify", "r"),
+        ("status", "r"),
+        ("stats", "r"),
+        ("report", "r"),
+        ("show", "r"),
+        ("export", "r", "--format=openai,llamafactory,atif"),
+        ("merge", "r", "--into=both"),
+    ):
+        done = run(tmp_path, *words)
+        assert done.returncode == 0, (words, done.stderr)

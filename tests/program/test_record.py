@@ -1,0 +1,266 @@
+"""`record`: the calls of a program that runs elsewhere become records of a run."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.fake_endpoint import FakeEndpoint
+from tests.running import Process, lines, run, started, wait_until
+
+KEY = "sk-the-real-key-0123456789"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+PRICES = json.dumps({"m": {"input": 1.0, "output": 1.0}})
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEndpoint]:
+    """Replies with a tool call, then with a text; it wants its key."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with FakeEndpoint(latency_s=0.0, turns=2, reasoning_chars=40, key=KEY) as running:
+        yield running
+
+
+class Recording:
+    """The command, and a program that talks to it."""
+
+    def __init__(self, process: Process, port: int) -> None:
+        self.process = process
+        self._port = port
+
+    def ask(
+        self, method: str, path: str, body: Any = None, key: str = "k"
+    ) -> tuple[int, dict[str, Any]]:
+        """One request and its reply."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        headers = {"Authorization": f"Bearer {key}"}
+        content = None if body is None else json.dumps(body)
+        try:
+            connection.request(method, path, body=content, headers=headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read() or b"{}")
+        finally:
+            connection.close()
+
+    def call(self, messages: list[Any], *, key: str = "k", at: str = "", **more: Any) -> Any:
+        """A model call whose reply is added to the messages, with results of its calls."""
+        body = {"model": "m", "messages": messages, "tools": TOOLS, "max_tokens": 50, **more}
+        status, reply = self.ask("POST", at + "/v1/chat/completions", body, key)
+        assert status == 200, reply
+        message = reply["choices"][0]["message"]
+        messages.append({key: message[key] for key in message if key != "reasoning_content"})
+        for call in message.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "fine"})
+        return message
+
+    def talk(self, prompt: str, **where: Any) -> list[Any]:
+        """A whole conversation."""
+        messages = [{"role": "user", "content": prompt}]
+        while self.call(messages, **where).get("tool_calls"):
+            continue
+        return messages
+
+
+def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
+    given = {"run_name": "r", "upstream": "openai", "base_url": endpoint.openai_url, "port": 0}
+    return {**given, "prices": PRICES, **more}
+
+
+@contextmanager
+def recording(tmp_path: Path, endpoint: FakeEndpoint, **more: Any) -> Iterator[Recording]:
+    output = tmp_path / "output.txt"
+    seen = output.stat().st_size if output.exists() else 0
+    with started(tmp_path, "record", **options(endpoint, **more)) as process:
+
+        def ports() -> list[str]:
+            text = output.read_text()[seen:] if output.exists() else ""
+            assert process.poll() is None, text
+            return re.findall(r"recording at http://127\.0\.0\.1:(\d+);", text)
+
+        wait_until(ports)
+        yield Recording(process, int(ports()[0]))
+
+
+def stop(process: Process, number: int = signal.SIGINT) -> int:
+    """End the recording as a user does."""
+    os.kill(process.pid, number)
+    return process.wait(timeout=60)
+
+
+def records(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    found = lines(tmp_path / "trajectories/r/records.jsonl")
+    assert len({record["id"] for record in found}) == len(found)
+    return {record["id"]: record for record in found}
+
+
+def test_sessions_become_records(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """One per path or key; ended by a call or with the recording; rows for training."""
+    with recording(tmp_path, endpoint) as world:
+        said = world.talk("First.", at="/sessions/one")
+        assert world.ask("DELETE", "/sessions/one")[1]["status"] == "completed"
+        world.talk("Second.", key="some-key")
+        world.talk("Third.", at="/sessions/one")
+        world.call([{"role": "user", "content": "Fourth."}], at="/sessions/cut")
+        status, _ = world.ask("DELETE", "/sessions/none")
+        assert status == 404
+        assert stop(world.process) == 0
+    found = records(tmp_path)
+    by_key = next(name for name in found if name.startswith("key-"))
+    assert set(found) == {"one", "one#2", "cut", by_key}
+    assert found["one"]["messages"][-1]["content"] == said[-1]["content"]
+    assert found["one"]["row"] == {"id": "one", "prompt": "First."}
+    assert [found[name]["status"] for name in ("one", "one#2", by_key, "cut")] == [
+        *("completed", "completed", "completed"),
+        "cancelled",
+    ]
+    rows = lines(tmp_path / "trajectories/r.jsonl")
+    assert [row["id"] for row in rows] == ["one", by_key, "one#2"]
+    assert [turn["from"] for turn in rows[0]["conversations"][1:]] == [
+        "human",
+        "gpt",
+        "tool",
+        "gpt",
+    ]
+    assert "<think>\nThought" in rows[0]["conversations"][2]["value"]
+    everything = b"".join(
+        path.read_bytes() for path in (tmp_path / "trajectories").rglob("*") if path.is_file()
+    )
+    assert KEY.encode() not in everything
+    assert b"some-key" not in everything
+    checked = run(tmp_path, "verify", "r")
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_a_program_says_how_its_session_ended(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """Only with a status that records can have."""
+    with recording(tmp_path, endpoint) as world:
+        world.talk("Go.", at="/sessions/a")
+        status, said = world.ask("DELETE", "/sessions/a", {"status": "splendid"})
+        assert (status, "completed" in str(said)) == (400, True)
+        given = {"status": "failed", "reason": "the tests fail"}
+        assert world.ask("DELETE", "/sessions/a", given)[0] == 200
+        assert world.ask("POST", "/sessions/a%20b/v1/chat/completions", {})[0] == 400
+        assert stop(world.process, signal.SIGTERM) == 1
+    (record,) = records(tmp_path).values()
+    assert (record["status"], record["status_reason"]) == ("failed", "the tests fail")
+
+
+def test_silence_ends_a_session(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """The recording goes on; the same name begins another session."""
+    with recording(tmp_path, endpoint, silence_s=0.2) as world:
+        world.talk("Go.", at="/sessions/a")
+        wait_until(lambda: len(lines(tmp_path / "trajectories/r/records.jsonl")) == 1)
+        world.talk("Go.", at="/sessions/a")
+        assert stop(world.process) == 0
+    assert set(records(tmp_path)) == {"a", "a#2"}
+
+
+def test_after_a_kill_a_session_continues_where_it_was(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    """Its calls are not paid again; one that repeats the last request gets the same reply."""
+    with recording(tmp_path, endpoint) as world:
+        messages = [{"role": "user", "content": "Go."}]
+        world.call(messages, at="/sessions/a")
+        world.call([{"role": "user", "content": "Stay."}], at="/sessions/b")
+        os.kill(world.process.pid, signal.SIGKILL)
+        world.process.wait(timeout=30)
+    with recording(tmp_path, endpoint) as world:
+        again = world.call([{"role": "user", "content": "Go."}], at="/sessions/a")
+        assert again["tool_calls"][0]["id"] == messages[1]["tool_calls"][0]["id"]
+        assert endpoint.journal()["replies"] == 2
+        world.call(messages, at="/sessions/a")
+        assert stop(world.process) == 0
+    found = records(tmp_path)
+    assert found["a"]["status"] == "completed"
+    assert (found["a"]["api_calls"], found["b"]["api_calls"]) == (2, 1)
+    assert found["a"]["set_aside"] == []
+    assert endpoint.journal()["replies"] == 3
+
+
+def test_after_a_kill_a_program_that_starts_again_is_answered_from_the_journal(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    """From its first call on; the endpoint hears nothing of it."""
+    with recording(tmp_path, endpoint) as world:
+        said = world.talk("Go.", at="/sessions/a")
+        os.kill(world.process.pid, signal.SIGKILL)
+        world.process.wait(timeout=30)
+    with recording(tmp_path, endpoint) as world:
+        assert world.talk("Go.", at="/sessions/a") == said
+        assert stop(world.process) == 0
+    assert endpoint.journal()["replies"] == 2
+    (record,) = records(tmp_path).values()
+    assert (record["api_calls"], record["set_aside"]) == (2, [])
+
+
+def test_the_budget_stops_a_recording_which_then_continues(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    """Exit code 3; the session is not over: a higher budget takes it up."""
+    with recording(tmp_path, endpoint, max_run_tokens=2500) as world:
+        messages = [{"role": "user", "content": "Go."}]
+        world.call(messages, at="/sessions/a")
+        body = {"model": "m", "messages": messages, "tools": TOOLS, "max_tokens": 2000}
+        status, said = world.ask("POST", "/sessions/a/v1/chat/completions", body)
+        assert status == 400, said
+        assert world.process.wait(timeout=60) == 3
+    assert not records(tmp_path)
+    with recording(tmp_path, endpoint, max_run_tokens=100_000) as world:
+        world.call(messages, at="/sessions/a", max_tokens=2000)
+        assert stop(world.process) == 0
+    (record,) = records(tmp_path).values()
+    assert (record["status"], record["api_calls"]) == ("completed", 2)
+
+
+def test_a_model_without_a_price_is_refused_under_a_budget(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    """Before it is called; others go on."""
+    with recording(tmp_path, endpoint, max_run_cost_usd=1.0) as world:
+        body = {"model": "nobody-knows", "max_tokens": 9, "messages": [{"role": "user"}]}
+        body["messages"] = [{"role": "user", "content": "Go."}]
+        status, said = world.ask("POST", "/sessions/a/v1/chat/completions", body)
+        assert status == 400
+        assert "price" in said["error"]["message"]
+        world.talk("Go.", at="/sessions/a")
+        assert stop(world.process) == 0
+    assert endpoint.journal()["replies"] == 2
+
+
+def test_rejected_credentials_stop_the_recording(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 4, with the variable that holds the key; the session waits for the next start."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong-0123456789")
+    with recording(tmp_path, endpoint) as world:
+        body = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
+        assert world.ask("POST", "/sessions/a/v1/chat/completions", body)[0] == 400
+        assert world.process.wait(timeout=60) == 4
+    assert "OPENAI_API_KEY" in (tmp_path / "output.txt").read_text()
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with recording(tmp_path, endpoint) as world:
+        world.talk("Go.", at="/sessions/a")
+        assert stop(world.process) == 0
+    (record,) = records(tmp_path).values()
+    assert record["status"] == "completed"
+
+
+def test_a_recording_is_a_run_of_its_own(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """It takes no dataset; an upstream that is unknown is refused before anything is written."""
+    ended = run(tmp_path, "record", dataset_file="p.jsonl", **options(endpoint))
+    assert ended.returncode == 2
+    assert "dataset_file" in ended.stderr
+    ended = run(tmp_path, "record", run_name="r", upstream="opnai")
+    assert ended.returncode == 2
+    assert "openai" in ended.stderr
+    assert not (tmp_path / "trajectories/r").exists()

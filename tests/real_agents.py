@@ -1,0 +1,308 @@
+"""Real agents, killed at random moments and resumed: `python -m tests.real_agents --agents=codex`.
+
+Each agent completes tasks with shell work against a model on loopback, while the run's process
+group, a worker or an agent is killed. At the end the records are compared with the endpoint's own
+log. Agents must be on the PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runs.config.agents import presets
+from testing.agent_endpoint import AgentEndpoint
+from tests.running import ROOT, lines, session_of, workers_of, write_rows
+from toolsets.sandbox.inside.processes import descendants
+
+_SECRET = "the-key-of-the-run"
+_APIS = {"claude-code": "anthropic_messages", "codex": "openai_responses", "gemini-cli": "gemini"}
+_KILLS = ("group", "worker", "agent")
+_END_S = 1800.0
+
+
+class Outcome(NamedTuple):
+    """What became of one agent's tasks."""
+
+    agent: str
+    version: str
+    tasks: int
+    kills: int
+    starts: int
+    """Of agents, all together."""
+    calls: int
+    """Replies that the endpoint has sent."""
+    recorded: int
+    set_aside: int
+    diverged: int
+    """Tasks that made another call while recorded ones were left."""
+    lost: int
+    """Replies that were on their way when something was killed."""
+    seconds: float
+
+
+def run_agent(
+    agent: str, *, tasks: int, kills: int, seed: int, at_once: int, keep: bool
+) -> Outcome:
+    """Run one agent's tasks to their ends, and check everything; raises `AssertionError`."""
+    directory = Path(tempfile.mkdtemp(prefix=f"real-{agent}-"))
+    began = time.monotonic()
+    rng = random.Random(seed)
+    rows = [
+        {"id": f"p{n:02}", "prompt": f"Work on this, please. [task{n:02} steps={2 + n % 3}]"}
+        for n in range(tasks)
+    ]
+    write_rows(directory / "p.jsonl", *rows)
+    with AgentEndpoint(reasoning="Let me think.", latency_s=0.1) as endpoint:
+        command = _command(agent, endpoint, at_once)
+        done = 0
+        while True:
+            with (directory / "output.txt").open("ab") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=directory,
+                    env=os.environ | {"THE_KEY": _SECRET},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            done = _disturb(process, endpoint, rng, done, kills)
+            left = [pid for pid in session_of(process.pid) if process.poll() is not None]
+            assert process.poll() is None or not left, f"processes are left: {left}"
+            if process.poll() is None:
+                _end_group(process)
+            elif process.returncode == 0 or done < 0:
+                break
+            elif process.returncode not in (1, -signal.SIGKILL):
+                raise AssertionError((directory / "output.txt").read_text()[-2000:])
+        outcome = _check(agent, directory, endpoint, tasks=tasks, kills=kills, began=began)
+    if not keep:
+        shutil.rmtree(directory)
+    return outcome
+
+
+def _command(agent: str, endpoint: AgentEndpoint, at_once: int) -> list[str]:
+    api = _APIS.get(agent, "openai_chat")
+    root = endpoint.url if api in ("anthropic_messages", "gemini") else f"{endpoint.url}/v1"
+    given = {
+        "agent": agent,
+        "dataset_file": "p.jsonl",
+        "run_name": "r",
+        "model": "test-model",
+        "base_url": root,
+        "api": api,
+        "key_env": "THE_KEY",
+        "num_workers": 2,
+        "concurrency": at_once,
+        "max_attempts": 50,
+        "prices": json.dumps({"test-model": {"input": 1, "output": 2}}),
+    }
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    return [sys.executable, str(ROOT / "batch_runner.py"), *flags]
+
+
+def _disturb(
+    process: subprocess.Popen[bytes],
+    endpoint: AgentEndpoint,
+    rng: random.Random,
+    done: int,
+    kills: int,
+) -> int:
+    """Kill at random moments until the run ends or its group has to be killed.
+
+    Returns how many kills there have been.
+    """
+    while done < kills:
+        moment = len(endpoint.exchanges) + rng.randint(1, 6)
+        if not _wait(process, endpoint, moment):
+            return done
+        time.sleep(rng.uniform(0, 1))  # a moment of no meaning for anybody
+        if process.poll() is not None:
+            return done
+        _look_for_the_key(process.pid)
+        kind = _KILLS[done % len(_KILLS)]
+        if kind == "group":
+            return done + 1
+        victims = workers_of(process.pid) if kind == "worker" else list(_agents_of(process.pid))
+        if victims:
+            _kill(rng.choice(victims))
+            done += 1
+    _wait(process, endpoint, sys.maxsize)
+    return done
+
+
+def _wait(process: subprocess.Popen[bytes], endpoint: AgentEndpoint, replies: int) -> bool:
+    """Wait until there have been so many replies; False where the run has ended before."""
+    deadline = time.monotonic() + _END_S
+    while len(endpoint.exchanges) < replies:
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, "nothing happens any more"
+        time.sleep(0.01)
+    return True
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for pid in session_of(process.pid):
+        _kill(pid)
+    process.wait()
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _agents_of(leader: int) -> Iterator[int]:
+    """The processes in the sandboxes of a run that are children of our forwarder."""
+    for pid, _ in descendants(leader):
+        try:
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            words = Path(f"/proc/{parent}/cmdline").read_bytes()
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"python3\0-I\0-S\0-c" in words and b"ANTHROPIC_BASE_URL" in environment:
+            yield pid
+
+
+def _look_for_the_key(leader: int) -> None:
+    """No process in a sandbox has the key, in its environment or its arguments."""
+    for pid in _agents_of(leader):
+        for file in ("environ", "cmdline"):
+            try:
+                text = Path(f"/proc/{pid}/{file}").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            assert _SECRET.encode() not in text, f"the key is in {file} of the agent"
+
+
+def _check(
+    agent: str, directory: Path, endpoint: AgentEndpoint, *, tasks: int, kills: int, began: float
+) -> Outcome:
+    run_dir = directory / "trajectories" / "r"
+    records = lines(run_dir / "records.jsonl")
+    assert Counter(record["id"] for record in records) == {f"p{n:02}": 1 for n in range(tasks)}
+    assert {record["status"] for record in records} == {"completed"}
+    sent = {_id_of(one.reply): one.reply for one in endpoint.exchanges}
+    assert len(sent) == len(endpoint.exchanges)
+    assert {one.key for one in endpoint.exchanges} == {_SECRET}
+    recorded = 0
+    for record in records:
+        recorded += _check_record(record, sent)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            assert _SECRET.encode() not in path.read_bytes(), f"the key is in {path}"
+    assert not list((run_dir / "workspaces").iterdir())
+    set_aside = sum(len(record["set_aside"]) for record in records)
+    return Outcome(
+        agent=agent,
+        version=records[0]["agent"]["version"],
+        tasks=tasks,
+        kills=kills,
+        starts=sum(record["agent"]["starts"] for record in records),
+        calls=len(sent),
+        recorded=recorded,
+        set_aside=set_aside,
+        diverged=sum(record["diverged_at"] is not None for record in records),
+        lost=len(sent) - recorded,
+        seconds=round(time.monotonic() - began, 1),
+    )
+
+
+def _check_record(record: dict[str, Any], sent: dict[str, Any]) -> int:
+    """Compare a record with what the endpoint has sent; return how many calls it has."""
+    # What was paid for before a divergence is named as set aside, and only then.
+    assert bool(record["set_aside"]) == (record["diverged_at"] is not None), record["id"]
+    turns = [*record["turns"]]
+    for inner in record["inner"]:
+        turns += [turn for turn in inner["turns"] if not turn.get("inherited")]
+    seen = [turn["response_id"] for turn in (*turns, *record["set_aside"])]
+    assert len(set(seen)) == len(seen) == record["api_calls"], record["id"]
+    assert set(seen) <= set(sent), record["id"]
+    replies = [message for message in record["messages"] if message["role"] == "assistant"]
+    for turn, message in zip(record["turns"], replies, strict=True):
+        text, calls = _said(sent[turn["response_id"]])
+        own = [
+            (call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls", ())
+        ]
+        assert (message["content"], own) == (text, calls), record["id"]
+    task = record["prompt_id"].replace("p", "task")
+    steps = 2 + int(task[4:]) % 3
+    results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
+    for step in range(1, steps + 1):
+        assert f"{task}-{step}" in results[step - 1], (record["id"], results)
+    return len(seen)
+
+
+def _id_of(reply: dict[str, Any]) -> str:
+    return str(reply.get("id") or reply["responseId"])
+
+
+def _said(reply: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
+    """The text and the calls of a reply, by a reader of its own."""
+    text, calls = "", []
+    if "choices" in reply:
+        message = reply["choices"][0]["message"]
+        made = [call["function"] for call in message.get("tool_calls", ())]
+        return message["content"] or "", [(f["name"], json.loads(f["arguments"])) for f in made]
+    if "candidates" in reply:
+        for part in reply["candidates"][0]["content"]["parts"]:
+            if "functionCall" in part:
+                calls.append((part["functionCall"]["name"], part["functionCall"]["args"]))
+            elif not part.get("thought"):
+                text += part["text"]
+        return text, calls
+    for item in reply.get("content") or reply["output"]:
+        match item["type"]:
+            case "text":
+                text += item["text"]
+            case "tool_use":
+                calls.append((item["name"], item["input"]))
+            case "message":
+                text += item["content"][0]["text"]
+            case "function_call":
+                calls.append((item["name"], json.loads(item["arguments"])))
+    return text, calls
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the agents that were named, one after the other, and print a line each."""
+    parser = argparse.ArgumentParser(prog="real_agents", description=__doc__)
+    parser.add_argument("--agents", default=",".join(presets()), help="presets, with commas")
+    parser.add_argument("--tasks", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--at_once", type=int, default=2, help="conversations per worker, of two")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="keep the run's files")
+    given = parser.parse_args(argv)
+    for agent in given.agents.split(","):
+        outcome = run_agent(
+            agent,
+            tasks=given.tasks,
+            kills=given.kills,
+            seed=given.seed,
+            at_once=given.at_once,
+            keep=given.keep,
+        )
+        print(json.dumps(outcome._asdict()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""A run can name an agent; options that mean nothing with it are refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.models.model import ModelSettings
+from runs.config.agent_program import free_memory_mb, with_checked_agent
+from runs.config.agents import model_asked, presets
+from runs.config.fingerprint import digest_of, meaning_of
+from runs.config.loading import load_config
+from runs.config.models import set_up_models
+from runs.config.run_config import RunConfig
+from runs.errors import ConfigError
+from tests.toolsets.test_sandbox import needs_bwrap
+
+AGENT: dict[str, Any] = {"command": ["sh", "-c", "{prompt}"], "speaks": ["openai_chat"]}
+
+
+def config(**options: Any) -> RunConfig:
+    given = {
+        "dataset_file": Path("p.jsonl"),
+        "run_name": "r",
+        "model": "m",
+        "base_url": "http://127.0.0.1:1/v1",
+        "agent": AGENT,
+        **options,
+    }
+    return load_config(None, given)
+
+
+def test_all_presets_are_valid_and_named_after_their_files() -> None:
+    names = list(presets())
+    assert names == [
+        *("claude-code", "codex", "gemini-cli", "mini-swe-agent", "opencode", "qwen-code")
+    ]
+    for name in names:
+        agent = config(agent=name).agent
+        assert agent is not None
+        assert agent.name == name
+
+
+def test_an_agent_can_be_a_file_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("command: [run, '{prompt}']\nspeaks: openai_chat\n")
+    (tmp_path / "run.yaml").write_text("agent: mine.yaml\n")
+    found = load_config(tmp_path / "run.yaml", {"dataset_file": "p", "run_name": "r"})
+    assert found.agent is not None
+    assert found.agent.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ("codx", "neither a preset nor a YAML file; did you mean 'codex'?"),
+        ("no.yaml", "no.yaml: "),
+        ("{", "not JSON"),
+        ({"command": ["x", "{prompt}"]}, "speaks"),
+    ],
+)
+def test_a_wrong_agent_is_explained(agent: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(agent=agent)
+    assert "agent" in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.5},
+        {"system_prompt": "You are"},
+        {"enabled_toolsets": "file"},
+        {"disabled_toolsets": "file"},
+        {"tools": "x.py:tools"},
+        {"distribution": "default"},
+        {"extra_body": {"a": 1}},
+        {"reasoning_effort": "low"},
+        {"check_expected": True},
+        {"plan": True},
+        {"text_protocol": "react"},
+        {"forks": True},
+        {"batch_api": True},
+        {"stream_replies": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_option_that_means_nothing_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}: means nothing with agent"):
+        config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sandbox": "docker"}, "cannot run in docker"),
+        ({"executor": "ray"}, "run on this machine only"),
+        ({"agent": {**AGENT, "env": {"K": "sk-abcdefgh"}}}, "agent.env.K: seems to hold a secret"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config(**options)
+
+
+def test_limits_of_an_agent_are_its_own_unless_they_are_given() -> None:
+    assert (config().max_turns, config().max_conversation_s) == (200, 3600.0)
+    assert config(max_turns=7).max_turns == 7
+    assert load_config(None, {"dataset_file": "p", "run_name": "r"}).max_turns == 20
+
+
+def test_an_endpoint_of_another_dialect_is_refused() -> None:
+    """Bodies are relayed as they are, so the endpoint must speak what the agent speaks."""
+    with pytest.raises(ConfigError) as caught:
+        set_up_models(config(api="anthropic_messages"))
+    assert "agent 'custom' speaks openai_chat, but 'm' is called by anthropic_messages" in str(
+        caught.value
+    )
+
+
+def test_a_server_of_the_users_own_speaks_what_the_agent_speaks() -> None:
+    setup = set_up_models(config(agent={**AGENT, "speaks": "anthropic_messages"}))["m"]
+    assert setup.settings.api == "anthropic_messages"
+
+
+def test_gemini_is_only_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are relayed to the provider's own root, not to that of its chat API."""
+    monkeypatch.setenv("GEMINI_API_KEY", "x")
+    google = {"model": "gemini:g", "base_url": None, "api": "gemini"}
+    setup = set_up_models(config(agent={**AGENT, "speaks": "gemini"}, **google))["gemini:g"]
+    assert setup.settings.base_url == "https://generativelanguage.googleapis.com"
+    with pytest.raises(ConfigError, match="the API gemini is only for agents"):
+        set_up_models(config(agent=None, **google))
+
+
+def test_aliases_are_models_of_the_run() -> None:
+    agent = {**AGENT, "aliases": {"small*": "other", "*": "{model}"}}
+    run = config(agent=agent)
+    setup = set_up_models(run)["m"]
+    assert run.agent is not None
+    assert [model.name for model in setup.models()] == ["m", "other", "m"]
+
+    def asked(name: str) -> ModelSettings | None:
+        assert run.agent is not None
+        return model_asked(run.agent, setup.settings, setup.aliases, name)
+
+    assert [one and one.name for one in map(asked, ("m", "small-2", "unknown"))] == [
+        *("m", "other", "m")
+    ]
+    without = config()
+    assert without.agent is not None
+    assert model_asked(without.agent, setup.settings, {}, "unknown") is None
+
+
+def test_an_alias_needs_a_price_where_there_is_a_budget() -> None:
+    agent = {**AGENT, "aliases": {"small": "other"}}
+    prices = {"m": {"input": 1, "output": 1}}
+    with pytest.raises(ConfigError, match="the price of model 'other' is unknown"):
+        set_up_models(config(agent=agent, prices=prices, max_run_cost_usd=1, max_tokens=10))
+
+
+def program(path: Path, version: str) -> Path:
+    path.write_text(f"#!/bin/sh\necho 'agent {version} (build)'\n")
+    path.chmod(0o755)
+    return path
+
+
+@needs_bwrap
+def test_the_version_is_read_in_the_sandbox_and_fixed_for_the_run(tmp_path: Path) -> None:
+    path = program(tmp_path / "agent", "1.2.3")
+    agent = {**AGENT, "command": [str(path), "{prompt}"]}
+    first = with_checked_agent(config(agent=agent))
+    assert first.agent is not None
+    assert first.agent.found == "1.2.3"
+    program(path, "1.2.4")
+    second = with_checked_agent(config(agent=agent))
+    assert digest_of(meaning_of(first)) != digest_of(meaning_of(second))
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("exec sh -c 'echo broken >&2; exit 3'", "printed no version (exit code 3): broken"),
+        ("cat /proc/version > /home/user/v && ls $HOME", "printed no version"),
+    ],
+)
+def test_an_agent_that_does_not_start_there_is_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "agent"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    with pytest.raises(ConfigError) as caught:
+        with_checked_agent(config(agent={**AGENT, "command": [str(path), "{prompt}"]}))
+    assert words in str(caught.value)
+
+
+def test_an_agent_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="agent 'custom': the program 'no-such' was not found"):
+        with_checked_agent(config(agent={**AGENT, "command": ["no-such", "{prompt}"]}))
+
+
+def test_no_more_agents_run_than_fit_into_memory() -> None:
+    free = free_memory_mb()
+    assert free is not None
+    agent = {**AGENT, "version": [], "memory_mb": free}  # a second one would not fit
+    one = with_checked_agent(config(agent=agent))
+    assert (one.num_workers, one.concurrency) == (1, 1)
+    given = with_checked_agent(config(agent=agent, concurrency=5))
+    assert (given.num_workers, given.concurrency) == (4, 5)

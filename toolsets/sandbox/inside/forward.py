@@ -1,0 +1,115 @@
+"""Starts a command whose model calls leave the sandbox through a socket of the worker.
+
+It reads two frames on standard input: its own source (see `boot`), and JSON with `argv`, `env`,
+`cwd`, `stdin` (text), `files` (path: text), `socket` (path of a Unix socket, or null) and `port`.
+Connections to that port of the loopback address are connected to the socket. The exit code is that
+of the command, or 128 + N for a command ended by signal N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any, NoReturn
+
+from toolsets.sandbox.inside.boot import LENGTH
+
+_CHUNK_BYTES = 1 << 16
+
+
+def main() -> NoReturn:
+    """Start the command, forward its connections, and end with it."""
+    terms = json.loads(_frame())
+    try:
+        for path, text in terms["files"].items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        if terms["socket"] is not None:
+            # Before the command starts, which may connect at once.
+            server = socket.create_server(("127.0.0.1", terms["port"]), backlog=128)
+            os.set_inheritable(server.fileno(), False)
+            threading.Thread(target=_accept, args=(server, terms["socket"]), daemon=True).start()
+        with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
+            os.chdir(terms["cwd"])
+        pid = _start(terms)
+    except OSError as error:
+        sys.stderr.write(f"cannot start {terms['argv'][0]}: {error}\n")
+        sys.stderr.flush()
+        os._exit(126)
+    _, status = os.waitpid(pid, 0)
+    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+
+
+def _frame() -> bytes:
+    size = LENGTH.unpack(_read(LENGTH.size))[0]
+    return _read(size)
+
+
+def _read(size: int) -> bytes:
+    taken = b""
+    while len(taken) < size:
+        taken += os.read(0, size - len(taken)) or sys.exit("standard input ended too early")
+    return taken
+
+
+def _start(terms: dict[str, Any]) -> int:
+    if terms["stdin"]:
+        reading, writing = os.pipe()
+        threading.Thread(target=_feed, args=(writing, terms["stdin"].encode()), daemon=True).start()
+    else:
+        # Not an empty pipe: some commands take a pipe for a part of their task.
+        reading = os.open(os.devnull, os.O_RDONLY)
+    try:
+        return os.posix_spawn(
+            terms["argv"][0],
+            terms["argv"],
+            terms["env"],
+            file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
+            # What Python ignores the command would ignore too.
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+        )
+    finally:
+        os.close(reading)
+
+
+def _feed(fd: int, text: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as pipe:
+        pipe.write(text)
+
+
+def _accept(server: socket.socket, path: str) -> None:
+    while True:
+        client, _ = server.accept()
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        worker = socket.socket(socket.AF_UNIX)
+        try:
+            worker.connect(path)
+        except OSError:
+            # The worker is gone, and with it soon this sandbox.
+            worker.close()
+            client.close()
+            continue
+        threading.Thread(target=_connect, args=(client, worker), daemon=True).start()
+
+
+def _connect(client: socket.socket, worker: socket.socket) -> None:
+    with client, worker:
+        requests = threading.Thread(target=_copy, args=(client, worker), daemon=True)
+        requests.start()
+        _copy(worker, client)
+        requests.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := source.recv(_CHUNK_BYTES):
+            target.sendall(chunk)
+    for end, how in ((target, socket.SHUT_WR), (source, socket.SHUT_RD)):
+        with contextlib.suppress(OSError):
+            end.shutdown(how)

@@ -1,0 +1,107 @@
+"""Programs that the user installed: where they are, and what of the machine they need to run.
+
+A sandbox shows /usr. A program elsewhere (npm's or pip's, an own directory) is shown read-only
+with what it is installed with, at the same path.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+
+
+class NotInstalled(ValueError):
+    """A program was not found; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A program of this machine."""
+
+    path: str
+    """Its absolute path."""
+    binds: Mapping[str, str]
+    """What it needs besides the system, by its path in a sandbox."""
+    directories: Sequence[str]
+    """For its PATH: where it and its interpreter are."""
+
+
+def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
+    """Find a program by its path or on the PATH. `more` are further paths to show.
+
+    Raises `NotInstalled`.
+    """
+    found = shutil.which(name)
+    if found is None:
+        msg = f"the program {name!r} was not found; install it, or give its path"
+        raise NotInstalled(msg)
+    binds: list[Path] = []
+    directories: list[str] = []
+    program = _add(Path(found).absolute(), binds, directories)
+    for path in more:
+        if not path.exists():
+            msg = f"{path} does not exist"
+            raise NotInstalled(msg)
+        binds.append(path.absolute())
+    shown = {str(path): str(path) for path in dict.fromkeys(binds) if not _is_system(path)}
+    return Installed(str(program), shown, tuple(dict.fromkeys(directories)))
+
+
+def _add(path: Path, binds: list[Path], directories: list[str]) -> Path:
+    """Note what the program at `path` needs; return where it is once its links are followed."""
+    if environment := _above(path, "pyvenv.cfg"):
+        # A link to the interpreter is followed only for what it needs: by its own place the
+        # interpreter finds the packages.
+        binds.append(environment)
+        base = (environment / "bin" / "python").resolve().parent
+        binds.append(base.parent)
+        directories += [str(environment / "bin"), str(base)]
+        return path
+    real = path.resolve()
+    directories.append(str(real.parent))
+    if environment := _above(real, "pyvenv.cfg"):
+        return _add(real, binds, directories)
+    if packages := _npm_root(real):
+        binds.append(packages)
+    elif not _is_system(real):
+        # An interpreter has a library beside its `bin`; any other program is a single file.
+        is_tree = real.parent.name == "bin" and (real.parent.parent / "lib").is_dir()
+        binds.append(real.parent.parent if is_tree else real)
+    if interpreter := _interpreter(real):
+        _add(interpreter, binds, directories)
+    return real
+
+
+def _above(path: Path, name: str) -> Path | None:
+    """The nearest directory above a file that holds `name`."""
+    return next((above for above in path.parents if (above / name).is_file()), None)
+
+
+def _npm_root(path: Path) -> Path | None:
+    """The outermost `node_modules` above a file: packages find those that they need in it."""
+    return next((above for above in reversed(path.parents) if above.name == "node_modules"), None)
+
+
+def _interpreter(path: Path) -> Path | None:
+    """The program that the first line of a script names."""
+    with path.open("rb") as file:
+        first = file.readline(512)
+    if not first.startswith(b"#!"):
+        return None
+    words = first[2:].decode(errors="replace").split()
+    if words and Path(words[0]).name == "env":
+        name = next((word for word in words[1:] if not word.startswith("-")), None)
+        found = shutil.which(name) if name else None
+        if found is None:
+            msg = f"{path}: its interpreter {name!r} was not found"
+            raise NotInstalled(msg)
+        return Path(found).absolute()
+    return Path(words[0]) if words else None
+
+
+def _is_system(path: Path) -> bool:
+    return any(path.is_relative_to(system) for system in _SYSTEM)
