@@ -296,9 +296,7 @@ class Recorder:
         attempt = self._config.max_attempts
         return Failure(task.id, task.input_digest, attempt, error_class, words)
 
-    def _record_of(
-        self, session: Session, end: Finish, failure: Failure | None
-    ) -> dict[str, Any]:
+    def _record_of(self, session: Session, end: Finish, failure: Failure | None) -> dict[str, Any]:
         return make_record(
             session.task,
             session.trajectory,
