@@ -24,7 +24,8 @@ class Refusal(NamedTuple):
 class Answer:
     """A reply as far as it has come; several connections can read it, each from its beginning."""
 
-    def __init__(self, refusal: Refusal | None = None) -> None:
+    def __init__(self, refusal: Refusal | None = None, *, is_stream: bool = False) -> None:
+        self.is_stream = is_stream
         self.parts: list[bytes] = []
         """Events of a stream, or the whole body; nothing that is not recorded yet ends them."""
         self.is_done = refusal is not None
@@ -70,7 +71,7 @@ class Answers:
 
     def begin(self, request: WireRequest) -> Answer:
         """A new reply to a request."""
-        reply = Answer()
+        reply = Answer(is_stream=request.is_stream)
         self._unread.setdefault((request.key, request.is_stream), []).append(reply)
         return reply
 

@@ -34,7 +34,7 @@ def digest_of_bytes(written: bytes) -> bytes:
     return blake2b(written, digest_size=_SIZE).digest()
 
 
-class Calls:
+class CallsInOrder:
     """The tool calls of a conversation in order, by their ids; a later call can repeat an id."""
 
     def __init__(self, earlier: Sequence[Part] = ()) -> None:
@@ -78,7 +78,7 @@ class Calls:
         return None
 
 
-def message_digest(message: Message, calls: Calls, volatile: Volatile) -> bytes:
+def message_digest(message: Message, calls: CallsInOrder, volatile: Volatile) -> bytes:
     """The digest of a message that follows `calls`."""
     form: list[Any] = [message["role"], cut(message["content"], volatile.texts).strip()]
     if made := message.get("tool_calls"):

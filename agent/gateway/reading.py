@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from agent.gateway.canonical import (
-    Calls,
+    CallsInOrder,
     digest_of,
     digest_of_bytes,
     head_digest,
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     """Where one API keeps what in its requests."""
 
     api: str
-    read_part: Callable[[Any, Calls], list[Message]]
+    read_part: Callable[[Any, CallsInOrder], list[Message]]
     """Reads a piece of the messages, which follows these calls. Raises `WireError`."""
     read_tool: Callable[[Mapping[str, Any]], Schemas]
     read_elsewhere: frozenset[str]
@@ -131,7 +131,7 @@ def _read_parts(
     """The parts, those of the earlier request taken over that the pieces repeat most of."""
     known, same = _most_alike(pieces, before)
     parts = list(known[:same])
-    calls = Calls(known[:same])
+    calls = CallsInOrder(known[:same])
     is_alike = True  # all calls so far have the ids that they had
     for n in range(same, len(pieces)):
         old = known[n] if is_alike and n < len(known) else None
@@ -169,7 +169,7 @@ def _repeated(pieces: list[Any], earlier: list[Any]) -> int:
     return next((n for n, (piece, old) in pairs if piece != old), most)
 
 
-def _read_part(layout: Layout, piece: Any, calls: Calls, volatile: Volatile) -> Part:
+def _read_part(layout: Layout, piece: Any, calls: CallsInOrder, volatile: Volatile) -> Part:
     _check_depth(piece)
     messages = layout.read_part(piece, calls)
     digests, made, first_call = [], [], calls.count

@@ -20,6 +20,7 @@ from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion
+from agent.models.parsing import load_object
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Trajectory
 from toolsets import exact_json
@@ -309,7 +310,7 @@ class Relay:
             request = replace(request, assembly=wire.assembly, on_event=on_event)
         clock = Clock()
         completion = await model.complete(request)
-        body = exact_json.loads_leniently(bodies[-1])
+        body = load_object(bodies[-1])
         self._record(
             exchange_event(
                 self._threads, asked, completion, body, clock, stripped=asked.server_tools

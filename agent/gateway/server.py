@@ -148,16 +148,16 @@ class Gateway:
         try:
             call = await _read(request, wire, path)
             if operation == "count_tokens":
-                reply, is_stream = await self._relay.count_tokens(call), False
+                reply = await self._relay.count_tokens(call)
             else:
-                reply, is_stream = self._relay.answer(call), call.body.get("stream") is True
+                reply = self._relay.answer(call)
         except WireError as error:
             return _refused(wire, Refusal(error.status, "bad_request", str(error)))
         except web.HTTPRequestEntityTooLarge:
             words = f"the request is larger than {MAX_REQUEST_BYTES // 2**20} MiB"
             return _refused(wire, Refusal(413, "bad_request", words))
         with self._relay.answers.reading(reply):
-            if is_stream:
+            if reply.is_stream:
                 return await self._send_events(request, reply, wire)
             await reply.done()
             response = _whole(wire, reply)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent.gateway.canonical import Calls, message_digest
+from agent.gateway.canonical import CallsInOrder, message_digest
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.messages import AgentEvent, AgentExitEvent, ExchangeEvent, Message, ToolCall
 
@@ -49,7 +49,7 @@ class Thread:
         if parent is not None:
             self.replies = [reply for reply in parent.replies if reply[0] < shared]
         self._digests: list[bytes] = []
-        self._calls = Calls()
+        self._calls = CallsInOrder()
         self._ids: list[str] = []
 
     def digests(self, volatile: Volatile) -> list[bytes]:

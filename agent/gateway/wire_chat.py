@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from agent.gateway.canonical import Calls
+from agent.gateway.canonical import CallsInOrder
 from agent.gateway.reading import (
     Layout,
     Schemas,
@@ -174,7 +174,7 @@ def _delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": 0, **others, "delta": message, "finish_reason": None}
 
 
-def _read_part(raw: dict[str, Any], calls: Calls) -> list[Message]:
+def _read_part(raw: dict[str, Any], calls: CallsInOrder) -> list[Message]:
     match raw.get("role"):
         case "system" | "developer":
             return [_with_parts(Message(role="system", content=""), raw.get("content"))]

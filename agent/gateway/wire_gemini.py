@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from agent.gateway.canonical import Calls
+from agent.gateway.canonical import CallsInOrder
 from agent.gateway.reading import (
     Layout,
     Schemas,
@@ -202,7 +202,7 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     return [function_tool(str(tool.get("name") or ""), tool.get("description"), parameters)]
 
 
-def _read_part(raw: Any, calls: Calls) -> list[Message]:
+def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
         given = raw[1]
         return [_said("system", [{"text": given}] if isinstance(given, str) else _parts(given))]
@@ -225,7 +225,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return objects_in(content.get("parts") or [] if isinstance(content, dict) else None, "parts")
 
 
-def _read_user(parts: Sequence[dict[str, Any]], calls: Calls) -> list[Message]:
+def _read_user(parts: Sequence[dict[str, Any]], calls: CallsInOrder) -> list[Message]:
     """Results, and what is said between and after them. Results without ids are in call order."""
     messages: list[Message] = []
     said: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from agent.gateway.canonical import Calls
+from agent.gateway.canonical import CallsInOrder
 from agent.gateway.reading import (
     Layout,
     Schemas,
@@ -185,7 +185,7 @@ def _start_and_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[di
     return start, deltas
 
 
-def _read_part(raw: Any, calls: Calls) -> list[Message]:
+def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
         return [_said("system", raw[1])]
     match raw.get("role"):
@@ -202,7 +202,7 @@ def _read_part(raw: Any, calls: Calls) -> list[Message]:
             raise WireError(f"its role is {role!r}; known: user, assistant, system")
 
 
-def _read_user(content: Any, calls: Calls) -> list[Message]:
+def _read_user(content: Any, calls: CallsInOrder) -> list[Message]:
     """Results, and what is said between and after them."""
     if isinstance(content, str):
         return [Message(role="user", content=content)]
@@ -221,7 +221,7 @@ def _read_user(content: Any, calls: Calls) -> list[Message]:
     return messages
 
 
-def _read_result(block: Mapping[str, Any], calls: Calls) -> Message:
+def _read_result(block: Mapping[str, Any], calls: CallsInOrder) -> Message:
     id = str(block.get("tool_use_id") or "")
     said = _said("tool", block.get("content") or "")
     result = Message(

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from agent.gateway.canonical import Calls
+from agent.gateway.canonical import CallsInOrder
 from agent.gateway.reading import (
     Layout,
     Schemas,
@@ -242,7 +242,7 @@ def _is_assistants(item: Mapping[str, Any]) -> bool:
     return kind == "reasoning" or str(kind).endswith("_call")
 
 
-def _read_part(raw: Any, calls: Calls) -> list[Message]:
+def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
         return [_said("system", raw[1])]
     if isinstance(raw, list):

@@ -1,6 +1,7 @@
 """Tests of agent/: one conversation, in one process.
 
 models/               model clients
+gateway/              model calls of agents that run as commands
 test_agent            AIAgent
 test_session          sessions: forks, cancellation, transcripts, stream events
 test_simple_loop      `agent_loop` with plain functions

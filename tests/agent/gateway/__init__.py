@@ -1,6 +1,11 @@
 """Tests of agent/gateway/: the model calls of agents that run as commands.
 
-relaying       a gateway between an endpoint and an agent that tests play
-test_relay     what reaches the endpoint and the agent, and in which order
-test_gateway   what the gateway answers itself
+talking              agents as they talk to a model, and a gateway without connections
+test_wires           requests are read, replies are written
+test_clients         the providers' own clients take what is written
+test_threads         calls become conversations
+test_agent_journals  calls in the journals of a run
+relaying             a gateway between an endpoint and an agent that tests play
+test_relay           what reaches the endpoint and the agent, and in which order
+test_gateway         what the gateway answers itself
 """

@@ -128,7 +128,7 @@ class Relayed:
         is_ready = isinstance(body, bytes | io.BytesIO)
         data = body if is_ready else orjson.dumps(body or ask())
         headers = {"x-api-key": "placeholder", **more.pop("headers", {})}
-        url = "http://gateway" + (path or PATHS[self.api])
+        url = f"http://gateway{path or PATHS[self.api]}"
         return self.client.post(url, data=data, headers=headers, **more)
 
     async def read(self, body: Any = None, **more: Any) -> tuple[int, bytes]:
@@ -155,7 +155,7 @@ async def relayed(
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(upstream, "127.0.0.1", 0)
     root = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    base_url = root if api == "anthropic_messages" else root + "/v1"
+    base_url = root if api in ("anthropic_messages", "gemini") else root + "/v1"
     fields: dict[str, Any] = {"call_attempts": 2, "attempt_timeout_s": 5.0, **(settings or {})}
     model = open_model(
         ModelSettings(name="m", api=api, base_url=base_url, key_env=None, **fields),

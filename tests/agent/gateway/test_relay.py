@@ -9,6 +9,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from agent.gateway.wires import WIRES
 from agent.messages import RestartedEvent
 from agent.models.errors import ModelError
 from tests.agent.gateway.relaying import (
@@ -24,6 +25,7 @@ from tests.agent.gateway.relaying import (
     until,
     whole,
 )
+from tests.agent.gateway.talking import GeminiTalk, Said
 
 EACH = pytest.mark.parametrize("api", ALL)
 
@@ -387,3 +389,39 @@ def test_a_reader_that_never_reads_holds_up_nothing() -> None:
             await until(lambda: len(world.exchanges) == 1)
 
     asyncio.run(run())
+
+
+def test_gemini_names_model_and_stream_in_the_path() -> None:
+    """Its reply arrives part by part, too; the key of the agent is not passed on."""
+    talk = GeminiTalk()
+    talk.say("Go.")
+    reply = talk.reply(Said("Done.", thought="Hm."))
+    first, last = WIRES["gemini"].stream_of(reply)
+    path = "/v1beta/models/gemini-9:streamGenerateContent?alt=sse&key=placeholder"
+
+    async def run() -> None:
+        may_end = asyncio.Event()
+
+        async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(first)
+            await may_end.wait()
+            await response.write(last)
+            await response.write_eof()
+            return response
+
+        async with relayed("gemini", play, name="m") as world:
+            async with world.post(talk.body(), path) as response:
+                assert response.content_type == "text/event-stream"
+                assert await response.content.readexactly(len(first)) == first
+                may_end.set()
+                assert (await response.read()).strip() == last.strip()
+            [asked] = world.endpoint.asked
+            assert asked.path == "/v1beta/models/m:streamGenerateContent?alt=sse"
+            assert asked.headers["x-goog-api-key"] == KEY
+            [exchange] = world.exchanges
+            assert (exchange["dialect"], exchange["asked"]) == ("gemini", "gemini-9")
+            assert exchange["reply"]["message"]["reasoning"] == "Hm."
+
+    asyncio.run(asyncio.wait_for(run(), 30))
