@@ -60,6 +60,12 @@ def forked_config(
     if given := [f"--{name}" for name in _FIXED_KEYS if name in flags]:
         msg = f"{', '.join(given)}: `fork` sets this itself; leave it out"
         raise ConfigError(msg)
+    if (agent := parent["config"].get("agent")) is not None:
+        msg = (
+            f"RUN is one of agent {agent['name']!r}, which cannot start in the middle of a "
+            "conversation; run it on the prompts again, with --num_samples for several each"
+        )
+        raise ConfigError(msg)
     if "run_name" not in flags:
         msg = "--run_name: the name of the new run is missing"
         raise ConfigError(msg)

@@ -96,8 +96,17 @@ def nothing_is_left(tmp_path: Path) -> None:
 
 
 @needs_bwrap
-@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
-@pytest.mark.parametrize("flags", [(), ("--stream",)], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("dialect", "flags"),
+    [
+        pytest.param("messages", ("--stream",), id="messages-stream"),
+        pytest.param("chat", (), id="chat"),
+        pytest.param("responses", ("--stream",), id="responses-stream"),
+        pytest.param("messages", (), id="messages", marks=pytest.mark.slow),
+        pytest.param("chat", ("--stream",), id="chat-stream", marks=pytest.mark.slow),
+        pytest.param("responses", (), id="responses", marks=pytest.mark.slow),
+    ],
+)
 def test_a_record_is_what_the_wire_had(
     tmp_path: Path, endpoint: AgentEndpoint, dialect: str, flags: tuple[str, ...]
 ) -> None:
@@ -169,6 +178,7 @@ def _results(request: dict[str, Any]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @BOTH
 def test_an_agent_runs_in_each_sandbox(name: str, tmp_path: Path, endpoint: AgentEndpoint) -> None:
     """Its HOME is not its workspace, and both are as empty as at first."""
@@ -237,6 +247,7 @@ def test_an_agent_that_diverges_says_where(tmp_path: Path, endpoint: AgentEndpoi
     assert record["cost_usd"] == pytest.approx(sum(costs))
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
     tmp_path: Path, endpoint: AgentEndpoint
@@ -271,6 +282,7 @@ def _agent_of(leader: int) -> int:
     raise AssertionError("no agent is running")
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_ctrl_c_stops_agents_at_once_and_the_same_command_continues(
     tmp_path: Path, endpoint: AgentEndpoint
@@ -305,6 +317,7 @@ LIMITS: dict[str, tuple[dict[str, Any], str, str, int]] = {
 }
 
 
+@pytest.mark.slow
 @needs_bwrap
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_ends_the_agent(tmp_path: Path, endpoint: AgentEndpoint, limit: str) -> None:
@@ -316,6 +329,7 @@ def test_a_limit_ends_the_agent(tmp_path: Path, endpoint: AgentEndpoint, limit: 
     assert len(endpoint.exchanges) == record["api_calls"] == calls
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_a_conversation_has_so_many_seconds(tmp_path: Path, endpoint: AgentEndpoint) -> None:
     agent = shell(f'{PYTHON} {SCRIPT} chat "$1"; exec sleep 600')
@@ -341,6 +355,7 @@ FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.slow
 @needs_bwrap
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_failure_is_a_record_with_a_reason(
@@ -353,6 +368,7 @@ def test_a_failure_is_a_record_with_a_reason(
     assert words in record["error"]["message"]
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_a_check_judges_what_the_agent_left(tmp_path: Path, endpoint: AgentEndpoint) -> None:
     """And `files` and `setup` are there for every start."""
@@ -386,6 +402,7 @@ def test_no_key_is_in_the_sandbox(
     assert "OPENAI_API_KEY=placeholder" in record["agent"]["stdout"].replace("'", "")
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_a_row_brings_its_own_agent(tmp_path: Path, endpoint: AgentEndpoint) -> None:
     own = {
@@ -406,6 +423,7 @@ def test_a_row_brings_its_own_agent(tmp_path: Path, endpoint: AgentEndpoint) -> 
     assert first["agent"]["command"] != second["agent"]["command"]
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoint) -> None:
     write_rows(
@@ -417,6 +435,9 @@ def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoi
     assert "agent      custom 3." in plan.stdout
     assert "first      p1, the command of custom:" in plan.stdout
     assert run(tmp_path, "estimate", pilot=2, **given).returncode == 0
+    refused = run(tmp_path, "fork", "r", at_turn=1, n=2, run_name="b")
+    assert refused.returncode == 2
+    assert "RUN is one of agent 'custom', which cannot start in the middle" in refused.stderr
     for words in (
         ("verify", "r"),
         ("status", "r"),
