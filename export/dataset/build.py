@@ -14,7 +14,8 @@ from typing import Any
 
 import orjson
 
-from export.conversation.reading import Conversation, read_conversation
+from export.conversation.ordinary import conversation_of
+from export.conversation.reading import Conversation
 from export.conversation.tolerance import Tolerance, how_to_keep, refuse_everywhere
 from export.conversation.validity import Rejected
 from export.dataset.format_files import Candidate, Why, open_formats
@@ -115,7 +116,7 @@ def _is_told(record: Mapping[str, Any], recipe: Recipe) -> bool:
 
 def _read(record: Mapping[str, Any], tolerances: Sequence[Tolerance]) -> Conversation:
     """Parse a record; raises Rejected, also if no format accepts it."""
-    conversation = read_conversation(record)
+    conversation = conversation_of(record)
     if conversation.flaws:
         refuse_everywhere(conversation.flaws, tolerances)
     return conversation
@@ -228,7 +229,8 @@ class _Making:
                 conversation = _read(record, self._tolerances)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
+        said = conversation and conversation.said
+        if self._recipe.filters.exact_duplicates and not self._is_new(number, record, said):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
             # A record without a row of its own must not exclude others.
@@ -237,8 +239,10 @@ class _Making:
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
         return Candidate(record, stored.line, conversation)
 
-    def _is_new(self, number: int, record: Mapping[str, Any]) -> bool:
-        said = said_in(record)
+    def _is_new(
+        self, number: int, record: Mapping[str, Any], said: tuple[str, ...] | None
+    ) -> bool:
+        said = said or said_in(record)
         return self._seen.is_new(
             number, hash(said), lambda earlier: said_in(self._read(earlier).record) == said
         )
