@@ -30,6 +30,12 @@ from export.conversation.validity import Rejected
 _RARE = frozenset(("notes", "repairs", "reasoning", "tool_calls"))
 """Keys that the user's messages and ordinary results do not have."""
 
+_SHOWN = (
+    *("id", "prompt_id", "sample", "model", "model_returned", "api", "status", "status_reason"),
+    *("api_calls", "sandbox", "seed", "config_digest"),
+)
+_EXACT = frozenset((str, int, bool, type(None)))
+
 
 def conversation_of(record: Mapping[str, Any]) -> Conversation:
     """Parse a record, as `read_conversation` does; raises Rejected."""
@@ -53,13 +59,22 @@ def read_ordinary(record: Mapping[str, Any]) -> Conversation | None:
         return None
 
 
+def shows_exact_numbers(record: Mapping[str, Any]) -> bool:
+    """Whether the rows of an ordinary record hold only numbers that any JSON reader keeps exact.
+
+    If not, there may be integers beyond 64 bits. Texts and arguments are read from text.
+    """
+    usage = record["usage"] or {}
+    return _EXACT.issuperset(
+        map(type, (*map(record.get, _SHOWN), *usage.values(), *record["row"].values()))
+    )
+
+
 def _has_reserved(tools: Tools) -> bool:
     return not RESERVED.isdisjoint(names_of(tools))
 
 
-def _read(
-    record: Mapping[str, Any], tools: Tools, offered: frozenset[str]
-) -> Conversation | None:
+def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> Conversation | None:
     """Raises Rejected and ValueError for some records that are not ordinary."""
     messages: Sequence[Mapping[str, Any]] = record["messages"]
     system, place = "", 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import isnan, nan
@@ -231,6 +231,14 @@ class Index(Mapping[bytes, IndexEntry]):
             if lengths[row] and (key := self._key(row)) not in seen:
                 seen.add(key)
                 yield key, self.entry(row)
+
+    def places(self, rows: Sequence[int]) -> tuple[array[int], array[int]]:
+        """The offsets and lengths of the records in these rows; 0 for row 0."""
+        offsets, lengths = _column(self._view, _OFFSETS), _column(self._view, _LENGTHS)
+        return (
+            array("Q", (offsets[row] if row else 0 for row in rows)),
+            array("I", (lengths[row] if row else 0 for row in rows)),
+        )
 
     def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:
         """The endings of the records in these rows; None for row 0."""
