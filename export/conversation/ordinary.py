@@ -82,7 +82,7 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
         system, place = messages[0].get("content"), 1
     turns = record["turns"]
     last = len(turns)
-    if len(messages) < place + 1 + last or not last:
+    if len(messages) == place or not last:
         return None
     message = messages[place]
     asked = message.get("content")
@@ -101,6 +101,8 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
     failed: list[Mapping[str, Any]] = []
     num_calls = with_reasoning = 0
     for number, turn in enumerate(turns, start=1):
+        if place == len(messages):
+            return None
         message = messages[place]
         place += 1
         content = message.get("content") or ""
@@ -126,7 +128,7 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
                 return None
             text = ""
         if not asked_calls:
-            entries.append(Turn(number, reasoning, text, (), (), 1, False, hides))
+            entries.append(Turn(number, reasoning, text, [], [], 1, False, hides))
             break
         calls: list[Call] = []
         results: list[Result] = []
@@ -180,6 +182,6 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
         own,
         metadata_for(record, "text", tool_stats, ()),
         num_calls,
-        (),
+        [],
         tuple(said),
     )
