@@ -54,12 +54,20 @@ class SharedTools:
 
     def loads(self, line: bytes) -> Any:
         """What `exact_json.loads` gives."""
-        return self._loads(line, exact_json.loads)
+        if (record := self._with_known_tools(line, exact_json.loads)) is not None:
+            return record
+        record = exact_json.loads(line)
+        if isinstance(record, dict) and isinstance(record.get("tools"), list):
+            record["tools"] = self._shared(record["tools"])
+        return record
 
     def loads_quickly(self, line: bytes) -> Any:
-        """The same, but integers beyond 64 bits are floats; see `with_exact_numbers`."""
+        """The same, but integers beyond 64 bits may be floats; see `with_exact_numbers`.
+
+        Those of the tools are exact.
+        """
         try:
-            return self._loads(line, orjson.loads)
+            return self._with_known_tools(line, orjson.loads) or self.loads(line)
         except orjson.JSONDecodeError:  # some of these integers
             return self.loads(line)
 
@@ -69,17 +77,14 @@ class SharedTools:
             return stored
         return Stored(read_object(stored.line, self.loads), stored.line)
 
-    def _loads(self, line: bytes, loads: Callable[[bytes], Any]) -> Any:
+    def _with_known_tools(self, line: bytes, loads: Callable[[bytes], Any]) -> Any:
         begin, end = line.rfind(_TOOLS) + len(_TOOLS), line.rfind(_AFTER_TOOLS)
         if (tools := self._known.get(line[begin:end])) is not None:
             record = loads(b"".join((line[:begin], _CUT_JSON, line[end:])))
             if record.get("tools") == _CUT:  # else another part of the record was cut out
                 record["tools"] = tools
                 return record
-        record = loads(line)
-        if isinstance(record, dict) and isinstance(record.get("tools"), list):
-            record["tools"] = self._shared(record["tools"])
-        return record
+        return None
 
     def _shared(self, tools: list[Any]) -> list[Any]:
         try:

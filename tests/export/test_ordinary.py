@@ -140,8 +140,12 @@ def test_rows_keep_integers_of_any_size(tmp_path: Path) -> None:
     """Ordinary records are parsed without a search for such integers."""
     long = 10**20 + 1
     columns = [{"n": long, "share": 0.5}, {"n": 1, "share": 0.5}]
-    source = make_run(tmp_path, ordinary(), ordinary(seed=long), prompts=columns)
+    offered = [{**TEMP, "function": {**TEMP["function"], "parameters": {"maximum": long}}}]
+    records = ordinary(), ordinary(seed=long), ordinary(tools=offered)
+    source = make_run(tmp_path, *records, prompts=columns)
     RecordFile(source.run_dir, tmp_path / "quarantine").close()
-    found = [json.loads(row["metadata"]) for row in rows(source, "hermes")]
-    assert [metadata["columns"]["n"] for metadata in found] == [long, 1]
-    assert found[1]["seed"] == long
+    found = rows(source, "hermes")
+    metadata = [json.loads(row["metadata"]) for row in found]
+    assert [of_row["columns"].get("n") for of_row in metadata] == [long, 1, None]
+    assert metadata[1]["seed"] == long
+    assert json.loads(found[2]["tools"]) == offered
