@@ -77,8 +77,11 @@ def _has_reserved(tools: Tools) -> bool:
 def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> Conversation | None:
     """Raises Rejected and ValueError for some records that are not ordinary."""
     messages: Sequence[Mapping[str, Any]] = record["messages"]
-    system, place = "", 0
+    system: Any = ""
+    place = 0
     if messages and messages[0]["role"] == "system":
+        if "repairs" in messages[0]:
+            return None
         system, place = messages[0].get("content"), 1
     turns = record["turns"]
     last = len(turns)

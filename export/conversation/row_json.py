@@ -174,12 +174,10 @@ def read_arguments(call: Mapping[str, Any], *, where: str) -> tuple[str, Mapping
     """
     try:
         return parse_arguments(call["function"]["arguments"])
-    except _NotAnObject as e:
-        reason, problem = Reason.ARGUMENTS_NOT_OBJECT, e
     except ValueError as e:
-        reason, problem = Reason.ARGUMENTS_NOT_JSON, e
-    place = f"{where} ({call['function']['name']})"
-    raise Rejected(reason, f"{place}: {problem}") from problem
+        is_json = isinstance(e, _NotAnObject)
+        reason = Reason.ARGUMENTS_NOT_OBJECT if is_json else Reason.ARGUMENTS_NOT_JSON
+        raise Rejected(reason, f"{where} ({call['function']['name']}): {e}") from e
 
 
 class _NotAnObject(ValueError):

@@ -81,6 +81,7 @@ UNUSUAL: dict[str, Callable[[Record], object]] = {
     "a note on a result": change(3, notes=["expected"]),
     "a note of the user": change(1, notes=["expected"]),
     "repairs": change(2, repairs=["temp"]),
+    "repairs of the system message": change(0, repairs=["temp"]),
     "reasoning of the user": change(1, reasoning="Hm."),
     "content of the user": change(1, content=[{"type": "text", "text": "Go."}]),
     "content of the system": change(0, content=[]),
