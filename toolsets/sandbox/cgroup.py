@@ -230,7 +230,7 @@ def _parent(controller: str) -> Path | None:
 def _process_namespace() -> int:
     """The number of the namespace in which this process has its id, 0 where there is none."""
     with contextlib.suppress(OSError):
-        return os.stat("/proc/self/ns/pid").st_ino
+        return Path("/proc/self/ns/pid").stat().st_ino
     return 0
 
 
