@@ -151,7 +151,7 @@ _known_files: dict[Path, frozenset[str]] = {}
 def _files_of(group: Path) -> frozenset[str]:
     """The files of a group: those of the first one that was made in the same place."""
     if (found := _known_files.get(group.parent)) is None:
-        found = _known_files[group.parent] = frozenset(os.listdir(group))
+        found = _known_files[group.parent] = frozenset(file.name for file in group.iterdir())
     return found
 
 
