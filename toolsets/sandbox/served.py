@@ -13,7 +13,7 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -241,23 +241,21 @@ class ServedSandbox(ABC):
             self._uses_fork_servers = True
             FORK_SERVERS.open()
         servers = FORK_SERVERS.shared()
-        channel = await servers.fork(template, group, output_bytes=self._limits.output_bytes)
+        channel = await servers.fork(template, terms, group, output_bytes=self._limits.output_bytes)
         if channel is not None:
-            await self._begin(channel, terms)
+            await self._begun(channel, channel.begin_forked(_START_TIMEOUT_S))
         return channel
 
     async def _launched(self, terms: Mapping[str, Any], group: Group | None) -> Channel:
         channel = Channel(group, output_bytes=self._limits.output_bytes)
         with ExitStack() as stack:
             channel.launch(self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack))
-        await self._begin(channel, terms, program("server"))
+        await self._begun(channel, channel.begin(terms, _START_TIMEOUT_S, program("server")))
         return channel
 
-    async def _begin(
-        self, channel: Channel, terms: Mapping[str, Any], program: str | None = None
-    ) -> None:
+    async def _begun(self, channel: Channel, beginning: Awaitable[object]) -> None:
         try:
-            await channel.begin(terms, _START_TIMEOUT_S, program)
+            await beginning
         except asyncio.CancelledError:
             await channel.close(grace_s=0)
             raise
@@ -289,7 +287,7 @@ class ServedSandbox(ABC):
             full_mb=reply.full_mb,
             was_filling=reply.stopped == "space",
             value=reply.value,
-            plots=tuple(reply.plots),
+            plots=reply.plots,
             last_pid=reply.last_pid,
             ended=reply.ended,
             lost=lost,

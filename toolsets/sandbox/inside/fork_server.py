@@ -21,6 +21,7 @@ from toolsets.sandbox.inside.kernel import run_cells
 from toolsets.sandbox.inside.namespaces import enter, fork_as_first
 from toolsets.sandbox.inside.processes import close_descriptors, set_dumpable
 from toolsets.sandbox.inside.server import main as serve
+from toolsets.sandbox.inside.shells import found_shell
 
 __all__ = ["main", "run_cells"]  # which is imported here once, for all
 
@@ -44,6 +45,7 @@ class ForkServer:
     def serve(self) -> NoReturn:
         """Fork until the other end is closed."""
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no child has to be waited for
+        found_shell()  # which is remembered
         gc.freeze()  # what a collection does not visit stays shared with all children
         while True:
             request, descriptors = self._next_request()
@@ -74,8 +76,7 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._confine(request)
             os.environ.update(request["env"])
-            self._introduce()
-            serve()
+            serve(request["terms"], self._introduce)
         except BaseException as error:
             os.write(2, f"{error}\n".encode())
         finally:
@@ -85,11 +86,11 @@ class ForkServer:
         if self._is_confining:
             enter(request["workspace"], request["tmp_bytes"], request["network"])
 
-    def _introduce(self) -> None:
+    def _introduce(self, replies: int) -> None:
         """Send a handle to this process, whose number means nothing outside of its namespace."""
         handle = os.pidfd_open(os.getpid())
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))
-        with socket.socket(fileno=os.dup(0)) as control:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, os.dup(replies)) as control:
             control.sendmsg([b"\0"], [rights])
         os.close(handle)
 

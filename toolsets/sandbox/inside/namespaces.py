@@ -29,6 +29,11 @@ _WORKSPACE = "/workspace"
 _USER = 1000
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# Looked up here, once for all sandboxes that are forked later.
+_CALLS = {
+    name: getattr(_libc, name)
+    for name in ("unshare", "setns", "mount", "umount2", "prctl", "capset")
+}
 
 
 def fork_as_first(own_namespace: int) -> int:
@@ -112,7 +117,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _call(name: str, *arguments: object) -> None:
-    if getattr(_libc, name)(*arguments) < 0:
+    if _CALLS[name](*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 

@@ -30,7 +30,7 @@ from toolsets.sandbox.inside.processes import (
     size_of,
     ticks,
 )
-from toolsets.sandbox.inside.shells import BASH, CONTROL, SH, has_bash, in_background
+from toolsets.sandbox.inside.shells import CONTROL, found_shell, in_background
 
 _CHUNK_BYTES = 1 << 16
 _INTERRUPT_GRACE_S = 2.0
@@ -44,7 +44,8 @@ _IDLE_CHECK_S = 10.0
 class Server:
     """The loop: one request after the other, and in between the output of background jobs."""
 
-    def __init__(self, requests: int, replies: int) -> None:
+    def __init__(self, requests: int, replies: int, begin: dict[str, Any] | None) -> None:
+        """`begin` are the terms, which are otherwise the first request."""
         self._requests, self._replies = requests, replies
         self._inbox = b""
         self._poll = select.poll()
@@ -61,7 +62,7 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.watch(wakeup, select.POLLIN, lambda: self._reap(wakeup))
         self.watch(requests, select.POLLIN, self._receive)
-        begin = self._next_request()
+        begin = begin or self._next_request()
         self.output_bytes = begin["output_bytes"]
         self._max_bytes = begin["workspace_mb"] << 20
         self._max_memory = begin["memory_mb"] << 20
@@ -74,10 +75,10 @@ class Server:
             hard = resource.getrlimit(kind)[1]
             limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(kind, (limit, limit))
-        self._reply({"id": 0})
 
     def serve(self) -> None:
         """Answer requests until the host is gone, which ends this process and all its own."""
+        self._reply({"id": 0})
         while True:
             reply = self._answer(self._next_request())
             self._last_tick = ticks()
@@ -158,7 +159,7 @@ class Server:
                 job = self._add(kind, Job(self, program, control_at=CONTROL))
             job.send(framed(code))
             return job
-        shell = BASH if has_bash() else SH
+        shell = found_shell()
         if job is None:
             job = self._add(kind, Job(self, shell.argv, control_at=shell.control))
         if request["output_file"] is not None:
@@ -351,8 +352,13 @@ def _parsed(kind: str, status: bytes) -> dict[str, Any]:
         return {"exit_code": None}
 
 
-def main() -> None:
-    """Serve on what was standard input and output, which commands do not get."""
+def main(
+    terms: dict[str, Any] | None = None, introduce: Callable[[int], object] = lambda _: None
+) -> None:
+    """Serve on what was standard input and output, which commands do not get.
+
+    A process that was forked has its terms, and introduces itself when it can serve.
+    """
     hold_descendants()
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -360,6 +366,7 @@ def main() -> None:
     os.dup2(null, 1)
     # Commands can send it, and process 1 gets only signals that it has a handler for.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = Server(requests, replies)
+    server = Server(requests, replies, terms)
+    introduce(replies)
     os.dup2(null, 2)  # which has said by now why it cannot begin
     server.serve()
