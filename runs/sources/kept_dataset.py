@@ -91,9 +91,9 @@ def keep_dataset(
         before_fresh, revision = revision, revision_of(source.hub)
         if before_fresh not in (None, revision):
             stem = f"dataset-{key}{revision}"
-    for kept in (stem, *([f"{stem}-{max_samples}"] if max_samples else [])):
-        told = _read(run_dir / f"{kept}.json")
-        path = run_dir / f"{kept}.jsonl"
+    for file_stem in (stem, *([f"{stem}-{max_samples}"] if max_samples else [])):
+        told = _read(run_dir / f"{file_stem}.json")
+        path = run_dir / f"{file_stem}.jsonl"
         if told and _is_as_written(path, told):
             return KeptDataset(path, told)
     told = {
