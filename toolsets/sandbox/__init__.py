@@ -1,6 +1,7 @@
 """Where commands run.
 
 base           the Sandbox protocol, limits and results
+image          the container image that a conversation starts from
 interpreter    where this Python is installed
 cgroup         control groups that limit processes and memory
 user_limit     the user's own limit on processes
