@@ -41,6 +41,7 @@ SEAM = (
     "sandbox.cgroup",
     "sandbox.docker",
     "sandbox.factory",
+    "sandbox.image",
     "text",
     "tool",
     "toolbox",

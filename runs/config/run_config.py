@@ -141,6 +141,18 @@ class RunConfig(AgentOptions):
         False,
         "Use each row's columns `files`, `setup`, `cwd` and `check`.",
     )
+    check_in: Literal["same", "fresh"] = meaning(
+        "same",
+        "Where checks run: the workspace as the model left it, or the image with the diff applied.",
+    )
+    check_network: bool = meaning(
+        False,
+        "Give the checks of rows that ask for it network access.",
+    )
+    env_from: Names = meaning(
+        (),
+        "Variables of this machine that `env` of rows may name as ${NAME}.",
+    )
     forks: bool = meaning(
         False,
         "Rows continue conversations (column `fork`).",
@@ -351,6 +363,10 @@ class RunConfig(AgentOptions):
             self.row_setup,
             self._image_use(),
             self.forks,
+            inside=False,
+            network=self.network,
+            check_network=self.check_network,
+            variables=frozenset(self.env_from),
         )
 
     @property
