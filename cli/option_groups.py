@@ -14,7 +14,8 @@ RARE_OPTIONS = ("fresh", "accept_config_change", "live", "resume", "help_all")
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
-        *("dataset_file", "columns", "run_name", "output_dir", "num_samples", "max_samples"),
+        *("dataset_file", "columns", "rows", "run_name", "output_dir", "num_samples"),
+        "max_samples",
         *("on_bad_row", "require_reasoning", "require_passed", "accept_rows", "empty_think"),
         *("seed", "shard", "forks"),
     ),

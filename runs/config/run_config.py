@@ -76,6 +76,12 @@ class RunConfig(AgentOptions):
         {},
         "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
     )
+    rows: str | None = _running(
+        None,
+        "Kind of rows: harbor, r2e-gym, swe-bench, swe-rebench, swe-smith, or the path of a rows "
+        "file (docs/data.md).",
+        min_length=1,
+    )
     run_name: Annotated[str, AfterValidator(plain_name)] = _running(
         ..., "Name of the run; the same name resumes it.", max_length=120
     )
@@ -295,6 +301,21 @@ class RunConfig(AgentOptions):
         allow_inf_nan=False,
     )
     log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Level of run.log.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_options_of_rows(cls, values: Any) -> Any:
+        """Options that the rows file needs, unless they are given."""
+        name = values.get("rows") if isinstance(values, dict) else None
+        if not isinstance(name, str) or not name:
+            return values
+        from runs.sources.rows_file import OPTIONS, load_rows_file
+
+        known = cls.model_fields.keys() & {*OPTIONS}
+        if values.keys() >= known:
+            return values  # those of a run on disk, whose rows file may be gone
+        needed = load_rows_file(name).options
+        return {**{key: value for key, value in needed.items() if key in known}, **values}
 
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
