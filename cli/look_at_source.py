@@ -100,7 +100,8 @@ def _described(source: Path, lines: list[bytes], *, shown: int, has_columns: boo
 
 def _use_of(name: str, columns: dict[str, Any]) -> str:
     """What a run does with a column of this name, when these columns are there."""
-    from runs.dataset.row import CHAT_COLUMNS, IMAGE_COLUMNS, MODEL_COLUMN
+    from runs.dataset.row import CHAT_COLUMNS, MODEL_COLUMN
+    from runs.dataset.row_image import IMAGE_COLUMNS
     from runs.dataset.row_setup import TELLTALE_COLUMNS
     from runs.dataset.scan import ID_COLUMNS
 

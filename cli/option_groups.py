@@ -14,7 +14,8 @@ RARE_OPTIONS = ("fresh", "accept_config_change", "live", "resume", "help_all")
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
-        *("dataset_file", "columns", "run_name", "output_dir", "num_samples", "max_samples"),
+        *("dataset_file", "columns", "rows", "run_name", "output_dir", "num_samples"),
+        "max_samples",
         *("on_bad_row", "require_reasoning", "require_passed", "accept_rows", "empty_think"),
         *("seed", "shard", "forks"),
     ),
@@ -27,7 +28,8 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Tools and sandbox": (
         *("enabled_toolsets", "disabled_toolsets", "distribution", "tools", "mcp", "sandbox"),
-        *("docker_image", "row_setup", "network", "command_timeout_s", "tool_timeout_s"),
+        *("docker_image", "row_setup", "check_in", "check_network", "env_from", "network"),
+        *("command_timeout_s", "tool_timeout_s"),
         *("command_memory_mb", "max_processes", "workspace_mb"),
         *("web_search_provider", "web_search_url", "web_allow"),
     ),

@@ -37,6 +37,7 @@ SEAM = (
     "config.run_config",
     "config.toolsets",
     "dataset.row",
+    "dataset.row_image",
     "dataset.row_setup",
     "dataset.scan",
     "errors",

@@ -42,6 +42,7 @@ SEAM = (
     "sandbox.cgroup",
     "sandbox.docker",
     "sandbox.factory",
+    "sandbox.image",
     "text",
     "tool",
     "toolbox",

@@ -76,6 +76,12 @@ class RunConfig(AgentOptions):
         {},
         "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
     )
+    rows: str | None = _running(
+        None,
+        "Kind of rows: harbor, r2e-gym, swe-bench, swe-rebench, swe-smith, or the path of a rows "
+        "file (docs/data.md).",
+        min_length=1,
+    )
     run_name: Annotated[str, AfterValidator(plain_name)] = _running(
         ..., "Name of the run; the same name resumes it.", max_length=120
     )
@@ -140,6 +146,18 @@ class RunConfig(AgentOptions):
     row_setup: bool = meaning(
         False,
         "Use each row's columns `files`, `setup`, `cwd` and `check`.",
+    )
+    check_in: Literal["same", "fresh"] = meaning(
+        "same",
+        "Where checks run: the workspace as the model left it, or the image with the diff applied.",
+    )
+    check_network: bool = meaning(
+        False,
+        "Give the checks of rows that ask for it network access.",
+    )
+    env_from: Names = meaning(
+        (),
+        "Variables of this machine that `env` of rows may name as ${NAME}.",
     )
     forks: bool = meaning(
         False,
@@ -284,6 +302,21 @@ class RunConfig(AgentOptions):
     )
     log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Level of run.log.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_options_of_rows(cls, values: Any) -> Any:
+        """Options that the rows file needs, unless they are given."""
+        name = values.get("rows") if isinstance(values, dict) else None
+        if not isinstance(name, str) or not name:
+            return values
+        from runs.sources.rows_file import OPTIONS, load_rows_file
+
+        known = cls.model_fields.keys() & {*OPTIONS}
+        if values.keys() >= known:
+            return values  # those of a run on disk, whose rows file may be gone
+        needed = load_rows_file(name).options
+        return {**{key: value for key, value in needed.items() if key in known}, **values}
+
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
         if self.models is not None and self.model != _DEFAULT_MODEL:
@@ -351,6 +384,10 @@ class RunConfig(AgentOptions):
             self.row_setup,
             self._image_use(),
             self.forks,
+            inside=False,
+            network=self.network,
+            check_network=self.check_network,
+            variables=frozenset(self.env_from),
         )
 
     @property

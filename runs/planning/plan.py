@@ -85,6 +85,7 @@ def make_plan(
         config.dataset_file,
         config.run_dir,
         columns=config.columns,
+        rows=config.rows,
         rules=rules,
         max_samples=config.max_samples,
         writes=writes,

@@ -27,6 +27,7 @@ import orjson
 from runs.dataset.row import RowRules
 from runs.errors import DatasetError, RunLocked
 from runs.sources.columns import Renaming
+from runs.sources.rows_file import RowsFile, load_rows_file
 from runs.sources.source import DataSource, source_of
 from runs.store.files import (
     alone_in,
@@ -63,6 +64,7 @@ def keep_dataset(
     run_dir: Path,
     *,
     columns: Mapping[str, str],
+    rows: str | None,
     rules: RowRules,
     max_samples: int | None,
     writes: bool,
@@ -76,11 +78,12 @@ def keep_dataset(
     reached.
     """
     source = source_of(name)
-    if source.plain_file is not None and not columns:
+    rows_file = None if rows is None else load_rows_file(rows)
+    if source.plain_file is not None and not columns and rows_file is None:
         return KeptDataset(source.plain_file)
     before = _sizes_and_times(source)
     files = _digests_of(source)
-    key = _key_of(source, files, columns)
+    key = _key_of(source, files, columns, rows_file)
     known = [_read(path) for path in sorted(run_dir.glob(f"dataset-{key}*.json"))]
     names = [f"dataset-{key}", *([f"dataset-{key}-{max_samples}"] if max_samples else [])]
     for stem in names:
@@ -97,14 +100,15 @@ def keep_dataset(
         "source": source.name,
         "revision": revision,
         "columns": dict(columns),
+        **({"rows": rows} if rows_file else {}),
         "files": files,
     }
     left_out: set[str] = set()
-    rows = rows_of_source(source, left_out, revision)
-    writer = _Writer(source, Renaming(columns), rules, max_samples, say)
+    found = rows_of_source(source, left_out, revision)
+    writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples, say)
 
     def write(directory: Path) -> KeptDataset:
-        path, written = writer.write(rows, directory, f"dataset-{key}")
+        path, written = writer.write(found, directory, f"dataset-{key}")
         if _sizes_and_times(source) != before:
             path.unlink()
             msg = f"{source.name}: changed while it was read; run the same command again"
@@ -285,9 +289,16 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
     return found
 
 
-def _key_of(source: DataSource, files: list[dict[str, Any]], columns: Mapping[str, str]) -> str:
+def _key_of(
+    source: DataSource,
+    files: list[dict[str, Any]],
+    columns: Mapping[str, str],
+    rows_file: RowsFile | None,
+) -> str:
     """12 hex digits over what is read and how. Where local files are does not count."""
     decides = [_FORMAT, source.name if source.hub else files, sorted(columns.items())]
+    if rows_file is not None:
+        decides.append(rows_file.digest)
     return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import orjson
 
-from runs.dataset.row_setup import Check, RowSetup
+from runs.dataset.row_check import Check
+from runs.dataset.row_setup import RowSetup
 from toolsets.builtin.command_result import shell_argv
 from toolsets.context import ToolContext
 from toolsets.errors import ToolError

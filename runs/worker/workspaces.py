@@ -33,7 +33,7 @@ class Workspaces:
         workspace = Workspace(self._setup.run_dir / "workspaces" / key.hex())
         return ToolContext(
             workspace,
-            self._sandbox_for(workspace, row.image),
+            self._sandbox_for(workspace, _image_of(row)),
             web=self._web,
             browsers=self._browsers,
             resumed=resumed,
@@ -50,7 +50,7 @@ class Workspaces:
             # What a conversation left whose journal was lost is not this one's, nor is what this
             # one left here before it went on elsewhere.
             await asyncio.to_thread(remove_tree, root)
-        if row.image is not None and (problem := await self._image_problem(row.image)):
+        if (image := _image_of(row)) and (problem := await self._image_problem(image)):
             raise SetupFailed(problem)
         if half_set_up(root).exists():
             await asyncio.to_thread(remove_tree, root)
@@ -67,7 +67,7 @@ class Workspaces:
             return None
         # Processes that the model left running could affect the check.
         await sandbox_of(context).stop()
-        judged = replace(context, sandbox=self._sandbox_for(context.workspace, row.image))
+        judged = replace(context, sandbox=self._sandbox_for(context.workspace, _image_of(row)))
         try:
             return await run_check(judged, row.setup.check)
         finally:
@@ -92,3 +92,7 @@ class Workspaces:
             network=config.network,
         )
         return make_sandbox(kind, workspace, limits, image=image or config.docker_image)
+
+
+def _image_of(row: RowTask) -> str | None:
+    return None if row.image is None else row.image.reference
