@@ -12,5 +12,6 @@ batch_api_model  a model whose calls are made by a Batch API
 replay           repeats the tool calls of a branch's parent
 workspaces       workspaces and sandboxes of tasks
 workspace_setup  files, commands and check of a row
+diff             what a conversation changed in a repository
 remote_journal   a journal that the parent writes
 """

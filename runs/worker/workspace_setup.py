@@ -21,7 +21,7 @@ from toolsets.text import clip
 _SHOWN = 2000
 """Maximum characters of a command's output in a record or message."""
 
-_NOT_PASSED: dict[str, Any] = {
+NOT_PASSED: dict[str, Any] = {
     "passed": False,
     "reward": 0.0,
     "exit_code": None,
@@ -65,7 +65,7 @@ async def run_check(context: ToolContext, check: Check) -> dict[str, Any]:
         await _write(context, check.files)
     except SetupFailed as error:
         # Files of the model are in the way, so the check fails.
-        return _NOT_PASSED | {"stderr": str(error)}
+        return NOT_PASSED | {"stderr": str(error)}
     result = await _run(context, check.command)
     passed = result.exit_code == 0
     reward = _reward(result.stdout)
