@@ -98,8 +98,11 @@ class Workspaces:
         context = self._inside(context, sandbox, root)
         mark = half_set_up(root)
         try:
-            if not kept:
+            if kept:
+                await self._made(sandbox)
+            else:
                 await asyncio.to_thread(mark.touch)
+                await asyncio.to_thread(sandbox.discard)
                 await self._made(sandbox)
                 if row.setup is not None:
                     await set_up_workspace(context, row.setup)
@@ -145,6 +148,7 @@ class Workspaces:
         )
         if (check.where or self._setup.config.check_in) == "same":
             sandbox = await self._sandbox_in_image(root, row, spec)
+            await self._made(sandbox)
             return self._inside(context, sandbox, root)
         patch = await asyncio.to_thread(patch_of, root)
         fresh = root.with_name(f"{root.name}.fresh")
@@ -196,7 +200,9 @@ class Workspaces:
     async def _image_problem(self, image: str) -> str | None:
         """Why a row's image cannot be run, checked once per image."""
         if image not in self._problems:
-            self._problems[image] = await asyncio.to_thread(docker_problem, image)
+            self._problems[image] = await asyncio.to_thread(
+                docker_problem, image, self._setup.config.container_engine
+            )
         return self._problems[image]
 
     def _sandbox_for(self, workspace: Workspace, row: RowTask) -> Sandbox | None:
@@ -204,7 +210,8 @@ class Workspaces:
         if kind is None:
             return None
         image = _image_of(row) or self._setup.config.docker_image
-        return make_sandbox(kind, workspace, self._limits(row), image=image)
+        engine = self._setup.config.container_engine
+        return make_sandbox(kind, workspace, self._limits(row), image=image, engine=engine)
 
     def _limits(self, row: RowTask) -> Limits:
         config, own = self._setup.config, row.limits
@@ -219,7 +226,13 @@ class Workspaces:
 
 def image_sandboxes(config: RunConfig, run_dir: Path) -> ImageSandboxes:
     """How the conversations of a run work in images."""
-    return ImageSandboxes(config.sandbox, images=config.images, layers=run_dir / "workspaces")
+    return ImageSandboxes(
+        config.sandbox,
+        run_dir=run_dir,
+        images=config.images if config.sandbox == "bwrap" else None,
+        engine=config.container_engine,
+        pull=config.pull,
+    )
 
 
 def _image_of(row: RowTask) -> str | None:
