@@ -330,9 +330,8 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
     """
     for path in listed(run_dir.workspaces):
         try:
-            if path.name.startswith(TEMPORARY):
-                path.unlink()
-            elif bytes.fromhex(path.name.partition(".")[0]) in settled:
+            name, _, _ = path.name.partition(".")
+            if path.name.startswith(TEMPORARY) or bytes.fromhex(name) in settled:
                 remove_tree(path)
         except (ValueError, OSError) as error:
             log.warning("not removed: %s: %s", path, error)

@@ -75,9 +75,6 @@ class SandboxOptions(AgentOptions):
         if self.sandbox == "local":
             msg = "workspace: an image needs --sandbox=bwrap or docker"
             raise ValueError(msg)
-        if self.sandbox == "bwrap" and self.images is None:
-            msg = "workspace: --sandbox=bwrap takes images from --images=DIR"
-            raise ValueError(msg)
         if self.workdir is not None and not self.workdir.startswith("/"):
             msg = "workdir: must be an absolute path"
             raise ValueError(msg)

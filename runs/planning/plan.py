@@ -75,6 +75,8 @@ def make_plan(
     _check_web(config, first)
     needs_sandbox = bool(first.sandboxed()) or config.row_setup or config.is_inside
     if needs_sandbox and (problem := _sandbox_problem(config)):
+        if config.is_inside:
+            raise ConfigError(problem)
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     script = _read_script(config.script_file)
     rules = config.row_rules(

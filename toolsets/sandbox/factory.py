@@ -101,7 +101,9 @@ class ImageSandboxes:
         """Return None if images can be used here, else one sentence that says what to do."""
         if problem := sandbox_problem(self._name, engine=self._engine):
             return problem
-        return None if self._store is None else self._store.problem()
+        if self._store is not None:
+            return self._store.problem()
+        return "--sandbox=bwrap takes images from --images=DIR" if self._name == "bwrap" else None
 
     def warning(self) -> str | None:
         """What makes images slow here; None if nothing does."""

@@ -31,11 +31,12 @@ from toolsets.sandbox.inside.boot import BOOT, framed
 from toolsets.sandbox.inside.namespaces import MEASURED
 from toolsets.sandbox.programs import program
 from toolsets.workspace.removal import remove_tree
-from toolsets.workspace.workspace import Workspace
+from toolsets.workspace.workspace import TEMPORARY, Workspace
 
 Layering = Literal["overlay", "copy"]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PROBE = ".probe"
 _PROBE_TIMEOUT_S = 30
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 
@@ -136,8 +137,9 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
     """Why the kernel mounts no overlay there, found by mounting one; None where it does."""
     with ExitStack() as stack:
         try:
-            tree = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=images)))
-            layer = Path(tempfile.mkdtemp(dir=layers))
+            tree = images / _PROBE
+            tree.mkdir(mode=0o700, exist_ok=True)
+            layer = Path(tempfile.mkdtemp(dir=layers, prefix=TEMPORARY))
             stack.callback(remove_tree, layer)
             tried = _launch(
                 ["python3", "-I", "-S", "-c", BOOT, "0", tree.name, layer.name],
