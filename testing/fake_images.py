@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 _MEDIA = "application/vnd.oci.image"
-_LEFT_OUT = ("__pycache__", "test", "tests", "idlelib", "lib2to3", "ensurepip", "tkinter")
+_CACHES = "__pycache__"
+_LEFT_OUT = ("test", "tests", "idlelib", "lib2to3", "ensurepip", "tkinter")
 _PROGRAMS = (
     *("bash", "sh", "env", "ls", "cat", "head", "tail", "sed", "grep", "mkdir", "rm", "cp", "mv"),
     *("touch", "id", "find", "sort", "wc", "chmod", "chown", "pwd", "dirname", "basename", "tr"),
@@ -129,9 +130,17 @@ def write_saved(
 
 
 def tree_of_programs(
-    root: Path, *, with_python: bool = True, with_git: bool = True, with_shell: bool = True
+    root: Path,
+    *,
+    with_python: bool = True,
+    with_git: bool = True,
+    with_shell: bool = True,
+    with_caches: bool = False,
 ) -> None:
-    """Make the root directory of an image with programs of this machine."""
+    """Make the root directory of an image with programs of this machine.
+
+    `with_caches`: with the compiled modules of Python, as most images have them.
+    """
     programs = {name: shutil.which(name) for name in _PROGRAMS}
     if with_git:
         programs["git"] = shutil.which("git")
@@ -157,7 +166,8 @@ def tree_of_programs(
     (root / "etc/group").write_text("root:x:0:\nagent:x:1234:\n")
     if with_python:
         own = root / str(libraries).lstrip("/")
-        skipped = shutil.ignore_patterns(*_LEFT_OUT, "config-*", "site-packages", "dist-packages")
+        left_out = [*_LEFT_OUT, *([] if with_caches else [_CACHES])]
+        skipped = shutil.ignore_patterns(*left_out, "config-*", "site-packages", "dist-packages")
         shutil.copytree(libraries, own, ignore=skipped, dirs_exist_ok=True)
         binary = root / str(python).lstrip("/")
         binary.parent.mkdir(parents=True, exist_ok=True)
