@@ -119,7 +119,7 @@ def _begun(label: str) -> int:
                    "{{.Names}}").split()  # fmt: skip
     tests = (
         subprocess.run(
-            ["podman", "exec", name, "cat", "/testbed/begun"], capture_output=True, check=False
+            ["podman", "exec", name, "cat", "/testbed/begun"], capture_output=True
         )
         for name in names
     )
