@@ -59,6 +59,7 @@ SEAM = (
     "run_lock",
     "sources.columns",
     "sources.kept_dataset",
+    "sources.rows_file",
     "sources.source",
     "store.checks",
     "store.checksum",

@@ -101,7 +101,7 @@ class TestPresets:
         assert check.tests is not None
 
     def test_there_is_a_row_for_each_preset(self) -> None:
-        assert {path.stem for path in DIRECTORY.glob("*.yaml")} == {*ROWS}
+        assert {path.stem for path in DIRECTORY.glob("*.yaml")} == {*ROWS, "harbor"}
 
     def test_swe_bench_takes_the_image_that_a_row_names(self) -> None:
         row = load_rows_file("swe-bench").row({**ROWS["swe-bench"], "image_name": "own:1"})
