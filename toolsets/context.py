@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.base import Sandbox
+from toolsets.workspace.files import Files
 from toolsets.workspace.removal import remove_tree
-from toolsets.workspace.workspace import Workspace
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class SharedBrowser(Held, Protocol):
 class ToolContext:
     """The first argument of a tool function."""
 
-    workspace: Workspace
+    workspace: Files
     """The files of the task. The directory is created when a tool first needs it."""
     sandbox: Sandbox | None = None
     """Runs commands; None if no enabled tool runs commands."""
@@ -63,7 +63,7 @@ class ToolContext:
         """The path of the workspace that the model sees."""
         if self.sandbox is not None:
             return self.sandbox.home
-        return self.workspace.aliases[0] if self.workspace.aliases else str(self.workspace.root)
+        return self.workspace.home
 
     def during(
         self, conversation: Sequence[Mapping[str, Any]], user_reply: str | None

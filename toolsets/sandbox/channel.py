@@ -30,6 +30,7 @@ _STOP_GRACE_S = 3.0
 _MAX_SAID = 300
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+FilePath = Annotated[str, Field(max_length=8192)]
 
 
 class Gone(Exception):
@@ -63,6 +64,13 @@ class Reply(BaseModel):
     plots: Annotated[list[Annotated[str, Field(max_length=_MAX_SAID)]], Field(max_length=100)] = []
     last_pid: Number | None = None
     full_mb: Number | None = None
+    error: Number | None = None
+    """The error number of a request about files."""
+    entries: list[tuple[FilePath, Literal["file", "dir", "link", "other"], Number]] = []
+    contents: list[tuple[Number, bytes | None]] = []
+    more: bool = False
+    seen: Number = 0
+    left_bytes: Number = 0
     stdout: tuple[bytes, bytes, Number] = (b"", b"", 0)
     stderr: tuple[bytes, bytes, Number] = (b"", b"", 0)
 

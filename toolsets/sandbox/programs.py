@@ -1,7 +1,8 @@
-"""The programs that run inside a sandbox, as one text that needs no file there."""
+"""The programs that run inside a sandbox, as one text, and the Python that runs them."""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -33,3 +34,13 @@ def program(main: str) -> str:
         if path.stem != "__init__":
             sources[f"{_PACKAGE}.{path.stem}"] = path.read_text()
     return _LOADER.format(sources=sources, package=_PACKAGE, main=main)
+
+
+def python_prefix() -> Path:
+    """Return where the running Python is installed, also when this is a virtual environment."""
+    return Path(sys.base_prefix)
+
+
+def python_bin() -> Path:
+    """Return the directory that holds that Python's `python3`."""
+    return python_prefix() / "bin"

@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -61,6 +61,11 @@ class Workspace:
         self.root = root.absolute()
         self.aliases = aliases
         self._closed = False
+
+    @property
+    def home(self) -> str:
+        """The path of the workspace that the model sees, where no sandbox says another."""
+        return self.aliases[0] if self.aliases else str(self.root)
 
     def make(self) -> None:
         """Create the directory unless it exists; raises `PathError` once closed.
@@ -147,6 +152,19 @@ class Workspace:
     def walk_files(self, path: str = ".") -> Iterator[str]:
         """Yield the paths of the regular files beneath a directory, sorted."""
         return (entry.path for entry in self.walk(path) if entry.kind == "file")
+
+    def contents(
+        self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield the wanted files beneath a directory with the first `max_bytes` of each.
+
+        Files without the bytes `literal` may be left out; here, none are.
+        """
+        for found in self.walk_files(path):
+            if is_wanted(found):
+                # Skips a file that was removed or replaced since it was listed.
+                with contextlib.suppress(PathError):
+                    yield found, self.read_bytes(found, max_bytes)
 
     @cached_property
     def prefixes(self) -> tuple[list[str], ...]:

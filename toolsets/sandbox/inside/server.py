@@ -19,7 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from toolsets.sandbox.inside.boot import LENGTH, framed
+from toolsets.sandbox.inside.boot import BOOT, LENGTH, framed
+from toolsets.sandbox.inside.file_requests import FileRequests
 from toolsets.sandbox.inside.job import Job
 from toolsets.sandbox.inside.processes import (
     HAS_PROC,
@@ -39,6 +40,7 @@ _CHECK_S = 1.0
 _MEMORY_CHECK_S = 0.1
 _FULL_CHECK_S = 0.2
 _IDLE_CHECK_S = 10.0
+_PROGRAMS = {"shell": "sh", "python": "python3"}
 
 
 class Server:
@@ -54,6 +56,7 @@ class Server:
         self._due = self._memory_due = 0.0
         self._before: set[int] = set()
         self._last_tick = 0
+        self._program: str | None = None
         wakeup, wake = os.pipe()
         for fd in (wakeup, wake):
             os.set_blocking(fd, False)
@@ -67,6 +70,8 @@ class Server:
         self._max_memory = begin["memory_mb"] << 20
         """0 where something else limits it."""
         self._home = begin["home"]
+        self._measured = begin["measured"]
+        self._files = FileRequests(self._home)
         self._start_dir = begin["start_dir"]
         os.chdir(self._home)
         for name, wanted in begin["rlimits"].items():
@@ -97,13 +102,16 @@ class Server:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         kind = request["kind"]
         reply: dict[str, Any] = {"id": request["id"]}
+        if kind == "files":
+            return reply | self._files.answer(request)
         since = ticks()
         # Ticks are coarse: what an earlier call started in this one is not this call's.
         self._before = {pid for pid, _ in descendants()} if since == self._last_tick else set()
         try:
             job = self._begin(request)
         except (FileNotFoundError, PermissionError) as error:
-            said = f"{request['argv'][0]}: {error.strerror}\n".encode()
+            name = request["argv"][0] if kind == "command" else _PROGRAMS[kind]
+            said = f"{name}: {error.strerror}\n".encode()
             code = 127 if isinstance(error, FileNotFoundError) else 126
             return {**reply, "exit_code": code, "stderr": [_encoded(said), "", len(said)]}
         except OSError as error:
@@ -149,13 +157,11 @@ class Server:
             with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
                 os.chdir(self._start_dir)
         code = request["code"]
+        # Of an image's own Python; sent once, since it is long.
+        self._program = request.get("program", self._program)
         if kind == "python":
             if job is None:
-                # Only here, since many tasks run no Python.
-                from toolsets.sandbox.inside.kernel import run_cells
-
-                program = partial(run_cells, CONTROL, request["max_chars"])
-                job = self._add(kind, Job(self, program, control_at=CONTROL))
+                job = self._add(kind, self._interpreter(request["max_chars"]))
             job.send(framed(code))
             return job
         shell = BASH if has_bash() else SH
@@ -165,6 +171,17 @@ class Server:
             code = in_background(code, request["output_file"])
         job.send(shell.encode(code))
         return job
+
+    def _interpreter(self, max_chars: int) -> Job:
+        if self._program is not None:
+            argv = [_PROGRAMS["python"], "-c", BOOT, str(CONTROL), str(max_chars)]
+            job = Job(self, argv, control_at=CONTROL)
+            job.send(framed(self._program))
+            return job
+        # Only here, since many tasks run no Python.
+        from toolsets.sandbox.inside.kernel import run_cells
+
+        return Job(self, partial(run_cells, CONTROL, max_chars), control_at=CONTROL)
 
     def _add(self, kind: str, job: Job) -> Job:
         self._jobs[kind] = job
@@ -287,7 +304,7 @@ class Server:
 
     def _measure(self) -> None:
         begun = time.monotonic()
-        self._size_bytes = size_of(self._home)
+        self._size_bytes = size_of(self._measured)
         now = time.monotonic()
         # A large workspace is looked at less often, to take at most a twentieth of the time.
         self._due = now + max(_CHECK_S, 20 * (now - begun))
