@@ -9,7 +9,8 @@ from typing import Any
 
 from runs.dataset.row import RowTask
 from runs.protocol.worker_setup import WorkerSetup
-from runs.worker.workspace_setup import SetupFailed, half_set_up, run_check, set_up_workspace
+from runs.worker.check import run_check
+from runs.worker.workspace_setup import SetupFailed, half_set_up, set_up_workspace
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
@@ -67,11 +68,14 @@ class Workspaces:
             return None
         # Processes that the model left running could affect the check.
         await sandbox_of(context).stop()
-        judged = replace(context, sandbox=self._sandbox_for(context.workspace, _image_of(row)))
-        try:
-            return await run_check(judged, row.setup.check)
-        finally:
-            await judged.close(remove=False)
+        check = row.setup.check
+
+        def open_as(user: str | None) -> ToolContext:
+            timeout_s = check.timeout_s or self._setup.config.command_timeout_s
+            sandbox = self._sandbox_for(context.workspace, _image_of(row), timeout_s=timeout_s)
+            return replace(context, sandbox=sandbox)
+
+        return await run_check(check, open_as)
 
     async def _image_problem(self, image: str) -> str | None:
         """Why a row's image cannot be run, checked once per image."""
@@ -79,13 +83,15 @@ class Workspaces:
             self._images[image] = await asyncio.to_thread(docker_problem, image)
         return self._images[image]
 
-    def _sandbox_for(self, workspace: Workspace, image: str | None) -> Sandbox | None:
+    def _sandbox_for(
+        self, workspace: Workspace, image: str | None, *, timeout_s: float | None = None
+    ) -> Sandbox | None:
         kind = self._setup.provenance.sandbox
         if kind is None:
             return None
         config = self._setup.config
         limits = Limits(
-            timeout_s=config.command_timeout_s,
+            timeout_s=timeout_s or config.command_timeout_s,
             memory_mb=config.command_memory_mb,
             processes=config.max_processes,
             workspace_mb=config.workspace_mb,
