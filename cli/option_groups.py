@@ -28,7 +28,8 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Tools and sandbox": (
         *("enabled_toolsets", "disabled_toolsets", "distribution", "tools", "mcp", "sandbox"),
-        *("docker_image", "row_setup", "check_in", "check_network", "env_from", "network"),
+        *("workspace", "workdir", "images", "docker_image", "container_engine", "pull"),
+        *("row_setup", "check_in", "check_network", "env_from", "network"),
         *("command_timeout_s", "tool_timeout_s"),
         *("command_memory_mb", "max_processes", "workspace_mb"),
         *("web_search_provider", "web_search_url", "web_allow"),

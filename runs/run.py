@@ -316,7 +316,7 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
         try:
             if path.name.startswith(TEMPORARY):
                 path.unlink()
-            elif bytes.fromhex(path.name.removesuffix(".half")) in settled:
+            elif bytes.fromhex(path.name.partition(".")[0]) in settled:
                 remove_tree(path)
         except (ValueError, OSError) as error:
             log.warning("not removed: %s: %s", path, error)

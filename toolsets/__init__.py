@@ -43,6 +43,7 @@ SEAM = (
     "sandbox.docker",
     "sandbox.factory",
     "sandbox.image",
+    "sandbox.image_files",
     "text",
     "tool",
     "toolbox",

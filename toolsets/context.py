@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from toolsets.errors import ToolError
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.base import Sandbox
 from toolsets.workspace.files import Files
-from toolsets.workspace.removal import remove_tree
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +99,6 @@ class ToolContext:
 
     def _remove(self) -> None:
         try:
-            remove_tree(self.workspace.root)
-        except OSError as error:
+            self.workspace.remove()
+        except (OSError, ToolError) as error:
             _log.warning("workspace %s was not removed: %s", self.workspace.root, error)

@@ -25,6 +25,7 @@ from runs.run_lock import refuse_held
 from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
+from toolsets.mcp.mcp_settings import WORKSPACE
 from toolsets.sandbox.cgroup import can_bound_memory
 from toolsets.sandbox.factory import sandbox_problem
 
@@ -72,8 +73,8 @@ def make_plan(
     setups = set_up_models(config, known)
     first = next(iter(setups.values()))
     _check_web(config, first)
-    needs_sandbox = bool(first.sandboxed()) or config.row_setup
-    if needs_sandbox and (problem := sandbox_problem(config.sandbox, image=config.docker_image)):
+    needs_sandbox = bool(first.sandboxed()) or config.row_setup or config.is_inside
+    if needs_sandbox and (problem := _sandbox_problem(config)):
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     script = _read_script(config.script_file)
     rules = config.row_rules(
@@ -113,6 +114,21 @@ def make_plan(
         dataset=dataset,
         scan=scan,
     )
+
+
+def _sandbox_problem(config: RunConfig) -> str | None:
+    """Why the sandbox of a run does not work here."""
+    if not config.is_inside:
+        return sandbox_problem(config.sandbox, image=config.docker_image)
+    for name, server in (config.mcp or {}).items():
+        if server.mentions_workspace():
+            return (
+                f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
+                "an image is not"
+            )
+    from runs.worker.workspaces import image_sandboxes  # only here: most runs use no images
+
+    return image_sandboxes(config, config.run_dir).problem()
 
 
 def _keep_dataset(config: RunConfig) -> None:

@@ -12,6 +12,7 @@ batch_api_model  a model whose calls are made by a Batch API
 replay           repeats the tool calls of a branch's parent
 workspaces       workspaces and sandboxes of tasks
 workspace_setup  files and commands of a row
+diff             what a conversation changed in a repository
 check            the check of a row
 test_outcomes    which tests passed, from the output of a check
 remote_journal   a journal that the parent writes

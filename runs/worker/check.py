@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -37,7 +37,7 @@ done
 """
 """Removes files, makes their directories, and sets the mode of these."""
 
-Open = Callable[[str | None], ToolContext]
+Open = Callable[[str | None], Awaitable[ToolContext]]
 """Opens the workspace for the check as a user of its image; None: as the conversation's."""
 
 
@@ -55,7 +55,7 @@ async def run_check(check: Check, open_as: Open) -> dict[str, Any]:
     `tests` and `rewards` where the check has them. Raises `SetupFailed` if it could not run at
     all, `CheckFailed` if it gave no reward.
     """
-    prepared = open_as("root" if check.user else None)
+    prepared = await open_as("root" if check.user else None)
     try:
         problem = await _prepare(prepared, check)
         if problem is None and not check.user:
@@ -63,8 +63,8 @@ async def run_check(check: Check, open_as: Open) -> dict[str, Any]:
     finally:
         await sandbox_of(prepared).stop()
     if problem is not None:
-        return _not_passed(stderr=problem)
-    context = open_as(check.user)
+        return not_passed(problem)
+    context = await open_as(check.user)
     try:
         return await _run(context, check)
     finally:
@@ -219,7 +219,8 @@ def _printed_reward(stdout: str) -> float | None:
     return None
 
 
-def _not_passed(*, stderr: str) -> dict[str, Any]:
+def not_passed(stderr: str) -> dict[str, Any]:
+    """The result of a check that what the model did made impossible."""
     return {
         "passed": False,
         "reward": 0.0,

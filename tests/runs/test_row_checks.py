@@ -31,7 +31,7 @@ def judged(root: Path, check: dict[str, Any]) -> dict[str, Any]:
     assert found is not None
     workspace = Workspace(root)
 
-    def open_as(user: str | None) -> ToolContext:
+    async def open_as(user: str | None) -> ToolContext:
         return ToolContext(workspace, make_sandbox("local", workspace, Limits()))
 
     return asyncio.run(run_check(found, open_as))
@@ -207,7 +207,10 @@ class TestOutcomes:
         assert list(self.wrong(bad, output)) == ["TestB/c"]
 
     def test_a_check_reads_the_log_or_what_was_printed(self, tmp_path: Path) -> None:
-        tests = {"patterns": ["^(?P<status>[A-Z]+) (?P<name>.+)$"], "pass": ["a", "b"]}
+        tests: dict[str, Any] = {
+            "patterns": ["^(?P<status>[A-Z]+) (?P<name>.+)$"],
+            "pass": ["a", "b"],
+        }
         printed = judged(
             tmp_path / "w", {"command": "echo PASSED a; echo PASSED b; false", "tests": tests}
         )

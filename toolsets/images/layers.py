@@ -80,9 +80,9 @@ class Unpacking:
             if not path.exists():
                 path.mkdir()
                 self._modes[name] = 0o1777 if name == "tmp" else 0o755
-        for path, mode in sorted(self._modes.items(), reverse=True):
+        for made, mode in sorted(self._modes.items(), reverse=True):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                directory = self._root / path
+                directory = self._root / made
                 if not directory.is_symlink():
                     directory.chmod(mode)
 

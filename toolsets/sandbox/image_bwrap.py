@@ -87,13 +87,25 @@ class BwrapImageSandbox(BwrapSandbox):
         """Images only run in sandboxes that are forked."""
         raise SandboxError("images need sandboxes that can be forked; see run.log")
 
+    def is_kept(self) -> bool:
+        """See `ImageSandbox`."""
+        return self._workspace.root.exists()
+
+    def make(self) -> None:
+        """See `ImageSandbox`."""
+        root, images = self._workspace.root, self._image.path.parent
+        if layering_of(root.parent, images) == "copy":
+            self._workspace.make()
+            _copy(self._image.rootfs, root)
+
+    def discard(self) -> None:
+        """See `ImageSandbox`: what is kept is in the workspace's directory."""
+
     def template(self) -> Template:
         """See `ServedSandbox`."""
         layers, network = self._workspace.root.parent, self._network
         images = self._image.path.parent
         layering = layering_of(layers, images)
-        if layering == "copy":
-            _copy(self._image.rootfs, self._workspace.root)
         return Template(
             key=("bwrap-image", layers, images, network),
             is_confined=True,

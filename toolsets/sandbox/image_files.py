@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from toolsets.errors import HOST_ERRNOS, HostError, describe
-from toolsets.sandbox.base import SandboxError
+from toolsets.sandbox.base import Sandbox, SandboxError
 from toolsets.sandbox.channel import Reply
 from toolsets.workspace.workspace import FileEntry, PathError, Workspace
 
@@ -27,12 +27,17 @@ _MAX_PATH_CHARS = 4096
 _FORBIDDEN = "the sandbox said what it may not"
 
 
-class FileServer(Protocol):
-    """A sandbox that answers requests about its files."""
+class ImageSandbox(Sandbox, Protocol):
+    """A sandbox in an image: the files are inside, and what changes lasts until it is discarded."""
 
-    @property
-    def home(self) -> str:
-        """The path of the workspace inside."""
+    def is_kept(self) -> bool:
+        """Whether what an earlier sandbox of this conversation changed is still there."""
+
+    def make(self) -> None:
+        """Prepare what is kept, where that takes time; may be repeated."""
+
+    def discard(self) -> None:
+        """Remove what is kept; the sandbox must have been stopped."""
 
     async def ask_files(self, request: dict[str, Any]) -> Reply:
         """Make one request; see `toolsets.sandbox.inside.file_requests`."""
@@ -41,7 +46,7 @@ class FileServer(Protocol):
 class ImageFiles:
     """See `Files`. A request waits for a command that runs."""
 
-    def __init__(self, kept: Workspace, sandbox: FileServer) -> None:
+    def __init__(self, kept: Workspace, sandbox: ImageSandbox) -> None:
         """`kept` is where what changes in the image is. To be made in the sandbox's event loop."""
         self._kept = kept
         self._sandbox = sandbox
@@ -69,6 +74,11 @@ class ImageFiles:
     def close(self) -> None:
         """See `Files`."""
         self._kept.close()
+
+    def remove(self) -> None:
+        """See `Files`."""
+        self._sandbox.discard()
+        self._kept.remove()
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """See `Files`."""

@@ -31,6 +31,9 @@ class Files(Protocol):
     def close(self) -> None:
         """Refuse all further access."""
 
+    def remove(self) -> None:
+        """Remove all that is kept."""
+
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """Return the first `max_bytes` of a regular file."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from toolsets.errors import HOST_ERRNOS, HostError, ToolError, describe
+from toolsets.workspace.removal import remove_tree
 
 _MAX_PATH_CHARS = 4096
 _MAX_DEPTH = 255
@@ -83,6 +84,10 @@ class Workspace:
     def close(self) -> None:
         """Refuse all further access: a late thread must not create the directory again."""
         self._closed = True
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it."""
+        remove_tree(self.root)
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """Return the first `max_bytes` of a regular file.
