@@ -27,7 +27,7 @@ from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
 from toolsets.sandbox.cgroup import can_bound_memory
-from toolsets.sandbox.factory import sandbox_problem
+from toolsets.sandbox.factory import ImageSandboxes, sandbox_problem
 
 _BAD_ROWS_SHOWN = 20
 
@@ -119,16 +119,22 @@ def make_plan(
 def _sandbox_problem(config: RunConfig) -> str | None:
     """Why the sandbox of a run does not work here."""
     if not config.is_inside:
-        return sandbox_problem(config.sandbox, image=config.docker_image)
+        return sandbox_problem(
+            config.sandbox, image=config.docker_image, engine=config.container_engine
+        )
     for name, server in (config.mcp or {}).items():
         if server.mentions_workspace():
             return (
                 f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
                 "an image is not"
             )
+    return _sandboxes(config).problem()
+
+
+def _sandboxes(config: RunConfig) -> ImageSandboxes:
     from runs.worker.workspaces import image_sandboxes  # only here: most runs use no images
 
-    return image_sandboxes(config, config.run_dir).problem()
+    return image_sandboxes(config, config.run_dir)
 
 
 def _keep_dataset(config: RunConfig) -> None:
@@ -230,6 +236,12 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
                 "replies and the API key; use https"
             )
 
+    if (
+        plan.sandbox is not None
+        and plan.config.is_inside
+        and (slow := _sandboxes(plan.config).warning())
+    ):
+        say(slow)
     if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
         say(
             f"warning: sandbox {plan.sandbox}: cannot create a control group, so memory is checked "

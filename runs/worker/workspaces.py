@@ -93,8 +93,11 @@ class Workspaces:
         context = self._inside(context, sandbox, root)
         mark = half_set_up(root)
         try:
-            if not kept:
+            if kept:
+                await self._made(sandbox)
+            else:
                 await asyncio.to_thread(mark.touch)
+                await asyncio.to_thread(sandbox.discard)
                 await self._made(sandbox)
                 if row.setup is not None:
                     await set_up_workspace(context, row.setup)
@@ -145,7 +148,9 @@ class Workspaces:
             return replace(context, workspace=workspace, sandbox=sandbox, held={})
         spec = self._spec_of(row)
         spec = replace(spec, user=user or spec.user, network=check.network or spec.network)
-        return self._inside(context, await self._sandbox_in_image(root, row, spec, limits), root)
+        sandbox = await self._sandbox_in_image(root, row, spec, limits)
+        await self._made(sandbox)
+        return self._inside(context, sandbox, root)
 
     async def _fresh(self, context: ToolContext, row: RowTask, root: Path) -> Path:
         """Make a workspace in `root`: the image, set up as the row says, with the diff applied.
@@ -205,7 +210,9 @@ class Workspaces:
     async def _image_problem(self, image: str) -> str | None:
         """Why a row's image cannot be run, checked once per image."""
         if image not in self._problems:
-            self._problems[image] = await asyncio.to_thread(docker_problem, image)
+            self._problems[image] = await asyncio.to_thread(
+                docker_problem, image, self._setup.config.container_engine
+            )
         return self._problems[image]
 
     def _sandbox_for(
@@ -215,7 +222,9 @@ class Workspaces:
         if kind is None:
             return None
         image = _image_of(row) or self._setup.config.docker_image
-        return make_sandbox(kind, workspace, limits or self._limits(row), image=image)
+        engine = self._setup.config.container_engine
+        limits = limits or self._limits(row)
+        return make_sandbox(kind, workspace, limits, image=image, engine=engine)
 
     def _limits(self, row: RowTask) -> Limits:
         config, own = self._setup.config, row.limits
@@ -230,7 +239,13 @@ class Workspaces:
 
 def image_sandboxes(config: RunConfig, run_dir: Path) -> ImageSandboxes:
     """How the conversations of a run work in images."""
-    return ImageSandboxes(config.sandbox, images=config.images, layers=run_dir / "workspaces")
+    return ImageSandboxes(
+        config.sandbox,
+        run_dir=run_dir,
+        images=config.images if config.sandbox == "bwrap" else None,
+        engine=config.container_engine,
+        pull=config.pull,
+    )
 
 
 def _image_of(row: RowTask) -> str | None:

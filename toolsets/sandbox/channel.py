@@ -64,6 +64,8 @@ class Reply(BaseModel):
     plots: Annotated[list[Annotated[str, Field(max_length=_MAX_SAID)]], Field(max_length=100)] = []
     last_pid: Number | None = None
     full_mb: Number | None = None
+    size: Number = 0
+    """That of the workspace at the start, where it is asked for."""
     error: Number | None = None
     """The error number of a request about files."""
     entries: list[tuple[FilePath, Literal["file", "dir", "link", "other"], Number]] = []

@@ -73,6 +73,11 @@ class ServedSandbox(ABC):
         return False
 
     @property
+    def keeps_its_size(self) -> bool:
+        """Whether the size at the first start does not count: it is that of an image."""
+        return False
+
+    @property
     def measured(self) -> str:
         """The path inside of what counts as the workspace's size."""
         return self.home
@@ -258,6 +263,7 @@ class ServedSandbox(ABC):
             "output_bytes": limits.output_bytes,
             "workspace_mb": limits.workspace_mb,
             "rlimits": rlimits,
+            "baseline": self._workspace.baseline() if self.keeps_its_size else 0,
         }
         group = self.group()
         is_limited = not self.watches_memory or (group is not None and group.limits_memory)
@@ -295,7 +301,9 @@ class ServedSandbox(ABC):
         self, channel: Channel, terms: Mapping[str, Any], program: str | None = None
     ) -> None:
         try:
-            await channel.begin(terms, _START_TIMEOUT_S, program)
+            reply = await channel.begin(terms, _START_TIMEOUT_S, program)
+            if terms["baseline"] is None:
+                self._workspace.keep_baseline(reply.size)
         except asyncio.CancelledError:
             await channel.close(grace_s=0)
             raise

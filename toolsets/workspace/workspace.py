@@ -30,6 +30,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Kind = Literal["file", "dir", "link", "other"]
 
+_BASELINE = "baseline"
+
 TEMPORARY = ".tmp-"
 """Prefix of files that are being written, before they are moved into a workspace."""
 
@@ -80,6 +82,17 @@ class Workspace:
         except (FileNotFoundError, NotADirectoryError) as error:
             msg = f"{self.root.parent}: the directory of the workspaces has vanished"
             raise HostError(msg) from error
+
+    def baseline(self) -> int | None:
+        """The size of what an image had at the start, in bytes; None before that is known."""
+        try:
+            return int((self.root / _BASELINE).read_text(encoding="ascii"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def keep_baseline(self, size: int) -> None:
+        """Keep the size at the start, for sandboxes that continue."""
+        (self.root / _BASELINE).write_text(str(size), encoding="ascii")
 
     def close(self) -> None:
         """Refuse all further access: a late thread must not create the directory again."""

@@ -79,7 +79,11 @@ class Server:
             hard = resource.getrlimit(kind)[1]
             limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(kind, (limit, limit))
-        self._reply({"id": 0})
+        self._baseline = begin["baseline"]
+        """The bytes that do not count: those of an image; None: those that are there now."""
+        if self._baseline is None:
+            self._baseline = size_of(self._measured)
+        self._reply({"id": 0, "size": self._baseline})
 
     def serve(self) -> None:
         """Answer requests until the host is gone, which ends this process and all its own."""
@@ -304,7 +308,7 @@ class Server:
 
     def _measure(self) -> None:
         begun = time.monotonic()
-        self._size_bytes = size_of(self._measured)
+        self._size_bytes = size_of(self._measured) - self._baseline
         now = time.monotonic()
         # A large workspace is looked at less often, to take at most a twentieth of the time.
         self._due = now + max(_CHECK_S, 20 * (now - begun))
