@@ -77,7 +77,7 @@ def _described(
 
     rules = RowRules()
     if kind is not None:
-        rules = RowRules(with_setup=True, image="allowed", inside=True)
+        rules = RowRules(with_setup=True, image="allowed", inside=True, check_in="fresh")
     kinds: dict[str, Counter[str]] = {}
     reasons = Counter[str]()
     first_places: dict[str, str] = {}

@@ -349,6 +349,7 @@ class RunConfig(SandboxOptions):
             self.forks,
             inside=self.is_inside,
             network=self.network,
+            check_in=self.check_in,
             check_network=self.check_network,
             variables=frozenset(self.env_from),
         )

@@ -126,7 +126,7 @@ class Workspaces:
             return await self._judging(context, row, check, judged, user)
 
         try:
-            if self._in_images and (check.where or self._setup.config.check_in) == "fresh":
+            if check.where == "fresh":
                 judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
             return await run_check(check, open_as)
         except DiffError as error:

@@ -93,7 +93,7 @@ def test_a_task_with_all_that_is_supported(tmp_path: Path) -> None:
     assert check.reward_files == ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
     assert (check.user, check.network, check.timeout_s) == ("root", True, 300)
     assert check.env == {"C": "3"}
-    assert check.where is None
+    assert check.where == "same"
     row = load_rows_file("harbor").row(HarborTask(tmp_path / "full").row())
     assert row["metadata"] == {"difficulty": "easy", "made": "2026-01-02"}
     assert "the solution" not in json.dumps(row)

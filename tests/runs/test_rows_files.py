@@ -17,7 +17,7 @@ from tests.playing import say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.sandbox.image import ImageSpec
 
-INSIDE = RowRules(with_setup=True, image="needed", inside=True)
+INSIDE = RowRules(with_setup=True, image="needed", inside=True, check_in="fresh")
 
 ROWS: dict[str, dict[str, Any]] = {
     "swe-bench": {
