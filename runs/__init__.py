@@ -58,6 +58,7 @@ SEAM = (
     "run_dir",
     "run_lock",
     "sources.columns",
+    "sources.harbor",
     "sources.kept_dataset",
     "sources.rows_file",
     "sources.source",

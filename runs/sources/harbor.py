@@ -23,6 +23,7 @@ from runs.dataset.row import ERROR_COLUMN
 TASK_FILE = "task.toml"
 
 _MAX_TESTS_BYTES = 64 << 20
+_BUILD_TIMEOUT_S = 600.0
 
 _COMPOSE = re.compile(r"(docker-)?compose([.-][\w.-]+)?\.ya?ml")
 
@@ -78,6 +79,12 @@ class HarborTask(NamedTuple):
             digest.update(content)
         return f"localhost/harbor/{name}:{digest.hexdigest()}"
 
+    @property
+    def build_timeout_s(self) -> float:
+        """How long its image may take to be built."""
+        raw = self._settings().get("environment", {}).get("build_timeout_sec", _BUILD_TIMEOUT_S)
+        return float(raw) if isinstance(raw, int | float) and raw > 0 else _BUILD_TIMEOUT_S
+
     def row(self) -> dict[str, Any]:
         """The row of the task, or its id and why it cannot run."""
         try:
@@ -98,7 +105,7 @@ class HarborTask(NamedTuple):
         return {"id": self.path.name, ERROR_COLUMN: f"{place}: {reason}"}
 
     def _row(self) -> dict[str, Any]:
-        task = tomllib.loads(self._content(TASK_FILE).decode())
+        task = self._settings()
         for table in ("environment", "agent", "verifier"):
             if not isinstance(task.get(table, {}), dict):
                 raise _Refused("must be a table", (table,))
@@ -120,6 +127,9 @@ class HarborTask(NamedTuple):
             row["check_user"] = user
         row["instruction"], canary = self._instruction()
         return {**row, "canary": canary} if canary else row
+
+    def _settings(self) -> dict[str, Any]:
+        return tomllib.loads(self._content(TASK_FILE).decode())
 
     def _refuse_unsupported(self, task: Mapping[str, Any]) -> None:
         for keys, what in _UNSUPPORTED.items():

@@ -14,6 +14,5 @@ workspaces       workspaces and sandboxes of tasks
 workspace_setup  files and commands of a row
 diff             what a conversation changed in a repository
 check            the check of a row
-test_outcomes    which tests passed, from the output of a check
 remote_journal   a journal that the parent writes
 """

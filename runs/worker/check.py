@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from runs.dataset.row_check import Check
-from runs.worker.test_outcomes import PatternTimeout, outcomes, wrong_outcomes
+from runs.dataset.test_outcomes import PatternTimeout, outcomes, wrong_outcomes
 from runs.worker.workspace_setup import SetupFailed, run_command, write_files
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from runs.dataset.row_check import Outcomes, read_check
+from runs.dataset.test_outcomes import MISSING, outcomes, wrong_outcomes
 from runs.sources.rows_file import load_rows_file
 from runs.worker.check import CheckFailed, run_check
-from runs.worker.test_outcomes import MISSING, outcomes, wrong_outcomes
 from testing.fake_endpoint import FakeEndpoint
 from tests.playing import say
 from tests.running import SCRIPTED, lines, run, write_rows
