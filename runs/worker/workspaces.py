@@ -241,7 +241,7 @@ def image_sandboxes(config: RunConfig, run_dir: Path) -> ImageSandboxes:
     """How the conversations of a run work in images."""
     return ImageSandboxes(
         config.sandbox,
-        run_dir=run_dir,
+        run_dir=run_dir.absolute(),
         images=config.images if config.sandbox == "bwrap" else None,
         engine=config.container_engine,
         pull=config.pull,
