@@ -176,7 +176,7 @@ class ImageFiles:
             return HostError(f"workspace: {describe(failed)}")
         if number == errno.ENOENT:
             return PathError(f"path {path!r} does not exist")
-        if number in (errno.ENOTDIR, errno.ELOOP):
+        if number in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
             return PathError(f"path {path!r} is not a directory, or passes through a file")
         if number == errno.EISDIR:
             return PathError(f"path {path!r} is a directory")

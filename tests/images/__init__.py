@@ -1,0 +1,7 @@
+"""Working in container images.
+
+test_layers         layers that are hostile, damaged or of other formats
+test_image_files    files inside, as the file tools use them
+test_image_sandbox  commands in an image, and what they cannot reach
+test_image_runs     runs whose rows name images: checks, diffs, kills and resumes
+"""
