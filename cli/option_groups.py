@@ -55,7 +55,9 @@ OF_CONVERSATIONS = "Conversations (a row can set most of these in its column age
 OF_STARTS = "This start"
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
-    "Commands to run": ("run", "look", "estimate", "fork", "import_hermes", "merge"),
+    "Commands to run": (
+        *("run", "look", "build_images", "estimate", "fork", "import_hermes", "merge"),
+    ),
     "Commands to inspect": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
     "Commands to list what is available": ("tools", "distributions", "endpoints", "errors"),

@@ -29,6 +29,7 @@ _PROGRAMS = (
     *("bash", "sh", "env", "ls", "cat", "head", "tail", "sed", "grep", "mkdir", "rm", "cp", "mv"),
     *("touch", "id", "find", "sort", "wc", "chmod", "chown", "pwd", "dirname", "basename", "tr"),
     *("cut", "true", "false", "sleep", "ln", "dd", "stat", "mknod", "uname", "date"),
+    *("tar", "xargs"),
 )
 MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 

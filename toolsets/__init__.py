@@ -35,6 +35,7 @@ SEAM = (
     "errors",
     "exact_json",
     "extras",
+    "images.image_error",
     "mcp.mcp_settings",
     "mcp.servers",
     "net.web_settings",

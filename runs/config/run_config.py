@@ -276,11 +276,9 @@ class RunConfig(SandboxOptions):
             return values
         from runs.sources.rows_file import OPTIONS, load_rows_file
 
-        known = cls.model_fields.keys() & {*OPTIONS}
-        if values.keys() >= known:
+        if values.keys() >= {*OPTIONS}:
             return values  # those of a run on disk, whose rows file may be gone
-        needed = load_rows_file(name).options
-        return {**{key: value for key, value in needed.items() if key in known}, **values}
+        return {**load_rows_file(name).options, **values}
 
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
@@ -351,6 +349,7 @@ class RunConfig(SandboxOptions):
             self.forks,
             inside=self.is_inside,
             network=self.network,
+            check_in=self.check_in,
             check_network=self.check_network,
             variables=frozenset(self.env_from),
         )

@@ -13,6 +13,7 @@ from agent.models.scripted import parse_script
 from agent.options import ROW_COLUMN, AgentOptions, of_row
 from agent.state.history import plain_message
 from agent.state.trajectory import Trajectory
+from runs.dataset.row_check import CheckPlace
 from runs.dataset.row_fork import FORK_COLUMN, Fork, read_fork
 from runs.dataset.row_image import (
     IMAGE_COLUMNS,
@@ -91,6 +92,8 @@ class RowRules:
     """Commands may reach the network."""
     check_network: bool = False
     """Checks may reach the network, if their rows ask for it."""
+    check_in: CheckPlace = "same"
+    """Where checks run whose rows do not say it."""
     variables: frozenset[str] = frozenset()
     """The variables of this machine that rows may name."""
 
@@ -155,6 +158,7 @@ class RowRules:
         return read_row_setup(
             columns,
             inside=self.inside,
+            check_in=self.check_in,
             check_network=self.check_network,
             variables=self.variables,
         )

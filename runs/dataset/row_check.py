@@ -62,7 +62,7 @@ class Check(NamedTuple):
     timeout_s: float | None = None
     env: Mapping[str, str] = {}
     where: CheckPlace | None = None
-    """None: as the run says."""
+    """None where there is no image; the key `in`."""
     user: str | None = None
     network: bool = False
 

@@ -136,18 +136,20 @@ def read_flag(raw: Any, name: str) -> bool | None:
     raise ValueError(msg)
 
 
-def asked_of_the_run(columns: Mapping[str, Any]) -> dict[str, int]:
-    """What a row asks for that the run may refuse: 1 for each wish, or a number of megabytes."""
+def add_asked(asked: dict[str, int], columns: Mapping[str, Any]) -> None:
+    """Add what a row asks for that the run may refuse.
+
+    `network` and `check.network` are numbers of rows, `limits.memory_mb` and `limits.disk_mb` the
+    largest that any row asks for.
+    """
     check = columns.get("check")
-    limits = columns.get("limits")
-    asked = {
-        "network": columns.get("network") is True,
-        "check.network": isinstance(check, dict) and check.get("network") is True,
-    }
-    sizes = limits if isinstance(limits, dict) else {}
-    return {name: 1 for name, is_asked in asked.items() if is_asked} | {
-        f"limits.{name}": int(sizes[name]) for name in _LIMITS if sizes.get(name) is not None
-    }
+    wishes = {"network": columns, "check.network": check if isinstance(check, dict) else {}}
+    for name, place in wishes.items():
+        if place.get("network") is True:
+            asked[name] = asked.get(name, 0) + 1
+    for name, size in read_limits(columns.get("limits"))._asdict().items():
+        if size is not None:
+            asked[f"limits.{name}"] = max(size, asked.get(f"limits.{name}", 0))
 
 
 def _reference(columns: Mapping[str, Any]) -> str | None:

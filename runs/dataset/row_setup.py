@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from runs.dataset.row_check import Check, read_check
+from runs.dataset.row_check import Check, CheckPlace, read_check
 from runs.dataset.row_files import absolute_path, read_directory, read_files
 
 COLUMNS = ("files", "setup", "cwd", "check")
@@ -34,13 +34,15 @@ def read_row_setup(
     columns: Mapping[str, Any],
     *,
     inside: bool = False,
+    check_in: CheckPlace = "same",
     check_network: bool = False,
     variables: Collection[str] = (),
 ) -> RowSetup:
     """Read the columns of a row. Raises `ValueError` with the reason if they are invalid.
 
-    `inside`: the workspace is a directory of the row's image. `check_network`: the run allows
-    checks the network. `variables`: the variables of this machine that rows may name.
+    `inside`: the workspace is a directory of the row's image. `check_in`: where checks run that do
+    not say it. `check_network`: the run allows checks the network. `variables`: the variables of
+    this machine that rows may name.
     """
     commands = columns.get("setup") or ()
     if isinstance(commands, str):
@@ -48,12 +50,21 @@ def read_row_setup(
     if not isinstance(commands, list | tuple) or not all(isinstance(c, str) for c in commands):
         msg = "`setup` must be a command or a list of commands"
         raise ValueError(msg)
+    check = read_check(
+        columns.get("check"), inside=inside, network=check_network, variables=variables
+    )
+    hidden = _hidden(columns.get("hide")) if inside else ()
+    if inside and check is not None:
+        check = check._replace(where=check.where or check_in)
+        if hidden and check.where == "same":
+            msg = "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"
+            raise ValueError(msg)
     return RowSetup(
         read_files(columns.get("files"), "files", inside=inside),
         tuple(commands),
         read_directory(columns.get("cwd"), "cwd"),
-        read_check(columns.get("check"), inside=inside, network=check_network, variables=variables),
-        _hidden(columns.get("hide")) if inside else (),
+        check,
+        hidden,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -78,6 +79,7 @@ def make_plan(
         if config.is_inside:
             raise ConfigError(problem)
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
+    _check_variables(config)
     script = _read_script(config.script_file)
     rules = config.row_rules(
         first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
@@ -137,6 +139,13 @@ def _sandboxes(config: RunConfig) -> ImageSandboxes:
     from runs.worker.workspaces import image_sandboxes  # only here: most runs use no images
 
     return image_sandboxes(config, config.run_dir)
+
+
+def _check_variables(config: RunConfig) -> None:
+    for name in config.env_from:
+        if name not in os.environ:
+            msg = f"--env_from={name}: this variable is not set; set it, or leave the option out"
+            raise ConfigError(msg)
 
 
 def _keep_dataset(config: RunConfig) -> None:
@@ -250,12 +259,35 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
             "ten times a second and may briefly exceed --command_memory_mb; make /sys/fs/cgroup "
             "writable for a strict limit"
         )
+    for words in _refused_wishes(plan):
+        say(f"warning: {plan.config.dataset_file}: {words}")
     if not plan.config.row_setup and (columns := plan.scan.setup_columns):
         named = ", ".join(f"{name} ({count:,} rows)" for name, count in columns.items())
         say(
             f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "
             f"{named}; see docs/tools.md"
         )
+
+
+def _refused_wishes(plan: Plan) -> Iterator[str]:
+    """What rows ask for and do not get."""
+    asked, config = plan.scan.asked, plan.config
+    if (rows := asked.get("network", 0)) and not config.network:
+        yield f"{rows:,} rows ask for a network, which they do not get without --network"
+    if (rows := asked.get("check.network", 0)) and not config.check_network:
+        yield (
+            f"the checks of {rows:,} rows ask for a network, which they do not get without "
+            "--check_network; what they cannot download makes them fail"
+        )
+    for name, option, limit in (
+        ("memory_mb", "command_memory_mb", config.command_memory_mb),
+        ("disk_mb", "workspace_mb", config.workspace_mb),
+    ):
+        if (most := asked.get(f"limits.{name}", 0)) > limit:
+            yield (
+                f"rows ask for up to {most:,} MB (`limits.{name}`); they get {limit:,}, the limit "
+                f"--{option}"
+            )
 
 
 def _is_near(host: str) -> bool:
@@ -287,6 +319,9 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     more = len(rows) - _BAD_ROWS_SHOWN
     if more > 0:
         say(f"{source}: {more} more bad rows; a run lists all in failures.jsonl")
+    if rows and plan.config.rows is not None:
+        usable, bad = plan.scan.all_rows, plan.scan.all_bad
+        say(f"{source}: {usable:,} of {usable + bad:,} rows can run")
 
 
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:

@@ -27,6 +27,7 @@ import orjson
 from runs.dataset.row import RowRules
 from runs.errors import DatasetError, RunLocked
 from runs.sources.columns import Renaming
+from runs.sources.harbor import files_of
 from runs.sources.rows_file import RowsFile, load_rows_file
 from runs.sources.source import DataSource, source_of
 from runs.store.files import (
@@ -78,6 +79,9 @@ def keep_dataset(
     reached.
     """
     source = source_of(name)
+    if source.tasks and rows is None:
+        msg = f"{name}: this directory holds Harbor tasks; add --rows=harbor"
+        raise DatasetError(msg)
     rows_file = None if rows is None else load_rows_file(rows)
     if source.plain_file is not None and not columns and rows_file is None:
         return KeptDataset(source.plain_file)
@@ -153,6 +157,7 @@ def rows_of_source(
         from runs.sources.hub import saved_rows
 
         yield from saved_rows(source.saved, left_out)
+    yield from (task.row() for task in source.tasks)
     from runs.sources.file_rows import rows_of_file
 
     for file in source.files:
@@ -259,6 +264,8 @@ def _files_of(source: DataSource) -> list[Path]:
     """The files of a source that are on this machine."""
     if source.saved is not None:
         return sorted(path for path in source.saved.rglob("*") if path.is_file())
+    if source.tasks:
+        return files_of(source.tasks)
     return [file.path for file in source.files]
 
 

@@ -148,7 +148,7 @@ class TaskRunner:
         except SetupFailed as error:
             end = Finish("failed")
             failure = Failure(
-                task.id, task.input_digest, assignment["attempt"], "setup_failed", str(error)
+                task.id, task.input_digest, assignment["attempt"], error.error_class, str(error)
             )
         finally:
             await context.close(remove=False)

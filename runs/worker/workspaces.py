@@ -13,14 +13,9 @@ from runs.config.run_config import RunConfig
 from runs.dataset.row import RowTask
 from runs.dataset.row_check import Check
 from runs.protocol.worker_setup import WorkerSetup
+from runs.worker.check import not_passed, run_check
 from runs.worker.diff import DiffError, apply_diff, begin_diff, end_diff, patch_of
-from runs.worker.workspace_setup import (
-    NOT_PASSED,
-    SetupFailed,
-    half_set_up,
-    run_check,
-    set_up_workspace,
-)
+from runs.worker.workspace_setup import SetupFailed, half_set_up, set_up_workspace
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
@@ -123,62 +118,77 @@ class Workspaces:
             return None
         # Processes that the model left running could affect the check.
         await sandbox_of(context).stop()
-        try:
-            judged = await self._judged(context, row, row.setup.check)
-        except DiffError as error:
-            return NOT_PASSED | {"stderr": str(error)}
-        is_fresh = judged.workspace.root != context.workspace.root
-        try:
-            return await run_check(judged, row.setup.check)
-        finally:
-            await judged.close(remove=is_fresh)
-
-    async def _judged(self, context: ToolContext, row: RowTask, check: Check) -> ToolContext:
-        """The context of a check: the same files in a new sandbox, or the image and the diff."""
         root = context.workspace.root
+        check = row.setup.check
+        judged = root
+
+        async def open_as(user: str | None) -> ToolContext:
+            return await self._judging(context, row, check, judged, user)
+
+        try:
+            if check.where == "fresh":
+                judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
+            return await run_check(check, open_as)
+        except DiffError as error:
+            return not_passed(str(error))
+        finally:
+            if judged != root:
+                context = await self._judging(context, row, check, judged, None)
+                await context.close(remove=True)
+
+    async def _judging(
+        self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None
+    ) -> ToolContext:
+        """The workspace in `root` in a sandbox for a check, as a user of its image."""
+        limits = self._limits(row)
+        limits = replace(limits, timeout_s=check.timeout_s or limits.timeout_s)
         if self._in_images is None:
             workspace = Workspace(root)
-            return replace(context, workspace=workspace, sandbox=self._sandbox_for(workspace, row))
+            sandbox = self._sandbox_for(workspace, row, limits)
+            return replace(context, workspace=workspace, sandbox=sandbox, held={})
         spec = self._spec_of(row)
-        spec = replace(
-            spec,
-            user=check.user or spec.user,
-            env={**spec.env, **check.env},
-            network=check.network or self._setup.config.network,
-        )
-        if (check.where or self._setup.config.check_in) == "same":
-            sandbox = await self._sandbox_in_image(root, row, spec)
-            await self._made(sandbox)
-            return self._inside(context, sandbox, root)
-        patch = await asyncio.to_thread(patch_of, root)
-        fresh = root.with_name(f"{root.name}.fresh")
-        await asyncio.to_thread(remove_tree, fresh)
-        sandbox = await self._sandbox_in_image(fresh, row, spec)
-        judged = self._inside(context, sandbox, fresh)
+        spec = replace(spec, user=user or spec.user, network=check.network or spec.network)
+        sandbox = await self._sandbox_in_image(root, row, spec, limits)
+        await self._made(sandbox)
+        return self._inside(context, sandbox, root)
+
+    async def _fresh(self, context: ToolContext, row: RowTask, root: Path) -> Path:
+        """Make a workspace in `root`: the image, set up as the row says, with the diff applied.
+
+        Raises `SetupFailed` and `DiffError`.
+        """
+        patch = await asyncio.to_thread(patch_of, context.workspace.root)
+        await asyncio.to_thread(remove_tree, root)
+        sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+        fresh = self._inside(context, sandbox, root)
         try:
             await asyncio.to_thread(sandbox.discard)
             await self._made(sandbox)
             if row.setup is not None:
-                await set_up_workspace(judged, row.setup)
-            await apply_diff(judged, patch)
+                await set_up_workspace(fresh, row.setup._replace(hidden=()))
+            await apply_diff(fresh, patch)
         except BaseException:
-            await judged.close(remove=True)
+            await fresh.close(remove=True)
+            await asyncio.to_thread(half_set_up(root).unlink, missing_ok=True)
             raise
-        return judged
+        await sandbox.stop()
+        return root
 
     def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
         kept = Workspace(root)
         kept.start_dir = context.workspace.start_dir
         return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
 
-    async def _sandbox_in_image(self, root: Path, row: RowTask, spec: ImageSpec) -> ImageSandbox:
+    async def _sandbox_in_image(
+        self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None
+    ) -> ImageSandbox:
         """Raises `SetupFailed` where the image cannot be used."""
         assert self._in_images is not None
         # One of the conversations that wait for an image occupies a thread, not each.
         async with self._waiting[spec.reference]:
             try:
                 return await asyncio.to_thread(
-                    self._in_images.make, Workspace(root), self._limits(row), spec
+                    self._in_images.make, Workspace(root), limits or self._limits(row), spec
                 )
             except ToolError as error:
                 raise SetupFailed(str(error)) from error
@@ -205,13 +215,16 @@ class Workspaces:
             )
         return self._problems[image]
 
-    def _sandbox_for(self, workspace: Workspace, row: RowTask) -> Sandbox | None:
+    def _sandbox_for(
+        self, workspace: Workspace, row: RowTask, limits: Limits | None = None
+    ) -> Sandbox | None:
         kind = self._setup.provenance.sandbox
         if kind is None:
             return None
         image = _image_of(row) or self._setup.config.docker_image
         engine = self._setup.config.container_engine
-        return make_sandbox(kind, workspace, self._limits(row), image=image, engine=engine)
+        limits = limits or self._limits(row)
+        return make_sandbox(kind, workspace, limits, image=image, engine=engine)
 
     def _limits(self, row: RowTask) -> Limits:
         config, own = self._setup.config, row.limits
@@ -228,7 +241,7 @@ def image_sandboxes(config: RunConfig, run_dir: Path) -> ImageSandboxes:
     """How the conversations of a run work in images."""
     return ImageSandboxes(
         config.sandbox,
-        run_dir=run_dir,
+        run_dir=run_dir.absolute(),
         images=config.images if config.sandbox == "bwrap" else None,
         engine=config.container_engine,
         pull=config.pull,

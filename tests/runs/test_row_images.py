@@ -55,6 +55,7 @@ class TestImage:
             ({"hide": "/tests"}, "`hide` must be a list of absolute paths"),
             ({"hide": ["tests"]}, "`hide` must be a list of absolute paths"),
             ({"hide": ["/"]}, "`hide` must be a list of absolute paths"),
+            ({"hide": ["/t"], "check": "true"}, "`hide`: what is hidden is there again only in a"),
             ({"files": {"/etc/../x": "x"}}, "`files`: '/etc/../x' is not the path of a file"),
         ],
     )

@@ -17,7 +17,7 @@ from tests.playing import say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.sandbox.image import ImageSpec
 
-INSIDE = RowRules(with_setup=True, image="needed", inside=True)
+INSIDE = RowRules(with_setup=True, image="needed", inside=True, check_in="fresh")
 
 ROWS: dict[str, dict[str, Any]] = {
     "swe-bench": {
@@ -101,7 +101,7 @@ class TestPresets:
         assert check.tests is not None
 
     def test_there_is_a_row_for_each_preset(self) -> None:
-        assert {path.stem for path in DIRECTORY.glob("*.yaml")} == {*ROWS}
+        assert {path.stem for path in DIRECTORY.glob("*.yaml")} == {*ROWS, "harbor"}
 
     def test_swe_bench_takes_the_image_that_a_row_names(self) -> None:
         row = load_rows_file("swe-bench").row({**ROWS["swe-bench"], "image_name": "own:1"})

@@ -260,6 +260,32 @@ def image_config(engine: str, image: str, pull: Pull) -> dict[str, Any]:
     return found
 
 
+def build_image(
+    engine: str, image: str, directory: Path, dockerfile: Path, *, timeout_s: float
+) -> None:
+    """Build an image, unless the engine has it. Raises `ImageError` with the engine's words."""
+    if _config_of(engine, image) is not None:
+        return
+    asked = ["build", "--tag", image, "--file", str(dockerfile), str(directory)]
+    try:
+        done = _ask(engine, asked, timeout_s=timeout_s)
+    except SandboxError as error:
+        raise ImageError(str(error)) from error
+    if done.returncode != 0:
+        raise ImageError(f"{dockerfile}: {engine} cannot build it: {_words(done)}")
+
+
+def save_image(engine: str, image: str, path: Path) -> None:
+    """Write an image of the engine as an archive. Raises `ImageError` with the engine's words."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    done = _ask(engine, ["save", "--output", str(temporary), image], timeout_s=_PULL_TIMEOUT_S)
+    if done.returncode != 0:
+        temporary.unlink(missing_ok=True)
+        raise ImageError(f"image {image!r}: {engine} cannot save it: {_words(done)}")
+    temporary.replace(path)
+
+
 def run_label(run_dir: Path) -> str:
     """The name of a run among the containers of this machine."""
     return hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
