@@ -83,6 +83,7 @@ def forked_config(
             **values,
             "dataset_file": _dataset_of(run_dir, fresh=fresh),
             "columns": {},
+            "rows": None,
             "num_samples": branches,
             "max_samples": None,
             "shard": None,

@@ -29,6 +29,8 @@ import orjson
 from runs.dataset.row import RowRules
 from runs.errors import DatasetError, RunLocked
 from runs.sources.columns import Renaming
+from runs.sources.harbor import files_of
+from runs.sources.rows_file import RowsFile, load_rows_file
 from runs.sources.source import DataSource, source_of
 from runs.store.files import (
     alone_in,
@@ -65,6 +67,7 @@ def keep_dataset(
     run_dir: Path,
     *,
     columns: Mapping[str, str],
+    rows: str | None,
     rules: RowRules,
     max_samples: int | None,
     writes: bool,
@@ -79,11 +82,15 @@ def keep_dataset(
     `StorageError`, and `EnvironmentStop` where a hub cannot be reached.
     """
     source = source_of(name)
-    if source.plain_file is not None and not columns:
+    if source.tasks and rows is None:
+        msg = f"{name}: this directory holds Harbor tasks; add --rows=harbor"
+        raise DatasetError(msg)
+    rows_file = None if rows is None else load_rows_file(rows)
+    if source.plain_file is not None and not columns and rows_file is None:
         return KeptDataset(source.plain_file)
     before = _sizes_and_times(source)
     files = _digests_of(source)
-    key = _key_of(source, files, columns)
+    key = _key_of(source, files, columns, rows_file)
     stem, revision = _known(run_dir, key)
     if source.hub is not None and (fresh or revision is None):
         from runs.sources.hub import revision_of
@@ -100,14 +107,15 @@ def keep_dataset(
         "source": source.name,
         "revision": revision,
         "columns": dict(columns),
+        **({"rows": rows} if rows_file else {}),
         "files": files,
     }
     left_out: set[str] = set()
-    rows = rows_of_source(source, left_out, revision)
-    writer = _Writer(source, Renaming(columns), rules, max_samples, say)
+    found = rows_of_source(source, left_out, revision)
+    writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples, say)
 
     def write(directory: Path) -> KeptDataset:
-        path, written = writer.write(rows, directory, stem)
+        path, written = writer.write(found, directory, stem)
         if _sizes_and_times(source) != before:
             path.unlink()
             msg = f"{source.name}: changed while it was read; run the same command again"
@@ -152,6 +160,7 @@ def rows_of_source(
         from runs.sources.hub import saved_rows
 
         yield from saved_rows(source.saved, left_out)
+    yield from (task.row() for task in source.tasks)
     from runs.sources.file_rows import rows_of_file
 
     for file in source.files:
@@ -269,6 +278,8 @@ def _files_of(source: DataSource) -> list[Path]:
     """The files of a source that are on this machine."""
     if source.saved is not None:
         return sorted(path for path in source.saved.rglob("*") if path.is_file())
+    if source.tasks:
+        return files_of(source.tasks)
     return [file.path for file in source.files]
 
 
@@ -299,9 +310,16 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
     return found
 
 
-def _key_of(source: DataSource, files: list[dict[str, Any]], columns: Mapping[str, str]) -> str:
+def _key_of(
+    source: DataSource,
+    files: list[dict[str, Any]],
+    columns: Mapping[str, str],
+    rows_file: RowsFile | None,
+) -> str:
     """12 hex digits over what is read and how. Where local files are does not count."""
     decides = [_FORMAT, source.name if source.hub else files, sorted(columns.items())]
+    if rows_file is not None:
+        decides.append(rows_file.digest)
     return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
 
 

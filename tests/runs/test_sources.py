@@ -108,7 +108,8 @@ def read(path: Path) -> list[Any]:
 
 def keep(source: Path, run_dir: Path, **options: Any) -> KeptDataset:
     given: dict[str, Any] = {
-        "columns": {}, "rules": RowRules(), "max_samples": None, "writes": True, "say": print,
+        "columns": {}, "rows": None, "rules": RowRules(), "max_samples": None, "writes": True,
+        "say": print,
     }  # fmt: skip
     return keep_dataset(source, run_dir, **{**given, **options})
 

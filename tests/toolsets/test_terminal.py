@@ -22,7 +22,7 @@ from toolsets.sandbox.base import Limits
 from toolsets.sandbox.cgroup import make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.interpreter import python_bin
+from toolsets.sandbox.programs import python_bin
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
