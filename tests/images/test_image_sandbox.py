@@ -92,6 +92,30 @@ def test_another_sandbox_continues_with_the_layer(images: Path, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "left", ["rm -rf /testbed", "rm -rf /testbed; touch /testbed", "chmod 0 /"]
+)
+@pytest.mark.parametrize("user", ["root", "agent"])
+def test_a_workspace_that_commands_broke_is_their_failure(
+    images: Path, tmp_path: Path, left: str, user: str
+) -> None:
+    """The next sandbox starts: a failure of the machine would end the run."""
+    spec = ImageSpec("python:1", user=user)
+
+    async def first(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
+        await shell(sandbox, left)
+
+    async def second(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
+        with contextlib.suppress(ToolError):
+            said = await shell(sandbox, "true")
+            assert said.exit_code in (0, 126, 127)
+        with contextlib.suppress(PathError):
+            await asyncio.to_thread(files.write_bytes, "a", b"x")
+
+    act(images, tmp_path / "layer", first, spec)
+    act(images, tmp_path / "layer", second, spec)
+
+
 def test_a_user_of_the_image(images: Path, tmp_path: Path) -> None:
     """Its number, its home, and its files, without any capability."""
 
@@ -249,12 +273,13 @@ def _mounts_of(process: Path) -> str:
         return ""  # it has ended
 
 
-def test_many_conversations_share_one_image(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_many_conversations_share_one_image(images: Path, tmp_path: Path, number: int) -> None:
     """Each sees its own changes; a layer holds only those."""
 
     async def use() -> None:
         sandboxes = [
-            sandbox_in(images, tmp_path / f"l{n}", ImageSpec("python:1")) for n in range(8)
+            sandbox_in(images, tmp_path / f"l{n}", ImageSpec("python:1")) for n in range(number)
         ]
         try:
             said = await asyncio.gather(
@@ -263,7 +288,7 @@ def test_many_conversations_share_one_image(images: Path, tmp_path: Path) -> Non
                     for n, box in enumerate(sandboxes)
                 )
             )
-            assert said == [str(n) for n in range(8)]
+            assert said == [str(n) for n in range(number)]
         finally:
             await asyncio.gather(*(box.stop() for box in sandboxes))
 

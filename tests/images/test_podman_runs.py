@@ -118,9 +118,7 @@ def _begun(label: str) -> int:
     names = podman("ps", "--filter", f"label=batch-trajectories.run={label}", "--format",
                    "{{.Names}}").split()  # fmt: skip
     tests = (
-        subprocess.run(
-            ["podman", "exec", name, "cat", "/testbed/begun"], capture_output=True
-        )
+        subprocess.run(["podman", "exec", name, "cat", "/testbed/begun"], capture_output=True)
         for name in names
     )
     return sum(done.returncode == 0 for done in tests)

@@ -120,6 +120,7 @@ class DockerImageSandbox(DockerSandbox):
         self._spec = spec
         self._run = run
         self._config = config
+        self._is_continued = False
         self._container = f"bt-{run}-{_plain(workspace.root.name)}"
 
     @property
@@ -131,6 +132,11 @@ class DockerImageSandbox(DockerSandbox):
     def has_own_python(self) -> bool:
         """Cells run in the image's Python, with the packages that the image has."""
         return True
+
+    @property
+    def is_continued(self) -> bool:
+        """See `ServedSandbox`."""
+        return self._is_continued
 
     @property
     def keeps_its_size(self) -> bool:
@@ -155,6 +161,7 @@ class DockerImageSandbox(DockerSandbox):
         options = self._options()
         digest = hashlib.sha256(orjson.dumps(options)).hexdigest()
         state = self._state()
+        self._is_continued = state is not None
         if state is not None and state["Config"]["Labels"].get(f"{_RUN_LABEL}.options") == digest:
             if state["State"]["Running"]:  # by a process that was killed a moment ago
                 self._ask("kill", self._container, fails=True)
@@ -193,7 +200,8 @@ class DockerImageSandbox(DockerSandbox):
             options += ["--volume", f"{source}:{target}:ro"]
         for name, text in env.items():
             options += ["--env", f"{name}={text}"]
-        return [*options, "--workdir", self.home]
+        # The server goes to the workspace, which commands may have removed when it starts again.
+        return [*options, "--workdir", "/"]
 
     def _state(self) -> Any:
         done = _ask(self._engine, ["container", "inspect", self._container])

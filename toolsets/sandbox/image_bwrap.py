@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from toolsets.errors import HostError
 from toolsets.images.image_error import ImageError
 from toolsets.images.layers import resolve
 from toolsets.images.store import UnpackedImage
@@ -55,6 +56,7 @@ class BwrapImageSandbox(BwrapSandbox):
         """`workspace` keeps what the conversation changes. Raises `ImageError`."""
         super().__init__(workspace, limits)
         self._image = image
+        self._is_continued = (workspace.root / "upper").exists()
         self._network = spec.network or limits.network
         self._user = user_of(image, spec.user)
         self._workdir = _workdir(image, spec.workdir)
@@ -75,6 +77,11 @@ class BwrapImageSandbox(BwrapSandbox):
         return self._workdir
 
     @property
+    def is_continued(self) -> bool:
+        """See `ServedSandbox`."""
+        return self._is_continued
+
+    @property
     def measured(self) -> str:
         """What the conversation has changed: the image itself does not count."""
         return f"/proc/self/fd/{MEASURED}"
@@ -86,7 +93,7 @@ class BwrapImageSandbox(BwrapSandbox):
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """Images only run in sandboxes that are forked."""
-        raise SandboxError("images need sandboxes that can be forked; see run.log")
+        raise HostError("sandboxes cannot be forked here, which images need; see run.log")
 
     def is_kept(self) -> bool:
         """See `ImageSandbox`."""
@@ -110,6 +117,7 @@ class BwrapImageSandbox(BwrapSandbox):
         return Template(
             key=("bwrap-image", layers, images, network),
             is_confined=True,
+            is_tried=False,  # `overlay_problem` has tried it
             launch=lambda argv, stack: _launch(argv, stack, network, layers, images),
             request={
                 "env": self._env,

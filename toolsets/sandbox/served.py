@@ -73,6 +73,11 @@ class ServedSandbox(ABC):
         return False
 
     @property
+    def is_continued(self) -> bool:
+        """Whether commands of an earlier sandbox may be why this one does not start."""
+        return False
+
+    @property
     def keeps_its_size(self) -> bool:
         """Whether the size at the first start does not count: it is that of an image."""
         return False
@@ -258,6 +263,7 @@ class ServedSandbox(ABC):
             rlimits["RLIMIT_NPROC"] = self.max_processes
         terms = {
             "home": self.home,
+            "is_image": self.has_own_python,
             "measured": self.measured,
             "start_dir": self._workspace.start_dir,
             "output_bytes": limits.output_bytes,
@@ -308,7 +314,7 @@ class ServedSandbox(ABC):
             await channel.close(grace_s=0)
             raise
         except SandboxError as error:
-            if self._calls:
+            if self._calls or self.is_continued:
                 raise
             # Nothing of the task has run in it, so this is the machine's failure, not its own.
             raise HostError(str(error)) from error

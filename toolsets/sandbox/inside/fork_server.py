@@ -39,7 +39,8 @@ class ForkServer:
         self._is_confining = begin["is_confined"]
         # Kept open, since for a moment after each fork it is not the namespace of our children.
         self._namespace = os.open(_OWN_NAMESPACE, os.O_RDONLY) if self._is_confining else -1
-        self._reply({"id": 0, "refused": self._try(begin["trial"])})
+        trial = begin["trial"]
+        self._reply({"id": 0, "refused": None if trial is None else self._try(trial)})
 
     def serve(self) -> NoReturn:
         """Fork until the other end is closed."""

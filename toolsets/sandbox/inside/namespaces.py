@@ -7,6 +7,7 @@ and all privileges before it runs any command; see `toolsets.sandbox.bwrap`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -101,9 +102,12 @@ def enter_image(layer: str, tmp_bytes: int, network: bool, image: dict[str, Any]
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _DETACH)
     os.chdir("/")
+    # An earlier command may have put a file where a directory belongs: that is its own failure.
+    with contextlib.suppress(OSError):
+        os.makedirs(image["workdir"], exist_ok=True)
     if names is not None:
-        _write_nameservers(names)
-    os.makedirs(image["workdir"], exist_ok=True)
+        with contextlib.suppress(OSError):
+            _write_nameservers(names)
     uid, gid = image["uid"], image["gid"]
     _drop_privileges(old_proc, uid, gid, _PACKAGE_MANAGER if uid == 0 else ())
     os.close(old_proc)
@@ -130,6 +134,9 @@ def _mount_tree(layer: str, tree: str, *, is_copied: bool) -> None:
     else:
         layers = f"lowerdir={tree},upperdir={upper},workdir={work},userxattr"
         _mount("overlay", "/tmp", "overlay", _NOSUID | _NODEV, layers)
+    mode = stat.S_IMODE(os.stat("/tmp").st_mode)
+    if mode & 0o555 != 0o555:
+        os.chmod("/tmp", mode | 0o555)  # nobody, our server included, could use any path
     # A mount of its own, from which no ".." leads to other layers, and nothing can write.
     _mount(upper, upper, None, _BIND)
     _mount("none", upper, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV)

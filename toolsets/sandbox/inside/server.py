@@ -73,7 +73,12 @@ class Server:
         self._measured = begin["measured"]
         self._files = FileRequests(self._home)
         self._start_dir = begin["start_dir"]
-        os.chdir(self._home)
+        if begin["is_image"]:
+            # Commands of an earlier sandbox may have removed it, which each call then says.
+            with contextlib.suppress(OSError):
+                os.makedirs(self._home, exist_ok=True)
+        else:
+            os.chdir(self._home)
         for name, wanted in begin["rlimits"].items():
             kind = getattr(resource, name)
             hard = resource.getrlimit(kind)[1]
@@ -115,6 +120,8 @@ class Server:
             job = self._begin(request)
         except (FileNotFoundError, PermissionError) as error:
             name = request["argv"][0] if kind == "command" else _PROGRAMS[kind]
+            if error.filename == self._home:
+                name = self._home
             said = f"{name}: {error.strerror}\n".encode()
             code = 127 if isinstance(error, FileNotFoundError) else 126
             return {**reply, "exit_code": code, "stderr": [_encoded(said), "", len(said)]}
