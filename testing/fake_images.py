@@ -19,6 +19,7 @@ import sysconfig
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def write_layout(
         "schemaVersion": 2,
         "mediaType": f"{_MEDIA}.manifest.v1+json",
         "config": blob(described, "config.v1+json"),
-        "layers": [blob(gzip.compress(raw, 1, mtime=0), "layer.v1.tar+gzip") for raw in layers],
+        "layers": [blob(_compressed(raw), "layer.v1.tar+gzip") for raw in layers],
     }
     entry = blob(json.dumps(manifest).encode(), "manifest.v1+json")
     entry["annotations"] = {"org.opencontainers.image.ref.name": name}
@@ -112,6 +113,12 @@ def write_layout(
     (path / "index.json").write_text(json.dumps(index))
     (path / "oci-layout").write_text(json.dumps({"imageLayoutVersion": "1.0.0"}))
     return str(entry["digest"])
+
+
+@lru_cache(maxsize=4)
+def _compressed(layer: bytes) -> bytes:
+    """Images of tests share their large layers."""
+    return gzip.compress(layer, 1, mtime=0)
 
 
 def write_saved(
