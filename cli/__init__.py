@@ -8,6 +8,7 @@ run             run, estimate, import_hermes
 inspect_runs    status, export, verify, merge
 look            report, show, compare, stats
 look_at_source  look
+build_images    build_images
 fork            fork
 lists           tools, distributions, endpoints, errors
 endpoint_list   the list that `endpoints` prints
@@ -19,6 +20,7 @@ Other rooms import only the modules in `SEAM`.
 """
 
 SEAM = (
+    "build_images",
     "command_line",
     "exit_codes",
     "fork",

@@ -3,7 +3,8 @@
 Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (null or {"class",
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
 the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
-result of the row's check; see `run_check`), `tools` (schemas as offered), `options` (those of the
+result of the row's check; see `run_check`), `diff` (what changed in the image's repository; see
+`end_diff`; only with `--workspace=image`), `tools` (schemas as offered), `options` (those of the
 conversation that are not defaults), `view_compacted` (the model saw parts shortened or as a
 summary), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`,
 `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds), `schema_version`. On disk a
@@ -47,6 +48,7 @@ def make_record(
     setup: Setup,
     failure: Failure | None,
     check: dict[str, Any] | None = None,
+    diff: dict[str, Any] | None = None,
     attempt: int,
     provenance: Provenance,
 ) -> dict[str, Any]:
@@ -63,6 +65,7 @@ def make_record(
         "row": without_events(task.columns),
         **trajectory.to_record(),
         "check": check,
+        **({} if diff is None else {"diff": diff}),
         "tools": schemas_for(setup, spec.options),
         "options": spec.options.given(),
         "view_compacted": was_compacted(trajectory, spec.options),

@@ -8,6 +8,7 @@ fake_script     requests and replies in dialect-free types, and its options
 fake_faults     the faults that it can play, by name and family
 fake_hub        a dataset on loopback as the Hugging Face hub offers it
 fake_batches    the batch APIs of OpenAI and Anthropic on loopback
+fake_images     container images made of files of this machine
 quick_endpoint  an endpoint that does as little as possible, for measurements
 bit_flips       flips single bits of a finished run and records what the commands notice
 ray_cluster     a Ray cluster of two nodes on this machine

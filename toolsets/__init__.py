@@ -13,6 +13,7 @@ signature   a function's signature as a schema
 tool        Tool and ToolResult; makes a tool of a function
 toolbox     the tools of one conversation; runs their calls
 workspace/  the directory that a conversation works in
+images/     container images: found, and unpacked once
 net/        what web tools and browser may reach
 sandbox/    where commands run: bwrap, docker, or plain processes
 builtin/    the tools of `file`, `terminal` and `python`
@@ -34,6 +35,7 @@ SEAM = (
     "errors",
     "exact_json",
     "extras",
+    "images.image_error",
     "mcp.mcp_settings",
     "mcp.servers",
     "net.web_settings",
@@ -41,6 +43,8 @@ SEAM = (
     "sandbox.cgroup",
     "sandbox.docker",
     "sandbox.factory",
+    "sandbox.image",
+    "sandbox.image_files",
     "text",
     "tool",
     "toolbox",

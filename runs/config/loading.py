@@ -104,8 +104,9 @@ def _read_config(path: Path) -> dict[str, Any]:
             loaded[key] = str(path.parent / loaded[key])
     if "tools" in loaded:
         loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
-    if str(loaded.get("distribution")).endswith((".yaml", ".yml")):
-        loaded["distribution"] = str(path.parent / loaded["distribution"])
+    for key in ("distribution", "rows"):
+        if str(loaded.get(key)).endswith((".yaml", ".yml")):
+            loaded[key] = str(path.parent / loaded[key])
     return loaded
 
 

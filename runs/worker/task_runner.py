@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 from agent.loop.loop import close_calls
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
-from agent.messages import Event, is_cost_only
+from agent.messages import Event, RestartedEvent, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -131,10 +132,11 @@ class TaskRunner:
         trajectory = row.trajectory(assignment["events"])
         self._trajectories[task.key] = trajectory
         end = Finish("failed")
-        failure = check = None
+        failure = check = diff = None
         try:
-            kept = await self._spaces.prepare(context, row, place=assignment["place"])
+            context, kept = await self._spaces.prepare(context, row, place=assignment["place"])
             end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
+            diff = await self._spaces.diff(context)
             check = await self._spaces.judge(context, row)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
@@ -146,7 +148,7 @@ class TaskRunner:
         except SetupFailed as error:
             end = Finish("failed")
             failure = Failure(
-                task.id, task.input_digest, assignment["attempt"], "setup_failed", str(error)
+                task.id, task.input_digest, assignment["attempt"], error.error_class, str(error)
             )
         finally:
             await context.close(remove=False)
@@ -154,7 +156,7 @@ class TaskRunner:
         if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = context
-        return self._finished(task, assignment, trajectory, row.spec, end, failure, check)
+        return self._finished(task, assignment, trajectory, row.spec, end, failure, check, diff)
 
     def _finished(
         self,
@@ -165,6 +167,7 @@ class TaskRunner:
         end: Finish,
         failure: Failure | None,
         check: dict[str, Any] | None = None,
+        diff: dict[str, Any] | None = None,
     ) -> bytes:
         record = make_record(
             task,
@@ -174,6 +177,7 @@ class TaskRunner:
             setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             check=check,
+            diff=diff,
             attempt=assignment["attempt"],
             provenance=self._setup.provenance,
         )
@@ -231,6 +235,18 @@ class TaskRunner:
             )
             journal(forked)
             trajectory.apply(forked)
+        is_taken_up = _has_begun(assignment)
+        if is_taken_up and not kept and self._config.is_inside and row.fork is None:
+            # Its calls worked on an image; later turns would not fit a fresh one.
+            restarted = RestartedEvent(
+                kind="restarted",
+                turn=trajectory.turns,
+                reason="the workspace was lost",
+                at=time.time(),
+            )
+            journal(restarted)
+            trajectory.apply(restarted)
+            is_taken_up = False
         conversation = ConversationRunner(
             trajectory=trajectory,
             spec=row.spec,
@@ -241,7 +257,7 @@ class TaskRunner:
             subagents=row.spec.options.subagents,
             kept=kept,
         )
-        return await conversation.run(taken_up=_has_begun(assignment))
+        return await conversation.run(taken_up=is_taken_up)
 
     async def _replay(
         self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork

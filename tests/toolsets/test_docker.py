@@ -22,6 +22,7 @@ from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
+from toolsets.sandbox.image import ImageSpec
 from toolsets.workspace.workspace import Workspace
 
 ENGINE = """\
@@ -126,7 +127,7 @@ class TestProblems:
 class TestRows:
     def test_a_row_names_its_image_where_the_run_uses_docker(self) -> None:
         row = {"prompt": "x", "image": "swe/repo:1", "docker_image": "swe/repo@sha256:ab"}
-        assert RowRules(image="allowed").read(row).image == "swe/repo@sha256:ab"
+        assert RowRules(image="allowed").read(row).image == ImageSpec("swe/repo@sha256:ab")
         assert RowRules().read(row).image is None
         assert "docker_image" in RowRules(image="allowed").rollout_columns(row)
 
@@ -136,7 +137,7 @@ class TestRows:
             RowRules(image="allowed").read({"prompt": "x", "docker_image": image})
 
     def test_where_the_run_has_none_every_row_needs_one(self) -> None:
-        with pytest.raises(ValueError, match="no `docker_image` or `image` field"):
+        with pytest.raises(ValueError, match="no `docker_image`, `image` or `image_name` field"):
             RowRules(image="needed").read({"prompt": "x"})
 
 
@@ -148,7 +149,9 @@ def test_a_run_refuses_an_image_that_is_not_there(tmp_path: Path, engine: Path) 
     assert "No such image: nope:1" in refused.stderr
     none = run(tmp_path, **asked)
     assert none.returncode == 2
-    assert "no `docker_image` or `image` field (or give --docker_image)" in none.stderr
+    assert (
+        "no `docker_image`, `image` or `image_name` field (or give --docker_image)" in none.stderr
+    )
 
 
 @needs_bwrap

@@ -17,7 +17,7 @@ from typing import IO
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import Template
-from toolsets.sandbox.interpreter import python_bin, python_prefix
+from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
 
 HOME = "/workspace"
@@ -36,9 +36,9 @@ _UNSHARE = [
 _USER = ["--uid", "1000", "--gid", "1000"]
 # Root of its own user namespace, or it could not mount /dev/pts; and what
 # `toolsets.sandbox.inside.namespaces` takes: mounts, the loopback device, a map of users.
-_FORK_SERVER = ["--uid", "0", "--gid", "0"]
+FORK_SERVER = ["--uid", "0", "--gid", "0"]
 for _capability in ("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_SETFCAP"):
-    _FORK_SERVER += ["--cap-add", _capability]
+    FORK_SERVER += ["--cap-add", _capability]
 _PASSWD = b"root:x:0:0:root:/root:/usr/sbin/nologin\nuser:x:1000:1000:user:/workspace:/bin/sh\n"
 _GROUP = b"root:x:0:\nuser:x:1000:\n"
 _ETC = ["ld.so.cache", "alternatives", "nsswitch.conf", "localtime"]
@@ -83,7 +83,7 @@ class BwrapSandbox(ServedSandbox):
         # A process that is root of the machine could write there without any capability.
         for name in ("sys", "sysrq-trigger"):
             options += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
-        return _launch(argv, stack, self._limits.network, options, str(self._workspace.root))
+        return launch(argv, stack, self._limits.network, options, str(self._workspace.root))
 
     def template(self) -> Template:
         """See `ServedSandbox`.
@@ -94,8 +94,8 @@ class BwrapSandbox(ServedSandbox):
         return Template(
             key=("bwrap", root.parent, network),
             is_confined=True,
-            launch=lambda argv, stack: _launch(
-                argv, stack, network, [*_FORK_SERVER, "--dir", "/tmp"], str(root.parent)
+            launch=lambda argv, stack: launch(
+                argv, stack, network, [*FORK_SERVER, "--dir", "/tmp"], str(root.parent)
             ),
             request={
                 "env": {},
@@ -135,7 +135,7 @@ def _bwrap() -> str:
     return found
 
 
-def _launch(
+def launch(
     argv: Sequence[str], stack: ExitStack, network: bool, options: Sequence[str], home: str
 ) -> Launch:
     """How to start `argv` with what all sandboxes have, and a directory as /workspace."""

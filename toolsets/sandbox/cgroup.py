@@ -43,7 +43,7 @@ class Group:
         """Descriptors of files by which a process writes itself into the group."""
         found = []
         for path in self.paths:
-            # It can be gone: a process with another /proc takes this one for dead and cleans up.
+            # It can be gone: an older version that has another /proc takes it for a dead one's.
             with contextlib.suppress(FileNotFoundError):
                 found.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
         return found
@@ -106,7 +106,7 @@ def make_group(max_processes: int | None, memory_mb: int) -> Group | None:
         "pids": {} if max_processes is None else {"pids.max": max_processes},
         "memory": {"memory.max": memory, "memory.limit_in_bytes": memory},
     }
-    name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = f"{_PREFIX}-{_process_namespace()}-{os.getpid()}-{secrets.token_hex(4)}"
     made: list[Path] = []
     limits_memory = False
     for controller, limits in wanted.items():
@@ -226,14 +226,22 @@ def _parent(controller: str) -> Path | None:
     """The directory in which groups are made; what dead workers left there is ended."""
     for path in _candidates(controller):
         if os.access(path, os.W_OK):
-            for left in path.glob(f"{_PREFIX}-*-*"):
-                owner = left.name.split("-")[1]
+            # Of its own namespace only: elsewhere the same number is another process.
+            for left in path.glob(f"{_PREFIX}-{_process_namespace()}-*-*"):
+                owner = left.name.split("-")[2]
                 if owner.isdigit() and not Path("/proc", owner).exists():
                     _kill_all(left)
                     with contextlib.suppress(OSError):
                         left.rmdir()
             return path
     return None
+
+
+def _process_namespace() -> int:
+    """The number of the namespace in which this process has its id, 0 where there is none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/ns/pid").stat().st_ino
+    return 0
 
 
 def _kill_all(group: Path) -> None:

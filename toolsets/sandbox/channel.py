@@ -30,6 +30,7 @@ _STOP_GRACE_S = 3.0
 _MAX_SAID = 300
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+FilePath = Annotated[str, Field(max_length=8192)]
 
 
 class Gone(Exception):
@@ -65,6 +66,15 @@ class Reply(BaseModel):
     ] = ()
     last_pid: Number | None = None
     full_mb: Number | None = None
+    size: Number = 0
+    """That of the workspace at the start, where it is asked for."""
+    error: Number | None = None
+    """The error number of a request about files."""
+    entries: list[tuple[FilePath, Literal["file", "dir", "link", "other"], Number]] = []
+    contents: list[tuple[Number, bytes | None]] = []
+    more: bool = False
+    seen: Number = 0
+    left_bytes: Number = 0
     stdout: tuple[bytes, bytes, Number] = (b"", b"", 0)
     stderr: tuple[bytes, bytes, Number] = (b"", b"", 0)
 
@@ -139,11 +149,11 @@ class Channel:
                 await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
             return await self.ask({**terms, "id": 0}, timeout_s)
 
-    async def begin_forked(self, timeout_s: float) -> None:
-        """Wait until what was forked, which has its terms, is ready; raises as `begin`."""
+    async def begin_forked(self, timeout_s: float) -> Reply:
+        """Wait for the first reply of what was forked, which has its terms; raises as `begin`."""
         async with self._beginning():
             self._process = await self._introduction(timeout_s)
-            await self._exchange(b"", 0, timeout_s)
+            return await self._exchange(b"", 0, timeout_s)
 
     @contextlib.asynccontextmanager
     async def _beginning(self) -> AsyncIterator[None]:

@@ -39,6 +39,8 @@ class Template:
     launch: Callable[[Sequence[str], ExitStack], Launch] = field(compare=False)
     request: Mapping[str, Any] = field(compare=False)
     """What a sandbox is to be."""
+    is_tried: bool = True
+    """Whether a first sandbox shows if forking works; it must not meet what commands left."""
 
 
 class _Servers:
@@ -103,7 +105,10 @@ async def _start(template: Template) -> Channel | None:
     try:
         with ExitStack() as stack:
             channel.launch(template.launch(["python3", "-I", "-c", BOOT, "0"], stack))
-        terms = {"is_confined": template.is_confined, "trial": template.request}
+        terms = {
+            "is_confined": template.is_confined,
+            "trial": template.request if template.is_tried else None,
+        }
         reply = await channel.begin(terms, _START_TIMEOUT_S, program("fork_server"))
     except asyncio.CancelledError:
         await channel.close(grace_s=0)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import Template
-from toolsets.sandbox.interpreter import python_bin
+from toolsets.sandbox.programs import python_bin
 from toolsets.sandbox.served import ServedSandbox
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from toolsets.sandbox.inside.boot import LENGTH, framed
 from toolsets.sandbox.inside.kernel import run_cells
-from toolsets.sandbox.inside.namespaces import enter, fork_as_first
+from toolsets.sandbox.inside.namespaces import enter, enter_image, fork_as_first
 from toolsets.sandbox.inside.processes import close_descriptors, set_dumpable
 from toolsets.sandbox.inside.server import main as serve
 from toolsets.sandbox.inside.shells import found_shell
@@ -40,7 +40,8 @@ class ForkServer:
         self._is_confining = begin["is_confined"]
         # Kept open, since for a moment after each fork it is not the namespace of our children.
         self._namespace = os.open(_OWN_NAMESPACE, os.O_RDONLY) if self._is_confining else -1
-        self._reply({"id": 0, "refused": self._try(begin["trial"])})
+        trial = begin["trial"]
+        self._reply({"id": 0, "refused": None if trial is None else self._try(trial)})
 
     def serve(self) -> NoReturn:
         """Fork until the other end is closed."""
@@ -83,8 +84,14 @@ class ForkServer:
             os._exit(1)
 
     def _confine(self, request: dict[str, Any]) -> None:
-        if self._is_confining:
-            enter(request["workspace"], request["tmp_bytes"], request["network"])
+        if not self._is_confining:
+            return
+        workspace, image = request["workspace"], request.get("image")
+        if image is None:
+            enter(workspace, request["tmp_bytes"], request["network"])
+        else:
+            enter_image(workspace, request["tmp_bytes"], request["network"], image)
+            os.environ.clear()
 
     def _introduce(self, replies: int) -> None:
         """Send a handle to this process, whose number means nothing outside of its namespace."""
