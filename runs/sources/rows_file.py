@@ -20,7 +20,7 @@ import yaml
 from runs.dataset.row import ERROR_COLUMN
 from runs.dataset.scan import ID_COLUMNS
 from runs.errors import ConfigError
-from runs.sources.templates import Absent, ColumnTemplate, TemplateError
+from runs.sources.templates import Absent, Template, TemplateError
 from toolsets.validation import did_you_mean
 
 DIRECTORY = Path(__file__).parents[2] / "configs" / "rows"
@@ -36,7 +36,7 @@ class RowsFile:
     def __init__(
         self,
         digest: str,
-        columns: Mapping[str, ColumnTemplate],
+        columns: Mapping[str, Template],
         options: Mapping[str, Any],
         keep: frozenset[str] | None,
     ) -> None:
@@ -112,7 +112,7 @@ def _read(file: str, digest: str, node: yaml.Node | None) -> RowsFile:
     if not isinstance(columns, yaml.MappingNode):
         raise TemplateError(f"{file}: `columns` is missing: {{COLUMN: VALUE, ...}}")
     templates = {
-        str(key.value): ColumnTemplate(value, file, f"columns.{key.value}")
+        str(key.value): Template(value, file, f"columns.{key.value}")
         for key, value in columns.value
     }
     return RowsFile(digest, templates, _options(file, parts), _keep(file, parts))

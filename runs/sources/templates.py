@@ -115,7 +115,7 @@ class _Hole:
         return found
 
 
-class ColumnTemplate:
+class Template:
     """A value of a rows file."""
 
     def __init__(self, node: yaml.Node, file: str, field: str = "") -> None:
@@ -145,9 +145,7 @@ class ColumnTemplate:
                     return self._special(special, node, members, file, field)
                 return lambda columns: dict(_present(members, columns))
             case yaml.SequenceNode():
-                items = [
-                    ColumnTemplate(item, file, f"{field}[{n}]") for n, item in enumerate(node.value)
-                ]
+                items = [Template(item, file, f"{field}[{n}]") for n, item in enumerate(node.value)]
                 return lambda columns: [
                     value for _, value in _present(dict(enumerate(items)), columns)
                 ]
@@ -155,21 +153,21 @@ class ColumnTemplate:
                 value = yaml.constructor.SafeConstructor().construct_document(node)
                 return self._filled(value) if isinstance(value, str) else lambda columns: value
 
-    def _members(self, node: yaml.MappingNode, file: str, field: str) -> dict[str, ColumnTemplate]:
-        members: dict[str, ColumnTemplate] = {}
+    def _members(self, node: yaml.MappingNode, file: str, field: str) -> dict[str, Template]:
+        members: dict[str, Template] = {}
         for key, value in node.value:
             name = str(key.value)
             inner = f"{field}.{name}" if field else name
             if name in members:
                 raise TemplateError(f"{file}:{key.start_mark.line + 1}: {inner}: given twice")
-            members[name] = ColumnTemplate(value, file, inner)
+            members[name] = Template(value, file, inner)
         return members
 
     def _special(
         self,
         name: str,
         node: yaml.MappingNode,
-        members: dict[str, ColumnTemplate],
+        members: dict[str, Template],
         file: str,
         field: str,
     ) -> Callable[[Mapping[str, Any]], Any]:
@@ -178,7 +176,7 @@ class ColumnTemplate:
             if not isinstance(nodes["first_of"], yaml.SequenceNode):
                 raise TemplateError(f"{self._place}: first_of must be a list")
             choices = [
-                ColumnTemplate(item, file, f"{field}.first_of[{n}]")
+                Template(item, file, f"{field}.first_of[{n}]")
                 for n, item in enumerate(nodes["first_of"].value)
             ]
             return lambda columns: _first(choices, columns)
@@ -237,9 +235,7 @@ class ColumnTemplate:
         return _Hole(tuple(begun["path"].split(".")), begun["optional"] is not None, tuple(filters))
 
 
-def _present(
-    members: Mapping[Any, ColumnTemplate], columns: Mapping[str, Any]
-) -> list[tuple[Any, Any]]:
+def _present(members: Mapping[Any, Template], columns: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """The values of those members that the row has the columns for."""
     found = []
     for name, member in members.items():
@@ -250,7 +246,7 @@ def _present(
     return found
 
 
-def _first(choices: list[ColumnTemplate], columns: Mapping[str, Any]) -> Any:
+def _first(choices: list[Template], columns: Mapping[str, Any]) -> Any:
     *optional, last = choices
     for choice in optional:
         try:

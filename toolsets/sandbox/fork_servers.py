@@ -50,16 +50,12 @@ class _Servers:
         self._starting: dict[tuple[object, ...], asyncio.Task[Channel | None]] = {}
 
     async def fork(
-<<<<<<< HEAD
         self,
-        template: Template,
+        template: SandboxTemplate,
         terms: Mapping[str, Any],
         group: Group | None,
         *,
         output_bytes: int,
-=======
-        self, template: SandboxTemplate, group: Group | None, *, output_bytes: int
->>>>>>> img
     ) -> Channel | None:
         """Have a sandbox forked that serves on these terms; None where this kind cannot be.
 
