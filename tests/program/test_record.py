@@ -168,8 +168,8 @@ def test_after_a_kill_a_session_continues_where_it_was(
     tmp_path: Path, endpoint: FakeEndpoint
 ) -> None:
     """Its calls are not paid again; one that repeats the last request gets the same reply."""
+    messages: list[Any] = [{"role": "user", "content": "Go."}]
     with recording(tmp_path, endpoint) as world:
-        messages = [{"role": "user", "content": "Go."}]
         world.call(messages, at="/sessions/a")
         world.call([{"role": "user", "content": "Stay."}], at="/sessions/b")
         os.kill(world.process.pid, signal.SIGKILL)
