@@ -382,7 +382,7 @@ def _metadata(
     metadata["usage"] = record["usage"]
     resumes = record["resumes"]
     metadata["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
-    if resumes or record.get("view_compacted") or record.get("options"):
+    if any(map(record.get, ("resumes", "view_compacted", "options", "rewritten"))):
         metadata.update(views_of(record))
     notes, repairs = _notes_and_repairs(noted)
     if notes:

@@ -9,7 +9,7 @@ from agent.messages import SUMMARY
 from agent.views.views import compacted_from
 
 COUNTS = (
-    *("interrupted_calls", "workspace_lost"),
+    *("interrupted_calls", "workspace_lost", "rewritten_calls"),
     *("view_compacted", "summaries", "cut_results", "cut_by_export"),
 )
 """Keys of these counts in the metadata of a row."""
@@ -20,9 +20,14 @@ def views_of(record: Mapping[str, Any]) -> dict[str, int]:
 
     `view_compacted` counts replies for which the model saw older messages shortened or as one of
     the `summaries`; `cut_results` counts results that it saw cut, which rows hold cut too;
-    `workspace_lost` counts resumes without the files of the conversation.
+    `workspace_lost` counts resumes without the files of the conversation, and `rewritten_calls`
+    those of an agent that saw earlier messages in another form than the last call.
     """
     counts = {"workspace_lost": sum(r.get("workspace_kept") is False for r in record["resumes"])}
+    if changed := record.get("rewritten"):
+        main = record["threads"][0]["key"]
+        calls = [one["exchanges"] for one in changed if one["thread"] == main]
+        counts["rewritten_calls"] = len({number for numbers in calls for number in numbers})
     if record.get("view_compacted"):
         counts |= _compacted(record)
     if (record.get("options") or {}).get("observation_chars"):

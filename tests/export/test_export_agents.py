@@ -105,6 +105,20 @@ def test_a_conversation_that_ends_by_a_call_ends_so_in_every_format(name: str) -
     assert "wc" in json.dumps(turns[-1])
 
 
+def test_a_row_says_how_many_calls_saw_other_messages() -> None:
+    """An agent with the time in its system prompt: the row has the last one."""
+    recording, talk = Recording(PROMPT), MessagesTalk(system="It is 10:00.")
+    talk.say(PROMPT)
+    recording.relay(talk, Said("Looking.", "ls"))
+    talk.result("a b")
+    talk.system = "It is 10:01."
+    recording.relay(talk, Said("Two."))
+    record = agents_record() | recording.trajectory.to_record()
+    found = row(record, "openai")
+    assert found["messages"][0]["content"] == "It is 10:01."
+    assert json.loads(found["metadata"])["rewritten_calls"] == 1
+
+
 def test_other_conversations_of_an_agent_are_documents_of_their_own() -> None:
     found = row(agents_record(), "atif")
     assert found["agent"]["name"] == "claude-code"

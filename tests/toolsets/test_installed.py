@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.toolsets.test_sandbox import needs_bwrap
-from toolsets.sandbox.base import Extras, Limits
+from toolsets.sandbox.base import ExecResult, Extras, Limits
 from toolsets.sandbox.factory import SandboxError, make_sandbox
 from toolsets.sandbox.installed import Installed, NotInstalled, find_program
 from toolsets.workspace.workspace import Workspace
@@ -122,3 +122,22 @@ def test_further_paths_are_shown(tmp_path: Path) -> None:
 def test_docker_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="cannot run an agent of this machine"):
         make_sandbox("docker", Workspace(tmp_path), Limits(), image="any", extras=Extras())
+
+
+@needs_bwrap
+def test_a_runtime_may_map_more_memory_than_it_uses(tmp_path: Path) -> None:
+    """Garbage collectors reserve; what is used is still limited, in sum."""
+
+    async def once(code: str) -> ExecResult:
+        limits = Limits(timeout_s=30, memory_mb=200)
+        workspace = Workspace(tmp_path / "ws")
+        sandbox = make_sandbox("bwrap", workspace, limits, extras=Extras())
+        try:
+            return await sandbox.exec(["python3", "-c", code])
+        finally:
+            await sandbox.stop()
+
+    mapped = "import mmap; m = mmap.mmap(-1, 600 << 20, flags=mmap.MAP_PRIVATE)"
+    assert asyncio.run(once(f"{mapped}; print('fine')")).stdout == "fine\n"
+    with pytest.raises(SandboxError, match="used more memory than its limit of 200 MB"):
+        asyncio.run(once(f"{mapped}\nfor at in range(0, 600 << 20, 4096): m[at] = 1"))

@@ -32,6 +32,9 @@ _START_TIMEOUT_S = 60.0
 _REPLY_GRACE_S = 10.0
 """For what the server does when the time is up; longer than all its own graces together."""
 _MAX_CODE_CHARS = 8 << 20
+_MAPPED = 4
+"""How many times the memory that it may use an installed program may map: runtimes with garbage
+collectors map far more than they use. The sum of what is used is limited all the same."""
 
 
 class ServedSandbox(ABC):
@@ -211,7 +214,7 @@ class ServedSandbox(ABC):
             "RLIMIT_FSIZE": limits.file_mb << 20,
             # The data segment, not the address space, of which some runtimes reserve far more
             # than they use.
-            "RLIMIT_DATA": limits.memory_mb << 20,
+            "RLIMIT_DATA": limits.memory_mb * (1 if self._extras is None else _MAPPED) << 20,
         }
         if self.max_processes is not None:
             rlimits["RLIMIT_NPROC"] = self.max_processes
