@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -168,8 +169,8 @@ def test_after_a_kill_a_session_continues_where_it_was(
     tmp_path: Path, endpoint: FakeEndpoint
 ) -> None:
     """Its calls are not paid again; one that repeats the last request gets the same reply."""
+    messages: list[Any] = [{"role": "user", "content": "Go."}]
     with recording(tmp_path, endpoint) as world:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
         world.call(messages, at="/sessions/a")
         world.call([{"role": "user", "content": "Stay."}], at="/sessions/b")
         os.kill(world.process.pid, signal.SIGKILL)
@@ -201,6 +202,34 @@ def test_after_a_kill_a_program_that_starts_again_is_answered_from_the_journal(
     assert endpoint.journal()["replies"] == 2
     (record,) = records(tmp_path).values()
     assert (record["api_calls"], record["set_aside"]) == (2, [])
+
+
+def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program asks again; the record has the call once."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with FakeEndpoint(latency_s=1.0, turns=2, key=KEY) as endpoint:
+        messages: list[Any] = [{"role": "user", "content": "Go."}]
+        with recording(tmp_path, endpoint) as world:
+            world.call(messages, at="/sessions/a")
+            asking = Thread(target=_ask_in_vain, args=(world, [*messages]))
+            asking.start()
+            wait_until(lambda: endpoint.journal()["in_flight"])
+            os.kill(world.process.pid, signal.SIGKILL)
+            world.process.wait(timeout=30)
+            asking.join()
+        with recording(tmp_path, endpoint) as world:
+            world.call(messages, at="/sessions/a")
+            assert stop(world.process) == 0
+        assert endpoint.journal()["replies"] <= 3
+    (record,) = records(tmp_path).values()
+    assert (record["status"], record["api_calls"]) == ("completed", 2)
+
+
+def _ask_in_vain(world: Recording, messages: list[Any]) -> None:
+    with pytest.raises((http.client.HTTPException, OSError)):
+        world.call(messages, at="/sessions/a")
 
 
 def test_the_budget_stops_a_recording_which_then_continues(

@@ -21,14 +21,20 @@ from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings
 from agent.state.trajectory import Trajectory
 from testing.fake_dialects import CHAT, MESSAGES
+from testing.fake_responses import RESPONSES
 from testing.fake_script import JSON, Dialect, Reply
 
 KEY = "sk-real-key-of-the-endpoint"
 PATHS = {
     "openai_chat": "/v1/chat/completions",
     "anthropic_messages": "/v1/messages?beta=true",
+    "openai_responses": "/v1/responses",
 }
-DIALECTS: dict[str, Dialect] = {"openai_chat": CHAT, "anthropic_messages": MESSAGES}
+DIALECTS: dict[str, Dialect] = {
+    "openai_chat": CHAT,
+    "anthropic_messages": MESSAGES,
+    "openai_responses": RESPONSES,
+}
 ALL = tuple(PATHS)
 
 
@@ -94,13 +100,10 @@ async def stream(request: web.BaseRequest, events: Iterable[bytes]) -> web.Strea
 
 
 def ask(prompt: str = "Go.", **more: Any) -> JSON:
-    """The body of a request, in either dialect."""
-    return {
-        "model": "m",
-        "max_tokens": 1000,
-        "messages": [{"role": "user", "content": prompt}],
-        **more,
-    }
+    """The body of a request that every dialect here takes: unknown fields are passed on."""
+    messages = [{"role": "user", "content": prompt}]
+    limits = {"max_tokens": 1000, "max_output_tokens": 1000}
+    return {"model": "m", **limits, "messages": messages, "input": messages, **more}
 
 
 class Relayed:
