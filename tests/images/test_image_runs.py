@@ -129,6 +129,11 @@ def interrupted(cwd: Path, images: Path) -> Path:
     )
     check = f"python3 -c '{FIXED}'"
     write_rows(cwd / "p.jsonl", row("a", "python:1", *turns, check=check))
+    return killed(cwd, images)
+
+
+def killed(cwd: Path, images: Path) -> Path:
+    """Start the run and kill it in the second turn."""
     workspaces = cwd / "trajectories/r/workspaces"
     with started(cwd, *FLAGS, images=images, **OPTIONS) as process:
         wait_until(lambda: list(workspaces.glob("*/upper/testbed/begun")))
@@ -167,6 +172,23 @@ def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path:
     assert "kept" in record["messages"][-2]["content"]
     assert record["check"]["passed"]
     assert_nothing_is_left(tmp_path)
+
+
+def test_a_conversation_that_began_again_continues_after_a_kill(
+    images: Path, tmp_path: Path
+) -> None:
+    """Its events from before the new beginning are not its conversation."""
+    interrupted(tmp_path, images).rename(tmp_path / "gone")
+    killed(tmp_path, images)
+    done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
+    assert done.returncode == 0, done.stderr
+    record = records(tmp_path)["a"]
+    assert len(record["restarts"]) == 1
+    assert [resume["workspace_kept"] for resume in record["resumes"]] == [True]
+    assert len(record["turns"]) == 4
+    assert record["api_calls"] == 6
+    assert "kept" in record["messages"][-2]["content"]
+    assert record["check"]["passed"]
 
 
 def test_a_setup_that_was_killed_is_done_again(images: Path, tmp_path: Path) -> None:

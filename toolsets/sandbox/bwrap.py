@@ -16,7 +16,7 @@ from typing import IO
 
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.channel import Launch
-from toolsets.sandbox.fork_servers import Template
+from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
 
@@ -85,13 +85,13 @@ class BwrapSandbox(ServedSandbox):
             options += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
         return launch(argv, stack, self._limits.network, options, str(self._workspace.root))
 
-    def template(self) -> Template:
+    def template(self) -> SandboxTemplate:
         """See `ServedSandbox`.
 
         The fork server has the workspaces of all at the place where each sandbox has its own.
         """
         root, network = self._workspace.root, self._limits.network
-        return Template(
+        return SandboxTemplate(
             key=("bwrap", root.parent, network),
             is_confined=True,
             launch=lambda argv, stack: launch(

@@ -29,7 +29,7 @@ _START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class SandboxTemplate:
     """What the fork server of a kind of sandbox is started with, and asked for."""
 
     key: tuple[object, ...]
@@ -50,7 +50,7 @@ class _Servers:
         self._starting: dict[tuple[object, ...], asyncio.Task[Channel | None]] = {}
 
     async def fork(
-        self, template: Template, group: Group | None, *, output_bytes: int
+        self, template: SandboxTemplate, group: Group | None, *, output_bytes: int
     ) -> Channel | None:
         """Have a sandbox forked; None where this kind cannot be.
 
@@ -77,7 +77,7 @@ class _Servers:
                 return channel
         raise HostError("a sandbox did not start: the process that forks it has ended twice")
 
-    def _forget(self, template: Template, starting: asyncio.Task[Channel | None]) -> None:
+    def _forget(self, template: SandboxTemplate, starting: asyncio.Task[Channel | None]) -> None:
         """Have the next sandbox start a new server."""
         if self._starting.get(template.key) is starting:
             del self._starting[template.key]
@@ -94,7 +94,7 @@ class _Servers:
 FORK_SERVERS = PerLoop(_Servers, _Servers.close)
 
 
-async def _start(template: Template) -> Channel | None:
+async def _start(template: SandboxTemplate) -> Channel | None:
     """The channel to a new fork server; None where what it forks does not work."""
     channel = Channel(None, output_bytes=0)
     try:

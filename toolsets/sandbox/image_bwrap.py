@@ -26,7 +26,7 @@ from toolsets.images.users import user_of
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.bwrap import FORK_SERVER, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
-from toolsets.sandbox.fork_servers import Template
+from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.image import ImageSpec
 from toolsets.sandbox.inside.boot import BOOT, framed
 from toolsets.sandbox.inside.namespaces import MEASURED
@@ -109,12 +109,12 @@ class BwrapImageSandbox(BwrapSandbox):
     def discard(self) -> None:
         """See `ImageSandbox`: what is kept is in the workspace's directory."""
 
-    def template(self) -> Template:
+    def template(self) -> SandboxTemplate:
         """See `ServedSandbox`."""
         layers, network = self._workspace.root.parent, self._network
         images = self._image.path.parent
         layering = layering_of(layers, images)
-        return Template(
+        return SandboxTemplate(
             key=("bwrap-image", layers, images, network),
             is_confined=True,
             is_tried=False,  # `overlay_problem` has tried it

@@ -21,7 +21,7 @@ from toolsets.errors import HOST_ERRNOS, HostError, describe, has_memory
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError, SessionKind
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
-from toolsets.sandbox.fork_servers import FORK_SERVERS, Template
+from toolsets.sandbox.fork_servers import FORK_SERVERS, SandboxTemplate
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import program
 from toolsets.sandbox.user_limit import is_user_full
@@ -63,7 +63,7 @@ class ServedSandbox(ABC):
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """How to start `argv` in the sandbox; what is put on `stack` is kept until it has begun."""
 
-    def template(self) -> Template | None:
+    def template(self) -> SandboxTemplate | None:
         """How to have the sandbox forked; None for a kind that can only be launched."""
         return None
 
