@@ -143,9 +143,7 @@ def test_forty_tasks_are_killed_and_resumed_in_containers(tmp_path: Path) -> Non
     options = {**PODMAN, "num_workers": 2, "batch_size": 4}
     stored = tmp_path / "trajectories/r/records.jsonl"
     with started(tmp_path, "--row_setup", **options) as process:
-        wait_until(
-            lambda: stored.exists() and stored.read_bytes().count(b"\n") >= 5, timeout_s=300
-        )
+        wait_until(lambda: stored.exists() and stored.read_bytes().count(b"\n") >= 5, timeout_s=300)
         kill(process)
     with started(tmp_path, "--row_setup", **options) as process:
         assert process.wait(timeout=1200) == 0, (tmp_path / "output.txt").read_text()
