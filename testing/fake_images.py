@@ -203,6 +203,7 @@ def _config(layers: Sequence[bytes], config: Mapping[str, Any] | None) -> dict[s
         "os": "linux",
         "config": {"Env": ["PATH=/usr/bin:/bin"], **(config or {})},
         "rootfs": {"type": "layers", "diff_ids": diff_ids},
+        "history": [{"created_by": "testing"} for _ in layers],
     }
 
 

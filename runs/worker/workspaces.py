@@ -133,8 +133,9 @@ class Workspaces:
             return not_passed(str(error))
         finally:
             if judged != root:
-                context = await self._judging(context, row, check, judged, None)
-                await context.close(remove=True)
+                sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))
+                await asyncio.to_thread(sandbox.discard)
+                await asyncio.to_thread(remove_tree, judged)
 
     async def _judging(
         self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None

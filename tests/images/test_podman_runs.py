@@ -12,6 +12,7 @@ import pytest
 
 from tests.images.test_image_runs import FIXED, FIXES, INTERRUPTED, OPTIONS, kill, row, terminal
 from tests.images.test_image_runs import records as records_of
+from tests.images.test_task_runs import forty_tasks
 from tests.running import lines, run, started, wait_until, write_rows
 from toolsets.sandbox.docker import engine_warning, run_label
 
@@ -134,3 +135,19 @@ def test_slow_storage_is_named(
     )
     monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(slow))
     assert "vfs" in str(engine_warning("podman"))
+
+
+@pytest.mark.usefixtures("engine")
+def test_forty_tasks_are_killed_and_resumed_in_containers(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", *forty_tasks())
+    options = {**PODMAN, "num_workers": 2, "batch_size": 4}
+    stored = tmp_path / "trajectories/r/records.jsonl"
+    with started(tmp_path, "--row_setup", **options) as process:
+        wait_until(lambda: stored.exists() and stored.read_bytes().count(b"\n") >= 5, timeout_s=300)
+        kill(process)
+    with started(tmp_path, "--row_setup", **options) as process:
+        assert process.wait(timeout=1200) == 0, (tmp_path / "output.txt").read_text()
+    found = records_of(tmp_path)
+    rewards = {name: record["check"]["reward"] for name, record in found.items()}
+    assert rewards == {f"t{n:02}": float(n % 4 != 0) for n in range(40)}
+    assert_nothing_is_left(tmp_path)

@@ -150,7 +150,9 @@ class DockerImageSandbox(DockerSandbox):
 
     def is_kept(self) -> bool:
         """See `ImageSandbox`."""
-        return self._workspace.root.exists() and self._state() is not None
+        if not self._workspace.root.exists():
+            return False
+        return self._state() is not None or self._has_files()
 
     def make(self) -> None:
         """Create the container, unless there is one.
@@ -169,9 +171,10 @@ class DockerImageSandbox(DockerSandbox):
             return
         image = self._image
         if state is not None:
-            image = f"localhost/{self._container}:files"
-            self._ask("commit", self._container, image)
+            self._ask("commit", self._container, self._files)
             self._ask("rm", "--force", self._container)
+        if state is not None or self._has_files():
+            image = self._files
         argv = [*inside_python().command, "-I", "-S", "-c", BOOT, "0"]
         labels = {_RUN_LABEL: self._run, f"{_RUN_LABEL}.options": digest}
         named = [item for pair in labels.items() for item in ("--label", "=".join(pair))]
@@ -183,7 +186,16 @@ class DockerImageSandbox(DockerSandbox):
     def discard(self) -> None:
         """See `ImageSandbox`."""
         self._ask("rm", "--force", "--volumes", self._container, fails=True)
-        self._ask("rmi", "--force", f"localhost/{self._container}:files", fails=True)
+        self._ask("rmi", "--force", self._files, fails=True)
+
+    @property
+    def _files(self) -> str:
+        """The image of its files, while it gets other options, and from then on."""
+        return f"localhost/{self._container}:files"
+
+    def _has_files(self) -> bool:
+        """Whether there is that image: a kill may have left it without a container."""
+        return _config_of(self._engine, self._files) is not None
 
     def _options(self) -> list[str]:
         known = {str(item).partition("=")[0] for item in self._config.get("Env") or ()}
@@ -315,6 +327,11 @@ def remove_containers(engine: str, run_dir: Path) -> int:
     for name in left:
         _ask(engine, ["rm", "--force", "--volumes", name])
         _ask(engine, ["rmi", "--force", f"localhost/{name}:files"])
+    prefix = f"localhost/bt-{run}-"
+    listed = ["images", "--filter", f"reference={prefix}*", "--format", "{{.Repository}}"]
+    for image in _ask(engine, listed).stdout.decode().split():
+        if image.removeprefix(prefix) not in kept:
+            _ask(engine, ["rmi", "--force", f"{image}:files"])
     return len(left)
 
 

@@ -21,7 +21,6 @@ from toolsets.sandbox.inside.kernel import run_cells
 from toolsets.sandbox.inside.namespaces import enter, enter_image, fork_as_first
 from toolsets.sandbox.inside.processes import close_descriptors, set_dumpable
 from toolsets.sandbox.inside.server import main as serve
-from toolsets.sandbox.inside.shells import found_shell
 
 __all__ = ["main", "run_cells"]  # which is imported here once, for all
 
@@ -46,7 +45,6 @@ class ForkServer:
     def serve(self) -> NoReturn:
         """Fork until the other end is closed."""
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no child has to be waited for
-        found_shell()  # which is remembered
         gc.freeze()  # what a collection does not visit stays shared with all children
         while True:
             request, descriptors = self._next_request()

@@ -38,11 +38,9 @@ MEASURED = 200
 """The descriptor of the directory with what a conversation has changed in its image."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Looked up here, once for all sandboxes that are forked later.
-_CALLS = {
-    name: getattr(_libc, name)
-    for name in ("unshare", "setns", "mount", "umount2", "prctl", "capset")
-}
+# A library keeps what was looked up in it: once here, for all sandboxes that are forked later.
+for _name in ("unshare", "setns", "mount", "umount2", "prctl", "capset"):
+    getattr(_libc, _name)
 
 
 def fork_as_first(own_namespace: int) -> int:
@@ -234,7 +232,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _call(name: str, *arguments: object) -> None:
-    if _CALLS[name](*arguments) < 0:
+    if getattr(_libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
