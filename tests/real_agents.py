@@ -54,14 +54,15 @@ class Outcome(NamedTuple):
 
 
 def run_agent(
-    agent: str, *, tasks: int, kills: int, seed: int, at_once: int, keep: bool
+    agent: str, *, tasks: int, kills: int, seed: int, at_once: int, clock: bool, keep: bool
 ) -> Outcome:
     """Run one agent's tasks to their ends, and check everything; raises `AssertionError`."""
     directory = Path(tempfile.mkdtemp(prefix=f"real-{agent}-"))
     began = time.monotonic()
     rng = random.Random(seed)
+    run = " run=clock" if clock else ""
     rows = [
-        {"id": f"p{n:02}", "prompt": f"Work on this, please. [task{n:02} steps={2 + n % 3}]"}
+        {"id": f"p{n:02}", "prompt": f"Work on this, please. [task{n:02} steps={2 + n % 3}{run}]"}
         for n in range(tasks)
     ]
     write_rows(directory / "p.jsonl", *rows)
@@ -243,6 +244,8 @@ def _check_record(record: dict[str, Any], sent: dict[str, Any]) -> int:
             for call in message.get("tool_calls", ())
         ]
         assert (message["content"], own) == (text, calls), record["id"]
+    if "run=clock" in record["row"]["prompt"]:
+        return len(seen)
     task = record["prompt_id"].replace("p", "task")
     steps = 2 + int(task[4:]) % 3
     results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
@@ -290,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--at_once", type=int, default=2, help="conversations per worker, of two")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clock", action="store_true", help="every command prints the time")
     parser.add_argument("--keep", action="store_true", help="keep the run's files")
     given = parser.parse_args(argv)
     for agent in given.agents.split(","):
@@ -299,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             kills=given.kills,
             seed=given.seed,
             at_once=given.at_once,
+            clock=given.clock,
             keep=given.keep,
         )
         print(json.dumps(outcome._asdict()), flush=True)
