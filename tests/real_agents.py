@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from runs.config.agents import presets
 from testing.agent_endpoint import AgentEndpoint
-from tests.running import ROOT, lines, session_of, workers_of, write_rows
+from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
 from toolsets.sandbox.inside.processes import descendants
 
 _SECRET = "the-key-of-the-run"
@@ -81,13 +81,14 @@ def run_agent(
                     start_new_session=True,
                 )
             done = _disturb(process, endpoint, rng, done, kills)
-            left = [pid for pid in session_of(process.pid) if process.poll() is not None]
-            assert process.poll() is None or not left, f"processes are left: {left}"
             if process.poll() is None:
                 _end_group(process)
-            elif process.returncode == 0 or done < 0:
+                continue
+            # What was killed just before the end may still be ending.
+            wait_until(lambda leader=process.pid: not session_of(leader))
+            if process.returncode == 0:
                 break
-            elif process.returncode not in (1, -signal.SIGKILL):
+            if process.returncode not in (1, -signal.SIGKILL):
                 raise AssertionError((directory / "output.txt").read_text()[-2000:])
         outcome = _check(agent, directory, endpoint, tasks=tasks, kills=kills, began=began)
     if not keep:
@@ -236,7 +237,9 @@ def _check_record(record: dict[str, Any], sent: dict[str, Any]) -> int:
     seen = [turn["response_id"] for turn in (*turns, *record["set_aside"])]
     assert len(set(seen)) == len(seen) == record["api_calls"], record["id"]
     assert set(seen) <= set(sent), record["id"]
+    # Some agents begin with a reply that they wrote themselves.
     replies = [message for message in record["messages"] if message["role"] == "assistant"]
+    replies = replies[-len(record["turns"]) :]
     for turn, message in zip(record["turns"], replies, strict=True):
         text, calls = _said(sent[turn["response_id"]])
         own = [
