@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import click
 
+from cli.build_images import build_images
 from cli.command_line import EXAMPLES, Commands
 from cli.exit_codes import fail
 from cli.fork import fork
@@ -81,7 +82,7 @@ def main() -> None:
 
 for command in (
     *(run_command, look, estimate, status, stats, report, show_one, compare),
-    *(export, verify, merge, import_hermes, fork, record),
+    *(export, verify, merge, import_hermes, fork, record, build_images),
     *(distributions, tools, endpoints, errors),
 ):
     main.add_command(command)

@@ -100,7 +100,10 @@ UNREADABLE = "unreadable"
 OUT_OF_PLACE = "out_of_place"
 """A reply whose earlier events a power loss or damage removed from the journal: asked for again."""
 
-COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE})
+WORKSPACE_LOST = "workspace_lost"
+"""A reply of a conversation that began again, since the files that it had made were lost."""
+
+COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE, WORKSPACE_LOST})
 """Reasons of discarded replies of which only the cost matters: the rules ignore them."""
 
 
@@ -198,6 +201,18 @@ class ResumedEvent(TypedDict):
     workspace_kept: NotRequired[bool]
 
 
+class RestartedEvent(TypedDict):
+    """The conversation begins again with its opening after `turn` turns; `reason` says why.
+
+    The replies until then were paid for and remain as discarded replies.
+    """
+
+    kind: Literal["restarted"]
+    turn: int
+    reason: str
+    at: float
+
+
 class ForkedEvent(TypedDict):
     """The conversation continues its parent from here, as a branch after its turn `turn`.
 
@@ -250,10 +265,10 @@ class ExchangeEvent(TypedDict):
     """The body of the reply, to answer an equal call with. Streams: put together."""
 
 
-class RestartedEvent(TypedDict):
+class AgentRestartedEvent(TypedDict):
     """The agent's command starts again: its calls are set aside until it makes equal ones."""
 
-    kind: Literal["restarted"]
+    kind: Literal["agent_restarted"]
     at: float
 
 
@@ -300,7 +315,7 @@ class SubEvent(TypedDict):
     event: Event
 
 
-AgentEvent = ExchangeEvent | RestartedEvent | AnsweredEvent | AgentExitEvent
+AgentEvent = ExchangeEvent | AgentRestartedEvent | AnsweredEvent | AgentExitEvent
 """An event of an agent that runs as a command."""
 
 Event = (
@@ -310,6 +325,7 @@ Event = (
     | NoteEvent
     | OpeningEvent
     | ResumedEvent
+    | RestartedEvent
     | ForkedEvent
     | SubEvent
     | AgentEvent

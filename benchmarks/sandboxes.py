@@ -3,14 +3,18 @@
     python -m benchmarks.sandboxes [--sandboxes bwrap,local] [--number 40] [--rounds 5]
 
 Each round measures everything once, so that ratios hold on a busy machine. The yardstick is
-`bwrap true` and a bare `python3 -I -S -c pass` together. CPU is that of a control group, so it
-counts every process, also those that nobody waits for; making one needs root.
+`bwrap true` and a bare `python3 -I -S -c pass` together. `image` is bwrap in a container image
+that all share; `podman` is what an agent does that runs `podman run`, `exec` for each command and
+`rm`, in the same image, for comparison: `podman` must be installed and configured. CPU is that of a
+control group, so it counts every process, also those that nobody waits for; making one needs root.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +25,12 @@ from pathlib import Path
 import click
 
 from benchmarks.throughput import Table
+from testing.fake_images import layer_of_tree, make_repository, tree_of_programs, write_layout
+from toolsets.images.store import ImageStore
 from toolsets.sandbox.base import Limits, Sandbox
 from toolsets.sandbox.factory import make_sandbox
+from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.image_bwrap import BwrapImageSandbox
 from toolsets.sandbox.inside.processes import descendants
 from toolsets.workspace.workspace import Workspace
 
@@ -83,11 +91,75 @@ def private_mb(sandboxes: int, servers: set[int]) -> float:
     return total / 1024 / sandboxes
 
 
-async def measure(name: str, number: int, meter: Meter, place: Path) -> dict[str, float]:
+def make_image(place: Path) -> ImageStore:
+    """An image with bash, git, Python and a repository."""
+    tree = place / "tree"
+    tree.mkdir()
+    tree_of_programs(tree, with_caches=True)
+    make_repository(tree / "testbed", {"pkg/calc.py": "def add(a, b):\n    return a - b\n"})
+    write_layout(
+        place / "images" / "made",
+        [layer_of_tree(tree)],
+        name="1",
+        config={"WorkingDir": "/testbed"},
+    )
+    shutil.rmtree(tree)
+    store = ImageStore(place / "images")
+    store.unpack("made:1")
+    return store
+
+
+def made(
+    name: str, spaces: Sequence[Workspace], limits: Limits, store: ImageStore | None
+) -> list[Sandbox]:
+    """The sandboxes of one kind."""
+    if name != "image":
+        return [make_sandbox(name, space, limits) for space in spaces]
+    assert store is not None
+    image = store.unpack("made:1")
+    spec = ImageSpec("made:1")
+    return [BwrapImageSandbox(space, limits, image=image, spec=spec) for space in spaces]
+
+
+def measure_podman(number: int, store: ImageStore | None) -> dict[str, float]:
+    """Containers that are started, used and removed by the command line, in ms of all CPUs.
+
+    The engine's processes leave every group of this benchmark, so the whole machine is measured:
+    nothing else may run.
+    """
+
+    def podman(*arguments: str) -> str:
+        done = subprocess.run(["podman", *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def busy_ms() -> float:
+        user, nice, system = Path("/proc/stat").read_text().split()[1:4]
+        return (int(user) + int(nice) + int(system)) * 1000 / os.sysconf("SC_CLK_TCK")
+
+    assert store is not None
+    image = podman("pull", "--quiet", f"oci:{store.directory}/made:1").split()[-1]
+    begun = busy_ms()
+    run = ("run", "--detach", "--network", "none", "--workdir", "/testbed", image, "sleep", "2h")
+    containers = [podman(*run) for _ in range(number)]
+    for container in containers:
+        podman("exec", container, "bash", "-c", "echo hi")
+    started = busy_ms()
+    for container in containers:
+        podman("exec", container, "bash", "-c", "echo hi")
+    used = busy_ms()
+    podman("rm", "--force", "--time", "0", *containers)
+    figures = {"start and first command": started - begun, "further command": used - started}
+    figures["start, first command and stop"] = started - begun + busy_ms() - used
+    return {figure: ms / number for figure, ms in figures.items()}
+
+
+async def measure(
+    name: str, number: int, meter: Meter, place: Path, store: ImageStore | None
+) -> dict[str, float]:
     """One round of one sandbox, in ms of CPU and MB."""
     limits = Limits()
     spaces = [Workspace(place / f"{name}-{n}") for n in range(number + 1)]
-    first, *others = [make_sandbox(name, space, limits) for space in spaces]
+    first, *others = made(name, spaces, limits, store)
     await first.run("shell", "true")  # what a worker pays once
     servers = {pid for pid, _ in descendants()}
 
@@ -121,6 +193,7 @@ def main(sandboxes: str, number: int, rounds: int) -> None:
     """Measure in rounds."""
     table = Table()
     with metered() as meter, tempfile.TemporaryDirectory() as place:
+        store = make_image(Path(place)) if {"image", "podman"} & {*sandboxes.split(",")} else None
         for round_number in range(rounds):
             sum_ms = 0.0
             for title, argv in YARDSTICK.items():
@@ -134,7 +207,11 @@ def main(sandboxes: str, number: int, rounds: int) -> None:
                 directory = Path(place, f"{name}-{round_number}")
                 directory.mkdir()
                 begun_s = time.monotonic()
-                for figure, value in asyncio.run(measure(name, number, meter, directory)).items():
+                if name == "podman":
+                    figures = measure_podman(number, store)
+                else:
+                    figures = asyncio.run(measure(name, number, meter, directory, store))
+                for figure, value in figures.items():
                     table.add(f"{name}: {figure}", value)
                     if "start" in figure or "first" in figure:
                         table.add(f"{name}: {figure}, over the yardstick", value / sum_ms)

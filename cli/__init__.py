@@ -9,10 +9,10 @@ record          record
 inspect_runs    status, export, verify, merge
 look            report, show, compare, stats
 look_at_source  look
+build_images    build_images
 fork            fork
 lists           tools, distributions, endpoints, errors
-endpoint_list   the list that `endpoints` prints
-tool_list       the list that `tools` prints
+listings/       the lists that `tools` and `endpoints` print
 export_options  options of `export`
 live            --live
 
@@ -20,6 +20,7 @@ Other rooms import only the modules in `SEAM`.
 """
 
 SEAM = (
+    "build_images",
     "command_line",
     "exit_codes",
     "fork",

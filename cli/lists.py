@@ -31,7 +31,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
     """List all toolsets with their tools and whether they work here."""
     import orjson
 
-    from cli.tool_list import as_text, tool_list
+    from cli.listings.tool_list import as_text, tool_list
     from runs.config.loading import load_config
     from runs.errors import ConfigError
 
@@ -53,7 +53,7 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
     """List all endpoints that a model can name and whether their keys are set."""
     import orjson
 
-    from cli.endpoint_list import as_text, endpoint_list
+    from cli.listings.endpoint_list import as_text, endpoint_list
     from runs.config.loading import load_config
 
     with errors_as_exit_codes():

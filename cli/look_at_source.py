@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,8 @@ from runs.process.console import show
 
 _EXAMINED = 1000
 _ROW_CHARS = 1500
+_SHOWN = 2
+_REASONS = 20
 
 
 @click.command()
@@ -21,12 +24,12 @@ _ROW_CHARS = 1500
 @click.option("--columns", metavar="COLUMN=SOURCE_COLUMN,...", help="As for `run`.")
 @click.option(
     "--rows",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=2,
-    help="How many rows to print.  [default: 2]",
+    "given",
+    multiple=True,
+    metavar="KIND|N",
+    help="As for `run`; a number: how many rows to print.  [default: 2]",
 )
-def look(source: Path, columns: str | None, rows: int) -> None:
+def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
     """Show the first rows of SOURCE, its columns, and how a run would use them.
 
     SOURCE is what --dataset_file takes: a file, a directory, or hf:ORG/NAME.
@@ -35,6 +38,7 @@ def look(source: Path, columns: str | None, rows: int) -> None:
     from runs.errors import ConfigError
     from runs.sources.columns import Renaming
     from runs.sources.kept_dataset import describe_left_out, rows_of_source
+    from runs.sources.rows_file import load_rows_file
     from runs.sources.source import source_of
 
     with errors_as_exit_codes():
@@ -42,23 +46,41 @@ def look(source: Path, columns: str | None, rows: int) -> None:
             names = parse_columns(columns or "")
         except ValueError as error:
             raise ConfigError(f"--columns: {error}") from error
-        renaming = Renaming(names)
+        found = source_of(source)
+        shown, kind = _shown_and_kind(given)
+        if found.tasks and kind is None:
+            kind = "harbor"
+        renaming = Renaming(names, None if kind is None else load_rows_file(kind))
         left_out: set[str] = set()
-        found = islice(rows_of_source(source_of(source), left_out), _EXAMINED)
-        lines = [line for line in map(renaming.line, found) if line.strip()]
+        rows = islice(rows_of_source(found, left_out), _EXAMINED)
+        lines = [line for line in map(renaming.line, rows) if line.strip()]
         renaming.check(str(source))
-        words = _described(source, lines, shown=rows, has_columns=bool(names))
+        words = _described(source, lines, shown=shown, has_columns=bool(names), kind=kind)
         show("\n".join([words, *([describe_left_out(str(source), left_out)] if left_out else [])]))
 
 
-def _described(source: Path, lines: list[bytes], *, shown: int, has_columns: bool) -> str:
+def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
+    """How many rows to print, and the kind of rows: `--rows` takes both."""
+    numbers = [int(text) for text in given if text.isdecimal()]
+    kinds = [text for text in given if not text.isdecimal()]
+    if len(numbers) > 1 or len(kinds) > 1:
+        raise click.UsageError("--rows takes one number and one kind of rows")
+    return numbers[0] if numbers else _SHOWN, kinds[0] if kinds else None
+
+
+def _described(
+    source: Path, lines: list[bytes], *, shown: int, has_columns: bool, kind: str | None
+) -> str:
     from runs.dataset.row import RowRules, kind_of, usual_prompt
     from toolsets import exact_json
     from toolsets.text import clip
 
     rules = RowRules()
+    if kind is not None:
+        rules = RowRules(with_setup=True, image="allowed", inside=True, check_in="fresh")
     kinds: dict[str, Counter[str]] = {}
     reasons = Counter[str]()
+    first_places: dict[str, str] = {}
     proposed = Counter[str]()
     printed = []
     for number, line in enumerate(lines, start=1):
@@ -74,7 +96,9 @@ def _described(source: Path, lines: list[bytes], *, shown: int, has_columns: boo
         try:
             rules.read(columns)
         except ValueError as error:
-            reasons[str(error)] += 1
+            place, why = _place_of(str(error))
+            reasons[why] += 1
+            first_places.setdefault(why, place)
         if "prompt" not in columns and (usual := usual_prompt(columns)):
             proposed[usual] += 1
         if number <= shown:
@@ -88,19 +112,29 @@ def _described(source: Path, lines: list[bytes], *, shown: int, has_columns: boo
         rows = found.total()
         share = "" if rows == len(lines) else f" in {rows:,} rows"
         words.append(f"  {name:<{width}}  {' or '.join(found)}{share}; {_use_of(name, kinds)}")
-    words += [f"{count:,} rows: {reason}" for reason, count in reasons.most_common(5)]
+    for reason, count in reasons.most_common(_REASONS):
+        place = first_places.get(reason, "")
+        words.append(f"{count:,} rows: {reason}{place and f' (the first: {place})'}")
     words += printed
     if proposed and not has_columns:
-        (usual, _), *_ = proposed.most_common(1)
+        usual = proposed.most_common(1)[0][0]
         words.append(f"To run it: --dataset_file={source} --columns prompt={usual}")
     elif usable:
-        words.append(f"To run it: --dataset_file={source}")
+        with_kind = "" if kind is None else f" --rows={kind}"
+        words.append(f"To run it: --dataset_file={source}{with_kind}")
     return "\n".join(words)
+
+
+def _place_of(reason: str) -> tuple[str, str]:
+    """Where in a task directory a row cannot be used, "" if it is not from one; and why."""
+    found = re.match(r"(\S+/task\.toml(?::\d+)?): (.*)", reason, re.DOTALL)
+    return (found[1], found[2]) if found else ("", reason)
 
 
 def _use_of(name: str, columns: dict[str, Any]) -> str:
     """What a run does with a column of this name, when these columns are there."""
-    from runs.dataset.row import CHAT_COLUMNS, IMAGE_COLUMNS, MODEL_COLUMN
+    from runs.dataset.row import CHAT_COLUMNS, MODEL_COLUMN
+    from runs.dataset.row_image import IMAGE_COLUMNS, INSIDE_COLUMNS
     from runs.dataset.row_setup import TELLTALE_COLUMNS
     from runs.dataset.scan import ID_COLUMNS
 
@@ -118,6 +152,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         "script": "turns of the scripted model",
         "fork": "the beginning of the conversation, with --forks",
         MODEL_COLUMN: "one of --models",
+        **dict.fromkeys(INSIDE_COLUMNS, "how to work in the image, with --workspace=image"),
         **dict.fromkeys(IMAGE_COLUMNS, "the image, with --sandbox=docker"),
         **dict.fromkeys(TELLTALE_COLUMNS, "prepares or judges the workspace, with --row_setup"),
     }

@@ -14,7 +14,8 @@ RARE_OPTIONS = ("fresh", "accept_config_change", "live", "resume", "help_all")
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
-        *("dataset_file", "columns", "run_name", "output_dir", "num_samples", "max_samples"),
+        *("dataset_file", "columns", "rows", "run_name", "output_dir", "num_samples"),
+        "max_samples",
         *("on_bad_row", "require_reasoning", "require_passed", "accept_rows", "empty_think"),
         *("seed", "shard", "forks"),
     ),
@@ -28,7 +29,9 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Tools and sandbox": (
         *("enabled_toolsets", "disabled_toolsets", "distribution", "tools", "mcp", "sandbox"),
-        *("docker_image", "row_setup", "network", "command_timeout_s", "tool_timeout_s"),
+        *("workspace", "workdir", "images", "docker_image", "container_engine", "pull"),
+        *("row_setup", "check_in", "check_network", "env_from", "network"),
+        *("command_timeout_s", "tool_timeout_s"),
         *("command_memory_mb", "max_processes", "workspace_mb"),
         *("web_search_provider", "web_search_url", "web_allow"),
     ),
@@ -53,7 +56,9 @@ OF_CONVERSATIONS = "Conversations (a row can set most of these in its column age
 OF_STARTS = "This start"
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
-    "Commands to run": (*("run", "record", "look", "estimate", "fork", "import_hermes", "merge"),),
+    "Commands to run": (
+        *("run", "record", "look", "build_images", "estimate", "fork", "import_hermes", "merge"),
+    ),
     "Commands to inspect": ("status", "stats", "report", "show", "compare"),
     "Commands to export and check": ("export", "verify"),
     "Commands to list what is available": ("tools", "distributions", "endpoints", "errors"),

@@ -50,6 +50,8 @@ class RunLocked(RunError):
 class AgentFailed(Exception):
     """An agent that runs as a command ended without an answer; the message says how."""
 
+    error_class = "agent_failed"
+
 
 class Stopped(Exception):
     """The run is stopping: the conversation will continue where its journal ends."""

@@ -3,7 +3,8 @@
 Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (null or {"class",
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
 the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
-result of the row's check; see `run_check`), `tools` (schemas as offered), `options` (those of the
+result of the row's check; see `run_check`), `diff` (what changed in the image's repository; see
+`end_diff`; only with `--workspace=image`), `tools` (schemas as offered), `options` (those of the
 conversation that are not defaults), `view_compacted` (the model saw parts shortened or as a
 summary), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`,
 `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds), `schema_version`. On disk a
@@ -48,6 +49,7 @@ def make_record(
     setup: Setup,
     failure: Failure | None,
     check: dict[str, Any] | None = None,
+    diff: dict[str, Any] | None = None,
     attempt: int,
     provenance: Provenance,
     agent: CommandAgent | None = None,
@@ -73,6 +75,7 @@ def make_record(
         "row": without_events(task.columns),
         **conversation,
         "check": check,
+        **({} if diff is None else {"diff": diff}),
         "tools": tools,
         "options": spec.options.given(),
         "view_compacted": was_compacted(trajectory, spec.options),

@@ -19,6 +19,7 @@ from runs.amounts import Cost
 from runs.batch_api.batch_log import free_unsent, held_in, set_aside_damaged_steps
 from runs.batch_api.service import BatchService, with_open_batches
 from runs.config.models import budget_of, limits_of
+from runs.config.run_config import RunConfig
 from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME
 from runs.errors import DatasetChanged, RunLocked
@@ -43,6 +44,8 @@ from runs.supervisor.damaged import set_aside_damaged, shortened
 from runs.supervisor.key_service import KeyService
 from runs.supervisor.progress import Progress
 from runs.supervisor.supervisor import Start, Supervisor
+from toolsets.errors import ToolError
+from toolsets.sandbox.docker import remove_containers
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
@@ -184,6 +187,7 @@ def _work(
             # Or the cached scan is wrong; in both cases the next start scans again.
             (run_dir.path / NAME).unlink(missing_ok=True)
         _remove_what_is_settled(run_dir, config.max_attempts)
+        remove_leftover_containers(config)
     except DatasetChanged:
         (run_dir.path / NAME).unlink(missing_ok=True)
         raise
@@ -237,6 +241,7 @@ def _state_of(
     settled = Settled(found, max_attempts)
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
+    remove_leftover_containers(plan.config)
     # Freed first: after a crash between the two the amount stays granted; it is never freed twice.
     if freed := free_unsent(run_dir.path, run_dir.quarantine):
         budget_log.append("returned", sum(freed, Cost()))
@@ -307,6 +312,17 @@ def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
         Inflight(run_dir.inflight).read(settled=settled)
 
 
+def remove_leftover_containers(config: RunConfig) -> None:
+    """Remove containers of conversations that have ended, left by a crash; logs what fails."""
+    if not config.is_inside or config.sandbox != "docker":
+        return
+    try:
+        if count := remove_containers(config.container_engine, config.run_dir):
+            log.info("removed %d containers of conversations that have ended", count)
+    except ToolError as error:
+        log.warning("containers were not removed: %s", error)
+
+
 def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
     """Remove workspaces of settled tasks, left by a crash after the record was written.
 
@@ -314,9 +330,8 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
     """
     for path in listed(run_dir.workspaces):
         try:
-            if path.name.startswith(TEMPORARY):
-                path.unlink()
-            elif bytes.fromhex(path.name.partition(".")[0]) in settled:
+            name, _, _ = path.name.partition(".")
+            if path.name.startswith(TEMPORARY) or bytes.fromhex(name) in settled:
                 remove_tree(path)
         except (ValueError, OSError) as error:
             log.warning("not removed: %s: %s", path, error)

@@ -27,7 +27,7 @@ from typing import IO, Any, NoReturn
 PROGRAM = Path(__file__).parent.parent / "batch_runner.py"
 
 _IMPORTED = (
-    *("batch_runner", "cli.tool_list", "tqdm", "truststore", "yaml"),
+    *("batch_runner", "cli.listings.tool_list", "tqdm", "truststore", "yaml"),
     *("api.start", "api.stored_run", "runs.run", "runs.planning.plan"),
     *("runs.supervisor.supervisor", "export.training_files", "export.dataset.build"),
     *("export.run_statistics", "report.comparison", "report.conversation_text"),
@@ -43,6 +43,7 @@ _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_NOFILE)
 
 _environment = dict(os.environ)
 _server: socket.socket | None = None
+_process: subprocess.Popen[bytes] | None = None
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:
@@ -75,8 +76,13 @@ class Forked:
         server = _started_server()
         with theirs:
             descriptors = [theirs.fileno(), stdout.fileno(), stderr.fileno()]
-            socket.send_fds(server, [len(data).to_bytes(4, "big")], descriptors)
-            server.sendall(data)
+            try:
+                socket.send_fds(server, [len(data).to_bytes(4, "big")], descriptors)
+                server.sendall(data)
+            except BrokenPipeError as error:
+                assert _process is not None
+                msg = f"the server that forks commands has died: {_process.wait()}"
+                raise RuntimeError(msg) from error
         self.pid = self._received()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -123,18 +129,18 @@ def _umask() -> int:
 
 
 def _started_server() -> socket.socket:
-    global _server
+    global _server, _process
     if _server is None:
         _server, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
+            _process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=_environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        atexit.register(_stop, _server, process)
+        atexit.register(_stop, _server, _process)
     return _server
 
 

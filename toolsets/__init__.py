@@ -2,6 +2,7 @@
 
 errors      ToolError and HostError: failures of a tool, failures of the machine
 extras      how to install an optional dependency
+installed   where a program of the user's is, and what it needs to run
 exact_json  JSON with integers of any size; how deep it is nested
 text        cutting and decoding text
 validation  describes what pydantic rejected
@@ -13,6 +14,7 @@ signature   a function's signature as a schema
 tool        Tool and ToolResult; makes a tool of a function
 toolbox     the tools of one conversation; runs their calls
 workspace/  the directory that a conversation works in
+images/     container images: found, and unpacked once
 net/        what web tools and browser may reach
 sandbox/    where commands run: bwrap, docker, or plain processes
 builtin/    the tools of `file`, `terminal` and `python`
@@ -34,6 +36,8 @@ SEAM = (
     "errors",
     "exact_json",
     "extras",
+    "images.image_error",
+    "installed",
     "mcp.mcp_settings",
     "mcp.servers",
     "net.web_settings",
@@ -41,7 +45,8 @@ SEAM = (
     "sandbox.cgroup",
     "sandbox.docker",
     "sandbox.factory",
-    "sandbox.installed",
+    "sandbox.image",
+    "sandbox.image_files",
     "sandbox.programs",
     "text",
     "tool",

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from toolsets.errors import ToolError
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.base import Sandbox
-from toolsets.workspace.removal import remove_tree
-from toolsets.workspace.workspace import Workspace
+from toolsets.workspace.files import Files
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class SharedBrowser(Held, Protocol):
 class ToolContext:
     """The first argument of a tool function."""
 
-    workspace: Workspace
+    workspace: Files
     """The files of the task. The directory is created when a tool first needs it."""
     sandbox: Sandbox | None = None
     """Runs commands; None if no enabled tool runs commands."""
@@ -63,7 +63,7 @@ class ToolContext:
         """The path of the workspace that the model sees."""
         if self.sandbox is not None:
             return self.sandbox.home
-        return self.workspace.aliases[0] if self.workspace.aliases else str(self.workspace.root)
+        return self.workspace.home
 
     def during(
         self, conversation: Sequence[Mapping[str, Any]], user_reply: str | None
@@ -99,6 +99,6 @@ class ToolContext:
 
     def _remove(self) -> None:
         try:
-            remove_tree(self.workspace.root)
-        except OSError as error:
+            self.workspace.remove()
+        except (OSError, ToolError) as error:
             _log.warning("workspace %s was not removed: %s", self.workspace.root, error)

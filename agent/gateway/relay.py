@@ -15,7 +15,14 @@ from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.threads import Threads
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
 from agent.loop.steps import Finish
-from agent.messages import UNREADABLE, AnsweredEvent, ExchangeEvent, Message, RestartedEvent, Usage
+from agent.messages import (
+    UNREADABLE,
+    AgentRestartedEvent,
+    AnsweredEvent,
+    ExchangeEvent,
+    Message,
+    Usage,
+)
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
@@ -248,7 +255,7 @@ class Relay:
             if end == len(thread.messages):
                 return event
         if equal:
-            self._record(RestartedEvent(kind="restarted", at=time.time()))
+            self._record(AgentRestartedEvent(kind="agent_restarted", at=time.time()))
         return None
 
     def _recorded(self, known: ExchangeEvent, asked: WireRequest, wire: Wire) -> Answer:

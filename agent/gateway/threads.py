@@ -149,7 +149,7 @@ class Threads:
                 self._aside[key].remove(event["exchange"])
                 if not self._aside[key]:
                     del self._aside[key]
-            case "restarted":
+            case "agent_restarted":
                 self.starts += 1
                 self.exit = None
                 self.live.clear()

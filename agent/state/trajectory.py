@@ -14,12 +14,14 @@ from agent.deadline import TimeAtWork
 from agent.gateway.threads import Threads
 from agent.messages import (
     COST_ONLY,
+    WORKSPACE_LOST,
     CutEvent,
     Event,
     ForkedEvent,
     Message,
     NoteEvent,
     ReplyEvent,
+    RestartedEvent,
     ResultEvent,
     ResumedEvent,
     ToolCall,
@@ -70,6 +72,7 @@ class Trajectory:
         self.results: list[ResultEvent] = []
         self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
+        self.restarts: list[RestartedEvent] = []
         self.forked: ForkedEvent | None = None
         """Its parent, if it is a branch."""
         self.replies_used = 0
@@ -100,6 +103,7 @@ class Trajectory:
         self._results_of_turn: dict[int, ResultEvent] = {}
         self._notes_of: Counter[str] = Counter()
         self._text_before = ""
+        self._first_opening = opening
         self._open(opening)
         for event in events:
             self.apply(event)
@@ -126,12 +130,14 @@ class Trajectory:
                 self.is_reopened = True
             case "resumed":
                 self.resumes.append(event)
+            case "restarted":
+                self._restart(event)
             case "forked":
                 self.forked = event
                 self._not_added.clear()  # the time of its parent does not count
             case "sub":
                 self.begin_inner(event["key"], event["name"]).apply(event["event"])
-            case "exchange" | "restarted" | "answered" | "agent_exit":
+            case "exchange" | "agent_restarted" | "answered" | "agent_exit":
                 if event["kind"] == "exchange":
                     self._pay(event["reply"])
                 if self.agent_calls is None:
@@ -224,9 +230,10 @@ class Trajectory:
         (one per result, in call order: turn, call, name, is_error, started_at, duration_s),
         `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off, if any),
         `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent or stage:
-        key, name, and the keys of a record), `resumes`, `api_calls`, `usage` and `cost_usd` (of
-        all paid replies), `model_returned`, for an agent that runs as a command the keys of
-        `agent_record`, and for a branch `fork` (see `ForkedEvent`), with
+        key, name, and the keys of a record), `resumes`, `restarts` (turn, reason, at; if any),
+        `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`, for an agent
+        that runs as a command the keys of `agent_record`, and for a branch `fork` (see
+        `ForkedEvent`), with
         `inherited` in the turns of its parent.
         """
         record = {
@@ -258,6 +265,8 @@ class Trajectory:
             "cost_usd": self.cost_usd(),
             "model_returned": self.replies[-1]["model"] if self.replies else None,
         }
+        if self.restarts:
+            record["restarts"] = [_without_kind(restart) for restart in self.restarts]
         if self.cut:
             record["cut_calls"] = [_without_kind(cut) for cut in self.cut]
         if self.agent_calls is not None:
@@ -278,6 +287,23 @@ class Trajectory:
         self.call_ids = {
             call["id"] for message in opening for call in message.get("tool_calls", ())
         }
+
+    def _restart(self, event: RestartedEvent) -> None:
+        """Begin again; what was paid for stays, as discarded replies."""
+        known = len(self.discarded)
+        paid = [*self.discarded, *self._paid_replies()]
+        lost = [reply for reply in paid[known:] if not any(reply is d for d in self.discarded)]
+        self.discarded += [{**reply, "discarded": WORKSPACE_LOST} for reply in lost]
+        self.restarts.append(event)
+        self.replies, self.results, self.notes, self.noted = [], [], [], []
+        self.inner = {}
+        self.replies_used = self.reasks = 0
+        self.tally = Tally()
+        self.is_reopened = False
+        self._results_of_turn = {}
+        self._notes_of = Counter()
+        self._text_before = ""
+        self._open(self._first_opening)
 
     def _apply_reply(self, event: ReplyEvent) -> None:
         self._pay(event)

@@ -2,6 +2,7 @@
 
 option_types      types of options
 run_config        RunConfig: each option with type, default and help
+sandbox_options   SandboxOptions: those about where commands run
 loading           a RunConfig from YAML and flags
 endpoint_config   an entry of `endpoints`
 endpoints         types of options about endpoints

@@ -10,9 +10,9 @@ from typing import Any
 from agent.command_agent import CommandAgent
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
+from toolsets.installed import Installed, NotInstalled, find_program
 from toolsets.sandbox.base import Extras, Limits, SandboxError
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.installed import Installed, NotInstalled, find_program
 from toolsets.text import clip
 from toolsets.workspace.workspace import Workspace
 

@@ -85,8 +85,9 @@ def check_options(config: RunConfig) -> None:
                 "configuration (`command`, `env`, `files`)"
             )
             raise ValueError(msg)
-    if config.sandbox == "docker":
-        msg = "sandbox: agents of this machine cannot run in docker; use bwrap"
+    if config.sandbox == "docker" or config.is_inside:
+        name = "workspace" if config.is_inside else "sandbox"
+        msg = f"{name}: agents of this machine cannot run in container images; use bwrap alone"
         raise ValueError(msg)
     if config.executor == "ray":
         msg = "executor: agents run on this machine only; leave --executor=ray out"

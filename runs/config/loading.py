@@ -104,7 +104,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             loaded[key] = str(path.parent / loaded[key])
     if "tools" in loaded:
         loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
-    for key in ("distribution", "agent"):
+    for key in ("distribution", "rows", "agent"):
         if isinstance(loaded.get(key), str) and loaded[key].endswith((".yaml", ".yml")):
             loaded[key] = str(path.parent / loaded[key])
     return loaded

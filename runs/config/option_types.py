@@ -27,6 +27,11 @@ RowFlaw = Literal[
 AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
 
 
+def running(default: Any, help: str, **more: Any) -> Any:
+    """A field that does not affect the data; it may change from start to start."""
+    return Field(default, description=help, **more)
+
+
 def parse_columns(value: Any) -> Any:
     """Before-validator: `prompt=problem,expected=answer`, as flags give it, or JSON."""
     return _assignments(value, "ROW_COLUMN=SOURCE_COLUMN")

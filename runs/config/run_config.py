@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from agent.command_agent import CommandAgent
 from agent.models.providers import FIRST, Api
@@ -36,7 +36,9 @@ from runs.config.option_types import (
     parse_columns,
     parse_resources,
     plain_name,
+    running,
 )
+from runs.config.sandbox_options import SandboxOptions
 from runs.dataset.row import ColumnUse, RowRules
 from runs.shards import plain_shard
 from toolsets.mcp.mcp_settings import McpServer, ServerName
@@ -61,27 +63,28 @@ def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
     return read_endpoints(entries)
 
 
-def _running(default: Any, help: str, **more: Any) -> Any:
-    """A field that does not affect the data; it may change from start to start."""
-    return Field(default, description=help, **more)
-
-
-class RunConfig(AgentOptions):
+class RunConfig(SandboxOptions):
     """The config of a run: the options of its conversations and its own."""
 
-    dataset_file: Path = _running(
+    dataset_file: Path = running(
         ...,
         "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
         "files or of `save_to_disk`, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
     )
-    columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = _running(
+    columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = running(
         {},
         "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
     )
-    run_name: Annotated[str, AfterValidator(plain_name)] = _running(
+    rows: str | None = running(
+        None,
+        "Kind of rows: harbor, r2e-gym, swe-bench, swe-rebench, swe-smith, or the path of a rows "
+        "file (docs/data.md).",
+        min_length=1,
+    )
+    run_name: Annotated[str, AfterValidator(plain_name)] = running(
         ..., "Name of the run; the same name resumes it.", max_length=120
     )
-    output_dir: Path = _running(Path("trajectories"), "Directory for runs and training files.")
+    output_dir: Path = running(Path("trajectories"), "Directory for runs and training files.")
     model: str = meaning(
         _DEFAULT_MODEL,
         "openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, scripted, or a NAME at"
@@ -95,20 +98,20 @@ class RunConfig(AgentOptions):
     )
     endpoints: Annotated[
         Endpoints, BeforeValidator(parse_json), AfterValidator(_read_endpoints)
-    ] = _running(
+    ] = running(
         {},
         "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
         "models are NAME:MODEL.",
     )
     # Not part of the fingerprint: the price of a reply does not change the reply.
-    prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = _running(
+    prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = running(
         {},
         "Your prices in dollars per million tokens, {MODEL: {input, output, cache_read, "
         "cache_write}}.",
     )
-    base_url: BaseUrl | None = _running(None, "Root URL of the endpoint; default: the provider's.")
+    base_url: BaseUrl | None = running(None, "Root URL of the endpoint; default: the provider's.")
     api: Api | None = meaning(None, "API of the endpoint; default: the provider's.")
-    key_env: str | None = _running(
+    key_env: str | None = running(
         None,
         "Environment variable with the API key; 'none' sends no key.",
         min_length=1,
@@ -136,34 +139,16 @@ class RunConfig(AgentOptions):
         None,
         "Distribution (name or YAML file) from which each conversation draws its toolsets.",
     )
-    sandbox: Literal["bwrap", "docker", "local"] = meaning(
-        "bwrap",
-        "Where commands run; local does NOT isolate them.",
-    )
-    docker_image: str | None = meaning(
-        None,
-        "Image for --sandbox=docker; it must contain python3.",
-    )
-    row_setup: bool = meaning(
-        False,
-        "Use each row's columns `files`, `setup`, `cwd` and `check`.",
-    )
     forks: bool = meaning(
         False,
         "Rows continue conversations (column `fork`).",
     )
-    command_memory_mb: PositiveInt = meaning(
-        2048, "Memory limit of a conversation's commands, per process and in total."
-    )
-    max_processes: PositiveInt = meaning(512, "Process limit of a conversation's commands.")
-    workspace_mb: PositiveInt = meaning(4096, "Size limit of a workspace.")
-    network: bool = meaning(False, "Give sandboxed commands network access.")
     web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
         "ddgs",
         "Search provider; tavily and brave need a key.",
     )
-    web_search_url: str | None = _running(None, "Other URL of the search provider.")
-    web_allow: Names = _running(
+    web_search_url: str | None = running(None, "Other URL of the search provider.")
+    web_allow: Names = running(
         (),
         "Non-public addresses that web tools and browser may reach: HOST, HOST:PORT or "
         "NETWORK/BITS.",
@@ -181,115 +166,126 @@ class RunConfig(AgentOptions):
     blank_reasoning: bool = meaning(
         False, "OpenAI chat: send a blank reasoning_content for replies without reasoning."
     )
-    prompt_caching: bool = _running(True, "Anthropic: cache the system message and the tools.")
+    prompt_caching: bool = running(True, "Anthropic: cache the system message and the tools.")
     script_file: Path | None = meaning(
         None, "YAML turns of --model=scripted for rows without a script."
     )
-    prefill_messages_file: Path | None = _running(None, "JSON file with prefill_messages.")
-    require_reasoning: bool = _running(
+    prefill_messages_file: Path | None = running(None, "JSON file with prefill_messages.")
+    require_reasoning: bool = running(
         False, "Training file: leave out conversations without reasoning."
     )
-    require_passed: bool = _running(
+    require_passed: bool = running(
         False,
         "Training file: leave out conversations that failed their check.",
     )
-    accept_rows: AcceptedRows = _running(
+    accept_rows: AcceptedRows = running(
         (),
         "Training file: keep rows with these flaws; see docs/export.md.",
     )
-    empty_think: Literal["keep", "omit"] = _running(
+    empty_think: Literal["keep", "omit"] = running(
         "keep",
         "Training file: the empty <think> block of turns without reasoning.",
     )
     seed: Seed = meaning(0, "Seed of all random choices.")
-    num_samples: int = _running(1, "Conversations per prompt.", ge=1, le=1_000_000)
-    max_samples: PositiveInt | None = _running(None, "Use only the first N valid rows.")
-    shard: Annotated[str | None, AfterValidator(plain_shard)] = _running(
+    num_samples: int = running(1, "Conversations per prompt.", ge=1, le=1_000_000)
+    max_samples: PositiveInt | None = running(None, "Use only the first N valid rows.")
+    shard: Annotated[str | None, AfterValidator(plain_shard)] = running(
         None,
         "Part of the dataset to run, as i/n with i from 0 to n-1.",
     )
-    on_bad_row: Literal["skip", "fail"] = _running(
+    on_bad_row: Literal["skip", "fail"] = running(
         "skip", "Skip and report invalid rows, or fail before any model call."
     )
-    batch_size: PositiveInt = _running(20, "Maximum prompts assigned to a worker at a time.")
-    num_workers: PositiveInt = _running(4, "Worker processes.", le=1024)
-    executor: Literal["local", "ray"] = _running(
+    batch_size: PositiveInt = running(20, "Maximum prompts assigned to a worker at a time.")
+    num_workers: PositiveInt = running(4, "Worker processes.", le=1024)
+    executor: Literal["local", "ray"] = running(
         "local", "Run workers on this machine or as Ray actors."
     )
-    ray_address: str | None = _running(
+    ray_address: str | None = running(
         None,
         "Cluster to join: auto or HOST:PORT; default: RAY_ADDRESS, else a new one.",
         min_length=1,
     )
-    worker_resources: Annotated[dict[str, Resource], BeforeValidator(parse_resources)] = _running(
+    worker_resources: Annotated[dict[str, Resource], BeforeValidator(parse_resources)] = running(
         {"num_cpus": 1.0},
         "Resources per Ray worker: num_cpus, memory (bytes), or your own.",
     )
-    ray_storage: Literal["driver", "shared"] = _running(
+    ray_storage: Literal["driver", "shared"] = running(
         "driver",
         "Keep journals with the driver and workspaces on nodes, or both on shared storage.",
     )
-    ray_scratch_dir: Path | None = _running(
+    ray_scratch_dir: Path | None = running(
         None, "Directory for workspaces on nodes; default: the temporary directory."
     )
-    concurrency: PositiveInt | None = _running(
+    concurrency: PositiveInt | None = running(
         None, "Conversations in flight per worker; default: --batch_size."
     )
-    max_run_cost_usd: PositiveFloat | None = _running(
+    max_run_cost_usd: PositiveFloat | None = running(
         None,
         "Dollar budget of the run over all starts; needs --max_tokens.",
     )
-    max_run_tokens: PositiveInt | None = _running(
+    max_run_tokens: PositiveInt | None = running(
         None, "Token budget of the run over all starts; needs --max_tokens."
     )
-    max_in_flight: PositiveInt | None = _running(
-        None, "Maximum model calls in flight per endpoint."
-    )
-    rpm: PositiveFloat | None = _running(None, "Maximum requests per minute per endpoint.")
-    tpm: PositiveFloat | None = _running(None, "Maximum tokens per minute per endpoint.")
-    start_in_flight: PositiveInt = _running(
+    max_in_flight: PositiveInt | None = running(None, "Maximum model calls in flight per endpoint.")
+    rpm: PositiveFloat | None = running(None, "Maximum requests per minute per endpoint.")
+    tpm: PositiveFloat | None = running(None, "Maximum tokens per minute per endpoint.")
+    start_in_flight: PositiveInt = running(
         64,
         "Initial limit on calls in flight; it then adapts to the endpoint.",
     )
-    batch_api: bool = _running(
+    batch_api: bool = running(
         False,
         "Use the provider's Batch API: about half the price, replies within a day.",
     )
-    batch_wait_s: PositiveFloat = _running(60.0, "Maximum time to collect calls for a batch.")
-    batch_max_requests: PositiveInt = _running(50_000, "Maximum calls per batch.")
-    batch_live_share: float = _running(
+    batch_wait_s: PositiveFloat = running(60.0, "Maximum time to collect calls for a batch.")
+    batch_max_requests: PositiveInt = running(50_000, "Maximum calls per batch.")
+    batch_live_share: float = running(
         0.95,
         "Make calls live once this share of the tasks has ended; 1: never.",
         ge=0,
         le=1,
     )
-    max_attempts: PositiveInt = _running(3, "Attempts per conversation over all starts.")
+    max_attempts: PositiveInt = running(3, "Attempts per conversation over all starts.")
     command_timeout_s: PositiveFloat = meaning(120.0, "Timeout of a command.")
     tool_timeout_s: PositiveFloat = meaning(300.0, "Timeout of a tool call.")
-    attempt_timeout_s: PositiveFloat = _running(600.0, "Timeout of one attempt of a model call.")
-    idle_timeout_s: PositiveFloat = _running(120.0, "Maximum silence within a streamed reply.")
-    stream_replies: bool = _running(
+    attempt_timeout_s: PositiveFloat = running(600.0, "Timeout of one attempt of a model call.")
+    idle_timeout_s: PositiveFloat = running(120.0, "Maximum silence within a streamed reply.")
+    stream_replies: bool = running(
         False,
         "Stream replies, for proxies that cut silent connections.",
     )
-    call_attempts: PositiveInt = _running(8, "Attempts per model call; rate limits do not count.")
-    call_timeout_s: PositiveFloat = _running(
+    call_attempts: PositiveInt = running(8, "Attempts per model call; rate limits do not count.")
+    call_timeout_s: PositiveFloat = running(
         3600.0,
         "Time after which a model call is not retried.",
     )
-    grace_s: float = _running(
+    grace_s: float = running(
         30.0,
         "Time for running turns to finish after Ctrl-C or SIGTERM.",
         ge=0,
         allow_inf_nan=False,
     )
-    heartbeat_timeout_s: float = _running(
+    heartbeat_timeout_s: float = running(
         60.0,
         "Silence after which a worker is killed and replaced.",
         ge=5,
         allow_inf_nan=False,
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _running("info", "Level of run.log.")
+    log_level: Literal["debug", "info", "warning", "error"] = running("info", "Level of run.log.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_options_of_rows(cls, values: Any) -> Any:
+        """Options that the rows file needs, unless they are given."""
+        name = values.get("rows") if isinstance(values, dict) else None
+        if not isinstance(name, str) or not name:
+            return values
+        from runs.sources.rows_file import OPTIONS, load_rows_file
+
+        if values.keys() >= {*OPTIONS}:
+            return values  # those of a run on disk, whose rows file may be gone
+        return {**load_rows_file(name).options, **values}
 
     @model_validator(mode="before")
     @classmethod
@@ -372,7 +368,12 @@ class RunConfig(AgentOptions):
             self.row_setup,
             self._image_use(),
             self.forks,
-            self.agent,
+            agent=self.agent,
+            inside=self.is_inside,
+            network=self.network,
+            check_in=self.check_in,
+            check_network=self.check_network,
+            variables=frozenset(self.env_from),
         )
 
     @property
@@ -391,7 +392,7 @@ class RunConfig(AgentOptions):
         return "needed" if self.script_file is None else "allowed"
 
     def _image_use(self) -> ColumnUse:
-        if self.sandbox != "docker":
+        if self.sandbox != "docker" and not self.is_inside:
             return "ignored"
         return "needed" if self.docker_image is None else "allowed"
 

@@ -2,7 +2,11 @@
 
 lines       the lines of the file as rows
 row         the columns of a row, and the conversation that it starts
+row_image   the container image of a row
+row_files   the files and paths that rows name
+row_check   the check of a row
 row_setup   the files, commands and check of a row
+test_outcomes  which tests passed, from the output of a check
 row_fork    the conversation that a row branches from
 scan        one pass over the file: row offsets and task keys
 scan_cache  dataset.idx: the scan, for the next start

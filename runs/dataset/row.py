@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -17,9 +16,19 @@ from agent.models.scripted import parse_script
 from agent.options import LIMITS, ROW_COLUMN, AgentOptions, of_row
 from agent.state.history import plain_message
 from agent.state.trajectory import Trajectory
+from runs.dataset.row_check import CheckPlace
 from runs.dataset.row_fork import FORK_COLUMN, Fork, read_fork
+from runs.dataset.row_image import (
+    IMAGE_COLUMNS,
+    INSIDE_COLUMNS,
+    RowLimits,
+    image_columns,
+    read_image,
+    read_limits,
+)
 from runs.dataset.row_setup import COLUMNS as SETUP_COLUMNS
 from runs.dataset.row_setup import RowSetup, read_row_setup
+from toolsets.sandbox.image import ImageSpec
 from toolsets.text import clip
 from toolsets.validation import mistakes_in
 
@@ -29,7 +38,8 @@ ColumnUse = Literal["ignored", "allowed", "needed"]
 MODEL_COLUMN = "model"
 AGENT_COLUMN = "agent"
 
-IMAGE_COLUMNS = ("docker_image", "image")
+ERROR_COLUMN = "row_error"
+"""Why a row has no prompt: what it was made from cannot be used."""
 
 CHAT_COLUMNS = ("messages", "conversations")
 
@@ -39,9 +49,6 @@ USUAL_PROMPTS = (
 )
 """What datasets call the column with the prompt, the likeliest first."""
 
-_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
-"""No name of an image may look like an option of the container engine."""
-
 _ROLES = {"human": "user", "user": "user", "system": "system"}
 
 
@@ -50,12 +57,13 @@ class RowTask(NamedTuple):
 
     opening: list[Message]
     spec: ConversationSpec
-    image: str | None
+    image: ImageSpec | None
     """The container image for its commands, if the run reads this column."""
     setup: RowSetup | None
     """None if the run does not let rows set up their workspaces."""
     fork: Fork | None = None
     """What the conversation branches from; None if it begins with its prompt."""
+    limits: RowLimits = RowLimits()
     agent: CommandAgent | None = None
     """The command that holds the conversation; None for the loop of this program."""
 
@@ -85,6 +93,16 @@ class RowRules:
     """Whether rows name the container image for their commands."""
     with_forks: bool = False
     """Rows hold the beginning of their conversations."""
+    inside: bool = False
+    """The workspace is a directory of the row's image."""
+    network: bool = False
+    """Commands may reach the network."""
+    check_network: bool = False
+    """Checks may reach the network, if their rows ask for it."""
+    check_in: CheckPlace = "same"
+    """Where checks run whose rows do not say it."""
+    variables: frozenset[str] = frozenset()
+    """The variables of this machine that rows may name."""
     agent: CommandAgent | None = None
     """The command that holds the conversations; None for the loop of this program."""
 
@@ -113,15 +131,13 @@ class RowRules:
             expected=_expected(columns) if options.check_expected else None,
             user_replies=_user_replies(columns) if options.awaiting_input else (),
         )
-        setup = read_row_setup(columns) if self.with_setup else None
-        image = None if self.image == "ignored" else _image(columns)
-        if image is None and self.image == "needed":
-            msg = "no `docker_image` or `image` field (or give --docker_image)"
-            raise ValueError(msg)
+        setup = self._setup(columns)
+        image = self._image(columns)
         opening = with_turn_limit(opening, options)
         fork = read_fork(columns, opening) if self.with_forks else None
+        limits = read_limits(columns.get("limits")) if self.inside else RowLimits()
         agent = self.agent and _agent_of(self.agent, columns, opening)
-        return RowTask(opening, spec, image, setup, fork, agent)
+        return RowTask(opening, spec, image, setup, fork, limits, agent)
 
     def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that affect the conversation."""
@@ -138,13 +154,38 @@ class RowRules:
         if self.with_setup:
             names += SETUP_COLUMNS
         if self.image != "ignored":
-            names += IMAGE_COLUMNS
+            names += image_columns(columns)
+        if self.inside:
+            names += INSIDE_COLUMNS
         if self.with_forks:
             names.append(FORK_COLUMN)
         if self.agent is not None:
             names.append(AGENT_COLUMN)
         columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
+
+    def _setup(self, columns: Mapping[str, Any]) -> RowSetup | None:
+        if not self.with_setup:
+            return None
+        return read_row_setup(
+            columns,
+            inside=self.inside,
+            check_in=self.check_in,
+            check_network=self.check_network,
+            variables=self.variables,
+        )
+
+    def _image(self, columns: Mapping[str, Any]) -> ImageSpec | None:
+        if self.image == "ignored":
+            return None
+        image = read_image(
+            columns, inside=self.inside, network=self.network, variables=self.variables
+        )
+        if image is None and self.image == "needed":
+            *names, last = (f"`{name}`" for name in IMAGE_COLUMNS)
+            msg = f"no {', '.join(names)} or {last} field (or give --docker_image)"
+            raise ValueError(msg)
+        return image
 
 
 def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> list[Message]:
@@ -160,6 +201,8 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
     elif any(isinstance(columns.get(name), list) for name in CHAT_COLUMNS):
         messages = _first_messages(_chat_column(columns), columns)
     else:
+        if isinstance(error := columns.get(ERROR_COLUMN), str):
+            raise ValueError(error)
         names = ", ".join(sorted(columns)[:8]) or "none"
         msg = f"no `prompt` field (fields: {names})"
         if usual := usual_prompt(columns):
@@ -312,17 +355,6 @@ def _agent_of(
         return agent.of_row(columns.get(AGENT_COLUMN))
     except ValidationError as error:
         raise ValueError(mistakes_in(error)[0].describe(AGENT_COLUMN)) from error
-
-
-def _image(columns: Mapping[str, Any]) -> str | None:
-    for name in IMAGE_COLUMNS:
-        image = columns.get(name)
-        if image is not None and (not isinstance(image, str) or not _IMAGE.fullmatch(image)):
-            msg = f"`{name}`: {clip(repr(image), max_chars=200)} is not a valid image name"
-            raise ValueError(msg)
-        if image is not None:
-            return str(image)
-    return None
 
 
 def _expected(columns: Mapping[str, Any]) -> str:

@@ -1,31 +1,22 @@
 """How a row sets up its workspace: files, commands, and a check at the end.
 
 Columns, read if the run has `row_setup`: `files` ({path: text, or {"base64": …}}), `setup` (a
-command or a list of them), `cwd` (where shells start), and `check` (a command, or {"command",
-"files"}; its files are written when it runs, so the model never sees them).
+command or a list of them), `cwd` (where shells start), and `check` (see
+`runs.dataset.row_check`). Where the workspace is a directory of an image, paths may be absolute,
+and `hide` lists the paths of the image that are away until the check.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Mapping
-from pathlib import PurePosixPath
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-_HOME = "/workspace"
-_ROOT = PurePosixPath(".")
+from runs.dataset.row_check import Check, CheckPlace, read_check
+from runs.dataset.row_files import absolute_path, read_directory, read_files
 
 COLUMNS = ("files", "setup", "cwd", "check")
 TELLTALE_COLUMNS = ("check", "files", "setup")
 """Those with names that other datasets hardly use: rows that have them may need `row_setup`."""
-
-
-class Check(NamedTuple):
-    """The command that judges a workspace when its conversation has ended."""
-
-    command: str
-    files: Mapping[str, bytes]
 
 
 class RowSetup(NamedTuple):
@@ -35,81 +26,53 @@ class RowSetup(NamedTuple):
     commands: tuple[str, ...]
     start_dir: str
     check: Check | None
+    hidden: tuple[str, ...] = ()
+    """Paths of the image that are away until the check."""
 
 
-def read_row_setup(columns: Mapping[str, Any]) -> RowSetup:
-    """Read the columns of a row. Raises `ValueError` with the reason if they are invalid."""
+def read_row_setup(
+    columns: Mapping[str, Any],
+    *,
+    inside: bool = False,
+    check_in: CheckPlace = "same",
+    check_network: bool = False,
+    variables: Collection[str] = (),
+) -> RowSetup:
+    """Read the columns of a row. Raises `ValueError` with the reason if they are invalid.
+
+    `inside`: the workspace is a directory of the row's image. `check_in`: where checks run that do
+    not say it. `check_network`: the run allows checks the network. `variables`: the variables of
+    this machine that rows may name.
+    """
     commands = columns.get("setup") or ()
     if isinstance(commands, str):
         commands = (commands,)
     if not isinstance(commands, list | tuple) or not all(isinstance(c, str) for c in commands):
         msg = "`setup` must be a command or a list of commands"
         raise ValueError(msg)
-    files = _files(columns.get("files"), "files")
-    start_dir = _directory(columns.get("cwd"))
-    return RowSetup(files, tuple(commands), start_dir, _check(columns.get("check")))
-
-
-def _files(raw: Any, name: str) -> dict[str, bytes]:
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        msg = f"`{name}` must be an object that maps paths to contents"
-        raise ValueError(msg)
-    files = {}
-    for path, content in raw.items():
-        inside = _inside(path)
-        if inside is None or inside == _ROOT:
-            msg = f"`{name}`: {path!r} is not a path in the workspace"
+    check = read_check(
+        columns.get("check"), inside=inside, network=check_network, variables=variables
+    )
+    hidden = _hidden(columns.get("hide")) if inside else ()
+    if inside and check is not None:
+        check = check._replace(where=check.where or check_in)
+        if hidden and check.where == "same":
+            msg = "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"
             raise ValueError(msg)
-        files[str(inside)] = _content(content, f"{name}.{path}")
-    for path in files:
-        if beneath := files.keys() & set(map(str, PurePosixPath(path).parents)):
-            msg = f"`{name}`: {min(beneath)!r} is a file, so {path!r} cannot be in it"
-            raise ValueError(msg)
-    return files
+    return RowSetup(
+        read_files(columns.get("files"), "files", inside=inside),
+        tuple(commands),
+        read_directory(columns.get("cwd"), "cwd"),
+        check,
+        hidden,
+    )
 
 
-def _content(raw: Any, place: str) -> bytes:
-    if isinstance(raw, str):
-        return raw.encode("utf-8", "replace")
-    if isinstance(raw, dict) and raw.keys() == {"base64"} and isinstance(raw["base64"], str):
-        try:
-            return base64.b64decode(raw["base64"], validate=True)
-        except binascii.Error as error:
-            msg = f"`{place}`: not base64: {error}"
-            raise ValueError(msg) from error
-    msg = f'`{place}` must be text or {{"base64": …}}'
-    raise ValueError(msg)
-
-
-def _directory(raw: Any) -> str:
-    inside = _inside("." if raw is None else raw)
-    if inside is None:
-        msg = "`cwd` must be a directory in the workspace: a relative path, or one in /workspace"
-        raise ValueError(msg)
-    return str(inside)
-
-
-def _inside(raw: Any) -> PurePosixPath | None:
-    """The path relative to the workspace; None if it is outside."""
-    if not isinstance(raw, str) or not raw or "\0" in raw:
-        return None
-    path = PurePosixPath(raw)
-    if path.is_absolute():
-        if not path.is_relative_to(_HOME):
-            return None
-        path = path.relative_to(_HOME)
-    return None if ".." in path.parts else path
-
-
-def _check(raw: Any) -> Check | None:
+def _hidden(raw: Any) -> tuple[str, ...]:
     if raw is None:
-        return None
-    if isinstance(raw, str):
-        return Check(raw, {})
-    command = raw.get("command") if isinstance(raw, dict) else None
-    if isinstance(command, str) and raw.keys() <= {"command", "files"}:
-        return Check(command, _files(raw.get("files"), "check.files"))
-    msg = "`check` must be a command, or an object with `command` and `files`"
-    raise ValueError(msg)
+        return ()
+    paths = [absolute_path(path) for path in raw] if isinstance(raw, list) else [None]
+    if None in paths or "/" in paths:
+        msg = "`hide` must be a list of absolute paths of the image, without `..`"
+        raise ValueError(msg)
+    return tuple(map(str, paths))

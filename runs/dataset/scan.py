@@ -25,6 +25,7 @@ import orjson
 
 from runs.dataset.lines import ContentDigest, read_row_at, read_rows
 from runs.dataset.row import RowRules, with_plain_prompt
+from runs.dataset.row_image import add_asked
 from runs.dataset.row_setup import TELLTALE_COLUMNS
 from runs.errors import DatasetChanged, DatasetError
 from runs.shards import Shard
@@ -79,6 +80,8 @@ class Scan:
     """For each of these rows, how many rows up to it have its id."""
     setup_columns: dict[str, int]
     """Number of usable rows that have each of `row_setup.TELLTALE_COLUMNS`."""
+    asked: dict[str, int]
+    """What rows ask for that the run may refuse; see `row_image.add_asked`."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
 
@@ -118,6 +121,7 @@ def scan(
     keys = bytearray()
     all_rows = 0
     setup_columns: dict[str, int] = {}
+    asked: dict[str, int] = {}
     fingerprint = hashlib.sha256()
     content = ContentDigest()
     for row in read_rows(path, rules, content):
@@ -128,6 +132,8 @@ def scan(
         for name in TELLTALE_COLUMNS:
             if row.columns.get(name) is not None:
                 setup_columns[name] = setup_columns.get(name, 0) + 1
+        if rules.inside:
+            add_asked(asked, row.columns)
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)
         short_hash = _short_hash(base)
@@ -165,6 +171,7 @@ def scan(
         offsets=offsets,
         occurrences=occurrences,
         setup_columns=setup_columns,
+        asked=asked,
         keys=bytes(keys),
     )
 

@@ -28,13 +28,13 @@ from runs.tasks import BadRow
 
 NAME = "dataset.idx"
 
-_FORMAT = 3
+_FORMAT = 4
 """Raise it when rows are read or identified in another way, or the layout of the file changes."""
 
 _DIGEST_BYTES = 32
 _IN_HEADER = (
     *("sha256", "all_rows", "all_bad", "rows", "size", "content_digest", "may_continue"),
-    "setup_columns",
+    *("setup_columns", "asked"),
 )
 """Fields of a scan in the header, beside its bad rows."""
 

@@ -13,6 +13,7 @@ from runs.dataset.scan import Scan, tasks
 from runs.dataset.scan_cache import NAME
 from runs.maintenance.verify import Report
 from runs.maintenance.verify_batches import repair_batches
+from runs.run import remove_leftover_containers
 from runs.run_dir import stale_files_of
 from runs.store.checksum import is_whole
 from runs.store.files import keep_readable
@@ -55,6 +56,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     for file in leftovers:
         if file.parent == path / "workspaces":
             remove_tree(file)
+    remove_leftover_containers(config)
 
 
 def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:

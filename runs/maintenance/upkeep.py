@@ -118,6 +118,7 @@ def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
         config.dataset_file,
         config.run_dir,
         columns=config.columns,
+        rows=config.rows,
         rules=_scan_arguments(config.run_dir, identity, config)["rules"],
         max_samples=config.max_samples,
         writes=False,

@@ -243,7 +243,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
     workspaces = path / "workspaces"
     for workspace in listed(workspaces):
         try:
-            key = bytes.fromhex(workspace.name.partition(".")[0])
+            key = bytes.fromhex(workspace.name.partition(".")[0])  # also what is beside one
         except ValueError:
             continue  # not a workspace
         if key in settled:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,8 +27,9 @@ from runs.run_lock import refuse_held
 from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
+from toolsets.mcp.mcp_settings import WORKSPACE
 from toolsets.sandbox.cgroup import can_bound_memory
-from toolsets.sandbox.factory import sandbox_problem
+from toolsets.sandbox.factory import ImageSandboxes, sandbox_problem
 
 _BAD_ROWS_SHOWN = 20
 
@@ -56,7 +58,11 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, *, writes: bool = True, say: Callable[[str], object] = say
+    config: RunConfig,
+    *,
+    writes: bool = True,
+    fresh: bool = False,
+    say: Callable[[str], object] = say,
 ) -> Plan:
     """Check all that can be checked before any model is called.
 
@@ -73,9 +79,14 @@ def make_plan(
     setups = set_up_models(config, known)
     first = next(iter(setups.values()))
     _check_web(config, first)
-    needs_sandbox = bool(first.sandboxed()) or config.row_setup or config.agent is not None
-    if needs_sandbox and (problem := sandbox_problem(config.sandbox, image=config.docker_image)):
+    needs_sandbox = (
+        bool(first.sandboxed()) or config.row_setup or config.is_inside or config.agent is not None
+    )
+    if needs_sandbox and (problem := _sandbox_problem(config)):
+        if config.is_inside:
+            raise ConfigError(problem)
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
+    _check_variables(config)
     script = _read_script(config.script_file)
     rules = config.row_rules(
         first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
@@ -86,9 +97,11 @@ def make_plan(
         config.dataset_file,
         config.run_dir,
         columns=config.columns,
+        rows=config.rows,
         rules=rules,
         max_samples=config.max_samples,
         writes=writes,
+        fresh=fresh,
         say=say,
     )
     try:
@@ -113,6 +126,34 @@ def make_plan(
         dataset=dataset,
         scan=scan,
     )
+
+
+def _sandbox_problem(config: RunConfig) -> str | None:
+    """Why the sandbox of a run does not work here."""
+    if not config.is_inside:
+        return sandbox_problem(
+            config.sandbox, image=config.docker_image, engine=config.container_engine
+        )
+    for name, server in (config.mcp or {}).items():
+        if server.mentions_workspace():
+            return (
+                f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
+                "an image is not"
+            )
+    return _sandboxes(config).problem()
+
+
+def _sandboxes(config: RunConfig) -> ImageSandboxes:
+    from runs.worker.workspaces import image_sandboxes  # only here: most runs use no images
+
+    return image_sandboxes(config, config.run_dir)
+
+
+def _check_variables(config: RunConfig) -> None:
+    for name in config.env_from:
+        if name not in os.environ:
+            msg = f"--env_from={name}: this variable is not set; set it, or leave the option out"
+            raise ConfigError(msg)
 
 
 def _keep_dataset(config: RunConfig) -> None:
@@ -224,18 +265,47 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
                 "replies and the API key; use https"
             )
 
+    if (
+        plan.sandbox is not None
+        and plan.config.is_inside
+        and (slow := _sandboxes(plan.config).warning())
+    ):
+        say(slow)
     if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
         say(
             f"warning: sandbox {plan.sandbox}: cannot create a control group, so memory is checked "
             "ten times a second and may briefly exceed --command_memory_mb; make /sys/fs/cgroup "
             "writable for a strict limit"
         )
+    for words in _refused_wishes(plan):
+        say(f"warning: {plan.config.dataset_file}: {words}")
     if not plan.config.row_setup and (columns := plan.scan.setup_columns):
         named = ", ".join(f"{name} ({count:,} rows)" for name, count in columns.items())
         say(
             f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "
             f"{named}; see docs/tools.md"
         )
+
+
+def _refused_wishes(plan: Plan) -> Iterator[str]:
+    """What rows ask for and do not get."""
+    asked, config = plan.scan.asked, plan.config
+    if (rows := asked.get("network", 0)) and not config.network:
+        yield f"{rows:,} rows ask for a network, which they do not get without --network"
+    if (rows := asked.get("check.network", 0)) and not config.check_network:
+        yield (
+            f"the checks of {rows:,} rows ask for a network, which they do not get without "
+            "--check_network; what they cannot download makes them fail"
+        )
+    for name, option, limit in (
+        ("memory_mb", "command_memory_mb", config.command_memory_mb),
+        ("disk_mb", "workspace_mb", config.workspace_mb),
+    ):
+        if (most := asked.get(f"limits.{name}", 0)) > limit:
+            yield (
+                f"rows ask for up to {most:,} MB (`limits.{name}`); they get {limit:,}, the limit "
+                f"--{option}"
+            )
 
 
 def _is_near(host: str) -> bool:
@@ -267,6 +337,9 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     more = len(rows) - _BAD_ROWS_SHOWN
     if more > 0:
         say(f"{source}: {more} more bad rows; a run lists all in failures.jsonl")
+    if rows and plan.config.rows is not None:
+        usable, bad = plan.scan.all_rows, plan.scan.all_bad
+        say(f"{source}: {usable:,} of {usable + bad:,} rows can run")
 
 
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:

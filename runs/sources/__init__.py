@@ -4,7 +4,10 @@ source        what a name means: files, a saved directory, a dataset of the Hugg
 file_rows     rows of JSON, CSV and compressed files
 json_list     elements of a JSON array
 arrow_rows    rows of Parquet files and of what the `datasets` library reads
+harbor        Harbor task directories
 hub           datasets of the hub, and directories written by `save_to_disk`
-columns       which column of a source becomes which column of a row
+columns       which columns of a source become which columns of a row
+rows_file     rows files: how rows of a known kind of dataset become rows of a run
+templates     the templates in rows files
 kept_dataset  the source as JSONL, written once into the run directory
 """

@@ -1,4 +1,4 @@
-"""Which column of a source becomes which column of a row."""
+"""Which columns of a source become which columns of a row."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from runs.errors import DatasetError
+from runs.sources.rows_file import RowsFile
 from toolsets import exact_json
 from toolsets.validation import did_you_mean
 
 
 class Renaming:
-    """Renames the columns of row after row: `{new: old}`."""
+    """Renames the columns of row after row: `{new: old}`; then a rows file makes rows of them."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
+    def __init__(self, names: Mapping[str, str], rows_file: RowsFile | None = None) -> None:
         self._names = names
+        self._rows_file = rows_file
         self._seen: set[str] = set()
         self._columns: dict[str, None] = {}
 
     def line(self, row: bytes | dict[str, Any]) -> bytes:
         """The row as a line of JSON, without a newline; what is no JSON object stays as it is."""
-        if not self._names:
+        if not self._names and self._rows_file is None:
             return row if isinstance(row, bytes) else exact_json.dumps(row)
         if isinstance(row, bytes):
             try:
@@ -30,7 +32,8 @@ class Renaming:
             if not isinstance(columns, dict):
                 return row
             row = columns
-        return exact_json.dumps(self.renamed(row))
+        row = self.renamed(row) if self._names else row
+        return exact_json.dumps(row if self._rows_file is None else self._rows_file.row(row))
 
     def renamed(self, columns: dict[str, Any]) -> dict[str, Any]:
         """The columns under their new names.

@@ -1,9 +1,10 @@
 """What the name of a dataset means.
 
 `hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]` is a dataset of the hub, a directory with a
-`dataset_info.json` or `dataset_dict.json` one written by `save_to_disk`; any other directory is
-read file by file, in the order of their paths, without names that begin with `.` or `_`. The kind
-of a file follows from its suffix; a file with a suffix that is not listed here is JSONL.
+`dataset_info.json` or `dataset_dict.json` one written by `save_to_disk`, a directory with Harbor
+task directories a dataset of their tasks; any other directory is read file by file, in the order of
+their paths, without names that begin with `.` or `_`. The kind of a file follows from its suffix; a
+file with a suffix that is not listed here is JSONL.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from runs.errors import DatasetError
+from runs.sources.harbor import HarborTask, tasks_in
 
 HUB_PREFIX = "hf:"
 
@@ -66,7 +68,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Where rows come from: exactly one of `files`, `saved` and `hub`."""
+    """Where rows come from: exactly one of `files`, `saved`, `hub` and `tasks`."""
 
     name: str
     """As the user gave it."""
@@ -74,6 +76,7 @@ class DataSource:
     saved: Path | None = None
     """A directory written by `save_to_disk`."""
     hub: HubName | None = None
+    tasks: tuple[HarborTask, ...] = ()
 
     @property
     def plain_file(self) -> Path | None:
@@ -94,6 +97,8 @@ def source_of(name: Path) -> DataSource:
             return DataSource(text, files=(_source_file(name),))
         if any((name / file).is_file() for file in _SAVED):
             return DataSource(text, saved=name)
+        if tasks := tasks_in(name):
+            return DataSource(text, tasks=tuple(tasks))
         files = tuple(map(_source_file, sorted(_files_in(name))))
     except OSError as error:
         msg = f"{error.filename or name}: cannot read the dataset: {error.strerror or error}"

@@ -254,6 +254,8 @@ def usable_prefix(events: list[Event]) -> list[Event]:
     for event in events:
         if event["kind"] == "forked":
             turn = event["turn"]  # earlier turns are in the row
+        elif event["kind"] == "restarted":
+            turn, results, calls = 0, set(), 0
         elif is_cost_only(event):
             pass  # it does not depend on other events
         elif event["kind"] == "reply":

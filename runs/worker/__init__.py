@@ -9,9 +9,11 @@ call_limiter     limits the worker's calls to one endpoint
 token_bucket     limits rates per minute
 budget_share     the worker's share of the budget
 batch_api_model  a model whose calls are made by a Batch API
-agent_runner     runs an agent that is a command
+agents/          agents that run as commands
 replay           repeats the tool calls of a branch's parent
 workspaces       workspaces and sandboxes of tasks
-workspace_setup  files, commands and check of a row
+workspace_setup  files and commands of a row
+diff             what a conversation changed in a repository
+check            the check of a row
 remote_journal   a journal that the parent writes
 """

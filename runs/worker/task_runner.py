@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.loop import close_calls
 from agent.loop.steps import Finish
-from agent.messages import Event, is_cost_only
+from agent.messages import Event, RestartedEvent, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -42,7 +43,7 @@ from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
 
 if TYPE_CHECKING:
-    from runs.worker.agent_runner import AgentRunner
+    from runs.worker.agents.agent_runner import AgentRunner
 
 log = logging.getLogger(__name__)
 
@@ -141,14 +142,15 @@ class TaskRunner:
         trajectory = row.trajectory(assignment["events"])
         self._trajectories[task.key] = trajectory
         end = Finish("failed")
-        failure = check = None
+        failure = check = diff = None
         try:
-            kept = await self._spaces.prepare(context, row, place=assignment["place"])
+            context, kept = await self._spaces.prepare(context, row, place=assignment["place"])
             if row.agent is not None and self._agents is not None:
                 row = row._replace(agent=await self._agents.with_version(row.agent))
                 end = await self._run_agent(task, assignment, trajectory, row, context)
             else:
                 end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
+            diff = await self._spaces.diff(context)
             check = await self._spaces.judge(context, row)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
@@ -159,15 +161,16 @@ class TaskRunner:
             )
         except (SetupFailed, AgentFailed) as error:
             end = Finish("failed")
-            kind = "setup_failed" if isinstance(error, SetupFailed) else "agent_failed"
-            failure = Failure(task.id, task.input_digest, assignment["attempt"], kind, str(error))
+            failure = Failure(
+                task.id, task.input_digest, assignment["attempt"], error.error_class, str(error)
+            )
         finally:
             await context.close(remove=False)
         log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
         if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = context
-        return self._finished(task, assignment, trajectory, row, end, failure, check)
+        return self._finished(task, assignment, trajectory, row, end, failure, check, diff)
 
     def _finished(
         self,
@@ -178,6 +181,7 @@ class TaskRunner:
         end: Finish,
         failure: Failure | None,
         check: dict[str, Any] | None = None,
+        diff: dict[str, Any] | None = None,
     ) -> bytes:
         record = make_record(
             task,
@@ -187,6 +191,7 @@ class TaskRunner:
             setup=setup_of_task(self._setups, self._config, task),
             failure=failure,
             check=check,
+            diff=diff,
             attempt=assignment["attempt"],
             provenance=self._setup.provenance,
             agent=row.agent,
@@ -234,6 +239,18 @@ class TaskRunner:
             )
             journal(forked)
             trajectory.apply(forked)
+        is_taken_up = _has_begun(assignment)
+        if is_taken_up and not kept and self._config.is_inside and row.fork is None:
+            # Its calls worked on an image; later turns would not fit a fresh one.
+            restarted = RestartedEvent(
+                kind="restarted",
+                turn=trajectory.turns,
+                reason="the workspace was lost",
+                at=time.time(),
+            )
+            journal(restarted)
+            trajectory.apply(restarted)
+            is_taken_up = False
         conversation = ConversationRunner(
             trajectory=trajectory,
             spec=row.spec,
@@ -244,7 +261,7 @@ class TaskRunner:
             subagents=row.spec.options.subagents,
             kept=kept,
         )
-        return await conversation.run(taken_up=_has_begun(assignment))
+        return await conversation.run(taken_up=is_taken_up)
 
     async def _run_agent(
         self,
@@ -255,7 +272,7 @@ class TaskRunner:
         context: ToolContext,
     ) -> Finish:
         """Run an agent that is a command."""
-        from runs.worker.agent_runner import AgentTask
+        from runs.worker.agents.agent_runner import AgentTask
 
         assert self._agents is not None
         assert row.agent is not None
@@ -332,7 +349,7 @@ class TaskRunner:
 
 
 def _agent_runner(setup: WorkerSetup, calls: Calls, stops: Stops) -> AgentRunner:
-    from runs.worker.agent_runner import AgentRunner  # an HTTP server, which few runs need
+    from runs.worker.agents.agent_runner import AgentRunner  # an HTTP server, which few runs need
 
     return AgentRunner(setup.config, calls, stops)
 

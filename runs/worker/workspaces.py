@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from runs.config.run_config import RunConfig
 from runs.dataset.row import RowTask
+from runs.dataset.row_check import Check
 from runs.protocol.worker_setup import WorkerSetup
-from runs.worker.workspace_setup import SetupFailed, half_set_up, run_check, set_up_workspace
+from runs.worker.check import not_passed, run_check
+from runs.worker.diff import DiffError, apply_diff, begin_diff, end_diff, patch_of
+from runs.worker.workspace_setup import SetupFailed, half_set_up, set_up_workspace
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
+from toolsets.errors import ToolError
 from toolsets.sandbox.docker import docker_problem
-from toolsets.sandbox.factory import Limits, Sandbox, make_sandbox
+from toolsets.sandbox.factory import ImageSandboxes, Limits, Sandbox, make_sandbox
+from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.image_files import ImageFiles, ImageSandbox
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import Workspace
 
@@ -26,20 +35,29 @@ class Workspaces:
         self._setup = setup
         self._web = setup.config.web_settings()
         self._browsers = browsers
-        self._images: dict[str, str | None] = {}
+        self._problems: dict[str, str | None] = {}
+        self._in_images: ImageSandboxes | None = None
+        if setup.config.is_inside and setup.provenance.sandbox is not None:
+            self._in_images = image_sandboxes(setup.config, setup.run_dir)
+        self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
-        """The context of the task with this key; its directory is made when it is needed."""
+        """The context of the task with this key; its directory is made when it is needed.
+
+        Where the workspace is inside an image, `prepare` adds files and sandbox.
+        """
         workspace = Workspace(self._setup.run_dir / "workspaces" / key.hex())
         return ToolContext(
             workspace,
-            self._sandbox_for(workspace, row.image),
+            self._sandbox_for(workspace, row) if self._in_images is None else None,
             web=self._web,
             browsers=self._browsers,
             resumed=resumed,
         )
 
-    async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> bool:
+    async def prepare(
+        self, context: ToolContext, row: RowTask, *, place: str
+    ) -> tuple[ToolContext, bool]:
         """Prepare a workspace as its row says; return whether it is from an earlier assignment.
 
         `place` is where the workspace of that assignment is. Raises `SetupFailed`.
@@ -50,16 +68,49 @@ class Workspaces:
             # What a conversation left whose journal was lost is not this one's, nor is what this
             # one left here before it went on elsewhere.
             await asyncio.to_thread(remove_tree, root)
-        if row.image is not None and (problem := await self._image_problem(row.image)):
+        if row.setup is not None:
+            context.workspace.start_dir = row.setup.start_dir
+        if self._in_images is not None:
+            return await self._prepare_image(context, row)
+        if (image := _image_of(row)) and (problem := await self._image_problem(image)):
             raise SetupFailed(problem)
         if half_set_up(root).exists():
             await asyncio.to_thread(remove_tree, root)
         kept = root.exists()
-        if row.setup is not None:
-            context.workspace.start_dir = row.setup.start_dir
-            if not kept:
-                await set_up_workspace(context, row.setup)
-        return kept
+        if row.setup is not None and not kept:
+            await set_up_workspace(context, row.setup)
+        return context, kept
+
+    async def _prepare_image(self, context: ToolContext, row: RowTask) -> tuple[ToolContext, bool]:
+        """As `prepare`, for a workspace inside an image."""
+        spec = self._spec_of(row)
+        root = context.workspace.root
+        sandbox = await self._sandbox_in_image(root, row, spec)
+        if half_set_up(root).exists():
+            await asyncio.to_thread(sandbox.discard)
+            await asyncio.to_thread(remove_tree, root)
+        kept = await asyncio.to_thread(sandbox.is_kept)
+        context = self._inside(context, sandbox, root)
+        mark = half_set_up(root)
+        try:
+            if kept:
+                await self._made(sandbox)
+            else:
+                await asyncio.to_thread(mark.touch)
+                await asyncio.to_thread(sandbox.discard)
+                await self._made(sandbox)
+                if row.setup is not None:
+                    await set_up_workspace(context, row.setup)
+                await begin_diff(context)
+                await asyncio.to_thread(mark.unlink, missing_ok=True)
+        except BaseException:
+            await context.close(remove=False)
+            raise
+        return context, kept
+
+    async def diff(self, context: ToolContext) -> dict[str, Any] | None:
+        """What the conversation changed in its image's repository; None where there is none."""
+        return None if self._in_images is None else await end_diff(context)
 
     async def judge(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
         """The result of the row's check; None if it has none. Raises `SetupFailed`."""
@@ -67,28 +118,136 @@ class Workspaces:
             return None
         # Processes that the model left running could affect the check.
         await sandbox_of(context).stop()
-        judged = replace(context, sandbox=self._sandbox_for(context.workspace, row.image))
+        root = context.workspace.root
+        check = row.setup.check
+        judged = root
+
+        async def open_as(user: str | None) -> ToolContext:
+            return await self._judging(context, row, check, judged, user)
+
         try:
-            return await run_check(judged, row.setup.check)
+            if check.where == "fresh":
+                judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
+            return await run_check(check, open_as)
+        except DiffError as error:
+            return not_passed(str(error))
         finally:
-            await judged.close(remove=False)
+            if judged != root:
+                sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))
+                await asyncio.to_thread(sandbox.discard)
+                await asyncio.to_thread(remove_tree, judged)
+
+    async def _judging(
+        self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None
+    ) -> ToolContext:
+        """The workspace in `root` in a sandbox for a check, as a user of its image."""
+        limits = self._limits(row)
+        limits = replace(limits, timeout_s=check.timeout_s or limits.timeout_s)
+        if self._in_images is None:
+            workspace = Workspace(root)
+            sandbox = self._sandbox_for(workspace, row, limits)
+            return replace(context, workspace=workspace, sandbox=sandbox, held={})
+        spec = self._spec_of(row)
+        spec = replace(spec, user=user or spec.user, network=check.network or spec.network)
+        sandbox = await self._sandbox_in_image(root, row, spec, limits)
+        await self._made(sandbox)
+        return self._inside(context, sandbox, root)
+
+    async def _fresh(self, context: ToolContext, row: RowTask, root: Path) -> Path:
+        """Make a workspace in `root`: the image, set up as the row says, with the diff applied.
+
+        Raises `SetupFailed` and `DiffError`.
+        """
+        patch = await asyncio.to_thread(patch_of, context.workspace.root)
+        await asyncio.to_thread(remove_tree, root)
+        sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+        fresh = self._inside(context, sandbox, root)
+        try:
+            await asyncio.to_thread(sandbox.discard)
+            await self._made(sandbox)
+            if row.setup is not None:
+                await set_up_workspace(fresh, row.setup._replace(hidden=()))
+            await apply_diff(fresh, patch)
+        except BaseException:
+            await fresh.close(remove=True)
+            await asyncio.to_thread(half_set_up(root).unlink, missing_ok=True)
+            raise
+        await sandbox.stop()
+        return root
+
+    def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
+        kept = Workspace(root)
+        kept.start_dir = context.workspace.start_dir
+        return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
+
+    async def _sandbox_in_image(
+        self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None
+    ) -> ImageSandbox:
+        """Raises `SetupFailed` where the image cannot be used."""
+        assert self._in_images is not None
+        # One of the conversations that wait for an image occupies a thread, not each.
+        async with self._waiting[spec.reference]:
+            try:
+                return await asyncio.to_thread(
+                    self._in_images.make, Workspace(root), limits or self._limits(row), spec
+                )
+            except ToolError as error:
+                raise SetupFailed(str(error)) from error
+
+    async def _made(self, sandbox: ImageSandbox) -> None:
+        try:
+            await asyncio.to_thread(sandbox.make)
+        except ToolError as error:
+            raise SetupFailed(str(error)) from error
+
+    def _spec_of(self, row: RowTask) -> ImageSpec:
+        config = self._setup.config
+        spec = row.image
+        if spec is None:
+            # The scan refuses rows without an image where the run names none.
+            spec = ImageSpec(config.docker_image or "", network=config.network)
+        return replace(spec, workdir=spec.workdir or config.workdir)
 
     async def _image_problem(self, image: str) -> str | None:
         """Why a row's image cannot be run, checked once per image."""
-        if image not in self._images:
-            self._images[image] = await asyncio.to_thread(docker_problem, image)
-        return self._images[image]
+        if image not in self._problems:
+            self._problems[image] = await asyncio.to_thread(
+                docker_problem, image, self._setup.config.container_engine
+            )
+        return self._problems[image]
 
-    def _sandbox_for(self, workspace: Workspace, image: str | None) -> Sandbox | None:
+    def _sandbox_for(
+        self, workspace: Workspace, row: RowTask, limits: Limits | None = None
+    ) -> Sandbox | None:
         kind = self._setup.provenance.sandbox
         if kind is None:
             return None
-        config = self._setup.config
-        limits = Limits(
+        image = _image_of(row) or self._setup.config.docker_image
+        engine = self._setup.config.container_engine
+        limits = limits or self._limits(row)
+        return make_sandbox(kind, workspace, limits, image=image, engine=engine)
+
+    def _limits(self, row: RowTask) -> Limits:
+        config, own = self._setup.config, row.limits
+        return Limits(
             timeout_s=config.command_timeout_s,
-            memory_mb=config.command_memory_mb,
+            memory_mb=min(config.command_memory_mb, own.memory_mb or config.command_memory_mb),
             processes=config.max_processes,
-            workspace_mb=config.workspace_mb,
-            network=config.network,
+            workspace_mb=min(config.workspace_mb, own.disk_mb or config.workspace_mb),
+            network=config.network and self._in_images is None,
         )
-        return make_sandbox(kind, workspace, limits, image=image or config.docker_image)
+
+
+def image_sandboxes(config: RunConfig, run_dir: Path) -> ImageSandboxes:
+    """How the conversations of a run work in images."""
+    return ImageSandboxes(
+        config.sandbox,
+        run_dir=run_dir.absolute(),
+        images=config.images if config.sandbox == "bwrap" else None,
+        engine=config.container_engine,
+        pull=config.pull,
+    )
+
+
+def _image_of(row: RowTask) -> str | None:
+    return None if row.image is None else row.image.reference

@@ -95,7 +95,8 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sandbox": "docker"}, "cannot run in docker"),
+        ({"sandbox": "docker"}, "sandbox: agents of this machine cannot run in container"),
+        ({"workspace": "image", "images": "x"}, "workspace: agents of this machine cannot run"),
         ({"executor": "ray"}, "run on this machine only"),
         ({"agent": {**AGENT, "env": {"K": "sk-abcdefgh"}}}, "agent.env.K: seems to hold a secret"),
     ],

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from runs.dataset.row import RowRules
-from runs.dataset.row_setup import read_row_setup
+from runs.dataset.row_check import Check
+from runs.dataset.row_setup import RowSetup, read_row_setup
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 
@@ -47,8 +48,8 @@ class TestColumns:
         )
         assert row.files == {"a": "é".encode(), "b": b"\xff"}
         assert row.commands == ("make",)
-        assert row.check == ("pytest", {"t.py": b"x"})
-        assert read_row_setup({}) == ({}, (), ".", None)
+        assert row.check == Check("pytest", {"t.py": b"x"})
+        assert read_row_setup({}) == RowSetup({}, (), ".", None)
 
     @pytest.mark.parametrize(
         ("columns", "words"),

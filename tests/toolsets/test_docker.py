@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ import pytest
 from runs.dataset.row import RowRules
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
+from toolsets.errors import ToolError
 from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.docker import image_config
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
+from toolsets.sandbox.image import ImageSpec
 from toolsets.workspace.workspace import Workspace
 
 ENGINE = """\
@@ -103,6 +107,57 @@ def test_a_container_is_started_once_per_task_with_its_limits(
     assert not any("canary" in argument for argument in args)
 
 
+@needs_bwrap
+def test_the_engine_is_asked_in_one_environment(
+    tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the check at the start would find images that conversations do not have."""
+    for name in ("CONTAINERS_STORAGE_CONF", "STORAGE_DRIVER", "CONTAINER_HOST", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary")
+    assert sandbox_problem("docker", image="python:3.11") is None
+
+    async def use() -> None:
+        sandbox = make_sandbox("docker", Workspace(tmp_path / "ws"), Limits(), image="python:3.11")
+        try:
+            await sandbox.run("shell", "true")
+        finally:
+            await sandbox.stop()
+
+    asyncio.run(use())
+    asked, started = (set(call["env"]) - {"LC_CTYPE"} for call in lines(engine))
+    assert asked == started
+    assert {"CONTAINERS_STORAGE_CONF", "STORAGE_DRIVER", "CONTAINER_HOST", "TMPDIR"} <= asked
+    assert "OPENAI_API_KEY" not in asked
+
+
+PULLING = """\
+#!/bin/sh
+echo "$1 $2" >> {log}
+case "$1 $2" in
+"image inspect") test -e {pulled} && echo '{{"WorkingDir": "/app"}}' ;;
+"pull --quiet") echo pulled >> {pulled} ;;
+esac
+"""
+
+
+def test_a_missing_image_is_pulled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many conversations wait for it; and never unless the run says so."""
+    log, pulled = tmp_path / "log", tmp_path / "pulled"
+    binary = tmp_path / "bin" / "podman"
+    binary.parent.mkdir()
+    binary.write_text(PULLING.format(log=log, pulled=pulled))
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
+    with pytest.raises(ToolError, match="podman does not have it"):
+        image_config("podman", "a:1", "never")
+    assert not pulled.exists()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: image_config("podman", "a:1", "missing"), range(8)))
+    assert found == [{"WorkingDir": "/app"}] * 8
+    assert pulled.read_text() == "pulled\n"
+
+
 class TestProblems:
     def test_an_image_that_the_engine_has_is_not_a_problem(self, engine: Path) -> None:
         assert sandbox_problem("docker", image="python:3.11") is None
@@ -126,7 +181,7 @@ class TestProblems:
 class TestRows:
     def test_a_row_names_its_image_where_the_run_uses_docker(self) -> None:
         row = {"prompt": "x", "image": "swe/repo:1", "docker_image": "swe/repo@sha256:ab"}
-        assert RowRules(image="allowed").read(row).image == "swe/repo@sha256:ab"
+        assert RowRules(image="allowed").read(row).image == ImageSpec("swe/repo@sha256:ab")
         assert RowRules().read(row).image is None
         assert "docker_image" in RowRules(image="allowed").rollout_columns(row)
 
@@ -136,7 +191,7 @@ class TestRows:
             RowRules(image="allowed").read({"prompt": "x", "docker_image": image})
 
     def test_where_the_run_has_none_every_row_needs_one(self) -> None:
-        with pytest.raises(ValueError, match="no `docker_image` or `image` field"):
+        with pytest.raises(ValueError, match="no `docker_image`, `image` or `image_name` field"):
             RowRules(image="needed").read({"prompt": "x"})
 
 
@@ -148,7 +203,9 @@ def test_a_run_refuses_an_image_that_is_not_there(tmp_path: Path, engine: Path) 
     assert "No such image: nope:1" in refused.stderr
     none = run(tmp_path, **asked)
     assert none.returncode == 2
-    assert "no `docker_image` or `image` field (or give --docker_image)" in none.stderr
+    assert (
+        "no `docker_image`, `image` or `image_name` field (or give --docker_image)" in none.stderr
+    )
 
 
 @needs_bwrap

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.toolsets.test_sandbox import needs_bwrap
+from toolsets.installed import Installed, NotInstalled, find_program
 from toolsets.sandbox.base import ExecResult, Extras, Limits
 from toolsets.sandbox.factory import SandboxError, make_sandbox
-from toolsets.sandbox.installed import Installed, NotInstalled, find_program
 from toolsets.workspace.workspace import Workspace
 
 

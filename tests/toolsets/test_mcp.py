@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.tool_list import as_text
+from cli.listings.tool_list import as_text
 from run_agent import AIAgent
 from runs.config.fingerprint import meaning_of
 from runs.config.loading import load_config

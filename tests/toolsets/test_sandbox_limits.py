@@ -4,6 +4,7 @@ what a task did to itself is a result, what the machine lacks is not."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -183,6 +184,28 @@ def test_a_control_group_that_was_removed_is_done_without(
     assert run(name, workspace, "echo", "up").stdout == "up\n"
     if not made:
         pytest.skip("no control groups can be made here")
+
+
+def test_only_groups_of_dead_processes_of_the_same_namespace_are_removed() -> None:
+    """In another namespace, the process with that number may live."""
+    if (made := make_group(None, 200)) is None:
+        pytest.skip("no control groups can be made here")
+    asyncio.run(made.close())
+    parent = made.paths[0].parent
+    prefix, namespace, *_ = made.paths[0].name.split("-")
+    of_the_dead = parent / f"{prefix}-{namespace}-99999999-0"
+    of_another = parent / f"{prefix}-{int(namespace) + 1}-99999999-0"
+    for path in (of_the_dead, of_another):
+        path.mkdir()
+    try:
+        code = "from toolsets.sandbox.cgroup import can_bound_memory as can; assert can()"
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+        assert not of_the_dead.exists()
+        assert of_another.exists()
+    finally:
+        for path in (of_the_dead, of_another):
+            with contextlib.suppress(FileNotFoundError):
+                path.rmdir()
 
 
 # A run in a group of processes that is as full as the test says, or as a user with a limit.

@@ -233,7 +233,7 @@ def test_where_none_can_be_forked_each_is_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where a security module grants programs in bubblewrap no capabilities."""
-    monkeypatch.setattr("toolsets.sandbox.bwrap._FORK_SERVER", ["--uid", "0", "--gid", "0"])
+    monkeypatch.setattr("toolsets.sandbox.bwrap.FORK_SERVER", ["--uid", "0", "--gid", "0"])
 
     async def act(one: Sandbox, other: Sandbox) -> list[str]:
         return [await out(sandbox, "print('up')") for sandbox in (one, other)]

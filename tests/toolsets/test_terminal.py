@@ -22,7 +22,7 @@ from toolsets.sandbox.base import Limits
 from toolsets.sandbox.cgroup import make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.interpreter import python_bin
+from toolsets.sandbox.programs import python_bin
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -554,7 +554,7 @@ def of_our_own() -> tuple[set[int], set[str], set[str]]:
     mounts = set(Path("/proc/self/mounts").read_text().splitlines())
     # Path.glob would fail where another test removes a group meanwhile.
     groups = (path for path, _, _ in os.walk("/sys/fs/cgroup"))
-    mounts |= {path for path in groups if f"/trajectories-{os.getpid()}-" in path}
+    mounts |= {path for path in groups if "/trajectories-" in path and f"-{os.getpid()}-" in path}
     return children, {path.name for path in Path("/proc/self/fd").iterdir()}, mounts
 
 

@@ -24,7 +24,7 @@ from toolsets.extras import install
 from toolsets.net.guard import Guard
 from toolsets.per_loop import PerLoop
 from toolsets.sandbox.bwrap import bwrap_problem, python_options, system_options
-from toolsets.sandbox.interpreter import python_bin
+from toolsets.sandbox.programs import python_bin
 
 _log = logging.getLogger(__name__)
 

@@ -17,9 +17,12 @@ _SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$1" bash; exec sh -c 
 _STATE_LOST = "its state (variables, functions, current directory) is lost; files are kept"
 
 
-def shell_argv(command: str) -> list[str]:
-    """The arguments that run one command outside the task's shell: with bash if there is one."""
-    return ["sh", "-c", _SHELL, "sh", command]
+def shell_argv(command: str, prefix: str = "") -> list[str]:
+    """The arguments that run one command outside the task's shell: with bash if there is one.
+
+    `prefix` is run by `sh` first, as `export NAME=TEXT; `.
+    """
+    return ["sh", "-c", prefix + _SHELL, "sh", command]
 
 
 def sandbox_of(context: ToolContext) -> Sandbox:

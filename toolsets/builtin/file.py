@@ -14,7 +14,8 @@ from toolsets.context import ToolContext
 from toolsets.errors import ToolError
 from toolsets.text import clip
 from toolsets.tool import ToolResult, tool
-from toolsets.workspace.workspace import FileEntry, PathError, Workspace
+from toolsets.workspace.files import Files
+from toolsets.workspace.workspace import FileEntry
 
 _MAX_FILE_BYTES = 10 * 1024 * 1024
 _MAX_SHOWN_CHARS = 64 * 1024
@@ -134,7 +135,8 @@ def search_files(
 ) -> ToolResult:
     """Search text files line by line; each match is a line "path:line: text"."""
     finds = _finder(text, ignore_case=ignore_case, is_regex=is_regex)
-    matches = _matches(context.workspace, path, finds, matching)
+    literal = b"" if is_regex or ignore_case else text.encode("utf-8", "replace")
+    matches = _matches(context.workspace, path, finds, matching, literal)
     lines = list(islice(matches, _MAX_MATCHES))
     if next(matches, None) is None:
         return ToolResult("\n".join(lines) or "[no matches]")
@@ -173,16 +175,17 @@ def _is_named(path: str, pattern: str) -> bool:
 
 
 def _matches(
-    workspace: Workspace, path: str, finds: Callable[[str], bool], matching: str | None
+    files: Files,
+    path: str,
+    finds: Callable[[str], bool],
+    matching: str | None,
+    literal: bytes,
 ) -> Iterator[str]:
+    def is_wanted(file_path: str) -> bool:
+        return matching is None or _is_named(file_path, matching)
+
     searched_bytes = 0
-    for file_path in workspace.walk_files(path):
-        if matching is not None and not _is_named(file_path, matching):
-            continue
-        try:
-            content = workspace.read_bytes(file_path, _MAX_FILE_BYTES)
-        except PathError:
-            continue  # It was removed or replaced since it was listed.
+    for file_path, content in files.contents(path, is_wanted, literal, max_bytes=_MAX_FILE_BYTES):
         searched_bytes += len(content)
         if not _is_binary(content):
             for number, line in enumerate(content.decode("utf-8", "replace").split("\n"), 1):
@@ -203,8 +206,8 @@ def _starts(content: bytes, wanted: bytes) -> list[int]:
     return starts
 
 
-def _read_all(workspace: Workspace, path: str) -> bytes:
-    content = workspace.read_bytes(path, _MAX_FILE_BYTES + 1)
+def _read_all(files: Files, path: str) -> bytes:
+    content = files.read_bytes(path, _MAX_FILE_BYTES + 1)
     if len(content) > _MAX_FILE_BYTES:
         raise ToolError(f"path {path!r} is larger than {_MAX_FILE_BYTES} bytes")
     if _is_binary(content):

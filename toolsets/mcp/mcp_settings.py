@@ -76,7 +76,7 @@ class McpServer(BaseModel):
         elif self.headers_env:
             msg = "`headers_env` needs `url`"
             raise ValueError(msg)
-        if self.per_task is False and self._mentions_workspace():
+        if self.per_task is False and self.mentions_workspace():
             msg = f"{WORKSPACE} needs a server per task; leave `per_task` out"
             raise ValueError(msg)
         return self
@@ -89,7 +89,7 @@ class McpServer(BaseModel):
     @property
     def is_per_task(self) -> bool:
         """Whether each conversation starts its own server."""
-        return self._mentions_workspace() if self.per_task is None else self.per_task
+        return self.mentions_workspace() if self.per_task is None else self.per_task
 
     @property
     def listed(self) -> tuple[ListedTool, ...] | None:
@@ -102,7 +102,8 @@ class McpServer(BaseModel):
         server._listed = tools
         return server
 
-    def _mentions_workspace(self) -> bool:
+    def mentions_workspace(self) -> bool:
+        """Whether its settings have the placeholder of the workspace."""
         return any(WORKSPACE in part for part in (*self.argv, *self.env.values(), self.cwd or ""))
 
 

@@ -1,16 +1,17 @@
 """Where commands run.
 
 base           the Sandbox protocol, limits and results
-interpreter    where this Python is installed
-installed      where a program of the user's is installed
+image          the container image that a conversation starts from
 cgroup         control groups that limit processes and memory
 user_limit     the user's own limit on processes
-programs       the programs inside as one text
+programs       the programs inside as one text, and the Python that runs them
 first_process  how the first process of a sandbox ends
 channel        messages to the server inside, and which are allowed
 fork_servers   warm processes that fork sandboxes
 served         what all sandboxes have in common: a server inside that outlives calls
 bwrap          commands in namespaces of their own, by bubblewrap
+image_files    the files of an image, through the server inside
+image_bwrap    commands in an unpacked image, by bubblewrap
 docker         commands in a container
 local          commands as plain processes, without isolation
 factory        makes the sandbox that was chosen

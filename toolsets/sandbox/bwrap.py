@@ -16,8 +16,8 @@ from typing import IO
 
 from toolsets.sandbox.base import Extras, SandboxError
 from toolsets.sandbox.channel import Launch
-from toolsets.sandbox.fork_servers import Template
-from toolsets.sandbox.interpreter import python_bin, python_prefix
+from toolsets.sandbox.fork_servers import SandboxTemplate
+from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
 
 HOME = "/workspace"
@@ -36,9 +36,9 @@ _UNSHARE = [
 _USER = ["--uid", "1000", "--gid", "1000"]
 # Root of its own user namespace, or it could not mount /dev/pts; and what
 # `toolsets.sandbox.inside.namespaces` takes: mounts, the loopback device, a map of users.
-_FORK_SERVER = ["--uid", "0", "--gid", "0"]
+FORK_SERVER = ["--uid", "0", "--gid", "0"]
 for _capability in ("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_SETFCAP"):
-    _FORK_SERVER += ["--cap-add", _capability]
+    FORK_SERVER += ["--cap-add", _capability]
 _PASSWD = b"root:x:0:0:root:/root:/usr/sbin/nologin\nuser:x:1000:1000:user:/workspace:/bin/sh\n"
 _GROUP = b"root:x:0:\nuser:x:1000:\n"
 _ETC = ["ld.so.cache", "alternatives", "nsswitch.conf", "localtime"]
@@ -70,8 +70,8 @@ class BwrapSandbox(ServedSandbox):
     @property
     def max_processes(self) -> int | None:
         """Since Linux 5.14 processes are counted per user namespace; root's never are."""
-        release = tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])
-        return self._limits.processes if os.getuid() != 0 and release >= (5, 14) else None
+        is_counted = os.getuid() != 0 and _release() >= (5, 14)
+        return self._limits.processes if is_counted else None
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
@@ -86,19 +86,19 @@ class BwrapSandbox(ServedSandbox):
         # A process that is root of the machine could write there without any capability.
         for name in ("sys", "sysrq-trigger"):
             options += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
-        return _launch(argv, stack, self._limits.network, options, str(self._workspace.root))
+        return launch(argv, stack, self._limits.network, options, str(self._workspace.root))
 
-    def template(self) -> Template:
+    def template(self) -> SandboxTemplate:
         """See `ServedSandbox`.
 
         The fork server has the workspaces of all at the place where each sandbox has its own.
         """
         root, network = self._workspace.root, self._limits.network
-        return Template(
+        return SandboxTemplate(
             key=("bwrap", root.parent, network),
             is_confined=True,
-            launch=lambda argv, stack: _launch(
-                argv, stack, network, [*_FORK_SERVER, "--dir", "/tmp"], str(root.parent)
+            launch=lambda argv, stack: launch(
+                argv, stack, network, [*FORK_SERVER, "--dir", "/tmp"], str(root.parent)
             ),
             request={
                 "env": {},
@@ -109,9 +109,21 @@ class BwrapSandbox(ServedSandbox):
         )
 
 
+@cache
+def _release() -> tuple[int, ...]:
+    """The first two numbers of the kernel's version."""
+    return tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])
+
+
 def bwrap_problem() -> str | None:
     """Return None where bwrap works, else what to do about it."""
-    bwrap = shutil.which("bwrap")
+    return _problem_with(os.environ.get("PATH"))
+
+
+@cache
+def _problem_with(path: str | None) -> str | None:
+    """`bwrap_problem` with that PATH; it is asked for each task."""
+    bwrap = shutil.which("bwrap", path=path)
     if bwrap is None:
         return f"sandbox bwrap: the program bwrap was not found; {_INSTALL}"
     failure = _probe(bwrap, ("--disable-userns",))
@@ -126,7 +138,7 @@ def _bwrap() -> str:
     return found
 
 
-def _launch(
+def launch(
     argv: Sequence[str], stack: ExitStack, network: bool, options: Sequence[str], home: str
 ) -> Launch:
     """How to start `argv` with what all sandboxes have, and a directory as /workspace."""

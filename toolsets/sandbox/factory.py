@@ -5,10 +5,24 @@ A sandbox that does not work is refused; another never replaces it.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from toolsets.images.store import ImageStore
 from toolsets.sandbox.base import ExecResult, Extras, Limits, Sandbox, SandboxError
 from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
-from toolsets.sandbox.docker import DockerSandbox, docker_problem
+from toolsets.sandbox.docker import (
+    DockerImageSandbox,
+    DockerSandbox,
+    Pull,
+    docker_problem,
+    engine_warning,
+    image_config,
+    run_label,
+)
 from toolsets.sandbox.fork_servers import FORK_SERVERS
+from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.image_bwrap import BwrapImageSandbox, layering_of, overlay_problem
+from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.sandbox.local import LocalSandbox
 from toolsets.workspace.workspace import Workspace
 
@@ -17,6 +31,7 @@ __all__ = [
     "SANDBOXES",
     "ExecResult",
     "Extras",
+    "ImageSandboxes",
     "Limits",
     "Sandbox",
     "SandboxError",
@@ -28,7 +43,7 @@ SANDBOXES = ("bwrap", "docker", "local")
 """The names of the sandboxes."""
 
 
-def sandbox_problem(name: str, *, image: str | None = None) -> str | None:
+def sandbox_problem(name: str, *, image: str | None = None, engine: str = "docker") -> str | None:
     """Return None if the sandbox works here, else one sentence that says what to do.
 
     `image` is what docker is to run.
@@ -36,7 +51,7 @@ def sandbox_problem(name: str, *, image: str | None = None) -> str | None:
     if name not in SANDBOXES:
         return f"unknown sandbox {name!r}; known: {', '.join(SANDBOXES)}"
     if name == "docker":
-        return docker_problem(image)
+        return docker_problem(image, engine)
     return bwrap_problem() if name == "bwrap" else None
 
 
@@ -46,6 +61,7 @@ def make_sandbox(
     limits: Limits,
     *,
     image: str | None = None,
+    engine: str = "docker",
     extras: Extras | None = None,
 ) -> Sandbox:
     """Return a sandbox around `workspace`; raises `SandboxError` if it does not work here.
@@ -55,7 +71,7 @@ def make_sandbox(
     if name == "docker" and extras is not None:
         raise SandboxError("sandbox docker: it cannot run an agent of this machine; use bwrap")
     if name == "docker" and image is not None:
-        return DockerSandbox(workspace, limits, image=image)
+        return DockerSandbox(workspace, limits, image=image, engine=engine)
     if name == "docker":
         raise SandboxError("sandbox docker: no image was named")
     if problem := sandbox_problem(name):
@@ -64,3 +80,62 @@ def make_sandbox(
         return LocalSandbox(workspace, limits, extras)
     # The last one isolates: a name without a line of its own must not end without isolation.
     return BwrapSandbox(workspace, limits, extras)
+
+
+class ImageSandboxes:
+    """Makes the sandboxes of the conversations of a run that work in images."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        run_dir: Path,
+        images: Path | None = None,
+        engine: str = "docker",
+        pull: Pull = "never",
+    ) -> None:
+        """`images` is where bwrap finds them; `engine` and `pull` are for docker."""
+        self._name = name
+        self._run_dir = run_dir
+        self._store = None if images is None else ImageStore(images)
+        self._engine = engine
+        self._pull: Pull = pull
+
+    def problem(self) -> str | None:
+        """Return None if images can be used here, else one sentence that says what to do."""
+        if problem := sandbox_problem(self._name, engine=self._engine):
+            return problem
+        if self._store is not None:
+            return self._store.problem()
+        return "--sandbox=bwrap takes images from --images=DIR" if self._name == "bwrap" else None
+
+    def warning(self) -> str | None:
+        """What makes images slow here; None if nothing does."""
+        if self._store is None:
+            return engine_warning(self._engine)
+        layers = self._run_dir / "workspaces"
+        layers.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if layering_of(layers, self._store.unpacked) == "overlay":
+            return None
+        why = overlay_problem(layers, self._store.unpacked)
+        return (
+            f"warning: each conversation gets a copy of its image: the kernel mounts no overlays "
+            f"for {layers} ({why}); use a kernel from 5.11 on and a local file system"
+        )
+
+    def make(self, workspace: Workspace, limits: Limits, spec: ImageSpec) -> ImageSandbox:
+        """Return the sandbox of one conversation; waits until its image is there.
+
+        Raises `ImageError` where the image is missing, damaged or cannot be used, and `HostError`.
+        """
+        if self._store is not None:
+            image = self._store.unpack(spec.reference)
+            return BwrapImageSandbox(workspace, limits, image=image, spec=spec)
+        return DockerImageSandbox(
+            workspace,
+            limits,
+            spec=spec,
+            engine=self._engine,
+            run=run_label(self._run_dir),
+            config=image_config(self._engine, spec.reference, self._pull),
+        )

@@ -29,7 +29,7 @@ _START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class SandboxTemplate:
     """What the fork server of a kind of sandbox is started with, and asked for."""
 
     key: tuple[object, ...]
@@ -39,6 +39,8 @@ class Template:
     launch: Callable[[Sequence[str], ExitStack], Launch] = field(compare=False)
     request: Mapping[str, Any] = field(compare=False)
     """What a sandbox is to be."""
+    is_tried: bool = True
+    """Whether a first sandbox shows if forking works; it must not meet what commands left."""
 
 
 class _Servers:
@@ -48,9 +50,14 @@ class _Servers:
         self._starting: dict[tuple[object, ...], asyncio.Task[Channel | None]] = {}
 
     async def fork(
-        self, template: Template, group: Group | None, *, output_bytes: int
+        self,
+        template: SandboxTemplate,
+        terms: Mapping[str, Any],
+        group: Group | None,
+        *,
+        output_bytes: int,
     ) -> Channel | None:
-        """Have a sandbox forked; None where this kind cannot be.
+        """Have a sandbox forked that serves on these terms; None where this kind cannot be.
 
         Raises `HostError`.
         """
@@ -67,7 +74,7 @@ class _Servers:
                 return None
             channel = Channel(group, output_bytes=output_bytes)
             try:
-                await channel.fork(server, template.request)
+                await channel.fork(server, {**template.request, "terms": terms})
             except Gone:
                 self._forget(template, starting)
                 await server.close(grace_s=0)
@@ -75,7 +82,7 @@ class _Servers:
                 return channel
         raise HostError("a sandbox did not start: the process that forks it has ended twice")
 
-    def _forget(self, template: Template, starting: asyncio.Task[Channel | None]) -> None:
+    def _forget(self, template: SandboxTemplate, starting: asyncio.Task[Channel | None]) -> None:
         """Have the next sandbox start a new server."""
         if self._starting.get(template.key) is starting:
             del self._starting[template.key]
@@ -92,13 +99,16 @@ class _Servers:
 FORK_SERVERS = PerLoop(_Servers, _Servers.close)
 
 
-async def _start(template: Template) -> Channel | None:
+async def _start(template: SandboxTemplate) -> Channel | None:
     """The channel to a new fork server; None where what it forks does not work."""
     channel = Channel(None, output_bytes=0)
     try:
         with ExitStack() as stack:
             channel.launch(template.launch(["python3", "-I", "-c", BOOT, "0"], stack))
-        terms = {"is_confined": template.is_confined, "trial": template.request}
+        terms = {
+            "is_confined": template.is_confined,
+            "trial": template.request if template.is_tried else None,
+        }
         reply = await channel.begin(terms, _START_TIMEOUT_S, program("fork_server"))
     except asyncio.CancelledError:
         await channel.close(grace_s=0)

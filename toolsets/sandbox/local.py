@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from toolsets.sandbox.channel import Launch
-from toolsets.sandbox.fork_servers import Template
-from toolsets.sandbox.interpreter import python_bin
+from toolsets.sandbox.fork_servers import SandboxTemplate
+from toolsets.sandbox.programs import python_bin
 from toolsets.sandbox.served import ServedSandbox
 
 
@@ -33,12 +33,12 @@ class LocalSandbox(ServedSandbox):
         """See `ServedSandbox`."""
         return Launch(argv=argv, env=self._env(), cwd=self.home)
 
-    def template(self) -> Template | None:
+    def template(self) -> SandboxTemplate | None:
         """See `ServedSandbox`."""
         if sys.platform != "linux":
             return None
         shared = self._env() | {"HOME": "/"}
-        return Template(
+        return SandboxTemplate(
             key=("local", *shared.items()),
             is_confined=False,
             launch=lambda argv, _: Launch(argv=argv, env=shared, cwd="/"),

@@ -1,15 +1,21 @@
-"""The programs that run inside a sandbox, as one text that needs no file there."""
+"""The programs that run inside a sandbox, as one text, and the Python that runs them."""
 
 from __future__ import annotations
 
 import json
+import os
+import struct
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.inside.boot import BOOT, framed
 
+_HOST = "/.host"
+_PT_INTERP = 3
 _PACKAGE = "toolsets.sandbox.inside"
 _LOADER = """\
 import sys
@@ -51,3 +57,54 @@ def forwarding(terms: Mapping[str, Any]) -> Command:
     """The command that starts another one and forwards its connections; see `inside.forward`."""
     text = framed(program("forward")) + framed(json.dumps(terms))
     return Command(["python3", "-I", "-S", "-c", BOOT, "0"], text)
+
+
+def python_prefix() -> Path:
+    """Return where the running Python is installed, also when this is a virtual environment."""
+    return Path(sys.base_prefix)
+
+
+def python_bin() -> Path:
+    """Return the directory that holds that Python's `python3`."""
+    return python_prefix() / "bin"
+
+
+class InsidePython(NamedTuple):
+    """The Python of this machine in a container, which need not have one."""
+
+    command: tuple[str, ...]
+    """How to start it, by its own loader and with its own libraries."""
+    mounts: tuple[tuple[str, str], ...]
+    """Directories of this machine, and where the container needs them."""
+
+
+@cache
+def inside_python() -> InsidePython:
+    """How a container runs this Python: its image may have another C library, or none."""
+    prefix, binary = python_prefix().resolve(), Path(sys.executable).resolve()
+    loader = _loader_of(binary).resolve()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    loaded = {Path(line.split(maxsplit=5)[5]).parent for line in maps if ".so" in line}
+    libraries = {place for place in loaded if place.is_relative_to("/usr")}
+    libraries |= {loader.parent, prefix / "lib"}
+    path = ":".join(sorted(f"{_HOST}{place}" for place in libraries))
+    mounts = [("/usr", f"{_HOST}/usr")]
+    if not prefix.is_relative_to("/usr"):
+        mounts.append((str(prefix), f"{_HOST}{prefix}"))
+    command = (f"{_HOST}{loader}", "--library-path", path, f"{_HOST}{binary}")
+    return InsidePython(command, tuple(mounts))
+
+
+def _loader_of(binary: Path) -> Path:
+    """The loader that an ELF program of 64 bits names."""
+    raw = binary.read_bytes()
+    start, size, count = (
+        *struct.unpack_from("<Q", raw, 32),
+        *struct.unpack_from("<HH", raw, 54),
+    )
+    for at in range(start, start + size * count, size):
+        if struct.unpack_from("<I", raw, at)[0] == _PT_INTERP:
+            offset = struct.unpack_from("<Q", raw, at + 8)[0]
+            length = struct.unpack_from("<Q", raw, at + 32)[0]
+            return Path(os.fsdecode(raw[offset : offset + length - 1]))
+    raise SandboxError(f"{binary} is linked statically, so containers without Python cannot run it")

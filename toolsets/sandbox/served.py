@@ -13,15 +13,15 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from toolsets.errors import HOST_ERRNOS, HostError, describe, has_memory
 from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError, SessionKind
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
-from toolsets.sandbox.fork_servers import FORK_SERVERS, Template
+from toolsets.sandbox.fork_servers import FORK_SERVERS, SandboxTemplate
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import program
 from toolsets.sandbox.user_limit import is_user_full
@@ -31,10 +31,13 @@ from toolsets.workspace.workspace import Workspace
 _START_TIMEOUT_S = 60.0
 _REPLY_GRACE_S = 10.0
 """For what the server does when the time is up; longer than all its own graces together."""
+_FILES_TIMEOUT_S = 60.0
 _MAX_CODE_CHARS = 8 << 20
 _MAPPED = 4
 """How many times the memory that it may use an installed program may map: runtimes with garbage
 collectors map far more than they use. The sum of what is used is limited all the same."""
+
+Result = TypeVar("Result")
 
 
 class ServedSandbox(ABC):
@@ -46,6 +49,8 @@ class ServedSandbox(ABC):
         self._extras = extras
         self._lock = asyncio.Lock()
         self._channel: Channel | None = None
+        self._taught: Channel | None = None
+        """The channel whose server has the program of the interpreter."""
         self._is_stopped = False
         self._uses_fork_servers = False
         self._calls = 0
@@ -62,9 +67,29 @@ class ServedSandbox(ABC):
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """How to start `argv` in the sandbox; what is put on `stack` is kept until it has begun."""
 
-    def template(self) -> Template | None:
+    def template(self) -> SandboxTemplate | None:
         """How to have the sandbox forked; None for a kind that can only be launched."""
         return None
+
+    @property
+    def has_own_python(self) -> bool:
+        """Whether cells run in the `python3` of the sandbox, not in a fork of the server."""
+        return False
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether commands of an earlier sandbox may be why this one does not start."""
+        return False
+
+    @property
+    def keeps_its_size(self) -> bool:
+        """Whether the size at the first start does not count: it is that of an image."""
+        return False
+
+    @property
+    def measured(self) -> str:
+        """The path inside of what counts as the workspace's size."""
+        return self.home
 
     @property
     def max_processes(self) -> int | None:
@@ -110,6 +135,12 @@ class ServedSandbox(ABC):
             raise SandboxError("the code is too long; write it to a file and run that")
         return await self._call(request, timeout_s, session)
 
+    async def ask_files(self, request: dict[str, Any]) -> Reply:
+        """Make a request about the files inside; see `inside.file_requests`."""
+        return await self._exchange(
+            {"kind": "files", **request}, _FILES_TIMEOUT_S, lambda reply, _: reply
+        )
+
     async def stop(self) -> None:
         """See `Sandbox`."""
         self._is_stopped = True
@@ -123,11 +154,30 @@ class ServedSandbox(ABC):
     async def _call(
         self, request: dict[str, Any], asked_s: float | None, session: SessionKind | None = None
     ) -> ExecResult:
+        def result(reply: Reply, duration_s: float) -> ExecResult:
+            result = self._result(reply, session, duration_s)
+            if is_user_full(result.stdout, result.stderr):
+                raise HostError(f"a command could not run: {describe(errno.EAGAIN)}")
+            return result
+
+        return await self._exchange(request, asked_s, result, session)
+
+    async def _exchange(
+        self,
+        request: dict[str, Any],
+        asked_s: float | None,
+        read: Callable[[Reply, float], Result],
+        session: SessionKind | None = None,
+    ) -> Result:
+        """Make a request of the server, and `read` its reply and how long it took."""
         timeout_s = self._limits.command_timeout_s(asked_s)
         async with self._lock:
             begun = time.monotonic()
             channel = await self._started()
             self._calls += 1
+            if session == "python" and self.has_own_python and self._taught is not channel:
+                self._taught = channel
+                request["program"] = program("kernel")
             request |= {"id": self._calls, "timeout_s": timeout_s}
             before = self._refusals(channel)
             try:
@@ -144,10 +194,7 @@ class ServedSandbox(ABC):
                         raise HostError(f"cannot start a command: {describe(errno.EAGAIN)}")
                     # At its limit a task could not even stop a process, so it starts again.
                     raise Gone("ran too many processes and was ended")
-                result = self._result(reply, session, time.monotonic() - begun)
-                if is_user_full(result.stdout, result.stderr):
-                    raise HostError(f"a command could not run: {describe(errno.EAGAIN)}")
-                return result
+                return read(reply, time.monotonic() - begun)
             except HostError:
                 await self._discard("was ended by a failure of the machine")
                 raise
@@ -220,10 +267,13 @@ class ServedSandbox(ABC):
             rlimits["RLIMIT_NPROC"] = self.max_processes
         terms = {
             "home": self.home,
+            "is_image": self.has_own_python,
+            "measured": self.measured,
             "start_dir": self._workspace.start_dir,
             "output_bytes": limits.output_bytes,
             "workspace_mb": limits.workspace_mb,
             "rlimits": rlimits,
+            "baseline": self._workspace.baseline() if self.keeps_its_size else 0,
         }
         group = self.group()
         is_limited = not self.watches_memory or (group is not None and group.limits_memory)
@@ -245,28 +295,31 @@ class ServedSandbox(ABC):
             self._uses_fork_servers = True
             FORK_SERVERS.open()
         servers = FORK_SERVERS.shared()
-        channel = await servers.fork(template, group, output_bytes=self._limits.output_bytes)
+        channel = await servers.fork(template, terms, group, output_bytes=self._limits.output_bytes)
         if channel is not None:
-            await self._begin(channel, terms)
+            await self._begun(channel, terms, channel.begin_forked(_START_TIMEOUT_S))
         return channel
 
     async def _launched(self, terms: Mapping[str, Any], group: Group | None) -> Channel:
         channel = Channel(group, output_bytes=self._limits.output_bytes)
         with ExitStack() as stack:
             channel.launch(self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack))
-        await self._begin(channel, terms, program("server"))
+        beginning = channel.begin(terms, _START_TIMEOUT_S, program("server"))
+        await self._begun(channel, terms, beginning)
         return channel
 
-    async def _begin(
-        self, channel: Channel, terms: Mapping[str, Any], program: str | None = None
+    async def _begun(
+        self, channel: Channel, terms: Mapping[str, Any], beginning: Awaitable[Reply]
     ) -> None:
         try:
-            await channel.begin(terms, _START_TIMEOUT_S, program)
+            reply = await beginning
+            if terms["baseline"] is None:
+                self._workspace.keep_baseline(reply.size)
         except asyncio.CancelledError:
             await channel.close(grace_s=0)
             raise
         except SandboxError as error:
-            if self._calls:
+            if self._calls or self.is_continued:
                 raise
             # Nothing of the task has run in it, so this is the machine's failure, not its own.
             raise HostError(str(error)) from error
@@ -293,7 +346,7 @@ class ServedSandbox(ABC):
             full_mb=reply.full_mb,
             was_filling=reply.stopped == "space",
             value=reply.value,
-            plots=tuple(reply.plots),
+            plots=reply.plots,
             last_pid=reply.last_pid,
             ended=reply.ended,
             lost=lost,

@@ -1,5 +1,6 @@
 """The directory that a conversation works in.
 
+files      what every kind of workspace can do
 workspace  file access that never leaves one directory
 removal    removes a tree that commands may have made hard to remove
 """

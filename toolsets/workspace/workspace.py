@@ -11,13 +11,14 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from toolsets.errors import HOST_ERRNOS, HostError, ToolError, describe
+from toolsets.workspace.removal import remove_tree
 
 _MAX_PATH_CHARS = 4096
 _MAX_DEPTH = 255
@@ -28,6 +29,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Kind = Literal["file", "dir", "link", "other"]
+
+_BASELINE = "baseline"
 
 TEMPORARY = ".tmp-"
 """Prefix of files that are being written, before they are moved into a workspace."""
@@ -62,6 +65,11 @@ class Workspace:
         self.aliases = aliases
         self._closed = False
 
+    @property
+    def home(self) -> str:
+        """The path of the workspace that the model sees, where no sandbox says another."""
+        return self.aliases[0] if self.aliases else str(self.root)
+
     def make(self) -> None:
         """Create the directory unless it exists; raises `PathError` once closed.
 
@@ -75,9 +83,24 @@ class Workspace:
             msg = f"{self.root.parent}: the directory of the workspaces has vanished"
             raise HostError(msg) from error
 
+    def baseline(self) -> int | None:
+        """The size of what an image had at the start, in bytes; None before that is known."""
+        try:
+            return int((self.root / _BASELINE).read_text(encoding="ascii"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def keep_baseline(self, size: int) -> None:
+        """Keep the size at the start, for sandboxes that continue."""
+        (self.root / _BASELINE).write_text(str(size), encoding="ascii")
+
     def close(self) -> None:
         """Refuse all further access: a late thread must not create the directory again."""
         self._closed = True
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it."""
+        remove_tree(self.root)
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """Return the first `max_bytes` of a regular file.
@@ -147,6 +170,19 @@ class Workspace:
     def walk_files(self, path: str = ".") -> Iterator[str]:
         """Yield the paths of the regular files beneath a directory, sorted."""
         return (entry.path for entry in self.walk(path) if entry.kind == "file")
+
+    def contents(
+        self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield the wanted files beneath a directory with the first `max_bytes` of each.
+
+        Files without the bytes `literal` may be left out; here, none are.
+        """
+        for found in self.walk_files(path):
+            if is_wanted(found):
+                # Skips a file that was removed or replaced since it was listed.
+                with contextlib.suppress(PathError):
+                    yield found, self.read_bytes(found, max_bytes)
 
     @cached_property
     def prefixes(self) -> tuple[list[str], ...]:

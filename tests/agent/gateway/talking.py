@@ -334,7 +334,7 @@ class Recording:
 
     def restart(self) -> None:
         """The agent's command starts again."""
-        self.take({"kind": "restarted", "at": 1.0})
+        self.take({"kind": "agent_restarted", "at": 1.0})
 
     def read(self, talk: Talk) -> tuple[Wire, WireRequest]:
         """The request that an agent would send now."""

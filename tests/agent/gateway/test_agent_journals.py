@@ -80,7 +80,7 @@ def test_an_answer_by_a_call_that_is_missing_is_not_used() -> None:
     answered: Any = {"kind": "answered", "exchange": 1}
     events = [*recording.events, answered]
     assert usable_prefix(events) == recording.events
-    restarted: Any = {"kind": "restarted", "at": 1.0}
+    restarted: Any = {"kind": "agent_restarted", "at": 1.0}
     answered = {"kind": "answered", "exchange": 0}
     events = [*recording.events, restarted, answered]
     assert usable_prefix(events) == events

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from agent.gateway.wires import WIRES
-from agent.messages import RestartedEvent
+from agent.messages import AgentRestartedEvent
 from agent.models.errors import ModelError
 from tests.agent.gateway.relaying import (
     ALL,
@@ -223,7 +223,7 @@ def test_after_a_restart_equal_calls_are_answered_from_the_journal(
         async with relayed(api) as world:
             first = [await world.read(ask(stream=is_stream)) for _ in range(2)]
             events = world.events
-        restarted = RestartedEvent(kind="restarted", at=1.0)
+        restarted = AgentRestartedEvent(kind="agent_restarted", at=1.0)
         async with relayed(api, events=[*events, restarted]) as world:
             again = [await world.read(ask(stream=is_stream)) for _ in range(3)]
             assert [status for status, _ in again] == [200, 200, 200]

@@ -9,6 +9,7 @@ processes    the processes below ours, and the size of a workspace
 job          one running command or session
 shells       how a persistent shell takes commands
 kernel       the persistent Python interpreter
+file_requests  the files of an image
 server       answers the requests of the worker
 namespaces   separates a forked sandbox from the machine and from others
 fork_server  forks sandboxes, each with a server

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from toolsets.sandbox.inside.boot import LENGTH, framed
 from toolsets.sandbox.inside.kernel import run_cells
-from toolsets.sandbox.inside.namespaces import enter, fork_as_first
+from toolsets.sandbox.inside.namespaces import enter, enter_image, fork_as_first
 from toolsets.sandbox.inside.processes import close_descriptors, set_dumpable
 from toolsets.sandbox.inside.server import main as serve
 
@@ -39,7 +39,8 @@ class ForkServer:
         self._is_confining = begin["is_confined"]
         # Kept open, since for a moment after each fork it is not the namespace of our children.
         self._namespace = os.open(_OWN_NAMESPACE, os.O_RDONLY) if self._is_confining else -1
-        self._reply({"id": 0, "refused": self._try(begin["trial"])})
+        trial = begin["trial"]
+        self._reply({"id": 0, "refused": None if trial is None else self._try(trial)})
 
     def serve(self) -> NoReturn:
         """Fork until the other end is closed."""
@@ -74,22 +75,27 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._confine(request)
             os.environ.update(request["env"])
-            self._introduce()
-            serve()
+            serve(request["terms"], self._introduce)
         except BaseException as error:
             os.write(2, f"{error}\n".encode())
         finally:
             os._exit(1)
 
     def _confine(self, request: dict[str, Any]) -> None:
-        if self._is_confining:
-            enter(request["workspace"], request["tmp_bytes"], request["network"])
+        if not self._is_confining:
+            return
+        workspace, image = request["workspace"], request.get("image")
+        if image is None:
+            enter(workspace, request["tmp_bytes"], request["network"])
+        else:
+            enter_image(workspace, request["tmp_bytes"], request["network"], image)
+            os.environ.clear()
 
-    def _introduce(self) -> None:
+    def _introduce(self, replies: int) -> None:
         """Send a handle to this process, whose number means nothing outside of its namespace."""
         handle = os.pidfd_open(os.getpid())
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))
-        with socket.socket(fileno=os.dup(0)) as control:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, os.dup(replies)) as control:
             control.sendmsg([b"\0"], [rights])
         os.close(handle)
 

@@ -1,6 +1,7 @@
 """The interpreter that runs a task's cells, one after the other, in one namespace.
 
-It is a fork of the server, so that no Python has to be started. It reads what to run from a
+It is a fork of the server, so that no Python has to be started, except in an image with a Python of
+its own. It reads what to run from a
 descriptor that is given by number: four bytes of length, then the code. After each cell it writes
 there a line of JSON: `exit_code` (1 for an exception), `value` (the `repr` of a last expression, if
 not None) and `plots` (files of open figures).
@@ -21,6 +22,11 @@ import traceback
 import types
 import warnings
 from typing import Any
+
+
+def main() -> None:
+    """Run cells as a program of its own: of the Python of an image, which the server is not."""
+    run_cells(int(sys.argv[1]), int(sys.argv[2]))
 
 
 def run_cells(control: int, max_chars: int) -> None:

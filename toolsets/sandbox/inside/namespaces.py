@@ -7,12 +7,16 @@ and all privileges before it runs any command; see `toolsets.sandbox.bwrap`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import socket
+import stat
 import struct
+import sys
+from typing import Any
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -26,9 +30,17 @@ _UP_AND_RUNNING = 0x41
 _PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus")
 """Where a process that is root of the machine could write without any capability."""
 _WORKSPACE = "/workspace"
+_IMAGES = "/images"
 _USER = 1000
+_PACKAGE_MANAGER = (0, 1, 3, 6, 7)
+"""CAP_CHOWN, DAC_OVERRIDE, FOWNER, SETGID and SETUID: what root of an image needs to install."""
+MEASURED = 200
+"""The descriptor of the directory with what a conversation has changed in its image."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# A library keeps what was looked up in it: once here, for all sandboxes that are forked later.
+for _name in ("unshare", "setns", "mount", "umount2", "prctl", "capset"):
+    getattr(_libc, _name)
 
 
 def fork_as_first(own_namespace: int) -> int:
@@ -47,8 +59,7 @@ def fork_as_first(own_namespace: int) -> int:
 
 def enter(workspace: str, tmp_bytes: int, network: bool) -> None:
     """Confine this process to the workspace of that name; raises `OSError`."""
-    if "/" in workspace or workspace in ("", ".", ".."):
-        raise ValueError(f"not the name of a workspace: {workspace!r}")
+    _check_name(workspace)
     _call("unshare", _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | (0 if network else _NEWNET))
     _mount("none", "/", None, _REC | _PRIVATE)
     # A mount is made at /tmp and moved, so that what it replaces can be detached, not only hidden.
@@ -56,34 +67,142 @@ def enter(workspace: str, tmp_bytes: int, network: bool) -> None:
     _mount("proc", "/tmp", "proc", _NOSUID | _NODEV | _NOEXEC)
     old_proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     _replace("/proc")
-    for path in (f"/proc/{name}" for name in _PROC_READ_ONLY):
-        if os.path.exists(path):
-            _mount(path, path, None, _BIND | _REC)
-            flags = _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV | _NOEXEC
-            _mount("none", path, None, flags)
-    _call("umount2", b"/dev/pts", _DETACH)
-    _mount("devpts", "/dev/pts", "devpts", _NOSUID | _NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    _protect("/proc")
+    _own_terminals("/dev/pts")
     _mount(f"{_WORKSPACE}/{workspace}", "/tmp", None, _BIND | _REC)
     _replace(_WORKSPACE)
     for path in ("/tmp", "/dev/shm"):
         _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, f"mode=0755,size={tmp_bytes}")
-    if not network:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            up = struct.pack("16sh22x", b"lo", _UP_AND_RUNNING)
-            fcntl.ioctl(any_socket.fileno(), _SIOCSIFFLAGS, up)
-    _drop_privileges(old_proc)
+    _start_loopback(network)
+    _drop_privileges(old_proc, _USER, _USER, ())
     os.close(old_proc)
 
 
-def _drop_privileges(writable_proc: int) -> None:
-    """Become an ordinary user of a user namespace in which no other can be made."""
+def enter_image(layer: str, tmp_bytes: int, network: bool, image: dict[str, Any]) -> None:
+    """Confine this process to an image, with the changes of a conversation above it.
+
+    `image` has "tree" (its directory beneath /images), "is_copied" (the layer holds a copy of the
+    tree, not only what changes), "workdir", "uid" and "gid". Raises `OSError`.
+    """
+    for name in (layer, *image["tree"].split("/")):
+        _check_name(name)
+    _call("unshare", _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | (0 if network else _NEWNET))
+    _mount("none", "/", None, _REC | _PRIVATE)
+    names = _nameservers() if network else None
+    layer = f"{_WORKSPACE}/{layer}"
+    _mount_tree(layer, f"{_IMAGES}/{image['tree']}", is_copied=image["is_copied"])
+    for name in ("proc", "dev"):
+        if not stat.S_ISDIR(os.lstat(f"/tmp/{name}").st_mode):
+            raise OSError(errno.ENOTDIR, f"/{name} of the image is not a directory")
+    old_proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    _mount("proc", "/tmp/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+    _protect("/tmp/proc")
+    _mount("/dev", "/tmp/dev", None, _BIND | _REC)
+    _own_terminals("/tmp/dev/pts")
+    _mount("tmpfs", "/tmp/dev/shm", "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={tmp_bytes}")
+    _start_loopback(network)
+    os.chdir("/tmp")
+    _call("pivot_root", b".", b".")
+    _call("umount2", b".", _DETACH)
+    os.chdir("/")
+    # An earlier command may have put a file where a directory belongs: that is its own failure.
+    with contextlib.suppress(OSError):
+        os.makedirs(image["workdir"], exist_ok=True)
+    if names is not None:
+        with contextlib.suppress(OSError):
+            _write_nameservers(names)
+    uid, gid = image["uid"], image["gid"]
+    _drop_privileges(old_proc, uid, gid, _PACKAGE_MANAGER if uid == 0 else ())
+    os.close(old_proc)
+
+
+def main() -> None:
+    """Try whether an overlay can be mounted; the arguments are the names of a tree and a layer."""
+    tree, layer = sys.argv[2:]
+    _call("unshare", _NEWNS)
+    _mount("none", "/", None, _REC | _PRIVATE)
+    layer = f"{_WORKSPACE}/{layer}"
+    _mount_tree(layer, f"{_IMAGES}/{tree}", is_copied=False)
+    os.mkdir("/tmp/made")  # which not all file systems for layers can
+
+
+def _mount_tree(layer: str, tree: str, *, is_copied: bool) -> None:
+    """Mount what the conversation sees at /tmp, and open the directory that is measured."""
+    upper, work = f"{layer}/upper", f"{layer}/work"
+    for path in (upper, work):
+        os.makedirs(path, exist_ok=True)
+    if is_copied:
+        _mount(upper, "/tmp", None, _BIND)
+        _mount("none", "/tmp", None, _BIND | _REMOUNT | _NOSUID | _NODEV)
+    else:
+        layers = f"lowerdir={tree},upperdir={upper},workdir={work},userxattr"
+        _mount("overlay", "/tmp", "overlay", _NOSUID | _NODEV, layers)
+    mode = stat.S_IMODE(os.stat("/tmp").st_mode)
+    if mode & 0o555 != 0o555:
+        os.chmod("/tmp", mode | 0o555)  # nobody, our server included, could use any path
+    # A mount of its own, from which no ".." leads to other layers, and nothing can write.
+    _mount(upper, upper, None, _BIND)
+    _mount("none", upper, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV)
+    measured = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    os.dup2(measured, MEASURED, inheritable=False)
+    os.close(measured)
+
+
+def _nameservers() -> bytes | None:
+    try:
+        with open("/etc/resolv.conf", "rb") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def _write_nameservers(content: bytes) -> None:
+    """Give the image the nameservers of this machine, in place of its own file or link."""
+    os.makedirs("/etc", exist_ok=True)
+    if os.path.lexists("/etc/resolv.conf"):
+        os.unlink("/etc/resolv.conf")
+    with open("/etc/resolv.conf", "wb") as file:
+        file.write(content)
+
+
+def _protect(proc: str) -> None:
+    """Make the parts of a /proc read-only that root of the machine could write."""
+    for path in (f"{proc}/{name}" for name in _PROC_READ_ONLY):
+        if os.path.exists(path):
+            _mount(path, path, None, _BIND | _REC)
+            flags = _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV | _NOEXEC
+            _mount("none", path, None, flags)
+
+
+def _own_terminals(path: str) -> None:
+    _call("umount2", path.encode(), _DETACH)
+    _mount("devpts", path, "devpts", _NOSUID | _NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+
+
+def _start_loopback(network: bool) -> None:
+    if network:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        up = struct.pack("16sh22x", b"lo", _UP_AND_RUNNING)
+        fcntl.ioctl(any_socket.fileno(), _SIOCSIFFLAGS, up)
+
+
+def _check_name(name: str) -> None:
+    if "/" in name or name in ("", ".", ".."):
+        raise ValueError(f"not a name: {name!r}")
+
+
+def _drop_privileges(writable_proc: int, uid: int, gid: int, kept: tuple[int, ...]) -> None:
+    """Become a user of a user namespace in which no other can be made, with `kept` capabilities."""
     _call("unshare", _NEWUSER)
     _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # or the maps would not be ours to write
     _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{_USER} 0 1")
-    _write("/proc/self/gid_map", f"{_USER} 0 1")
+    _write("/proc/self/uid_map", f"{uid} 0 1")
+    _write("/proc/self/gid_map", f"{gid} 0 1")
     _write("sys/user/max_user_namespaces", "0", writable_proc)
     for capability in range(64):
+        if capability in kept:
+            continue
         try:
             _call("prctl", _CAPBSET_DROP, capability, 0, 0, 0)
         except OSError as error:
@@ -91,7 +210,8 @@ def _drop_privileges(writable_proc: int) -> None:
                 raise
             break  # the system has no more
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
-    _call("capset", header, (ctypes.c_uint32 * 6)())
+    mask = sum(1 << capability for capability in kept)
+    _call("capset", header, (ctypes.c_uint32 * 6)(mask, mask))
 
 
 def _replace(path: str) -> None:

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from toolsets.sandbox.inside.boot import LENGTH, framed
+from toolsets.sandbox.inside.boot import BOOT, LENGTH, framed
+from toolsets.sandbox.inside.file_requests import FileRequests
 from toolsets.sandbox.inside.job import Job
 from toolsets.sandbox.inside.processes import (
     HAS_PROC,
@@ -30,7 +31,7 @@ from toolsets.sandbox.inside.processes import (
     size_of,
     ticks,
 )
-from toolsets.sandbox.inside.shells import BASH, CONTROL, SH, has_bash, in_background
+from toolsets.sandbox.inside.shells import CONTROL, found_shell, in_background
 
 _CHUNK_BYTES = 1 << 16
 _INTERRUPT_GRACE_S = 2.0
@@ -39,12 +40,14 @@ _CHECK_S = 1.0
 _MEMORY_CHECK_S = 0.1
 _FULL_CHECK_S = 0.2
 _IDLE_CHECK_S = 10.0
+_PROGRAMS = {"shell": "sh", "python": "python3"}
 
 
 class Server:
     """The loop: one request after the other, and in between the output of background jobs."""
 
-    def __init__(self, requests: int, replies: int) -> None:
+    def __init__(self, requests: int, replies: int, begin: dict[str, Any] | None) -> None:
+        """`begin` are the terms, which are otherwise the first request."""
         self._requests, self._replies = requests, replies
         self._inbox = b""
         self._poll = select.poll()
@@ -54,6 +57,7 @@ class Server:
         self._due = self._memory_due = 0.0
         self._before: set[int] = set()
         self._last_tick = 0
+        self._program: str | None = None
         wakeup, wake = os.pipe()
         for fd in (wakeup, wake):
             os.set_blocking(fd, False)
@@ -61,23 +65,34 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.watch(wakeup, select.POLLIN, lambda: self._reap(wakeup))
         self.watch(requests, select.POLLIN, self._receive)
-        begin = self._next_request()
+        begin = begin or self._next_request()
         self.output_bytes = begin["output_bytes"]
         self._max_bytes = begin["workspace_mb"] << 20
         self._max_memory = begin["memory_mb"] << 20
         """0 where something else limits it."""
         self._home = begin["home"]
+        self._measured = begin["measured"]
+        self._files = FileRequests(self._home)
         self._start_dir = begin["start_dir"]
-        os.chdir(self._home)
+        if begin["is_image"]:
+            # Commands of an earlier sandbox may have removed it, which each call then says.
+            with contextlib.suppress(OSError):
+                os.makedirs(self._home, exist_ok=True)
+        else:
+            os.chdir(self._home)
         for name, wanted in begin["rlimits"].items():
             kind = getattr(resource, name)
             hard = resource.getrlimit(kind)[1]
             limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(kind, (limit, limit))
-        self._reply({"id": 0})
+        self._baseline = begin["baseline"]
+        """The bytes that do not count: those of an image; None: those that are there now."""
+        if self._baseline is None:
+            self._baseline = size_of(self._measured)
 
     def serve(self) -> None:
         """Answer requests until the host is gone, which ends this process and all its own."""
+        self._reply({"id": 0, "size": self._baseline})
         while True:
             reply = self._answer(self._next_request())
             self._last_tick = ticks()
@@ -97,13 +112,18 @@ class Server:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         kind = request["kind"]
         reply: dict[str, Any] = {"id": request["id"]}
+        if kind == "files":
+            return reply | self._files.answer(request)
         since = ticks()
         # Ticks are coarse: what an earlier call started in this one is not this call's.
         self._before = {pid for pid, _ in descendants()} if since == self._last_tick else set()
         try:
             job = self._begin(request)
         except (FileNotFoundError, PermissionError) as error:
-            said = f"{request['argv'][0]}: {error.strerror}\n".encode()
+            name = request["argv"][0] if kind == "command" else _PROGRAMS[kind]
+            if error.filename == self._home:
+                name = self._home
+            said = f"{name}: {error.strerror}\n".encode()
             code = 127 if isinstance(error, FileNotFoundError) else 126
             return {**reply, "exit_code": code, "stderr": [_encoded(said), "", len(said)]}
         except OSError as error:
@@ -149,22 +169,31 @@ class Server:
             with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
                 os.chdir(self._start_dir)
         code = request["code"]
+        # Of an image's own Python; sent once, since it is long.
+        self._program = request.get("program", self._program)
         if kind == "python":
             if job is None:
-                # Only here, since many tasks run no Python.
-                from toolsets.sandbox.inside.kernel import run_cells
-
-                program = partial(run_cells, CONTROL, request["max_chars"])
-                job = self._add(kind, Job(self, program, control_at=CONTROL))
+                job = self._add(kind, self._interpreter(request["max_chars"]))
             job.send(framed(code))
             return job
-        shell = BASH if has_bash() else SH
+        shell = found_shell()
         if job is None:
             job = self._add(kind, Job(self, shell.argv, control_at=shell.control))
         if request["output_file"] is not None:
             code = in_background(code, request["output_file"])
         job.send(shell.encode(code))
         return job
+
+    def _interpreter(self, max_chars: int) -> Job:
+        if self._program is not None:
+            argv = [_PROGRAMS["python"], "-c", BOOT, str(CONTROL), str(max_chars)]
+            job = Job(self, argv, control_at=CONTROL)
+            job.send(framed(self._program))
+            return job
+        # Only here, since many tasks run no Python.
+        from toolsets.sandbox.inside.kernel import run_cells
+
+        return Job(self, partial(run_cells, CONTROL, max_chars), control_at=CONTROL)
 
     def _add(self, kind: str, job: Job) -> Job:
         self._jobs[kind] = job
@@ -287,7 +316,7 @@ class Server:
 
     def _measure(self) -> None:
         begun = time.monotonic()
-        self._size_bytes = size_of(self._home)
+        self._size_bytes = size_of(self._measured) - self._baseline
         now = time.monotonic()
         # A large workspace is looked at less often, to take at most a twentieth of the time.
         self._due = now + max(_CHECK_S, 20 * (now - begun))
@@ -351,8 +380,13 @@ def _parsed(kind: str, status: bytes) -> dict[str, Any]:
         return {"exit_code": None}
 
 
-def main() -> None:
-    """Serve on what was standard input and output, which commands do not get."""
+def main(
+    terms: dict[str, Any] | None = None, introduce: Callable[[int], object] = lambda _: None
+) -> None:
+    """Serve on what was standard input and output, which commands do not get.
+
+    A process that was forked has its terms, and introduces itself when it can serve.
+    """
     hold_descendants()
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -360,6 +394,7 @@ def main() -> None:
     os.dup2(null, 1)
     # Commands can send it, and process 1 gets only signals that it has a handler for.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = Server(requests, replies)
+    server = Server(requests, replies, terms)
+    introduce(replies)
     os.dup2(null, 2)  # which has said by now why it cannot begin
     server.serve()

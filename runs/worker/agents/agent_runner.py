@@ -22,7 +22,7 @@ from agent.gateway.lines import lines_of
 from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
-from agent.messages import AgentExitEvent, Event, ReplyEvent, RestartedEvent
+from agent.messages import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
 from runs.config.agent_program import HOME, SOCKET_DIR, extras_of, path_of, version_of
@@ -33,12 +33,13 @@ from runs.errors import AgentFailed, Stopped
 from runs.worker.calls import Calls
 from runs.worker.durable_calls import Stops
 from toolsets.context import ToolContext
+from toolsets.installed import NotInstalled, find_program
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.installed import NotInstalled, find_program
 from toolsets.sandbox.programs import forwarding
 from toolsets.text import clip
 from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import Workspace
 
 _PORT = 8800
 _SOCKET = "socket"
@@ -96,7 +97,7 @@ class AgentRunner:
         if self._stops.is_stopping:
             raise Stopped
         if task.trajectory.agent_calls is not None:
-            task.record(RestartedEvent(kind="restarted", at=time.time()))
+            task.record(AgentRestartedEvent(kind="agent_restarted", at=time.time()))
         gateway = self._gateway(task)
         try:
             result = await self._run_command(task, gateway)
@@ -138,6 +139,7 @@ class AgentRunner:
 
     async def _run_command(self, task: AgentTask, gateway: Gateway) -> ExecResult:
         config, workspace = self._config, task.context.workspace
+        assert isinstance(workspace, Workspace)  # agents do not work in images
         installed = find_program(task.agent.command[0], task.agent.programs)
         root = workspace.root
         limits = Limits(

@@ -1,0 +1,79 @@
+"""The command `build_images`: the images of Harbor tasks that have a Dockerfile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from cli.exit_codes import errors_as_exit_codes, fail
+from runs.process.console import say, show
+
+
+@click.command(name="build_images")
+@click.argument("tasks", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--container_engine",
+    type=click.Choice(["docker", "podman"]),
+    default="docker",
+    help="As for `run`.  [default: docker]",
+)
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Also write each image as an archive into DIR, for --images=DIR.",
+)
+def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
+    """Build the images of Harbor tasks from environment/Dockerfile.
+
+    TASKS holds task directories. The names of images change with their sources, so those that
+    are there already are not built again.
+    """
+    from runs.dataset.row import ERROR_COLUMN
+    from runs.errors import DatasetError, EnvironmentStop
+    from runs.sources.harbor import tasks_in
+    from toolsets.images.image_error import ImageError
+    from toolsets.sandbox.docker import build_image, docker_problem, save_image
+
+    with errors_as_exit_codes():
+        found = tasks_in(tasks)
+        if not found:
+            raise DatasetError(f"{tasks}: no task directory: none holds a task.toml")
+        rows = [(task, task.row()) for task in found]
+        wanted = [
+            (task, row["image"])
+            for task, row in rows
+            if task.dockerfile.is_file() and row.get("image") == task.built_image
+        ]
+        refused = sum(ERROR_COLUMN in row for _, row in rows)
+        if wanted and (problem := docker_problem(None, container_engine)):
+            raise EnvironmentStop(problem)
+        if save is not None:
+            save.mkdir(parents=True, exist_ok=True)
+        failed = 0
+        for number, (task, image) in enumerate(wanted, start=1):
+            say(f"{number} of {len(wanted)}: {image}")
+            environment = task.dockerfile.parent
+            try:
+                build_image(
+                    container_engine,
+                    image,
+                    environment,
+                    task.dockerfile,
+                    timeout_s=task.build_timeout_s,
+                )
+                if save is not None:
+                    path = save / f"{image.rpartition('/')[2].replace(':', '-')}.tar"
+                    if not path.exists():
+                        save_image(container_engine, image, path)
+            except ImageError as error:
+                failed += 1
+                say(f"{task.path.name}: {error}")
+        others = len(found) - len(wanted) - refused
+        show(
+            f"{tasks}: {len(wanted) - failed} images built or there already, {failed} failed; "
+            f"{others} tasks name an image, {refused} tasks cannot run (see `look`)"
+        )
+    if failed:
+        fail(f"{failed} images could not be built", 1)

@@ -1,0 +1,90 @@
+"""The files and paths that rows name."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import PurePosixPath
+from typing import Any
+
+_HOME = "/workspace"
+_ROOT = PurePosixPath(".")
+
+
+def read_files(raw: Any, name: str, *, inside: bool) -> dict[str, bytes]:
+    """Files by path: in the workspace or, `inside` an image, also absolute.
+
+    Raises `ValueError` with the reason.
+    """
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        msg = f"`{name}` must be an object that maps paths to contents"
+        raise ValueError(msg)
+    files = {}
+    for path, content in raw.items():
+        files[read_path(path, name, inside=inside)] = _content(content, f"{name}.{path}")
+    for path in files:
+        if beneath := files.keys() & set(map(str, PurePosixPath(path).parents)):
+            msg = f"`{name}`: {min(beneath)!r} is a file, so {path!r} cannot be in it"
+            raise ValueError(msg)
+    return files
+
+
+def read_path(raw: Any, name: str, *, inside: bool) -> str:
+    """The path of a file; see `read_files`. Raises `ValueError` with the reason."""
+    if inside and isinstance(raw, str) and raw.startswith("/"):
+        path = absolute_path(raw)
+        if path is None or path == "/":
+            msg = f"`{name}`: {raw!r} is not the path of a file, without `..`"
+            raise ValueError(msg)
+        return path
+    relative = _in_workspace(raw)
+    if relative is None or relative == _ROOT:
+        msg = f"`{name}`: {raw!r} is not a path in the workspace"
+        raise ValueError(msg)
+    return str(relative)
+
+
+def read_directory(raw: Any, name: str) -> str:
+    """A directory of the workspace; None is its root. Raises `ValueError` with the reason."""
+    path = _in_workspace("." if raw is None else raw)
+    if path is None:
+        msg = (
+            f"`{name}` must be a directory in the workspace: a relative path, or one in /workspace"
+        )
+        raise ValueError(msg)
+    return str(path)
+
+
+def absolute_path(raw: Any) -> str | None:
+    """A path of an image without `.`, `..` and repeated slashes; None if it is not one."""
+    if not isinstance(raw, str) or not raw.startswith("/") or "\0" in raw:
+        return None
+    names = [name for name in raw.split("/") if name not in ("", ".")]
+    return None if ".." in names else "/" + "/".join(names)
+
+
+def _in_workspace(raw: Any) -> PurePosixPath | None:
+    """The path relative to the workspace; None if it is outside."""
+    if not isinstance(raw, str) or not raw or "\0" in raw:
+        return None
+    path = PurePosixPath(raw)
+    if path.is_absolute():
+        if not path.is_relative_to(_HOME):
+            return None
+        path = path.relative_to(_HOME)
+    return None if ".." in path.parts else path
+
+
+def _content(raw: Any, place: str) -> bytes:
+    if isinstance(raw, str):
+        return raw.encode("utf-8", "replace")
+    if isinstance(raw, dict) and raw.keys() == {"base64"} and isinstance(raw["base64"], str):
+        try:
+            return base64.b64decode(raw["base64"], validate=True)
+        except binascii.Error as error:
+            msg = f"`{place}`: not base64: {error}"
+            raise ValueError(msg) from error
+    msg = f'`{place}` must be text or {{"base64": …}}'
+    raise ValueError(msg)

@@ -1,0 +1,238 @@
+"""Run the check of a row: what the workspace is worth when its conversation has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shlex
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+
+from runs.dataset.row_check import Check
+from runs.dataset.test_outcomes import PatternTimeout, outcomes, wrong_outcomes
+from runs.worker.workspace_setup import SetupFailed, run_command, write_files
+from toolsets.builtin.command_result import sandbox_of
+from toolsets.context import ToolContext
+from toolsets.sandbox.base import ExecResult
+from toolsets.text import clip
+from toolsets.workspace.workspace import PathError
+
+_SHOWN = 2000
+"""Maximum characters of a command's output in a record."""
+
+_MAX_REWARD_BYTES = 1 << 20
+_MAX_LOG_BYTES = 32 << 20
+_WRONG_SHOWN = 50
+
+_CLEAR = """\
+mode=$1; shift
+for file; do
+    rm -rf -- "$file" || exit
+    case $file in */*) directory=${file%/*};; *) directory=;; esac
+    [ -z "$directory" ] || mkdir -p -- "$directory" || exit
+    [ -z "$directory" ] || chmod "$mode" -- "$directory" || exit
+done
+"""
+"""Removes files, makes their directories, and sets the mode of these."""
+
+Open = Callable[[str | None], Awaitable[ToolContext]]
+"""Opens the workspace for the check as a user of its image; None: as the conversation's."""
+
+
+class CheckFailed(SetupFailed):
+    """A check did not say what the workspace is worth."""
+
+    error_class = "check_failed"
+
+
+async def run_check(check: Check, open_as: Open) -> dict[str, Any]:
+    """Run the check of a workspace.
+
+    It has passed if its exit code is 0, or as its tests or its reward say. Keys: `passed`,
+    `reward`, `exit_code` (None after a timeout), `stdout` and `stderr` (shortened), `duration_s`;
+    `tests` and `rewards` where the check has them. Raises `SetupFailed` if it could not run at
+    all, `CheckFailed` if it gave no reward.
+    """
+    prepared = await open_as("root" if check.user else None)
+    try:
+        problem = await _prepare(prepared, check)
+        if problem is None and not check.user:
+            return await _run(prepared, check)
+    finally:
+        await sandbox_of(prepared).stop()
+    if problem is not None:
+        return not_passed(problem)
+    context = await open_as(check.user)
+    try:
+        return await _run(context, check)
+    finally:
+        await sandbox_of(context).stop()
+
+
+async def _prepare(context: ToolContext, check: Check) -> str | None:
+    """Remove what an earlier check or the model left in the way, and write the check's files.
+
+    Returns why that is not possible: then the model's files are in the way, and the check fails.
+    """
+    written = [*check.reward_files]
+    if check.tests is not None and check.tests.log is not None:
+        written.append(check.tests.log)
+    if written:
+        mode = "a+rwx" if check.user else "u+rwx"
+        result = await run_command(context, ["sh", "-c", _CLEAR, "sh", mode, *written])
+        if result.exit_code != 0:
+            return f"cannot make room for {', '.join(written)}: {_said(result)}"
+    try:
+        await write_files(context, check.files)
+    except SetupFailed as error:
+        return str(error)
+    scripts = [path for path, content in check.files.items() if content.startswith(b"#!")]
+    if scripts:
+        result = await run_command(context, ["chmod", "a+rx", "--", *scripts])
+        if result.exit_code != 0:
+            return f"cannot make {', '.join(scripts)} executable: {_said(result)}"
+    return None
+
+
+async def _run(context: ToolContext, check: Check) -> dict[str, Any]:
+    exports = "".join(f"export {name}={shlex.quote(text)}; " for name, text in check.env.items())
+    result = await run_command(context, check.command, exports, timeout_s=check.timeout_s)
+    found: dict[str, Any] = {
+        "passed": result.exit_code == 0,
+        "reward": float(result.exit_code == 0),
+        "exit_code": result.exit_code,
+        "stdout": clip(result.stdout, max_chars=_SHOWN),
+        "stderr": clip(result.stderr, max_chars=_SHOWN),
+        "duration_s": round(result.duration_s, 3),
+    }
+    if result.exit_code is None:
+        return found
+    if check.tests is not None:
+        return found | await _of_tests(context, check, result)
+    if check.reward_files:
+        return found | await _of_files(context, check, result)
+    printed = _printed_reward(result.stdout)
+    return found if printed is None else found | {"reward": printed}
+
+
+async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
+    """What the tests in the output say."""
+    tests = check.tests
+    assert tests is not None
+    output = result.stdout + "\n" + result.stderr
+    if tests.log is not None:
+        try:
+            content = await asyncio.to_thread(
+                context.workspace.read_bytes, tests.log, _MAX_LOG_BYTES
+            )
+        except PathError:
+            content = b""  # the command ended before any test
+        output = content.decode(errors="replace")
+    try:
+        found = await asyncio.to_thread(outcomes, tests.patterns, output)
+    except PatternTimeout as error:
+        raise CheckFailed(f"`check.tests.patterns`: {error}") from error
+    wrong = wrong_outcomes(tests, found)
+    total = len(tests.must_pass) if tests.expected is None else len(tests.expected)
+    return {
+        "passed": not wrong,
+        "reward": float(not wrong),
+        "tests": {
+            "expected": total,
+            "found": len(found),
+            "wrong": len(wrong),
+            "first_wrong": dict(list(wrong.items())[:_WRONG_SHOWN]),
+        },
+    }
+
+
+async def _of_files(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
+    """The reward in the first of the reward files that the command wrote."""
+    for path in check.reward_files:
+        try:
+            content = await asyncio.to_thread(context.workspace.read_bytes, path, _MAX_REWARD_BYTES)
+        except PathError as error:
+            if await _exists(context, path):
+                raise CheckFailed(f"`check.reward_file`: {error}") from error
+            continue
+        try:
+            rewards = _rewards(content, is_json=path.endswith(".json"))
+        except ValueError as error:
+            shown = f"`check.reward_file`: {path} {error}"
+            raise CheckFailed(f"{shown} (exit code {result.exit_code})") from error
+        reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+        more = {"rewards": rewards} if len(rewards) > 1 else {}
+        return {"passed": reward >= 1, "reward": reward, **more}
+    names = " or ".join(check.reward_files)
+    msg = f"`check.reward_file`: the command did not write {names}; {_said(result)}"
+    raise CheckFailed(msg)
+
+
+async def _exists(context: ToolContext, path: str) -> bool:
+    return (await run_command(context, ["test", "-e", path])).exit_code == 0
+
+
+def _rewards(content: bytes, *, is_json: bool) -> dict[str, float]:
+    """The numbers in a reward file. Raises `ValueError` with what is wrong with it."""
+    text = content.decode(errors="replace").strip()
+    if not text:
+        raise ValueError("is empty")
+    if not is_json:
+        return {"reward": _number(text)}
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(found, dict) or not found:
+        raise ValueError("must be a JSON object with numbers")
+    if "reward" not in found and len(found) > 1:
+        raise ValueError(f"has no number `reward` among {', '.join(sorted(found))}")
+    for value in found.values():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"holds {clip(repr(value), max_chars=100)}, which is not a number")
+    return {name: _number(value) for name, value in found.items()}
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        shown = clip(repr(value), max_chars=100)
+        raise ValueError(f"holds {shown}, which is not a finite number")
+    return number
+
+
+def _printed_reward(stdout: str) -> float | None:
+    """The number `reward` of a JSON object in the last line."""
+    last = stdout.strip().rpartition("\n")[2]
+    try:
+        result = orjson.loads(last)
+    except orjson.JSONDecodeError:
+        return None
+    reward = result.get("reward") if isinstance(result, dict) else None
+    if isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward):
+        return float(reward)
+    return None
+
+
+def not_passed(stderr: str) -> dict[str, Any]:
+    """The result of a check that what the model did made impossible."""
+    return {
+        "passed": False,
+        "reward": 0.0,
+        "exit_code": None,
+        "stdout": "",
+        "stderr": stderr,
+        "duration_s": 0.0,
+    }
+
+
+def _said(result: ExecResult) -> str:
+    """How a command ended and the end of what it printed."""
+    how = "it timed out" if result.timed_out else f"exit code {result.exit_code}"
+    output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+    return f"{how}: {output}" if output else how

@@ -1,0 +1,131 @@
+"""`build_images`: with an engine that is played by a script, and with a real Podman."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runs.sources.harbor import HarborTask
+from tests.running import run
+from tests.runs.test_harbor import SIMPLE, write_task
+from toolsets.images.store import ImageStore
+
+ENGINE = """\
+#!{python}
+import os, sys
+from pathlib import Path
+args, had = sys.argv[1:], Path({had!r})
+name = lambda image: had / image.replace("/", "_")
+if args[0] == "version":
+    sys.exit(0)
+if args[:2] == ["image", "inspect"]:
+    if not name(args[-1]).exists():
+        sys.exit("no such image: " + args[-1])
+    print("{{}}")
+elif args[0] == "build":
+    dockerfile = Path(args[args.index("--file") + 1])
+    with open({log!r}, "a") as log:
+        print(dockerfile.parents[1].name, args[-1] == str(dockerfile.parent), file=log)
+    if "broken" in dockerfile.read_text():
+        sys.exit("first line\\nunknown instruction: broken")
+    name(args[args.index("--tag") + 1]).touch()
+elif args[0] == "save":
+    Path(args[args.index("--output") + 1]).write_text(args[-1])
+else:
+    sys.exit("unexpected: " + " ".join(args))
+"""
+
+
+def write_tasks(tasks: Path, *, dockerfile: str = "FROM scratch\n") -> None:
+    for name in ("one", "two"):
+        write_task(tasks / name, "", **{"environment/Dockerfile": dockerfile})
+    write_task(tasks / "named", SIMPLE)
+    write_task(tasks / "gpus", "[environment]\ngpus = 1\n")
+
+
+class TestPlayed:
+    @pytest.fixture
+    def log(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The tasks whose images the engine was asked to build."""
+        log, had, program = tmp_path / "log", tmp_path / "had", tmp_path / "bin" / "docker"
+        had.mkdir()
+        program.parent.mkdir()
+        program.write_text(ENGINE.format(python=sys.executable, had=str(had), log=str(log)))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        return log
+
+    def test_each_image_is_built_once(self, tmp_path: Path, log: Path) -> None:
+        write_tasks(tmp_path / "tasks")
+        built = run(tmp_path, "build-images", "tasks")
+        assert built.returncode == 0, built.stderr
+        assert (
+            "tasks: 2 images built or there already, 0 failed; 1 tasks name an image, 1 tasks "
+            "cannot run (see `look`)"
+        ) in built.stdout
+        assert log.read_text() == "one True\ntwo True\n"
+        run(tmp_path, "build-images", "tasks")
+        (tmp_path / "tasks" / "two" / "environment" / "data").write_text("new")
+        run(tmp_path, "build-images", "tasks")
+        assert log.read_text() == "one True\ntwo True\ntwo True\n"
+
+    def test_a_failure_does_not_stop_the_others(self, tmp_path: Path, log: Path) -> None:
+        write_tasks(tmp_path / "tasks")
+        (tmp_path / "tasks" / "one" / "environment" / "Dockerfile").write_text("broken")
+        built = run(tmp_path, "build-images", "tasks")
+        assert built.returncode == 1
+        assert "one: " in built.stderr
+        assert "docker cannot build it: unknown instruction: broken" in built.stderr
+        assert "1 images built or there already, 1 failed" in built.stdout
+        assert log.read_text() == "one True\ntwo True\n"
+
+    def test_images_are_saved_once_for_machines_without_an_engine(
+        self, tmp_path: Path, log: Path
+    ) -> None:
+        write_tasks(tmp_path / "tasks")
+        run(tmp_path, "build-images", "tasks", save="images")
+        image = HarborTask(tmp_path / "tasks" / "one").built_image
+        saved = tmp_path / "images" / f"{image.rpartition('/')[2].replace(':', '-')}.tar"
+        assert saved.read_text() == image
+        saved.write_text("there already")
+        run(tmp_path, "build-images", "tasks", save="images")
+        assert saved.read_text() == "there already"
+        assert len(list((tmp_path / "images").iterdir())) == 2
+
+    def test_a_directory_without_tasks_is_refused(self, tmp_path: Path, log: Path) -> None:
+        refused = run(tmp_path, "build-images", str(tmp_path))
+        assert refused.returncode == 2
+        assert "no task directory: none holds a task.toml" in refused.stderr
+
+
+def podman_problem() -> str | None:
+    if shutil.which("podman") is None:
+        return "there is no podman"
+    done = subprocess.run(["podman", "info"], capture_output=True, check=False, text=True)
+    return None if done.returncode == 0 else done.stderr[-300:]
+
+
+@pytest.mark.long
+def test_podman_builds_and_saves_images(tmp_path: Path) -> None:
+    if problem := podman_problem():
+        pytest.skip(problem)
+    dockerfile = "FROM scratch\nCOPY data /app/\nWORKDIR /app\n"
+    write_tasks(tmp_path / "tasks", dockerfile=dockerfile)
+    for name in ("one", "two"):
+        (tmp_path / "tasks" / name / "environment" / "data").write_text(f"{tmp_path}")
+    images = [HarborTask(tmp_path / "tasks" / name).built_image for name in ("one", "two")]
+    try:
+        built = run(tmp_path, "build-images", "tasks", container_engine="podman", save="images")
+        assert built.returncode == 0, built.stderr
+        store = ImageStore(tmp_path / "images")
+        for image in images:
+            unpacked = store.unpack(image)
+            assert unpacked.read("app/data") == str(tmp_path).encode()
+            assert unpacked.workdir == "/app"
+    finally:
+        subprocess.run(["podman", "rmi", "--force", *images], capture_output=True, check=False)

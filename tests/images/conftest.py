@@ -1,0 +1,60 @@
+"""Images that all tests of a session share, whichever of its processes makes them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from testing.fake_images import layer_of_tree, make_repository, tree_of_programs, write_layout
+from toolsets.sandbox.factory import sandbox_problem
+
+CALC = {"pkg/__init__.py": "", "pkg/calc.py": "def add(a, b):\n    return a - b\n"}
+SUM = {"sum.sh": "echo $(($1 - $2))\n"}
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of images.
+
+    `python` has a Python project in /testbed, `shell` a project without Python in /app, `agent` a
+    Python project of the user `agent` in /home/agent/work, and `bare` neither shell nor Python.
+    """
+    if problem := sandbox_problem("bwrap"):
+        pytest.skip(problem)
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    directory = shared / "images"
+    with (shared / "images.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            _make(shared / "making")
+            (shared / "making").rename(directory)
+    return directory
+
+
+def _make(directory: Path) -> None:
+    trees = directory.with_name("trees")
+    python, shell, bare = (trees / name for name in ("python", "shell", "bare"))
+    for tree in (python, shell, bare):
+        tree.mkdir(parents=True)
+    tree_of_programs(python)
+    tree_of_programs(shell, with_python=False)
+    tree_of_programs(bare, with_python=False, with_git=False, with_shell=False)
+    directory.mkdir()
+    programs = layer_of_tree(python)
+    for name, place, files, config in (
+        ("python", "testbed", CALC, {"Env": ["PATH=/usr/bin:/bin", "GREETING=hi"]}),
+        ("agent", "home/agent/work", CALC, {"User": "agent"}),
+        ("shell", "app", SUM, {}),
+    ):
+        project = trees / f"{name}-project"
+        make_repository(project / place, files)
+        lower = layer_of_tree(shell) if name == "shell" else programs
+        layers = [lower, layer_of_tree(project)]
+        write_layout(
+            directory / name, layers, name="1", config={"WorkingDir": f"/{place}", **config}
+        )
+    write_layout(directory / "bare", [layer_of_tree(bare)], name="1")

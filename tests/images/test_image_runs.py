@@ -1,0 +1,281 @@
+"""Runs whose rows name images: checks, diffs, kills, resumes, and what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import lines, run, session_of, started, wait_until, write_rows
+
+FIXED = "from pkg.calc import add; assert add(5, 2) == 7"
+INTERRUPTED = "touch /testbed/begun; sleep 1000"
+
+
+def terminal(command: str) -> dict[str, Any]:
+    return {"tool_calls": [{"name": "terminal", "arguments": {"command": command}}]}
+
+
+def using(tool: str, **arguments: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"name": tool, "arguments": arguments}]}
+
+
+def row(name: str, image: str, *turns: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    script = [*turns, {"content": "Done."}]
+    return {"id": name, "prompt": f"Fix {name}.", "image": image, "script": script, **columns}
+
+
+FIXES = (
+    row(
+        "by a command",
+        "python:1",
+        terminal("sed -i s/-/+/ pkg/calc.py"),
+        check={"command": f"python3 -c '{FIXED}'", "in": "fresh"},
+    ),
+    row(
+        "by the file tools",
+        "agent:1",
+        using("read_file", path="pkg/calc.py"),
+        using("patch_file", path="pkg/calc.py", old_text="a - b", new_text="a + b"),
+        check=f"python3 -c '{FIXED}'",
+    ),
+    row(
+        "without Python",
+        "shell:1",
+        terminal("echo 'echo $(($1 + $2))' > sum.sh; git add -A; git -c user.name=m -c "
+        "user.email=m@example.org commit -qm fixed"),
+        check={"command": 'test "$(sh sum.sh 5 2)" = 7', "in": "fresh"},
+    ),
+    row(
+        "not at all",
+        "python:1",
+        using("list_files", path="."),
+        check=f"python3 -c '{FIXED}'",
+    ),
+    row(
+        "with hidden tests",
+        "python:1",
+        terminal("ls /tests || sed -i s/-/+/ pkg/calc.py"),
+        check={"command": "python3 /tests/hidden.py", "files": {"/tests/hidden.py": FIXED}},
+        env={"PYTHONPATH": "/testbed"},
+    ),
+)  # fmt: skip
+
+OPTIONS: dict[str, Any] = {
+    "run_name": "r",
+    "dataset_file": "p.jsonl",
+    "model": "scripted",
+    "enabled_toolsets": "file,terminal,python",
+    "num_workers": 2,
+    "sandbox": "bwrap",
+    "workspace": "image",
+}
+FLAGS = ("--row_setup",)
+
+
+def records(cwd: Path) -> dict[str, Any]:
+    return {record["id"]: record for record in lines(cwd / "trajectories/r/records.jsonl")}
+
+
+def assert_nothing_is_left(cwd: Path) -> None:
+    assert list((cwd / "trajectories/r/workspaces").iterdir()) == []
+    mounts = Path("/proc/self/mounts").read_text()
+    assert str(cwd) not in mounts
+
+
+def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", *FIXES, row("lost", "missing:1"))
+    done = run(tmp_path, *FLAGS, images=images, max_attempts=1, **OPTIONS)
+    assert done.returncode in (0, 1), done.stderr
+    found = records(tmp_path)
+    passed = {name: record["check"] and record["check"]["passed"] for name, record in found.items()}
+    assert passed == {
+        "by a command": True,
+        "by the file tools": True,
+        "without Python": True,
+        "not at all": False,
+        "with hidden tests": True,
+        "lost": None,
+    }
+    lost = found["lost"]["error"]
+    assert lost["class"] == "setup_failed"
+    assert "image 'missing:1' is not in" in lost["message"]
+    assert found["lost"]["api_calls"] == 0
+    for name in ("by a command", "by the file tools"):
+        assert "+    return a + b" in found[name]["diff"]["patch"]
+    # Also what the model committed.
+    assert "+echo $(($1 + $2))" in found["without Python"]["diff"]["patch"]
+    assert found["not at all"]["diff"] == {"patch": "", "truncated": False}
+    assert_nothing_is_left(tmp_path)
+
+
+def kill(process: Any) -> None:
+    for pid in session_of(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def interrupted(cwd: Path, images: Path) -> Path:
+    """A run that was killed in the second turn; returns the workspace of its conversation."""
+    turns = (
+        terminal("echo kept > /opt-file; sed -i s/-/+/ pkg/calc.py"),
+        terminal(INTERRUPTED),
+        terminal("cat /opt-file"),
+    )
+    check = f"python3 -c '{FIXED}'"
+    write_rows(cwd / "p.jsonl", row("a", "python:1", *turns, check=check))
+    return killed(cwd, images)
+
+
+def killed(cwd: Path, images: Path) -> Path:
+    """Start the run and kill it in the second turn."""
+    workspaces = cwd / "trajectories/r/workspaces"
+    with started(cwd, *FLAGS, images=images, **OPTIONS) as process:
+        wait_until(lambda: list(workspaces.glob("*/upper/testbed/begun")))
+        kill(process)
+    (workspace,) = workspaces.iterdir()
+    return workspace
+
+
+def test_a_killed_conversation_continues_with_its_files(images: Path, tmp_path: Path) -> None:
+    interrupted(tmp_path, images)
+    done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
+    assert done.returncode == 0, done.stderr
+    record = records(tmp_path)["a"]
+    assert [resume["workspace_kept"] for resume in record["resumes"]] == [True]
+    assert "kept" in record["messages"][-2]["content"]
+    assert record["check"]["passed"]
+    assert "+    return a + b" in record["diff"]["patch"]
+    assert "restarts" not in record
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path: Path) -> None:
+    """Its paid replies stay in the record; no turn follows from files that are not there."""
+    workspace = interrupted(tmp_path, images)
+    workspace.rename(tmp_path / "gone")
+    # The second turn is cut off soon this time.
+    options = {**OPTIONS, "command_timeout_s": 1, "accept_config_change": "command_timeout_s"}
+    done = run(tmp_path, *FLAGS, images=images, **options)
+    assert done.returncode == 0, done.stderr
+    record = records(tmp_path)["a"]
+    assert [restart["reason"] for restart in record["restarts"]] == ["the workspace was lost"]
+    assert [reply["discarded"] for reply in record["discarded"]] == ["workspace_lost"] * 2
+    assert record["resumes"] == []
+    assert len(record["turns"]) == 4
+    assert record["api_calls"] == 6
+    assert "kept" in record["messages"][-2]["content"]
+    assert record["check"]["passed"]
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_conversation_that_began_again_continues_after_a_kill(
+    images: Path, tmp_path: Path
+) -> None:
+    """Its events from before the new beginning are not its conversation."""
+    interrupted(tmp_path, images).rename(tmp_path / "gone")
+    killed(tmp_path, images)
+    done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
+    assert done.returncode == 0, done.stderr
+    record = records(tmp_path)["a"]
+    assert len(record["restarts"]) == 1
+    assert [resume["workspace_kept"] for resume in record["resumes"]] == [True]
+    assert len(record["turns"]) == 4
+    assert record["api_calls"] == 6
+    assert "kept" in record["messages"][-2]["content"]
+    assert record["check"]["passed"]
+
+
+def test_a_setup_that_was_killed_is_done_again(images: Path, tmp_path: Path) -> None:
+    """Not a second time on what the first one left."""
+    write_rows(
+        tmp_path / "p.jsonl",
+        row("a", "python:1", setup="test ! -e /once && touch /once; test -e /go || "
+        "{ touch /testbed/begun; sleep 1000; }", check="true"),
+    )  # fmt: skip
+    workspaces = tmp_path / "trajectories/r/workspaces"
+    with started(tmp_path, *FLAGS, images=images, **OPTIONS) as process:
+        wait_until(lambda: list(workspaces.glob("*/upper/testbed/begun")))
+        kill(process)
+    (layer,) = workspaces.glob("*/upper")
+    assert (layer / "once").exists()
+    assert list(workspaces.glob("*.half"))
+    options = {**OPTIONS, "command_timeout_s": 1, "accept_config_change": "command_timeout_s"}
+    done = run(tmp_path, *FLAGS, images=images, max_attempts=1, **options)
+    assert done.returncode in (0, 1), done.stderr
+    # It timed out waiting, so `test ! -e /once` held again.
+    assert "timed out" in records(tmp_path)["a"]["error"]["message"]
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(images: Path, tmp_path: Path) -> None:
+    draw = random.Random(7)
+    turns = [terminal(f"echo {n} >> log") for n in range(8)]
+    check = "test $(wc -l < log) -ge 8 && python3 -c 'import pkg.calc'"
+    rows = [row(f"c{n}", ("python:1", "agent:1")[n % 2], *turns, check=check) for n in range(6)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    inflight = tmp_path / "trajectories/r/inflight"
+
+    def journaled() -> int:
+        found = 0
+        for path in inflight.glob("*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):  # its conversations have ended
+                found += path.read_bytes().count(b"\n")
+        return found
+
+    for _ in range(10):
+        before = journaled() if inflight.exists() else 0
+        with started(tmp_path, *FLAGS, images=images, **OPTIONS) as process:
+            wanted = before + draw.randint(1, 20)
+            wait_until(lambda wanted=wanted: journaled() >= wanted or process.poll() is not None)
+            kill(process)
+    done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path)
+    assert len(found) == 6
+    for record in found.values():
+        assert record["status"] == "completed"
+        assert "restarts" not in record
+        # A call that was interrupted may have run or not.
+        interruptions = sum(len(resume["interrupted"]) for resume in record["resumes"])
+        assert record["check"]["passed"] or interruptions
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sandbox": "local"}, "needs --sandbox=bwrap or docker"),
+        ({"workspace": "directory", "images": "x"}, "images: needs --workspace=image"),
+        ({"workdir": "app", "images": "x"}, "workdir: must be an absolute path"),
+        ({}, "--images=DIR"),
+        ({"images": "nowhere"}, "nowhere is not a directory"),
+        ({"images": "."}, "holds no image"),
+        (
+            {"mcp": '{"m": {"command": ["x", "{workspace}"]}}', "images": "."},
+            "mcp: m: {workspace} is a directory of this machine",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1"))
+    done = run(tmp_path, "--dry_run", **{**OPTIONS, **options})
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+def test_rows_need_an_image(images: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [{"content": "Done."}]})
+    done = run(tmp_path, images=images, on_bad_row="fail", **OPTIONS)
+    assert done.returncode != 0
+    assert "give --docker_image" in done.stderr
+    named = run(tmp_path, images=images, docker_image="shell:1", workdir="/tmp", **OPTIONS)
+    assert named.returncode == 0, named.stderr

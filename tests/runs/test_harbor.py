@@ -1,0 +1,286 @@
+"""Harbor task directories: which run, and which are refused and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs.dataset.row import RowRules, RowTask
+from runs.dataset.row_check import Check
+from runs.dataset.row_image import RowLimits
+from runs.errors import DatasetError
+from runs.sources.harbor import HarborTask, tasks_in
+from runs.sources.kept_dataset import keep_dataset, rows_of_source
+from runs.sources.rows_file import load_rows_file
+from runs.sources.source import source_of
+from tests.running import run
+from toolsets.sandbox.image import ImageSpec
+
+INSIDE = RowRules(with_setup=True, image="needed", inside=True, check_network=True)
+
+SIMPLE = '[environment]\ndocker_image = "org/task:1"\n'
+
+
+def write_task(directory: Path, task: str = SIMPLE, **files: str | None) -> Path:
+    """A task directory; names of `files` have __ for / and _ for . before the last word."""
+    written: dict[str, str | None] = {
+        "task.toml": task,
+        "instruction.md": "Solve it.\n",
+        "tests/test.sh": "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n",
+        **files,
+    }
+    for name, text in written.items():
+        if text is not None:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text)
+    return directory
+
+
+def read(directory: Path, rules: RowRules = INSIDE) -> RowTask:
+    return rules.read(load_rows_file("harbor").row(HarborTask(directory).row()))
+
+
+def check_of(task: RowTask) -> Check:
+    assert task.setup is not None
+    assert task.setup.check is not None
+    return task.setup.check
+
+
+def test_a_task_with_all_that_is_supported(tmp_path: Path) -> None:
+    write_task(
+        tmp_path / "full",
+        """
+        schema_version = "1.4"
+        artifacts = ["/app/out"]
+        [task]
+        name = "org/full"
+        [metadata]
+        difficulty = "easy"
+        made = 2026-01-02
+        [environment]
+        docker_image = "org/full:1"
+        workdir = "/srv"
+        cpus = 2
+        gpus = 0
+        memory_mb = 4096
+        storage_mb = 10240
+        network_mode = "no-network"
+        mcp_servers = []
+        env = { A = "1", B = "${UNSET:-two}" }
+        [agent]
+        timeout_sec = 900.0
+        user = "agent"
+        [verifier]
+        timeout_sec = 300
+        network_mode = "public"
+        env = { C = "3" }
+        """,
+        **{"tests/data/a.bin": "\x00", "solution/solve.sh": "the solution"},
+    )
+    (tmp_path / "full" / "tests" / "b.bin").write_bytes(b"\xff")
+    task = read(tmp_path / "full")
+    env = {"A": "1", "B": "two"}
+    assert task.image == ImageSpec("org/full:1", "/srv", "agent", env, network=False)
+    assert task.limits == RowLimits(4096, 10240)
+    assert task.spec.options.max_conversation_s == 900
+    assert task.opening == [{"role": "user", "content": "Solve it."}]
+    check = check_of(task)
+    assert check.files["/tests/b.bin"] == b"\xff"
+    assert check.files.keys() == {"/tests/test.sh", "/tests/data/a.bin", "/tests/b.bin"}
+    assert check.reward_files == ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
+    assert (check.user, check.network, check.timeout_s) == ("root", True, 300)
+    assert check.env == {"C": "3"}
+    assert check.where == "same"
+    row = load_rows_file("harbor").row(HarborTask(tmp_path / "full").row())
+    assert row["metadata"] == {"difficulty": "easy", "made": "2026-01-02"}
+    assert "the solution" not in json.dumps(row)
+
+
+def test_a_task_that_says_little_takes_the_defaults(tmp_path: Path) -> None:
+    allowed = RowRules(image="needed", with_setup=True, inside=True, network=True)
+    task = read(write_task(tmp_path / "plain"), allowed)
+    assert task.image == ImageSpec("org/task:1", network=True)
+    assert task.limits == RowLimits()
+    assert check_of(task).timeout_s == 600
+    assert not check_of(task).network  # --check_network decides
+
+
+def test_old_names_are_understood(tmp_path: Path) -> None:
+    old = (
+        'version = "1.0"\n[environment]\ndocker_image = "i"\nmemory = "2G"\nstorage = "512M"\n'
+        "allow_internet = false\n"
+    )
+    row = HarborTask(write_task(tmp_path / "old", old)).row()
+    assert row["limits"] == {"memory_mb": 2048, "disk_mb": 512}
+    assert not row["network"]
+
+
+def test_an_image_that_is_built_is_named_by_its_sources(tmp_path: Path) -> None:
+    task = HarborTask(write_task(tmp_path / "My Task", "", **{"environment/Dockerfile": "FROM a"}))
+    first = task.row()["image"]
+    assert first.startswith("localhost/harbor/my-task:")
+    assert task.row()["image"] == first
+    (task.path / "environment" / "data.txt").write_text("x")
+    second = task.row()["image"]
+    (task.path / "environment" / "data.txt").chmod(0o755)
+    third = task.row()["image"]
+    assert len({first, second, third}) == 3
+    (task.path / "instruction.md").write_text("Other.")
+    assert task.row()["image"] == third
+
+
+def test_canary_lines_are_not_for_the_model(tmp_path: Path) -> None:
+    text = "<!-- org-canary GUID 1 -->\n# BENCHMARK DATA, canary GUID 2\n\n# Title\nSolve it.\n"
+    row = HarborTask(write_task(tmp_path / "a", **{"instruction.md": text})).row()
+    assert row["instruction"] == "# Title\nSolve it."
+    assert row["canary"] == "<!-- org-canary GUID 1 -->\n# BENCHMARK DATA, canary GUID 2"
+    plain = write_task(tmp_path / "b", **{"instruction.md": "# Title\nDescribe the canary.\n"})
+    assert HarborTask(plain).row()["instruction"].startswith("# Title")
+
+
+REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
+    "compose": (
+        SIMPLE,
+        {"environment/docker-compose.yaml": "services: {}"},
+        "task.toml: environment/docker-compose.yaml: compose is not supported",
+    ),
+    "windows": (
+        SIMPLE + 'os = "windows"',
+        {},
+        "task.toml:3: environment.os: windows is not supported",
+    ),
+    "gpus": (SIMPLE + "gpus = 1", {}, "task.toml:3: environment.gpus: GPUs are not supported"),
+    "tpus": (
+        SIMPLE + '[environment.tpu]\ntype = "v5e"',
+        {},
+        "task.toml:3: environment.tpu: TPUs are not supported",
+    ),
+    "separate": (
+        SIMPLE + '[verifier]\nenvironment_mode = "separate"',
+        {},
+        "task.toml:4: verifier.environment_mode: separate verifiers are not supported",
+    ),
+    "verifier-image": (
+        SIMPLE + '[verifier.environment]\ndocker_image = "v"',
+        {},
+        "task.toml:3: verifier.environment: separate verifiers are not supported",
+    ),
+    "allowlist": (
+        SIMPLE + 'network_mode = "allowlist"',
+        {},
+        "task.toml:3: environment.network_mode: allowlist is not supported",
+    ),
+    "mcp": (
+        SIMPLE + '[[environment.mcp_servers]]\nname = "m"',
+        {},
+        "task.toml:3: environment.mcp_servers: MCP servers of a task are not supported",
+    ),
+    "health": (
+        SIMPLE + '[environment.healthcheck]\ncommand = "true"',
+        {},
+        "task.toml:3: environment.healthcheck: services with a health check are not supported",
+    ),
+    "steps": (
+        SIMPLE + '[[steps]]\nname = "one"',
+        {},
+        "task.toml:3: steps: tasks of several steps are not supported",
+    ),
+    "continued": (SIMPLE, {"trajectory.json": "{}"}, "that continue a conversation are not"),
+    "no-image": ("", {}, "no image: neither environment.docker_image nor environment/Dockerfile"),
+    "no-test": (SIMPLE, {"tests/test.sh": None}, "task.toml: tests/test.sh is missing"),
+    "no-words": (SIMPLE, {"instruction.md": " \n"}, "task.toml: instruction.md is empty"),
+    "not-toml": ("[environment", {}, "task.toml: not TOML: "),
+    "new": ('schema_version = "2.0"', {}, "task.toml:1: schema_version: version 2.0 of the"),
+    "size": (SIMPLE + 'memory = "much"', {}, "task.toml:3: environment.memory: 'much' is not a"),
+    "variable": (
+        SIMPLE + 'env = {KEY = "${OPENAI_API_KEY}"}',
+        {},
+        "`env.KEY` names the variable OPENAI_API_KEY of this machine; allow it: --env_from=OPENAI",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    task, files, words = REFUSED[name]
+    found = refusal(write_task(tmp_path / name, task, **files))
+    assert words in found
+    if name != "variable":
+        assert found.startswith(f"{name}/task.toml")
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        read(directory)
+    return str(raised.value)
+
+
+def test_a_link_does_not_bring_files_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    for n, name in enumerate(["tests/file", "tests/directory", "instruction.md", "tests/test.sh"]):
+        directory = write_task(tmp_path / f"t{n}")
+        (directory / name).unlink(missing_ok=True)
+        (directory / name).symlink_to(tmp_path if "directory" in name else tmp_path / "secret")
+        words = f"t{n}/task.toml: {name} is a link; copy the tasks without links (cp -rL)"
+        assert refusal(directory) == words
+
+
+class TestDataset:
+    def write(self, tmp_path: Path) -> Path:
+        """Twelve tasks, of which seven are refused."""
+        tasks = tmp_path / "tasks"
+        for n in range(5):
+            write_task(tasks / f"good-{n}")
+        for name in ("compose", "windows", "gpus", "separate", "allowlist", "mcp", "steps"):
+            task, files, _ = REFUSED[name]
+            write_task(tasks / name, task, **files)
+        (tasks / "README.md").write_text("not a task")
+        return tasks
+
+    def test_its_rows_are_the_tasks_by_name(self, tmp_path: Path) -> None:
+        source = source_of(self.write(tmp_path))
+        rows: list[Any] = list(rows_of_source(source, set()))
+        assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
+        assert len(rows) == 12
+        single = source_of(tmp_path / "tasks" / "good-1")
+        assert [task.path.name for task in single.tasks] == ["good-1"]
+        assert tasks_in(tmp_path) == []
+
+    def test_it_needs_to_be_named_as_what_it_is(self, tmp_path: Path) -> None:
+        with pytest.raises(DatasetError, match=r"holds Harbor tasks; add --rows=harbor"):
+            keep_dataset(
+                self.write(tmp_path), tmp_path / "r", columns={}, rows=None, rules=INSIDE,
+                max_samples=None, writes=True, say=print,
+            )  # fmt: skip
+
+    def test_an_edited_task_is_read_again(self, tmp_path: Path) -> None:
+        tasks = self.write(tmp_path)
+
+        def kept() -> Path:
+            return keep_dataset(
+                tasks, tmp_path / "r", columns={}, rows="harbor", rules=INSIDE, max_samples=None,
+                writes=True, say=print,
+            ).path  # fmt: skip
+
+        first = kept()
+        assert kept() == first
+        (tasks / "good-1" / "tests" / "test.sh").write_text("exit 1")
+        assert kept() != first
+        second = kept()
+        (tasks / "good-1" / "solution").mkdir()
+        (tasks / "good-1" / "solution" / "solve.sh").write_text("x")
+        assert kept() == second
+
+    def test_look_says_which_can_be_used_and_why_the_others_cannot(self, tmp_path: Path) -> None:
+        self.write(tmp_path)
+        shown = run(tmp_path, "look", "tasks", "--rows=0")
+        assert shown.returncode == 0, shown.stderr
+        assert "tasks: 5 of 12 rows can be used" in shown.stdout
+        assert (
+            "1 rows: environment.gpus: GPUs are not supported (the first: gpus/task.toml:3)"
+            in shown.stdout
+        )
+        assert "To run it: --dataset_file=tasks --rows=harbor" in shown.stdout

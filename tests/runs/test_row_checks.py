@@ -1,0 +1,262 @@
+"""Checks that judge by reward files or by the tests that they ran."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs.dataset.row_check import Outcomes, read_check
+from runs.dataset.test_outcomes import MISSING, outcomes, wrong_outcomes
+from runs.sources.rows_file import load_rows_file
+from runs.worker.check import CheckFailed, run_check
+from testing.fake_endpoint import FakeEndpoint
+from tests.playing import say
+from tests.running import SCRIPTED, lines, run, write_rows
+from tests.runs.test_rows_files import ROWS
+from toolsets.context import ToolContext
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.factory import make_sandbox
+from toolsets.workspace.workspace import Workspace
+
+REWARDS = {"reward_file": ["out/reward.json", "reward.txt"]}
+
+
+def judged(root: Path, check: dict[str, Any]) -> dict[str, Any]:
+    """The result of a check of the files in `root`, in a real sandbox."""
+    found = read_check(check, inside=False, network=False, variables=())
+    assert found is not None
+    workspace = Workspace(root)
+
+    async def open_as(user: str | None) -> ToolContext:
+        return ToolContext(workspace, make_sandbox("local", workspace, Limits()))
+
+    return asyncio.run(run_check(found, open_as))
+
+
+class TestRewardFiles:
+    @pytest.mark.parametrize(
+        ("command", "reward", "passed"),
+        [
+            ("echo 1 > reward.txt", 1.0, True),
+            ("echo 0.25 > reward.txt; exit 0", 0.25, False),
+            ("echo ' 1.0 ' > reward.txt; exit 3", 1.0, True),
+            ("echo '{\"reward\": 1}' > out/reward.json; echo 0 > reward.txt", 1.0, True),
+            ("echo '{\"accuracy\": 0.5}' > out/reward.json", 0.5, False),
+            ('echo \'{"reward": 0, "speed": 7}\' > out/reward.json', 0.0, False),
+        ],
+    )
+    def test_the_first_that_was_written_holds_the_reward(
+        self, tmp_path: Path, command: str, reward: float, passed: bool
+    ) -> None:
+        found = judged(tmp_path / "w", {"command": command, **REWARDS})
+        assert (found["reward"], found["passed"]) == (reward, passed)
+        if "speed" in command:
+            assert found["rewards"] == {"reward": 0, "speed": 7}
+
+    @pytest.mark.parametrize(
+        ("command", "words"),
+        [
+            ("echo no such test >&2; exit 4", "did not write out/reward.json or reward.txt; exit "
+             "code 4: no such test"),
+            (": > reward.txt", "reward.txt is empty (exit code 0)"),
+            ("echo nan > reward.txt", "holds 'nan', which is not a finite number"),
+            ("echo inf > reward.txt", "holds 'inf', which is not a finite number"),
+            ("echo good > reward.txt", "holds 'good', which is not a finite number"),
+            ("echo '{\"reward\": true}' > out/reward.json", "holds True, which is not a number"),
+            ("echo '{\"reward\": \"1\"}' > out/reward.json", "holds '1', which is not a number"),
+            ("echo '{}' > out/reward.json", "must be a JSON object with numbers"),
+            ("echo '[1]' > out/reward.json", "must be a JSON object with numbers"),
+            ("echo '{' > out/reward.json", "out/reward.json is not JSON"),
+            ("echo '{\"a\": 1, \"b\": 1}' > out/reward.json", "has no number `reward` among a, b"),
+            ("mkdir out/reward.json; echo 1 > reward.txt", "'out/reward.json' is a directory"),
+            # Nothing falls through to the next file.
+            (": > out/reward.json; echo 1 > reward.txt", "out/reward.json is empty"),
+        ],
+    )  # fmt: skip
+    def test_a_check_without_a_reward_has_failed_itself(
+        self, tmp_path: Path, command: str, words: str
+    ) -> None:
+        with pytest.raises(CheckFailed) as raised:
+            judged(tmp_path / "w", {"command": command, **REWARDS})
+        assert words in str(raised.value)
+
+    def test_what_the_model_left_there_does_not_count(self, tmp_path: Path) -> None:
+        root = tmp_path / "w"
+        (root / "reward.txt" / "deep").mkdir(parents=True)
+        (root / "out").symlink_to(tmp_path)
+        (root / "log").write_text("PASSED a\n")
+        (tmp_path / "reward.json").write_text('{"reward": 1}')
+        with pytest.raises(CheckFailed, match="did not write"):
+            judged(root, {"command": "true", **REWARDS})
+        tests = {"patterns": ["(?P<status>PASSED) (?P<name>.)"], "pass": ["a"], "log": "log"}
+        assert not judged(root, {"command": "true", "tests": tests})["passed"]
+
+    def test_a_file_in_the_way_of_a_directory_fails_the_check_of_that_model(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "w").mkdir()
+        (tmp_path / "w" / "out").write_text("x")
+        found = judged(tmp_path / "w", {"command": "true", **REWARDS})
+        assert (found["passed"], found["reward"], found["exit_code"]) == (False, 0.0, None)
+        assert "cannot make room for out/reward.json" in found["stderr"]
+
+    def test_a_check_that_takes_too_long_has_not_passed(self, tmp_path: Path) -> None:
+        check = {"command": "echo 1 > reward.txt; sleep 60", "timeout_s": 0.3, **REWARDS}
+        found = judged(tmp_path / "w", check)
+        assert (found["passed"], found["reward"], found["exit_code"]) == (False, 0.0, None)
+
+
+def test_a_check_has_its_own_variables_and_scripts(tmp_path: Path) -> None:
+    check = {
+        "command": "./test.sh",
+        "files": {"test.sh": '#!/bin/sh\ntest "$A" = "it\'s"'},
+        "env": {"A": "it's"},
+    }
+    assert judged(tmp_path / "w", check)["passed"]
+    assert not judged(tmp_path / "w", {**check, "env": {}})["passed"]
+
+
+class TestOutcomes:
+    PYTEST = (
+        "\x1b[1m===== test session starts =====\x1b[0m\r\n"
+        "t/test_a.py::test_one \x1b[32mPASSED\x1b[0m  [ 25%]\n"
+        "t/test_a.py::test_two FAILED  [ 50%]\n"
+        "PASSED t/test_a.py::test_two\n"
+        "===== short test summary info =====\n"
+        "PASSED t/test_a.py::test_one\n"
+        "FAILED t/test_a.py::test_two - RuntimeError: PASSED t/test_a.py::test_one\n"
+        "XFAIL t/test_a.py::TestB::test_three - known\n"
+        "ERROR t/test_b.py\n"
+    )
+
+    def outcomes_of(self, kind: str, **changes: Any) -> Outcomes:
+        row = load_rows_file(kind).row({**ROWS[kind], **changes})
+        check = read_check(row["check"], inside=True, network=False, variables=())
+        assert check is not None
+        assert check.tests is not None
+        return check.tests
+
+    def wrong(self, tests: Outcomes, output: str) -> dict[str, str]:
+        return wrong_outcomes(tests, outcomes(tests.patterns, output))
+
+    @pytest.mark.parametrize("kind", ["swe-bench", "swe-smith"])
+    def test_the_last_line_that_names_a_test_counts(self, kind: str) -> None:
+        """What a test prints, or the message of its failure, does not make it pass."""
+        passing = {"repo": "psf/requests", "PASS_TO_PASS": ["t/test_a.py::TestB::test_three"]}
+        good = self.outcomes_of(kind, FAIL_TO_PASS=["t/test_a.py::test_one"], **passing)
+        assert self.wrong(good, self.PYTEST) == {}
+        bad = self.outcomes_of(
+            kind, FAIL_TO_PASS=["t/test_a.py::test_two", "t/test_a.py::gone"], **passing
+        )
+        assert self.wrong(bad, self.PYTEST) == {
+            "t/test_a.py::test_two": "FAILED",
+            "t/test_a.py::gone": MISSING,
+        }
+
+    def test_django_names_tests_by_their_class_or_their_docstring(self) -> None:
+        output = (
+            "test_a (m.C) ... ok\n"
+            "Forms are checked. ... skipped 'no database'\n"
+            "test_b (m.C) ... Testing against Django installed in '/testbed/django'\nok\n"
+            "test_c (m.C) ... FAIL\n"
+        )
+        tests = self.outcomes_of("swe-bench", PASS_TO_PASS=["test_b (m.C)", "test_c (m.C)"])
+        assert self.wrong(tests, output) == {"test_c (m.C)": "FAIL"}
+
+    def test_sympy_prints_one_letter(self) -> None:
+        output = "test_a ok\ntest_b F\ntest_c E                         [FAIL]\n"
+        tests = self.outcomes_of(
+            "swe-bench", repo="sympy/sympy", FAIL_TO_PASS=["test_a"],
+            PASS_TO_PASS=["test_b", "test_c"],
+        )  # fmt: skip
+        assert self.wrong(tests, output) == {"test_b": "F", "test_c": "E"}
+
+    def test_r2e_gym_expects_exactly_these_tests(self) -> None:
+        output = (
+            "PASSED r2e_tests/test_1.py::TestA::test_a\n"
+            "FAILED r2e_tests/test_1.py::test_b - AssertionError: x\n"
+        )
+        expected = {"\x1b[1mTestA.test_a\x1b[0m": "PASSED", "test_b - AssertionError": "FAILED"}
+        tests = self.outcomes_of("r2e-gym", expected_output_json=json.dumps(expected))
+        assert self.wrong(tests, output) == {}
+        assert self.wrong(tests, output + "PASSED r2e_tests/test_1.py::test_c\n") == {
+            "test_c": "PASSED"
+        }
+        assert self.wrong(tests, output.replace("FAILED", "PASSED")) == {"test_b": "PASSED"}
+        assert self.wrong(tests, "") == {"TestA.test_a": MISSING, "test_b": MISSING}
+
+    @pytest.mark.parametrize(
+        ("parser", "output"),
+        [
+            ("parse_log_gotest", "    --- PASS: TestA (0.00s)\n--- FAIL: TestB/c (0.10s)\n"),
+            ("parse_log_cargo", "test TestA ... ok\ntest TestB/c ... FAILED\n"),
+            ("parse_log_jest", "    ✓ TestA (12 ms)\n    ✕ TestB/c\n"),
+            ("parse_log_jest_json", "[PASSED] TestA\n[FAILED] TestB/c\n"),
+            ("parse_log_pytest_v2", "PASSED TestA\nFAILED TestB/c - x\n"),
+        ],
+    )
+    def test_swe_rebench_names_its_parser(self, parser: str, output: str) -> None:
+        config = {"test_cmd": "x", "log_parser": parser}
+        good = self.outcomes_of("swe-rebench", install_config=config, FAIL_TO_PASS=["TestA"])
+        assert self.wrong(good, output) == {}
+        bad = self.outcomes_of("swe-rebench", install_config=config, FAIL_TO_PASS=["TestB/c"])
+        assert list(self.wrong(bad, output)) == ["TestB/c"]
+
+    def test_a_check_reads_the_log_or_what_was_printed(self, tmp_path: Path) -> None:
+        tests: dict[str, Any] = {
+            "patterns": ["^(?P<status>[A-Z]+) (?P<name>.+)$"],
+            "pass": ["a", "b"],
+        }
+        printed = judged(
+            tmp_path / "w", {"command": "echo PASSED a; echo PASSED b; false", "tests": tests}
+        )
+        assert (printed["passed"], printed["reward"]) == (True, 1.0)
+        tests["log"] = "logs/log"
+        command = "(echo PASSED a; echo FAILED b) > logs/log; echo PASSED b"
+        logged = judged(tmp_path / "w", {"command": command, "tests": tests})
+        assert (logged["passed"], logged["reward"]) == (False, 0.0)
+        assert logged["tests"] == {
+            "expected": 2, "found": 2, "wrong": 1, "first_wrong": {"b": "FAILED"},
+        }  # fmt: skip
+
+    def test_long_output_is_read_from_a_log(self, tmp_path: Path) -> None:
+        """More than a sandbox keeps of what a command prints."""
+        tests = {"patterns": ["^(?P<status>[A-Z]+) (?P<name>.+)$"], "pass": ["a5000"], "log": "log"}
+        command = "for n in $(seq 20000); do echo PASSED a$n; done > log"
+        assert judged(tmp_path / "w", {"command": command, "tests": tests})["passed"]
+
+
+def test_a_check_that_failed_itself_is_run_again_without_a_model_call(tmp_path: Path) -> None:
+    """The conversation is paid for; only its check is repeated by the next start."""
+    flag = tmp_path / "flag"
+    check = {"command": f"test ! -e {flag} || echo 1 > reward.txt", "reward_file": "reward.txt"}
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "check": check})
+    options = {**SCRIPTED, "model": "m", "sandbox": "local", "key_env": "none"}
+    with FakeEndpoint(turns=3) as endpoint:
+        first = run(tmp_path, "--row_setup", **options, base_url=endpoint.openai_url)
+        assert first.returncode == 1, first.stderr
+        assert "a: attempt 1 failed (check_failed): `check.reward_file`: " in first.stderr
+        made = endpoint.journal()["requests"]
+        flag.touch()
+        second = run(tmp_path, "--row_setup", **options, base_url=endpoint.openai_url)
+        assert second.returncode == 0, second.stderr
+        assert endpoint.journal()["requests"] == made
+    [record] = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    assert record["check"]["reward"] == 1.0
+    assert len(record["turns"]) == 3
+    [failure] = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    assert failure["class"] == "check_failed"
+
+
+def test_a_record_says_what_a_check_found(tmp_path: Path) -> None:
+    check = {"command": "echo 0.5 > reward.txt", "reward_file": "reward.txt"}
+    rows = [{"id": "a", "prompt": "x", "script": [say("x")], "check": check}]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **SCRIPTED)
+    assert done.returncode == 0, done.stderr
+    [record] = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    assert (record["check"]["reward"], record["check"]["passed"]) == (0.5, False)

@@ -1,0 +1,267 @@
+"""Rows files: rows of known kinds of datasets become rows of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs.config.loading import load_config
+from runs.dataset.row import RowRules
+from runs.dataset.row_setup import RowSetup
+from runs.errors import ConfigError
+from runs.sources.rows_file import DIRECTORY, load_rows_file
+from tests.playing import say
+from tests.running import SCRIPTED, lines, run, write_rows
+from toolsets.sandbox.image import ImageSpec
+
+INSIDE = RowRules(with_setup=True, image="needed", inside=True, check_in="fresh")
+
+ROWS: dict[str, dict[str, Any]] = {
+    "swe-bench": {
+        "instance_id": "Django__django-11",
+        "repo": "django/django",
+        "base_commit": "c0ffee",
+        "problem_statement": "It breaks.",
+        "patch": "the solution",
+        "test_patch": "diff --git a/tests/a.py b/tests/a.py\n",
+        "FAIL_TO_PASS": '["test_a (m.C)"]',
+        "PASS_TO_PASS": ["test_b (m.C)"],
+    },
+    "swe-smith": {
+        "instance_id": "o__r.0123abcd.lm__1",
+        "repo": "swesmith/o__r.0123abcd",
+        "image_name": "org/swesmith.x86_64.o__r.0123abcd",
+        "patch": "the bug",
+        "problem_statement": "It breaks.",
+        "FAIL_TO_PASS": ["t/test_a.py::test_a"],
+        "PASS_TO_PASS": ["t/test_a.py::test_b"],
+    },
+    "r2e-gym": {
+        "repo_name": "numpy",
+        "commit_hash": "c0ffee",
+        "docker_image": "org/numpy_final:c0ffee",
+        "prompt": "how the issue was written",
+        "problem_statement": "Fix:\n[ISSUE]\nIt breaks.\n[/ISSUE]\nThanks.",
+        "parsed_commit_content": "the solution",
+        "expected_output_json": '{"TestA.test_a": "PASSED"}',
+    },
+    "swe-rebench": {
+        "instance_id": "o__r-1",
+        "repo": "o/r",
+        "base_commit": "c0ffee",
+        "image_name": "docker.io/org/o__r:1",
+        "problem_statement": "It breaks.",
+        "patch": "the solution",
+        "test_patch": "diff --git a/t/a.go b/t/a.go\n",
+        "install_config": {"test_cmd": ["go test ./..."], "log_parser": "parse_log_gotest"},
+        "FAIL_TO_PASS": ["TestA"],
+        "PASS_TO_PASS": "[]",
+    },
+}
+"""A row of each kind, with the columns that decide."""
+
+IMAGES = {
+    "swe-bench": "docker.io/swebench/sweb.eval.x86_64.django_1776_django-11:latest",
+    "swe-smith": "org/swesmith.x86_64.o_1776_r.0123abcd",
+    "r2e-gym": "org/numpy_final:c0ffee",
+    "swe-rebench": "docker.io/org/o__r:1",
+}
+
+
+def rows_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def made(tmp_path: Path, columns: str, row: dict[str, Any]) -> dict[str, Any]:
+    return load_rows_file(rows_file(tmp_path, f"columns:\n  {columns}\nkeep: []\n")).row(row)
+
+
+def setup_of(row: dict[str, Any]) -> RowSetup:
+    setup = INSIDE.read(row).setup
+    assert setup is not None
+    return setup
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", ROWS)
+    def test_a_row_of_each_kind_can_be_used(self, name: str) -> None:
+        row = load_rows_file(name).row(ROWS[name])
+        task = INSIDE.read(row)
+        assert task.image is not None
+        assert task.image.reference == IMAGES[name]
+        assert task.opening[-1]["content"].endswith("\n\nIt breaks.")
+        assert "the solution" not in json.dumps(row)
+        check = setup_of(row).check
+        assert check is not None
+        assert check.tests is not None
+
+    def test_there_is_a_row_for_each_preset(self) -> None:
+        assert {path.stem for path in DIRECTORY.glob("*.yaml")} == {*ROWS, "harbor"}
+
+    def test_swe_bench_takes_the_image_that_a_row_names(self) -> None:
+        row = load_rows_file("swe-bench").row({**ROWS["swe-bench"], "image_name": "own:1"})
+        assert INSIDE.read(row).image == ImageSpec("own:1", "/testbed", None, row["env"])
+
+    def test_swe_bench_runs_tests_as_the_repository_does(self) -> None:
+        made = load_rows_file("swe-bench").row
+        django = setup_of(made(ROWS["swe-bench"])).check
+        other = setup_of(made({**ROWS["swe-bench"], "repo": "psf/requests"})).check
+        assert django is not None
+        assert other is not None
+        assert b"runtests.py" in django.files["/check/tests.sh"]
+        assert other.files["/check/tests.sh"].startswith(b"pytest ")
+        assert django.tests is not None
+        assert django.tests.must_pass == ("test_a (m.C)", "test_b (m.C)")
+
+    def test_swe_smith_hides_the_bug_and_the_tests(self) -> None:
+        setup = setup_of(load_rows_file("swe-smith").row(ROWS["swe-smith"]))
+        assert setup.hidden == ("/check",)
+        names = b"t/test_a.py::test_a\nt/test_a.py::test_b\n"
+        assert setup.files == {"/check/names.txt": names, "/check/bug.patch": b"the bug"}
+
+    def test_r2e_gym_hides_its_tests_and_expects_each_status(self) -> None:
+        setup = setup_of(load_rows_file("r2e-gym").row(ROWS["r2e-gym"]))
+        assert "/r2e_tests" in setup.hidden
+        assert setup.check is not None
+        assert setup.check.tests is not None
+        assert setup.check.tests.expected == {"TestA.test_a": "PASSED"}
+
+    def test_swe_rebench_names_a_parser_that_it_lacks(self) -> None:
+        config = json.dumps({"test_cmd": "x", "log_parser": "parse_log_maven"})
+        row = load_rows_file("swe-rebench").row({**ROWS["swe-rebench"], "install_config": config})
+        with pytest.raises(ValueError, match=r"swe-rebench\.yaml:\d+: columns\.check\.tests\.patt"
+                           r"erns: no case for 'parse_log_maven'; "):  # fmt: skip
+            INSIDE.read(row)
+        assert row.keys() == {"instance_id", "row_error"}
+
+    def test_swe_rebench_names_the_tests_of_the_first_version(self) -> None:
+        first = {"test_cmd": "pytest -rA", "log_parser": "parse_log_pytest"}
+        row = {**ROWS["swe-rebench"], "install_config": first, "docker_image": "org/one:1"}
+        del row["image_name"]
+        made = load_rows_file("swe-rebench").row(row)
+        assert made["docker_image"] == "org/one:1"
+        assert made["check"]["files"]["/check/tests.sh"] == "pytest -rA $tests"
+
+
+class TestTemplates:
+    @pytest.mark.parametrize(
+        ("template", "value"),
+        [
+            ('"{{list}}"', ["a b", "c"]),
+            ('"{{list|quote}} x"', "'a b' c x"),
+            ('"{{list|lines}}"', "a b\nc\n"),
+            ('"{{text|json}}"', {"n": {"m": 1}}),
+            ('"{{text.n.m}}"', 1),
+            ('"<{{object.name|lower}}>"', "<x>"),
+            ('\'{{object.name|replace("X", ", ")}}\'', ", "),
+            ("'{{path|after(\"/\")}}'", "c"),
+            ("[1, '{{none?}}', '{{n}}']", [1, 7]),
+            ("{a: '{{none?}}', b: true, c: '{{n}} {{flag}}'}", {"b": True, "c": "7 true"}),
+            ("{first_of: ['{{none}}', '{{null}}', 'last']}", "last"),
+            ("{match: '{{n}}', cases: {'7': seven}}", "seven"),
+            ("{match: '{{n}}', cases: {'8': eight}, default: '{{n}}'}", 7),
+            ("{match: 1, other: 2}", {"match": 1, "other": 2}),
+            ('"{ {n} } ${VAR} {}"', "{ {n} } ${VAR} {}"),
+        ],
+    )
+    def test_values_are_filled_in(self, tmp_path: Path, template: str, value: Any) -> None:
+        row = {
+            "list": ["a b", "c"], "text": '{"n": {"m": 1}}', "object": {"name": "X"},
+            "path": "a/b/c", "n": 7, "flag": True, "null": None,
+        }  # fmt: skip
+        assert made(tmp_path, f"made: {template}", row) == {"made": value}
+
+    @pytest.mark.parametrize(
+        ("template", "words"),
+        [
+            ("'{{none}}'", "mine.yaml:2: columns.made: the row has no `none`"),
+            ("\n    inner: ['{{none}}']", "mine.yaml:3: columns.made.inner[0]: the row has no"),
+            ("'{{bad|json}}'", "mine.yaml:2: columns.made: `bad`, filter json: not JSON"),
+            ("'x {{list}}'", "mine.yaml:2: columns.made: a list or an object is not text"),
+            ("{match: '{{bad}}', cases: {good: 1}}", "no case for '{'; known: good"),
+            # What is wrong in the first choice is not hidden by the second.
+            ("{first_of: ['{{bad|json}}', 'x']}", "columns.made.first_of[0]: `bad`, filter json"),
+        ],
+    )
+    def test_a_row_that_cannot_fill_one_says_which(
+        self, tmp_path: Path, template: str, words: str
+    ) -> None:
+        found = made(tmp_path, f"made: {template}", {"id": "a", "bad": "{", "list": []})
+        assert found.keys() == {"id", "row_error"}
+        assert words in found["row_error"]
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("columns: [", "mine.yaml:1:11: not YAML"),
+            ("- a", "mine.yaml: a rows file must have `key: value` lines"),
+            ("keep: []", "mine.yaml: `columns` is missing"),
+            ("columns: {}\ncolums: {}", "mine.yaml:2: colums: unknown key; did you mean 'columns'"),
+            ("columns: {}\nkeep: a", "mine.yaml:2: keep: must be a list of columns"),
+            ("columns: {}\noptions: {model: x}", "mine.yaml:2: options: must be an object with"),
+            ("columns:\n  a: '{{b|lowr}}'", "mine.yaml:2: columns.a: unknown filter 'lowr'; did"),
+            ("columns:\n  a: '{{b|after}}'", "columns.a: the filter after takes 1 texts"),
+            ("columns:\n  a: '{{b c}}'", "mine.yaml:2: columns.a: {{b c}} is not a template"),
+            ("columns:\n  a: {b: 1,\n    b: 2}", "mine.yaml:3: columns.a.b: given twice"),
+            ("columns:\n  a: {first_of: x}", "mine.yaml:2: columns.a: first_of must be a list"),
+            ("columns:\n  a: {match: x}", "mine.yaml:2: columns.a: match needs `cases`"),
+        ],
+    )
+    def test_a_mistake_is_named_with_its_line(self, tmp_path: Path, text: str, words: str) -> None:
+        with pytest.raises(ConfigError) as raised:
+            load_rows_file(rows_file(tmp_path, text))
+        assert words in str(raised.value)
+
+
+def test_an_unknown_kind_names_the_known_ones(tmp_path: Path) -> None:
+    refused = run(tmp_path, **SCRIPTED, rows="swe-bnch")
+    assert refused.returncode == 2
+    assert "--rows=swe-bnch: no such kind of rows; did you mean 'swe-bench'?" in refused.stderr
+
+
+def test_options_of_a_rows_file_are_defaults(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, "columns: {}\noptions: {row_setup: true, check_in: fresh}")
+    given = {"dataset_file": "p", "run_name": "r", "rows": path}
+    config = load_config(None, given)
+    assert (config.row_setup, config.check_in) == (True, "fresh")
+    assert not load_config(None, {**given, "row_setup": False}).row_setup
+    # A run on disk states all options: it can be read when the rows file is gone.
+    stored = config.model_dump(mode="json")
+    Path(path).unlink()
+    assert type(config).model_validate(stored).row_setup
+    with pytest.raises(ConfigError, match=r"mine\.yaml: cannot read this rows file: No such file"):
+        load_config(None, given)
+
+
+def test_a_run_makes_its_rows_once(tmp_path: Path) -> None:
+    path = rows_file(
+        tmp_path,
+        "columns:\n  prompt: 'Solve: {{question}}'\n  setup: ['echo {{n|quote}} > n.txt']\n"
+        "  check: grep -q 7 n.txt\noptions: {row_setup: true}\nkeep: [id, script]\n",
+    )
+    rows = [
+        {"id": "a", "question": "one", "n": 7, "script": [say("x")]},
+        {"id": "b", "n": 7, "script": [say("x")]},
+        {"id": "c", "question": "three", "n": 8, "script": [say("x")]},
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, **SCRIPTED, sandbox="local", rows="mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "p.jsonl: row 2: skipped: mine.yaml:2: columns.prompt: the row has no `question`" in (
+        done.stderr
+    )
+    records = {r["id"]: r for r in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}
+    assert {id: r["check"]["passed"] for id, r in records.items()} == {"a": True, "c": False}
+    assert records["a"]["messages"][0]["content"] == "Solve: one"
+    assert "question" not in records["a"]["row"]
+    # An edit of the rows file is an edit of the rows.
+    Path(path).write_text(Path(path).read_text().replace("Solve: ", "Please solve: "))
+    again = run(tmp_path, **SCRIPTED, sandbox="local", rows="mine.yaml")
+    assert again.returncode == 0, again.stderr
+    records = {r["id"]: r for r in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}
+    assert records["a"]["messages"][0]["content"] == "Please solve: one"

@@ -1,0 +1,235 @@
+"""Images in a directory: OCI layouts, archives of them, and what `docker save` writes.
+
+A layout or an archive may hold several images. Nothing in them is trusted: sizes are limited, and
+configurations and layers are compared with their digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from toolsets.images.image_error import ImageError
+from toolsets.images.names import DIGEST, full_name
+
+_MAX_DOCUMENT_BYTES = 16 << 20
+_MAX_NESTING = 3
+_ARCHIVES = (".tar", ".tar.gz", ".tgz")
+_NAMES = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "s390x": "s390x"}
+
+Opener = Callable[[str], AbstractContextManager[IO[bytes]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """One image of a layout or archive."""
+
+    source: Path
+    """The layout's directory, or the archive."""
+    digest: str
+    """Of the manifest; of the configuration, where `docker save` wrote no manifest."""
+    names: frozenset[str]
+    """As `full_name` writes them."""
+    config: str
+    """The path of the configuration within the source."""
+    config_digest: str
+    layers: tuple[str, ...]
+    """The paths of the layers within the source, the lowest first."""
+
+    def configuration(self) -> dict[str, Any]:
+        """The image's configuration; raises `ImageError`."""
+        with opener(self.source) as open_member:
+            raw = _document_bytes(open_member, self.config, self.source)
+        if f"sha256:{hashlib.sha256(raw).hexdigest()}" != self.config_digest:
+            raise ImageError(f"{self.source}: {self.config} is damaged: its digest differs")
+        return _object(raw, self.source, self.config)
+
+
+def images_in(directory: Path) -> Iterator[StoredImage | ImageError]:
+    """The images of a directory, which is a layout or holds layouts and archives at any depth.
+
+    What cannot be read is an error among the images: the others are still usable.
+    """
+    for source, place in _sources(directory):
+        try:
+            with opener(source) as open_member:
+                yield from _images_of(source, place, open_member)
+        except (ImageError, tarfile.TarError, OSError, EOFError) as error:
+            yield error if isinstance(error, ImageError) else ImageError(f"{source}: {error}")
+
+
+@contextmanager
+def opener(source: Path) -> Iterator[Opener]:
+    """A function that opens the files of a layout or an archive by their path in it."""
+    if source.is_dir():
+        yield lambda name: _open_file(source, name)
+        return
+    with tarfile.open(source) as archive:
+        yield lambda name: _open_member(archive, source, name)
+
+
+@contextmanager
+def _open_file(source: Path, name: str) -> Iterator[IO[bytes]]:
+    path = source / name
+    try:
+        # Links of a store of blobs are fine: a layout is written by the user, not by an image.
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise ImageError(f"{source}: {name} is missing") from None
+
+
+@contextmanager
+def _open_member(archive: tarfile.TarFile, source: Path, name: str) -> Iterator[IO[bytes]]:
+    for known in (name, f"./{name}"):
+        try:
+            file = archive.extractfile(known)
+        except KeyError:
+            continue
+        if file is not None:
+            with closing(file):
+                yield file
+            return
+    raise ImageError(f"{source}: {name} is missing")
+
+
+def _sources(directory: Path) -> Iterator[tuple[Path, str]]:
+    """The layouts and archives beneath a directory, each with its path as a name."""
+    if (directory / "index.json").is_file():
+        yield directory, directory.name
+        return
+    for parent, folders, files in os.walk(directory, followlinks=True):
+        here = Path(parent)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        layouts = [name for name in folders if (here / name / "index.json").is_file()]
+        archives = sorted(name for name in files if name.endswith(_ARCHIVES))
+        for name in [*layouts, *archives]:
+            place = (here / name).relative_to(directory).as_posix()
+            for ending in _ARCHIVES if name in archives else ():
+                place = place.removesuffix(ending)
+            yield here / name, place
+        folders[:] = [name for name in folders if name not in layouts]
+
+
+def _images_of(source: Path, place: str, open_member: Opener) -> Iterator[StoredImage]:
+    try:
+        index = _document(open_member, "index.json", source)
+    except ImageError:
+        if source.is_dir():
+            raise
+        yield from _saved_images(source, place, open_member)
+        return
+    found = list(_manifests(open_member, index, source, frozenset()))
+    for digest, names in found:
+        path = _blob(digest, source)
+        raw = _document_bytes(open_member, path, source)
+        if f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
+            raise ImageError(f"{source}: {path} is damaged: its digest differs")
+        manifest = _object(raw, source, path)
+        try:
+            config = str(manifest["config"]["digest"])
+            layers = [str(layer["digest"]) for layer in manifest["layers"]]
+        except (KeyError, TypeError):
+            raise ImageError(f"{source}: {path} is not the manifest of an image") from None
+        known = set(map(full_name, names)) | {full_name(f"{place}:{name}") for name in names}
+        if len(found) == 1:
+            known.add(full_name(place))
+        yield StoredImage(
+            source,
+            digest,
+            frozenset(known),
+            _blob(config, source),
+            config,
+            tuple(_blob(layer, source) for layer in layers),
+        )
+
+
+def _manifests(
+    open_member: Opener,
+    index: Mapping[str, Any],
+    source: Path,
+    names: frozenset[str],
+    depth: int = 0,
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """The digests and names of the manifests for this machine."""
+    entries = index.get("manifests")
+    if not isinstance(entries, list):
+        raise ImageError(f"{source}: index.json has no list `manifests`")
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("digest"), str):
+            raise ImageError(f"{source}: index.json has an entry without a digest")
+        fits = entry.get("platform")
+        if isinstance(fits, dict) and (
+            fits.get("os") != "linux" or fits.get("architecture") != _machine()
+        ):
+            continue
+        notes = entry.get("annotations")
+        own = {notes[key] for key in _NAMES if isinstance(notes, dict) and notes.get(key)}
+        named = names | {name for name in own if isinstance(name, str)}
+        if "index" in str(entry.get("mediaType")) or "manifest.list" in str(entry.get("mediaType")):
+            if depth >= _MAX_NESTING:
+                raise ImageError(f"{source}: indexes are nested too deeply")
+            inner = _document(open_member, _blob(entry["digest"], source), source)
+            yield from _manifests(open_member, inner, source, named, depth + 1)
+        else:
+            yield entry["digest"], named
+
+
+def _saved_images(source: Path, place: str, open_member: Opener) -> Iterator[StoredImage]:
+    """What `docker save` wrote before it wrote layouts."""
+    raw = _document_bytes(open_member, "manifest.json", source)
+    try:
+        entries = orjson.loads(raw)
+        for entry in entries:
+            config = str(entry["Config"])
+            names = frozenset(map(full_name, entry.get("RepoTags") or ()))
+            digest = hashlib.sha256(_document_bytes(open_member, config, source)).hexdigest()
+            if len(entries) == 1:
+                names |= {full_name(place)}
+            layers = tuple(map(str, entry["Layers"]))
+            yield StoredImage(source, f"sha256:{digest}", names, config, f"sha256:{digest}", layers)
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise ImageError(f"{source}: manifest.json is not what `docker save` writes") from error
+
+
+def _blob(digest: str, source: Path) -> str:
+    if not DIGEST.fullmatch(digest):
+        raise ImageError(f"{source}: {digest[:100]!r} is not a digest that is supported")
+    return f"blobs/sha256/{digest.removeprefix('sha256:')}"
+
+
+def _document(open_member: Opener, name: str, source: Path) -> dict[str, Any]:
+    return _object(_document_bytes(open_member, name, source), source, name)
+
+
+def _document_bytes(open_member: Opener, name: str, source: Path) -> bytes:
+    with open_member(name) as file:
+        raw = file.read(_MAX_DOCUMENT_BYTES + 1)
+    if len(raw) > _MAX_DOCUMENT_BYTES:
+        raise ImageError(f"{source}: {name} is larger than {_MAX_DOCUMENT_BYTES >> 20} MiB")
+    return raw
+
+
+def _object(raw: bytes, source: Path, name: str) -> dict[str, Any]:
+    try:
+        found = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ImageError(f"{source}: {name} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ImageError(f"{source}: {name} is not a JSON object")
+    return found
+
+
+def _machine() -> str:
+    machine = platform.machine()
+    return _MACHINES.get(machine, machine)

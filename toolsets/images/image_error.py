@@ -1,0 +1,7 @@
+"""The failure of an image, which is not a failure of the machine."""
+
+from toolsets.errors import ToolError
+
+
+class ImageError(ToolError):
+    """An image is missing, damaged, or holds what cannot be unpacked."""

@@ -1,0 +1,308 @@
+"""Layers of an image as one directory tree that is safe on this machine.
+
+No entry leads outside the tree: parents are resolved within it as a container would see them, and
+the last name of a path is never followed. Set-user-id bits are dropped, and devices, pipes and
+sockets are left out. All files belong to this user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import os
+import shutil
+import stat
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from toolsets.errors import HOST_ERRNOS, HostError, describe
+from toolsets.images.image_error import ImageError
+from toolsets.workspace.removal import remove_tree
+
+MAX_BYTES = 64 << 30
+"""Of an image's layers, uncompressed."""
+_MAX_ENTRIES = 5_000_000
+_MAX_HEADER_BYTES = 1 << 20
+_MAX_LINKS = 40
+_MAX_DEPTH = 200
+_PIECE_BYTES = 1 << 20
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_HIDDEN, _OPAQUE, _INTERNAL = ".wh.", ".wh..wh..opq", ".wh..wh."
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+class Unpacking:
+    """A tree that layers are unpacked into, the lowest first. Nothing else may write there."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(mode=0o700)
+        self._root = root
+        self._modes: dict[str, int] = {"": 0o755}
+        """Of directories, given them at the end: a read-only one could not be filled."""
+        self._parents: dict[str, str] = {}
+        self._bytes = self._entries = 0
+
+    def add(self, layer: IO[bytes], diff_id: str) -> None:
+        """Unpack a layer; raises `HostError`, and `ImageError` where its digest differs."""
+        with _uncompressed(layer) as stream:
+            counted = _Counted(stream, MAX_BYTES - self._bytes)
+            try:
+                with tarfile.open(fileobj=counted, mode="r|", tarinfo=_Member) as archive:
+                    self._add_members(archive)
+                # What follows the last member is part of the digest, too.
+                while counted.read(_PIECE_BYTES):
+                    pass
+            except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise ImageError(f"the layer {diff_id} is damaged: {error}") from error
+            except UnicodeError as error:
+                raise ImageError(f"the layer {diff_id} has a name that is not text") from error
+            except OSError as error:
+                if error.errno in HOST_ERRNOS:
+                    raise HostError(f"an image: {describe(error.errno)}") from error
+                raise ImageError(f"the layer {diff_id} cannot be unpacked: {error}") from error
+        self._bytes += counted.total
+        if f"sha256:{counted.hash.hexdigest()}" != diff_id:
+            raise ImageError(f"the layer {diff_id} is damaged: its digest differs")
+
+    def finish(self) -> None:
+        """Make what a container needs, and give directories their modes."""
+        for name in ("dev", "proc", "sys", "tmp", "etc"):
+            path = self._root / name
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                if name == "tmp" or name == "etc":
+                    continue
+                raise ImageError(f"/{name} of the image is not a directory")
+            if not path.exists():
+                path.mkdir()
+                self._modes[name] = 0o1777 if name == "tmp" else 0o755
+        for made, mode in sorted(self._modes.items(), reverse=True):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                directory = self._root / made
+                if not directory.is_symlink():
+                    directory.chmod(mode)
+
+    def _add_members(self, archive: tarfile.TarFile) -> None:
+        made: set[str] = set()
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # which would hold every header of a layer
+            self._entries += 1
+            if self._entries > _MAX_ENTRIES:
+                raise ImageError(f"the image has more than {_MAX_ENTRIES} entries")
+            *parents, name = _names(member.name) or [""]
+            if not name:
+                if member.isdir():
+                    self._modes[""] = _mode(member)
+                continue
+            parent = self._parent(parents, made)
+            if name == _OPAQUE:
+                self._hide_content(parent, made)
+            elif name.startswith(_INTERNAL):
+                continue
+            elif name.startswith(_HIDDEN):
+                hidden = name.removeprefix(_HIDDEN)
+                if hidden in ("", ".", ".."):
+                    raise ImageError(f"the layer has an entry {name!r}, which no layer may have")
+                self._hide(_joined(parent, hidden), made)
+            else:
+                self._add_member(archive, member, _joined(parent, name), made)
+
+    def _add_member(
+        self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, made: set[str]
+    ) -> None:
+        full = self._root / path
+        if member.isdir():
+            if full.is_symlink() or not full.is_dir():
+                self._remove(path)
+                full.mkdir(mode=0o700)
+            self._modes[path] = _mode(member)
+        elif member.isreg():
+            self._remove(path)
+            self._write(archive, member, full)
+        elif member.issym():
+            self._remove(path)
+            full.symlink_to(member.linkname)
+        elif member.islnk():
+            *parents, name = _names(member.linkname) or [""]
+            source = _joined(self._parent(parents, None), name)
+            if source == path:
+                return
+            if not name or not stat.S_ISREG(self._status(source) or 0):
+                raise ImageError(f"{member.name!r} is a link to {member.linkname!r}, not a file")
+            self._remove(path)
+            os.link(self._root / source, full, follow_symlinks=False)
+        else:
+            return  # a device, a pipe or a socket
+        made.add(path)
+
+    def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, full: Path) -> None:
+        content = archive.extractfile(member)
+        assert content is not None  # a regular file has content
+        with os.fdopen(os.open(full, _CREATE, 0o600), "wb", buffering=0) as file:
+            shutil.copyfileobj(content, file, _PIECE_BYTES)
+            os.fchmod(file.fileno(), _mode(member))
+            with contextlib.suppress(OverflowError, ValueError):
+                # Tools compare times; a time that the system cannot hold is left out.
+                os.utime(file.fileno(), (member.mtime, member.mtime))
+
+    def _parent(self, names: list[str], made: set[str] | None) -> str:
+        """The real directory of a path, made where it is missing if `made` is given."""
+        asked = "/".join(names)
+        if (known := self._parents.get(asked)) is None:
+            known = self._resolved(names, make=made is not None)
+            self._parents[asked] = known
+        while made is not None and known not in made:
+            made.add(known)
+            known = known.rpartition("/")[0]
+        return self._parents[asked]
+
+    def _resolved(self, names: list[str], *, make: bool) -> str:
+        path = resolve(self._root, names, on_missing=self._make if make else None)
+        if len(path.split("/")) > _MAX_DEPTH:
+            raise ImageError("the image has a directory that is too deep")
+        return path
+
+    def _make(self, path: str) -> None:
+        (self._root / path).mkdir(mode=0o700)
+        self._modes.setdefault(path, 0o755)
+
+    def _status(self, path: str) -> int | None:
+        try:
+            return os.lstat(self._root / path).st_mode
+        except FileNotFoundError:
+            return None
+
+    def _remove(self, path: str) -> None:
+        """Remove what is at `path`, whatever it is."""
+        mode = self._status(path)
+        if mode is None:
+            return
+        if stat.S_ISDIR(mode):
+            remove_tree(self._root / path)
+            self._parents.clear()
+        else:
+            (self._root / path).unlink()
+            if stat.S_ISLNK(mode):
+                self._parents.clear()
+
+    def _hide(self, path: str, made: set[str]) -> None:
+        """Remove what lower layers have at `path`."""
+        if path not in made:
+            self._remove(path)
+        elif stat.S_ISDIR(self._status(path) or 0):
+            self._hide_content(path, made)
+
+    def _hide_content(self, path: str, made: set[str]) -> None:
+        for child in list((self._root / path).iterdir()):
+            self._hide(_joined(path, child.name), made)
+
+
+def resolve(root: Path, names: list[str], *, on_missing: object = None) -> str:
+    """The real path beneath `root` of a path that a process confined to `root` would use.
+
+    `on_missing` is called with the path of each directory that is missing; without it, a missing
+    name ends the path as it is.
+    """
+    done: list[str] = []
+    pending = names[::-1]
+    links = 0
+    while pending:
+        name = pending.pop()
+        if name == "..":
+            done = done[:-1]
+            continue
+        path = "/".join([*done, name])
+        try:
+            mode = os.lstat(root / path).st_mode
+        except FileNotFoundError:
+            if callable(on_missing):
+                on_missing(path)
+            done.append(name)
+            continue
+        if stat.S_ISLNK(mode):
+            links += 1
+            if links > _MAX_LINKS:
+                raise ImageError(f"/{'/'.join(names)} of the image passes through too many links")
+            target = str((root / path).readlink())
+            if target.startswith("/"):
+                done = []
+            pending += [part for part in target.split("/") if part not in ("", ".")][::-1]
+        elif pending and not stat.S_ISDIR(mode):
+            raise ImageError(f"/{path} of the image is not a directory")
+        else:
+            done.append(name)
+    return "/".join(done)
+
+
+def read_inside(root: Path, path: str, max_bytes: int = 1 << 20) -> bytes | None:
+    """The beginning of a regular file of an unpacked image; None if there is none."""
+    try:
+        real = resolve(root, _names(path))
+        fd = os.open(root / real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ImageError):
+        return None
+    with os.fdopen(fd, "rb") as file:
+        return file.read(max_bytes) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+
+
+def _names(path: str) -> list[str]:
+    names = [name for name in path.split("/") if name not in ("", ".")]
+    if ".." in names or "\0" in path:
+        raise ImageError(f"the layer has the path {path[:200]!r}, which leads outside")
+    return names
+
+
+def _joined(parent: str, name: str) -> str:
+    return f"{parent}/{name}" if parent else name
+
+
+def _mode(member: tarfile.TarInfo) -> int:
+    """The mode without the bits that give a program the rights of its owner."""
+    return member.mode & (0o1777 if member.isdir() else 0o777)
+
+
+class _Member(tarfile.TarInfo):
+    """A header whose extensions are limited: they are read into memory."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in (b"x", b"g", b"X", b"L", b"K") and self.size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError("a header is too long")
+        return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
+
+
+class _Counted(io.RawIOBase):
+    """A stream that is hashed and counted while it is read."""
+
+    def __init__(self, stream: IO[bytes], max_bytes: int) -> None:
+        self._stream = stream
+        self._max_bytes = max_bytes
+        self.hash = hashlib.sha256()
+        self.total = 0
+
+    def read(self, size: int = -1) -> bytes:
+        piece = self._stream.read(min(size, _PIECE_BYTES) if size >= 0 else _PIECE_BYTES)
+        self.total += len(piece)
+        if self.total > self._max_bytes:
+            raise ImageError(f"the layers are larger than {MAX_BYTES >> 30} GiB")
+        self.hash.update(piece)
+        return piece
+
+
+@contextlib.contextmanager
+def _uncompressed(layer: IO[bytes]) -> Iterator[IO[bytes]]:
+    magic = layer.read(4)
+    layer.seek(0)
+    if magic.startswith(_GZIP):
+        with gzip.open(layer) as stream:
+            yield stream  # type: ignore[misc]
+    elif magic == _ZSTD:
+        import pyarrow as pa  # only here: it takes a while to import
+
+        with pa.input_stream(layer, compression="zstd") as stream:
+            yield stream
+    else:
+        yield layer

@@ -1,0 +1,22 @@
+"""References to images, and whether two mean the same."""
+
+from __future__ import annotations
+
+import re
+
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_DEFAULT_PREFIXES = ("docker.io/", "index.docker.io/", "localhost/", "library/")
+
+
+def digest_of(reference: str) -> str | None:
+    """The digest in `sha256:...` or `name@sha256:...`; None if there is none."""
+    found = reference.rpartition("@")[2]
+    return found if DIGEST.fullmatch(found) else None
+
+
+def full_name(reference: str) -> str:
+    """The reference as it is compared: with a tag, without the registry that is the default."""
+    name = reference.rpartition("@")[0] or reference
+    for prefix in _DEFAULT_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"

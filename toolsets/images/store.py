@@ -1,0 +1,204 @@
+"""The unpacked images of this user, each unpacked once, whichever process needs it first."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from toolsets.errors import HostError, machine_failure
+from toolsets.images.archives import StoredImage, images_in, opener
+from toolsets.images.image_error import ImageError
+from toolsets.images.layers import Unpacking, read_inside
+from toolsets.images.names import digest_of, full_name
+from toolsets.workspace.removal import remove_tree
+
+_log = logging.getLogger(__name__)
+
+_ROOTFS, _CONFIG = "rootfs", "config.json"
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackedImage:
+    """An image as a directory tree, which nothing may change, and its configuration."""
+
+    path: Path
+    """Holds the tree in `rootfs`."""
+    env: dict[str, str]
+    workdir: str
+    user: str
+
+    @property
+    def rootfs(self) -> Path:
+        """The tree."""
+        return self.path / _ROOTFS
+
+    def read(self, path: str) -> bytes | None:
+        """The beginning of a file of the image; None if it has none."""
+        return read_inside(self.rootfs, path)
+
+
+class ImageStore:
+    """The images of a directory, and what is unpacked of them.
+
+    Unpacked images are in a directory beneath it that only this user may enter.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        self.unpacked = self.directory / f".unpacked-{os.getuid()}"
+
+    def problem(self) -> str | None:
+        """Why no image can be used; None where nothing is wrong."""
+        if not self.directory.is_dir():
+            return f"--images: {self.directory} is not a directory"
+        try:
+            self._make()
+        except (ImageError, HostError) as error:
+            return f"--images: {error}"
+        if not self._images and not self._problems:
+            return (
+                f"--images: {self.directory} holds no image: neither OCI layouts nor archives "
+                "(*.tar, *.tar.gz) of `docker save` or `podman save`"
+            )
+        return None
+
+    def find(self, reference: str) -> StoredImage:
+        """The image that a name or digest means; raises `ImageError` if there is none."""
+        digest = digest_of(reference)
+        if digest is not None:
+            found = [
+                image for image in self._images if digest in (image.digest, image.config_digest)
+            ]
+        else:
+            name = full_name(reference)
+            found = [image for image in self._images if name in image.names]
+        if len({image.digest for image in found}) > 1:
+            places = ", ".join(sorted(str(image.source) for image in found))
+            raise ImageError(f"image {reference!r}: several have this name ({places})")
+        if found:
+            return found[0]
+        names = sorted({name for image in self._images for name in image.names})
+        known = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        msg = f"image {reference!r} is not in {self.directory} (there: {known or 'none'})"
+        if self._problems:
+            msg += f"; not readable there: {self._problems[0]}"
+        raise ImageError(msg)
+
+    def unpack(self, reference: str) -> UnpackedImage:
+        """Return the image that a name or digest means, unpacked; others wait for the first.
+
+        Raises `ImageError` if it is missing, damaged or refused, and `HostError`.
+        """
+        image = self.find(reference)
+        place = self.unpacked / image.digest.removeprefix("sha256:")
+        try:
+            if not (place / _CONFIG).exists():
+                self._make()
+                with _locked(place.with_suffix(".lock")):
+                    if not (place / _CONFIG).exists():
+                        self._unpack(image, place)
+            config = orjson.loads((place / _CONFIG).read_bytes())
+            return UnpackedImage(place, config["env"], config["workdir"], config["user"])
+        except OSError as error:
+            if (words := machine_failure(error)) is not None:
+                raise HostError(f"image {reference!r}: {words}") from error
+            raise ImageError(f"image {reference!r}: {error}") from error
+        except ImageError as error:
+            raise ImageError(f"image {reference!r} in {image.source}: {error}") from error
+
+    @cached_property
+    def _scanned(self) -> tuple[list[StoredImage], list[ImageError]]:
+        found = list(images_in(self.directory))
+        problems = [item for item in found if isinstance(item, ImageError)]
+        for problem in problems:
+            _log.warning("an image cannot be read: %s", problem)
+        return [item for item in found if isinstance(item, StoredImage)], problems
+
+    @property
+    def _images(self) -> list[StoredImage]:
+        return self._scanned[0]
+
+    @property
+    def _problems(self) -> list[ImageError]:
+        return self._scanned[1]
+
+    def _make(self) -> None:
+        try:
+            self.unpacked.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ImageError(
+                f"images are unpacked into {self.unpacked}, which cannot be made: {error.strerror}"
+            ) from error
+        status = self.unpacked.lstat()
+        if (
+            not stat.S_ISDIR(status.st_mode)
+            or status.st_uid != os.getuid()
+            or status.st_mode & 0o077
+        ):
+            raise ImageError(
+                f"{self.unpacked} must be a directory that only this user may enter (mode 0700)"
+            )
+
+    def _unpack(self, image: StoredImage, place: Path) -> None:
+        making = place.with_suffix(".tmp")
+        remove_tree(making)  # of a process that was killed
+        remove_tree(place)
+        making.mkdir(mode=0o700)
+        _log.info("unpacking image %s of %s", image.digest, image.source)
+        try:
+            config = image.configuration()
+            diff_ids = _diff_ids(config, len(image.layers))
+            unpacking = Unpacking(making / _ROOTFS)
+            with opener(image.source) as open_member:
+                for name, diff_id in zip(image.layers, diff_ids, strict=True):
+                    with open_member(name) as layer:
+                        unpacking.add(layer, diff_id)
+            unpacking.finish()
+            (making / _CONFIG).write_bytes(orjson.dumps(_settings(config)))
+            # A power loss must not leave a tree of empty files that looks complete.
+            os.sync()
+            making.rename(place)
+        except BaseException:
+            remove_tree(making)
+            raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _diff_ids(config: dict[str, Any], layers: int) -> list[str]:
+    rootfs = config.get("rootfs")
+    found = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
+    if not isinstance(found, list) or len(found) != layers:
+        raise ImageError("its configuration does not list its layers")
+    return [str(item) for item in found]
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What a conversation needs of an image's configuration."""
+    own = config.get("config")
+    own = own if isinstance(own, dict) else {}
+    pairs = (str(item).partition("=") for item in own.get("Env") or ())
+    return {
+        "env": {name: value for name, mark, value in pairs if name and mark},
+        "workdir": str(own.get("WorkingDir") or "/"),
+        "user": str(own.get("User") or ""),
+    }

@@ -1,0 +1,208 @@
+"""Commands run in an unpacked image, in namespaces of their own by bubblewrap.
+
+All conversations share the image's tree; what one changes is in a directory of its own above it
+(an overlay), which lasts until the workspace is removed. Where the kernel mounts no overlays, each
+conversation gets a copy of the tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from toolsets.errors import HostError
+from toolsets.images.image_error import ImageError
+from toolsets.images.layers import resolve
+from toolsets.images.store import UnpackedImage
+from toolsets.images.users import user_of
+from toolsets.sandbox.base import Limits, SandboxError
+from toolsets.sandbox.bwrap import FORK_SERVER, BwrapSandbox, launch
+from toolsets.sandbox.channel import Launch
+from toolsets.sandbox.fork_servers import SandboxTemplate
+from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.inside.boot import BOOT, framed
+from toolsets.sandbox.inside.namespaces import MEASURED
+from toolsets.sandbox.programs import program
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import TEMPORARY, Workspace
+
+Layering = Literal["overlay", "copy"]
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PROBE = ".probe"
+_PROBE_TIMEOUT_S = 30
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
+
+
+class BwrapImageSandbox(BwrapSandbox):
+    """Runs a task's commands in an image, as the user of the image.
+
+    A command sees the image with the changes of its own conversation, and nothing of this machine.
+    Only one user exists inside: all files seem to be its own. Root of an image keeps the
+    capabilities that package managers need, over its own files only.
+    """
+
+    def __init__(
+        self, workspace: Workspace, limits: Limits, *, image: UnpackedImage, spec: ImageSpec
+    ) -> None:
+        """`workspace` keeps what the conversation changes. Raises `ImageError`."""
+        super().__init__(workspace, limits)
+        self._image = image
+        self._is_continued = (workspace.root / "upper").exists()
+        self._network = spec.network or limits.network
+        self._user = user_of(image, spec.user)
+        self._workdir = _workdir(image, spec.workdir)
+        self._env = {
+            "PATH": _PATH,
+            "HOME": self._user.home,
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "USER": self._user.name,
+            "MPLBACKEND": "Agg",
+            **image.env,
+            **spec.env,
+        }
+
+    @property
+    def home(self) -> str:
+        """The directory of the image that is the workspace."""
+        return self._workdir
+
+    @property
+    def is_continued(self) -> bool:
+        """See `ServedSandbox`."""
+        return self._is_continued
+
+    @property
+    def measured(self) -> str:
+        """What the conversation has changed: the image itself does not count."""
+        return f"/proc/self/fd/{MEASURED}"
+
+    @property
+    def has_own_python(self) -> bool:
+        """Cells run in the image's Python, with the packages that the image has."""
+        return True
+
+    def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
+        """Images only run in sandboxes that are forked."""
+        raise HostError("sandboxes cannot be forked here, which images need; see run.log")
+
+    def is_kept(self) -> bool:
+        """See `ImageSandbox`."""
+        return self._workspace.root.exists()
+
+    def make(self) -> None:
+        """See `ImageSandbox`."""
+        root, images = self._workspace.root, self._image.path.parent
+        if layering_of(root.parent, images) == "copy":
+            self._workspace.make()
+            _copy(self._image.rootfs, root)
+
+    def discard(self) -> None:
+        """See `ImageSandbox`: what is kept is in the workspace's directory."""
+
+    def template(self) -> SandboxTemplate:
+        """See `ServedSandbox`."""
+        layers, network = self._workspace.root.parent, self._network
+        images = self._image.path.parent
+        layering = layering_of(layers, images)
+        return SandboxTemplate(
+            key=("bwrap-image", layers, images, network),
+            is_confined=True,
+            is_tried=False,  # `overlay_problem` has tried it
+            launch=lambda argv, stack: _launch(argv, stack, network, layers, images),
+            request={
+                "env": self._env,
+                "workspace": self._workspace.root.name,
+                "tmp_bytes": self._limits.tmp_mb << 20,
+                "network": network,
+                "image": {
+                    "tree": str(self._image.rootfs.relative_to(images)),
+                    "is_copied": layering == "copy",
+                    "workdir": self._workdir,
+                    "uid": self._user.uid,
+                    "gid": self._user.gid,
+                },
+            },
+        )
+
+
+@cache
+def layering_of(layers: Path, images: Path) -> Layering:
+    """How conversations that keep their changes in `layers` share the trees in `images`."""
+    return "copy" if overlay_problem(layers, images) else "overlay"
+
+
+def overlay_problem(layers: Path, images: Path) -> str | None:
+    """Why the kernel mounts no overlay there, found by mounting one; None where it does."""
+    with ExitStack() as stack:
+        try:
+            tree = images / _PROBE
+            tree.mkdir(mode=0o700, exist_ok=True)
+            layer = Path(tempfile.mkdtemp(dir=layers, prefix=TEMPORARY))
+            stack.callback(remove_tree, layer)
+            tried = _launch(
+                ["python3", "-I", "-S", "-c", BOOT, "0", tree.name, layer.name],
+                stack,
+                False,
+                layers,
+                images,
+            )
+            done = subprocess.run(
+                tried.argv,
+                env=dict(tried.env),
+                cwd=tried.cwd,
+                pass_fds=tuple(tried.pass_fds),
+                input=framed(program("namespaces")),
+                capture_output=True,
+                timeout=_PROBE_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired, SandboxError) as error:
+            return str(error)
+    said = done.stderr.decode(errors="replace").strip().splitlines()
+    return None if done.returncode == 0 else (said or ["it failed without a message"])[-1][:300]
+
+
+def _launch(
+    argv: Sequence[str], stack: ExitStack, network: bool, layers: Path, images: Path
+) -> Launch:
+    options = [*FORK_SERVER, "--dir", "/tmp", "--ro-bind", str(images), "/images"]
+    for name in _CAPABILITIES:
+        options += ["--cap-add", f"CAP_{name}"]
+    return launch(argv, stack, network, options, str(layers))
+
+
+def _workdir(image: UnpackedImage, asked: str | None) -> str:
+    """The workspace; raises `ImageError` where it cannot be a directory."""
+    workdir = asked or image.workdir
+    names = [name for name in workdir.split("/") if name not in ("", ".")]
+    if not workdir.startswith("/") or ".." in names or "\0" in workdir:
+        raise ImageError(f"the working directory {workdir!r} must be an absolute path")
+    path = image.rootfs / resolve(image.rootfs, names)
+    if os.path.lexists(path) and not path.is_dir():
+        raise ImageError(f"the working directory {workdir!r} of the image is not a directory")
+    return "/" + "/".join(names)
+
+
+def _copy(tree: Path, layer: Path) -> None:
+    """Give a conversation a tree of its own, complete or not at all."""
+    if (layer / "upper").exists():
+        return
+    making = layer / "copying"
+    remove_tree(making)
+    try:
+        shutil.copytree(tree, making, symlinks=True)
+        making.rename(layer / "upper")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            remove_tree(making)
+        raise SandboxError(f"an image cannot be copied: {error}") from error

@@ -1,0 +1,204 @@
+"""The files of a conversation that works in an image, through the server in its sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from toolsets.errors import HOST_ERRNOS, HostError, describe
+from toolsets.sandbox.base import Sandbox, SandboxError
+from toolsets.sandbox.channel import Reply
+from toolsets.workspace.workspace import FileEntry, PathError, Workspace
+
+_PART_BYTES = 512 << 10
+_PROBE_BYTES = 64 << 10
+_BATCH = 500
+_MAX_SEARCHED_BYTES = 32 << 20
+"""Of one request, so that others need not wait long."""
+_MAX_PATH_CHARS = 4096
+_FORBIDDEN = "the sandbox said what it may not"
+
+
+class ImageSandbox(Sandbox, Protocol):
+    """A sandbox in an image: the files are inside, and what changes lasts until it is discarded."""
+
+    def is_kept(self) -> bool:
+        """Whether what an earlier sandbox of this conversation changed is still there."""
+
+    def make(self) -> None:
+        """Prepare what is kept, where that takes time; may be repeated."""
+
+    def discard(self) -> None:
+        """Remove what is kept; the sandbox must have been stopped."""
+
+    async def ask_files(self, request: dict[str, Any]) -> Reply:
+        """Make one request; see `toolsets.sandbox.inside.file_requests`."""
+
+
+class ImageFiles:
+    """See `Files`. A request waits for a command that runs."""
+
+    def __init__(self, kept: Workspace, sandbox: ImageSandbox) -> None:
+        """`kept` is where what changes in the image is. To be made in the sandbox's event loop."""
+        self._kept = kept
+        self._sandbox = sandbox
+        self._loop = asyncio.get_running_loop()
+        self.root: Path = kept.root
+
+    @property
+    def start_dir(self) -> str:
+        """See `Files`."""
+        return self._kept.start_dir
+
+    @start_dir.setter
+    def start_dir(self, path: str) -> None:
+        self._kept.start_dir = path
+
+    @property
+    def home(self) -> str:
+        """See `Files`."""
+        return self._sandbox.home
+
+    def make(self) -> None:
+        """See `Files`."""
+        self._kept.make()
+
+    def close(self) -> None:
+        """See `Files`."""
+        self._kept.close()
+
+    def remove(self) -> None:
+        """See `Files`."""
+        self._sandbox.discard()
+        self._kept.remove()
+
+    def read_bytes(self, path: str, max_bytes: int) -> bytes:
+        """See `Files`."""
+        pieces: list[bytes] = []
+        offset = 0
+        while offset < max_bytes:
+            size = min(_PART_BYTES, max_bytes - offset)
+            reply = self._ask(path, op="read", offset=offset, size=size)
+            piece = _content(reply.contents[0][1]) if reply.contents else b""
+            pieces.append(piece)
+            offset += len(piece)
+            if len(piece) < size:
+                break
+        return b"".join(pieces)
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """See `Files`."""
+        for start in range(0, len(data) or 1, _PART_BYTES):
+            self._ask(
+                path,
+                op="write",
+                content=base64.b64encode(data[start : start + _PART_BYTES]).decode(),
+                is_first=start == 0,
+                is_last=start + _PART_BYTES >= len(data),
+            )
+
+    def listing(self, path: str = ".") -> list[FileEntry]:
+        """See `Files`."""
+        return list(self._entries("list", path))
+
+    def walk(self, path: str = ".") -> Iterator[FileEntry]:
+        """See `Files`."""
+        return self._entries("walk", path)
+
+    def contents(
+        self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int
+    ) -> Iterator[tuple[str, bytes]]:
+        """See `Files`. The server leaves out binary files and those without `literal`."""
+        wanted = base64.b64encode(literal).decode()
+        paths = (e.path for e in self.walk(path) if e.kind == "file" and is_wanted(e.path))
+        while batch := list(islice(paths, _BATCH)):
+            while batch:
+                reply = self._ask(
+                    ".",
+                    op="contents",
+                    paths=batch,
+                    wanted=wanted,
+                    max_bytes=max_bytes,
+                    max_total=_MAX_SEARCHED_BYTES,
+                )
+                for number, encoded in reply.contents:
+                    if not 0 <= number < len(batch):
+                        raise SandboxError(_FORBIDDEN)
+                    found = batch[number]
+                    large = encoded is None
+                    yield found, self.read_bytes(found, max_bytes) if large else _content(encoded)
+                if not 0 < reply.seen <= len(batch):
+                    raise SandboxError(_FORBIDDEN)
+                batch = batch[reply.seen :]
+
+    def _entries(self, op: str, path: str) -> Iterator[FileEntry]:
+        after: str | None = None
+        while True:
+            reply = self._ask(path, op=op, after=after)
+            for name, kind, size in reply.entries:
+                yield FileEntry(name, kind, max(size, 0))
+            if not reply.more or not reply.entries:
+                return
+            name, kind, _ = reply.entries[-1]
+            last = name + "/" * (kind == "dir")
+            if after is not None and last <= after:
+                raise SandboxError(_FORBIDDEN)
+            after = last
+
+    def _ask(self, path: str, **request: Any) -> Reply:
+        if "\0" in path:
+            raise PathError("a path cannot contain a NUL character")
+        if not path:
+            raise PathError("the path is empty")
+        if len(path) > _MAX_PATH_CHARS:
+            raise PathError(f"the path is longer than {_MAX_PATH_CHARS} characters")
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise PathError(f"path {path!r} is not valid text") from None
+        asked = self._sandbox.ask_files({**request, "path": path})
+        reply = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        if reply.error is not None:
+            raise self._error(reply.error, path)
+        return reply
+
+    def _error(self, number: int, path: str) -> Exception:
+        """An error inside with the path that was asked for."""
+        if number in HOST_ERRNOS and (failed := self._disk_failure()) is not None:
+            return HostError(f"workspace: {describe(failed)}")
+        if number == errno.ENOENT:
+            return PathError(f"path {path!r} does not exist")
+        if number in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
+            return PathError(f"path {path!r} is not a directory, or passes through a file")
+        if number == errno.EISDIR:
+            return PathError(f"path {path!r} is a directory")
+        if number == errno.EINVAL:
+            return PathError(f"path {path!r} is not a regular file")
+        return PathError(f"path {path!r}: {os.strerror(number)}")
+
+    def _disk_failure(self) -> int | None:
+        """What is wrong with the disk of this machine: an error inside need not be its error.
+
+        A small file system inside may be full, and files of /proc fail as broken disks do.
+        """
+        try:
+            with tempfile.TemporaryFile(dir=self.root) as file:
+                file.write(bytes(_PROBE_BYTES))
+        except OSError as error:
+            return error.errno if error.errno in HOST_ERRNOS else None
+        return None
+
+
+def _content(encoded: bytes | None) -> bytes:
+    try:
+        return binascii.a2b_base64(encoded or b"", strict_mode=True)
+    except ValueError as error:
+        raise SandboxError(_FORBIDDEN) from error

@@ -1,0 +1,228 @@
+"""The files of a sandbox that has them in itself: those of a container image.
+
+The sandbox is what confines access. Relative paths begin at the workspace; absolute ones may lead
+anywhere in the image. Each answer is limited, so a long walk or a large file takes several.
+"""
+
+from __future__ import annotations
+
+import binascii
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+_MAX_ENTRIES = 2000
+_MAX_CONTENT_BYTES = 512 << 10
+_BINARY_PROBE_BYTES = 8192
+_MAX_DEPTH = 255
+
+Entry = tuple[str, str, int]
+"""A path, its kind and its size."""
+
+
+class FileRequests:
+    """Answers requests about files; each error is an answer, too."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+        self._writing: tuple[int, str] | None = None
+        """The descriptor and the path of a file that is written in several parts."""
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer one request, as `toolsets.sandbox.image_files` makes them."""
+        try:
+            return getattr(self, "_" + request["op"])(request)  # type: ignore[no-any-return]
+        except OSError as error:
+            return {"error": error.errno or errno.EIO}
+
+    def _read(self, request: dict[str, Any]) -> dict[str, Any]:
+        fd = self._open(self._path(request))
+        try:
+            os.lseek(fd, request["offset"], os.SEEK_SET)
+            raw = b""
+            size = min(request["size"], _MAX_CONTENT_BYTES)
+            while len(raw) < size and (piece := os.read(fd, size - len(raw))):
+                raw += piece
+            return {"contents": [[0, _encoded(raw)]]}
+        finally:
+            os.close(fd)
+
+    def _write(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write a part; the last one replaces the file, so that it is never half written."""
+        path = os.path.realpath(self._path(request))
+        mode = 0o644
+        if os.path.lexists(path):
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISREG(mode):
+                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "")
+            mode &= 0o777
+        if request["is_first"]:
+            self._give_up()
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            name = f".{os.urandom(8).hex()}.tmp"
+            temporary = os.path.join(os.path.dirname(path), name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            self._writing = (os.open(temporary, flags, mode), temporary)
+        if self._writing is None:
+            raise OSError(errno.EINVAL, "")
+        fd, temporary = self._writing
+        try:
+            view = memoryview(binascii.a2b_base64(request["content"]))
+            while view:
+                view = view[os.write(fd, view) :]
+            if request["is_last"]:
+                os.fchmod(fd, mode)
+                os.rename(temporary, path)
+                os.close(fd)
+                self._writing = None
+        except OSError:
+            self._give_up()
+            raise
+        return {}
+
+    def _give_up(self) -> None:
+        if self._writing is not None:
+            fd, temporary = self._writing
+            self._writing = None
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def _list(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The entries of a directory behind the one with the key `after`."""
+        prefix = self._prefix(request["path"])
+        found = _entries(self._path(request), prefix)
+        if request["after"] is not None:
+            found = [entry for entry in found if _key(entry) > request["after"]]
+        return {"entries": found[:_MAX_ENTRIES], "more": len(found) > _MAX_ENTRIES}
+
+    def _walk(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The entries beneath a directory in the order of their paths, behind `after`."""
+        top, prefix = self._path(request), self._prefix(request["path"])
+        status = os.stat(top)
+        if stat.S_ISREG(status.st_mode):
+            return {"entries": [(prefix.rstrip("/"), "file", status.st_size)], "more": False}
+        found: list[Entry] = []
+        for entry in _walked(top, prefix, request["after"]):
+            if len(found) == _MAX_ENTRIES:
+                return {"entries": found, "more": True}
+            found.append(entry)
+        return {"entries": found, "more": False}
+
+    def _contents(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Contents of text files that have the bytes `wanted`; how many paths were looked at."""
+        wanted = binascii.a2b_base64(request["wanted"])
+        found: list[list[Any]] = []
+        used = seen = 0
+        for number, path in enumerate(request["paths"]):
+            try:
+                fd = self._open(os.path.join(self._home, path))
+            except OSError:
+                seen += 1
+                continue
+            with os.fdopen(fd, "rb") as file:
+                try:
+                    raw = file.read(request["max_bytes"])
+                except OSError:
+                    raw = b""
+            if wanted in raw and b"\0" not in raw[:_BINARY_PROBE_BYTES]:
+                if len(raw) > _MAX_CONTENT_BYTES:
+                    found.append([number, None])
+                elif used and used + len(raw) > _MAX_CONTENT_BYTES:
+                    break
+                else:
+                    used += len(raw)
+                    found.append([number, _encoded(raw)])
+            seen += 1
+            request["max_total"] -= len(raw)
+            if request["max_total"] < 0:
+                break
+        return {"contents": found, "seen": seen, "left_bytes": max(request["max_total"], -1)}
+
+    def _path(self, request: dict[str, Any]) -> str:
+        return os.path.join(self._home, request["path"])
+
+    def _prefix(self, path: str) -> str:
+        """What the paths of entries begin with: they are relative within the workspace."""
+        names = [name for name in path.split("/") if name not in ("", ".")]
+        if not path.startswith("/"):
+            return "".join(f"{name}/" for name in names)
+        whole = "".join(f"/{name}" for name in names) + "/"
+        home = self._home.rstrip("/") + "/"
+        return whole[len(home) :] if home != "/" and whole.startswith(home) else whole
+
+    def _open(self, path: str) -> int:
+        """A regular file, opened for reading; nothing else is opened for long."""
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISREG(mode):
+            return fd
+        os.close(fd)
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "")
+
+
+def _walked(top: str, prefix: str, after: str | None) -> Iterator[Entry]:
+    """Walk without following links; `after` is the key of the entry to continue behind."""
+
+    def entries(before: str, *, follow: bool = False) -> list[Entry]:
+        return _entries(os.path.join(top, before[len(prefix) :]), before, follow=follow)[::-1]
+
+    pending: list[Entry] = []
+    if after is None:
+        pending = entries(prefix, follow=True)
+    else:
+        before = prefix
+        *parents, last = after[len(prefix) :].rstrip("/").split("/")
+        for name in parents:
+            pending += [entry for entry in entries(before) if _key(entry) > f"{before}{name}/"]
+            before += f"{name}/"
+        pending += [entry for entry in entries(before) if _key(entry) > after]
+        if after.endswith("/"):
+            pending += entries(f"{before}{last}/")
+    while pending:
+        entry = pending.pop()
+        yield entry
+        if entry[1] == "dir" and entry[0].count("/") < _MAX_DEPTH:
+            pending += entries(f"{entry[0]}/")
+
+
+def _entries(directory: str, prefix: str, *, follow: bool = True) -> list[Entry]:
+    """The entries of a directory in the order of the paths beneath them."""
+    found: list[Entry] = []
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW))
+    except OSError:
+        if follow:
+            raise
+        return found  # it vanished, or may not be read
+    try:
+        with os.scandir(fd) as scan:
+            for item in scan:
+                with contextlib.suppress(OSError):
+                    status = item.stat(follow_symlinks=False)
+                    # A name that is not text can be shown, though not opened.
+                    name = os.fsencode(item.name).decode("utf-8", "replace")
+                    found.append((prefix + name, *_kind(status)))
+    finally:
+        os.close(fd)
+    return sorted(found, key=_key)
+
+
+def _kind(status: os.stat_result) -> tuple[str, int]:
+    if stat.S_ISREG(status.st_mode):
+        return "file", status.st_size
+    if stat.S_ISDIR(status.st_mode):
+        return "dir", 0
+    return ("link" if stat.S_ISLNK(status.st_mode) else "other"), 0
+
+
+def _key(entry: Entry) -> str:
+    # "a.txt" sorts before "a/b": directories are compared with a slash at their end.
+    return entry[0] + "/" * (entry[1] == "dir")
+
+
+def _encoded(raw: bytes) -> str:
+    return binascii.b2a_base64(raw, newline=False).decode()

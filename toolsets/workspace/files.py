@@ -1,0 +1,55 @@
+"""The files of a conversation, wherever they are: what file tools, rows and checks use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from toolsets.workspace.workspace import FileEntry
+
+
+class Files(Protocol):
+    """Files in a directory of this machine (`Workspace`), or in an image (`ImageFiles`).
+
+    Methods may wait, so they are called in a thread. All raise `PathError` for paths that cannot be
+    used, and `HostError`.
+    """
+
+    root: Path
+    """What is kept of the conversation on this machine: its files, or what changed in its image."""
+    start_dir: str
+    """The working directory of new shells and interpreters, relative to the workspace."""
+
+    @property
+    def home(self) -> str:
+        """The path of the workspace that the model sees, where no sandbox says another."""
+
+    def make(self) -> None:
+        """Create `root` unless it exists."""
+
+    def close(self) -> None:
+        """Refuse all further access."""
+
+    def remove(self) -> None:
+        """Remove all that is kept."""
+
+    def read_bytes(self, path: str, max_bytes: int) -> bytes:
+        """Return the first `max_bytes` of a regular file."""
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Write a regular file; others see the old or the new content, never a part."""
+
+    def listing(self, path: str = ".") -> list[FileEntry]:
+        """Return the entries of one directory, sorted by name."""
+
+    def walk(self, path: str = ".") -> Iterator[FileEntry]:
+        """Yield every entry beneath a directory, sorted by path, without following symlinks."""
+
+    def contents(
+        self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield the wanted files beneath a directory with the first `max_bytes` of each.
+
+        Files without the bytes `literal` may be left out.
+        """
