@@ -38,6 +38,7 @@ from agent.models.model import ModelSettings, Request
 from agent.state.events import Clock, reply_event, result_event
 from agent.state.trajectory import Trajectory
 from agent.stream_events import ignored
+from runs.process.startup import collect_garbage_rarely
 from runs.store.journal_writer import JournalWriter
 from testing.fake_dialects import CHAT, MESSAGES
 from testing.fake_script import JSON, Reply
@@ -293,6 +294,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[5, 100])
     parser.add_argument("--dialects", nargs="+", choices=DIALECTS, default=[*DIALECTS])
     args = parser.parse_args()
+    collect_garbage_rarely()  # as workers do
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     endpoint = context.Process(target=serve, args=(there,), daemon=True)

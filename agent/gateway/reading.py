@@ -79,7 +79,7 @@ def read_request(
 
 def objects_in(value: Any, place: str) -> list[dict[str, Any]]:
     """A list of objects; raises `WireError` if it is something else."""
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise WireError(f"{place}: it must be a list of objects")
     return value
 

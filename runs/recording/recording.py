@@ -15,7 +15,13 @@ from runs.amounts import Cost
 from runs.config.models import budget_of
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan
-from runs.process.startup import allow_many_files, hide_environment, log_to, settings_restored
+from runs.process.startup import (
+    allow_many_files,
+    collect_garbage_rarely,
+    hide_environment,
+    log_to,
+    settings_restored,
+)
 from runs.record import Provenance
 from runs.recording.recorder import Recorder
 from runs.recording.sessions import SessionFile
@@ -76,6 +82,7 @@ def run_recording(
         log.info("start of a recording; config digest %s", run_dir.digest)
         hide_environment()
         allow_many_files()
+        collect_garbage_rarely()
         outcome, found = _record(config, models, run_dir, listening, say)
         log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
     return outcome, found
