@@ -66,7 +66,7 @@ def run(
     """
     with machine_failures_as_stops():
         tell = (say if progress else _discard) if isinstance(progress, bool) else progress
-        plan = make_plan(config, say=tell)
+        plan = make_plan(config, fresh=fresh, say=tell)
         keys = None if only is None else _keys_of(plan.scan, only)
         return start(
             plan,

@@ -72,7 +72,7 @@ def fork(
         stored = open_run(parent, given.get("output_dir", "trajectories"))
         identity = stored.identity
         refuse_held(stored.path)
-        config = forked_config(identity, config_file, given, branches=branches)
+        config = forked_config(identity, config_file, given, branches=branches, fresh=fresh)
         refuse_held(config.run_dir)  # before writing a dataset beside it
         forked = write_forks(
             config.dataset_file,

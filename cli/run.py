@@ -32,7 +32,7 @@ def run(
     from runs.planning.preview import preview
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags, will_start=not dry_run)
+        plan = make_plan_of(config_file, flags, will_start=not dry_run, fresh=fresh)
         if dry_run:
             warn(plan, say)
             name_bad_rows(plan, say)
@@ -72,7 +72,7 @@ def estimate(
     from runs.totals.forecast import as_table, forecast, sample_tasks
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags)
+        plan = make_plan_of(config_file, flags, fresh=fresh)
         config = plan.config
         sample = sample_tasks(plan.scan, count=pilot, seed=config.seed)
         ended = start(

@@ -83,7 +83,11 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
 
 
 def make_plan_of(
-    config_file: Path | None, flags: dict[str, Any], *, will_start: bool = True
+    config_file: Path | None,
+    flags: dict[str, Any],
+    *,
+    will_start: bool = True,
+    fresh: bool = False,
 ) -> Plan:
     """The plan of a config file and flags; `will_start` says that `start` comes next."""
     from runs.process.startup import no_garbage_collection
@@ -100,7 +104,7 @@ def make_plan_of(
             from runs.executor_choice import fork_ahead
 
             fork_ahead(config)
-    return make_plan(config, writes=will_start)
+    return make_plan(config, writes=will_start, fresh=fresh)
 
 
 def start(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
+from typing import BinaryIO
 
 from runs.dataset.scan import Scan
 from runs.store.reader import SharedTools, Stored, open_records, read_record
@@ -38,33 +38,30 @@ class RecordOrder:
         self._run_dir = run_dir
         self._key = scan.key
         self._samples = num_samples
-        self._offsets, self._lengths = array("Q"), array("I")
-        for row in rows:
-            offset, length = index.entry(row)[:2] if row else (0, 0)
-            self._offsets.append(offset)
-            self._lengths.append(length)
+        self._offsets, self._lengths = index.places(rows)
 
     def __len__(self) -> int:
         """Number of tasks."""
         return len(self._lengths)
+
+    def place(self, number: int) -> tuple[int, int, bytes]:
+        """Offset, length and key of the record of a task."""
+        return self._offsets[number], self._lengths[number], self._key(number)
 
     def without_record(self) -> Iterator[int]:
         """The tasks that have no record."""
         return (number for number, length in enumerate(self._lengths) if not length)
 
     @contextmanager
-    def reading(self) -> Iterator[Callable[[int], Stored]]:
-        """A function that reads the record of a task, by its number.
+    def reading(self) -> Iterator[RecordReader]:
+        """What reads the records of tasks.
 
         It raises `UnreadableRecord`. The index is then removed, so the next start reads all records
         and sets aside the unreadable ones.
         """
         try:
             with open_records(self._run_dir) as records:
-                loads = SharedTools().loads
-                yield lambda number: read_record(
-                    records, self._offsets[number], self._lengths[number], self._key(number), loads
-                )
+                yield RecordReader(self, records)
         except UnreadableRecord:
             # If the records are gone, the index is the only trace of them.
             if (self._run_dir / "records.jsonl").exists():
@@ -85,14 +82,35 @@ class RecordOrder:
         samples = self._samples if by_prompt else 1
         few: list[list[int]] = []
         size = 0
-        for _, numbers in groupby(self.numbers(), key=lambda number: number // samples):
-            few.append(list(numbers))
-            size += sum([self._lengths[number] for number in few[-1]])
+        for first in range(0, len(self._lengths), samples):
+            lengths = self._lengths[first : first + samples]
+            numbers = [number for number, length in enumerate(lengths, first) if length]
+            if numbers:
+                few.append(numbers)
+                size += sum(lengths)
             if len(few) == _FEW or size >= _FEW_BYTES:
                 yield few
                 few, size = [], 0
         if few:
             yield few
+
+
+class RecordReader:
+    """Reads the records of tasks by their numbers."""
+
+    def __init__(self, order: RecordOrder, records: BinaryIO) -> None:
+        self._order = order
+        self._records = records
+        self._shared = SharedTools()
+        self.with_exact_numbers = self._shared.with_exact_numbers
+
+    def __call__(self, number: int) -> Stored:
+        """The record of a task. Raises `UnreadableRecord`."""
+        return read_record(self._records, *self._order.place(number), self._shared.loads)
+
+    def quickly(self, number: int) -> Stored:
+        """The same, with integers beyond 64 bits as floats until `with_exact_numbers`."""
+        return read_record(self._records, *self._order.place(number), self._shared.loads_quickly)
 
 
 class Seen:

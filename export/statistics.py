@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from agent.messages import MOST_TOKENS
-from export.conversation.own_work import Own, has_reasoning, hidden_reasoning
+from export.conversation.own_work import Own, hidden_reasoning
 from export.conversation.tools import names_of, tools_of
 from runs.store.checks import CheckSums, judgement_of
 
@@ -120,19 +120,13 @@ class Statistics:
                 self._calls[name] += stats["count"]
                 self._successes[name] += stats["success"]
                 self._failures[name] += stats["failure"]
-        said = with_reasoning = 0
-        for message in own.messages:
-            role = message["role"]
-            if role == "assistant":
-                said += 1
-                with_reasoning += has_reasoning(message)
-            elif role == "tool" and message.get("is_error"):
-                self._tool_errors[_kind_of_failure(message)] += 1
-        self._replies += said
-        self._with_reasoning += with_reasoning
-        if with_reasoning < said:
+        for result in own.failed:
+            self._tool_errors[_kind_of_failure(result)] += 1
+        self._replies += own.replies
+        self._with_reasoning += own.with_reasoning
+        if own.with_reasoning < own.replies:
             self._hidden_reasoning += hidden_reasoning(own)
-        self._rows_with_reasoning += with_reasoning > 0
+        self._rows_with_reasoning += own.with_reasoning > 0
 
     def _add_times(self, turns: Sequence[Mapping[str, Any]]) -> None:
         for turn in turns:

@@ -22,12 +22,14 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from export.conversation.own_work import Own, own_of
+from export.conversation.ordinary import read_ordinary
+from export.conversation.own_work import own_of
+from export.conversation.reading import Conversation, read_conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import Style
 from export.conversation.tolerance import how_to_keep
 from export.conversation.validity import Reason, Rejected
-from export.formats.hermes import to_row
+from export.formats.hermes import row_of
 from export.record_order import RecordOrder
 from export.row_files import Hashing
 from export.statistics import Statistics
@@ -73,13 +75,13 @@ class _Output:
 
 def route(
     record: dict[str, Any],
-    own: Own | None = None,
+    ordinary: Conversation | None = None,
     *,
     style: Style = _PLAIN,
     require_reasoning: bool = False,
     require_passed: bool = False,
 ) -> Routed:
-    """Choose the file of a record and render its line; `own` is that of `read_conversation`.
+    """Choose the file of a record and render its line; `ordinary` is its `read_ordinary`.
 
     `style` is that of the run. `require_reasoning` keeps completed conversations without any
     reasoning in words out of training, `require_passed` those that did not pass their check.
@@ -88,7 +90,7 @@ def route(
         error = record["error"]
         return _reject(record, "failed", f"{error['class']}: {error['message']}")
     try:
-        row = to_row(record, own, style)
+        row = row_of(ordinary or read_conversation(record), style)
     except Rejected as rejected:
         kept = how_to_keep(rejected.reason, "hermes")
         detail = f"{rejected.detail}; {kept}" if kept else rejected.detail
@@ -135,13 +137,14 @@ def export_run(
             read = stack.enter_context(order.reading())
             for groups in order.groups(by_prompt=False):
                 few = [read(number).record for number in chain(*groups)]
-                owns = [own_of(record) for record in few]
-                for record, own in zip(few, owns, strict=True):
+                ordinary = [read_ordinary(record) for record in few]
+                for record, conversation in zip(few, ordinary, strict=True):
+                    own = conversation.own if conversation else own_of(record)
                     statistics.add(record, own)
-                for record, own in zip(few, owns, strict=True):
+                for record, conversation in zip(few, ordinary, strict=True):
                     place, line, reason = route(
                         record,
-                        own,
+                        conversation,
                         style=style,
                         require_reasoning=require_reasoning,
                         require_passed=require_passed,

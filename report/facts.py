@@ -8,7 +8,7 @@ from typing import Any
 
 from agent.messages import Message, failure_of
 from agent.reasoning import split_inline_reasoning
-from export.conversation.own_work import Own, has_reasoning, own_of
+from export.conversation.own_work import Own, own_of
 from runs.store.checks import judgement_of
 from runs.store.index import own_work
 
@@ -52,7 +52,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "finished_at": record["finished_at"],
         "passed": judgement.passed,
         "reward": judgement.reward,
-        "reasoned": sum(has_reasoning(reply) for reply in replies if reply["role"] == "assistant"),
+        "reasoned": own.with_reasoning,
         "tools": tools,
         "failures": Counter(failure_of(m) or "reported" for m in replies if m.get("is_error")),
         "flags": flags_of(record),

@@ -39,7 +39,7 @@ from runs.dataset.scan_cache import NAME, save_scan
 from runs.errors import ConfigError, EnvironmentStop, RunDirError
 from runs.narrowing import NARROWING, refuse_narrowing
 from runs.run_lock import is_same_file, lock
-from runs.sources.kept_dataset import link_kept, remove_other_kept, source_of_kept
+from runs.sources.kept_dataset import remove_other_kept, source_of_kept, take_kept
 from runs.store.files import (
     listed,
     refuse_strange_files,
@@ -172,7 +172,7 @@ def open_run_dir(
             moved_fd, lock_fd = lock_fd, lock(path)
             os.close(moved_fd)
             if scan.path.parent == path:
-                link_kept(aside / scan.path.name, path)
+                take_kept(aside / scan.path.name, path)
         for name in ("inflight", "workspaces", "exports"):
             (path / name).mkdir(exist_ok=True, mode=0o700)
         for file in stale_files_of(path):

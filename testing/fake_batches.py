@@ -13,9 +13,10 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Self
 
 import orjson
@@ -64,6 +65,12 @@ class FakeBatches:
     """So many batches of OpenAI fail because too much is queued."""
     refuse: int = 0
     """Status with which creations are refused; 0 for none."""
+    token_file: Path | None = None
+    """Where the token is that each request must bring; None for any."""
+    calls_per_token: int = 2
+    """One request in so many finds that the token has changed on its way; the first one does."""
+    results_root: str = ""
+    """Where results are, as Anthropic says it; "" for its own place."""
 
     def __post_init__(self) -> None:
         self.paid: Counter[Key] = Counter()
@@ -75,6 +82,10 @@ class FakeBatches:
         """The requests in batches."""
         self._files: dict[str, bytes] = {}
         self._numbers = itertools.count(1)
+        self._arrived = itertools.count(1)
+        self.refused = 0
+        """Requests whose token was no longer taken."""
+        self._change_token(0)
 
     def __enter__(self) -> Self:
         ready = threading.Event()
@@ -106,7 +117,7 @@ class FakeBatches:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=_MOST_BYTES)
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._check_token])
         app.router.add_post("/v1/files", self._upload)
         app.router.add_delete("/v1/files/{id}", self._delete)
         app.router.add_get("/v1/files/{id}/content", self._content)
@@ -131,6 +142,26 @@ class FakeBatches:
         ready.set()
         await self._end.wait()
         await runner.cleanup()
+
+    def _change_token(self, turn: int) -> None:
+        self._token = f"token-of-turn-{turn}-0123456789"
+        if self.token_file is not None:
+            self.token_file.write_text(self._token)
+
+    @web.middleware
+    async def _check_token(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self.token_file is not None:
+            turn, since = divmod(next(self._arrived) - 1, self.calls_per_token)
+            if not since:
+                self._change_token(turn + 1)
+            headers = request.headers
+            if self._token not in headers.get("authorization", headers.get("x-api-key", "")):
+                self.refused += 1
+                said = f"no longer: {dict(headers)}"
+                return web.json_response({"error": {"message": said}}, status=401)
+        return await handler(request)
 
     # Live calls.
 
@@ -281,11 +312,11 @@ class FakeBatches:
         batch = await self._begin(played)
         if self._cut(request):
             return web.Response()
-        return web.json_response(_anthropic(batch))
+        return web.json_response(self._anthropic(batch))
 
     async def _list_anthropic(self, request: web.Request) -> web.Response:
         found, more = self._page(request, "after_id")
-        data = [_anthropic(batch) for batch in found]
+        data = [self._anthropic(batch) for batch in found]
         last = data[-1]["id"] if data else None
         return web.json_response({"data": data, "has_more": more, "last_id": last})
 
@@ -294,7 +325,23 @@ class FakeBatches:
         if batch is None:
             error = DIALECTS["/v1/messages"].error(404, "no such batch")
             return web.json_response(error, status=404)
-        return web.json_response(_anthropic(batch))
+        return web.json_response(self._anthropic(batch))
+
+    def _anthropic(self, batch: _Batch) -> JSON:
+        over = batch.is_over
+        path = f"/v1/messages/batches/{batch.id}/results"
+        counts = {name: batch.count(name) * over for name in ("succeeded", "errored", "expired")}
+        return {
+            **{"id": batch.id, "type": "message_batch"},
+            "processing_status": "ended" if over else "in_progress",
+            "request_counts": {
+                "processing": 0 if over else len(batch.items),
+                **counts,
+                "canceled": 0,
+            },
+            "created_at": datetime.fromtimestamp(batch.created_at, UTC).isoformat(),
+            "results_url": f"{self.results_root}{path}" if over else None,
+        }
 
     async def _results(self, request: web.Request) -> web.StreamResponse:
         batch = self.batches[request.match_info["id"]]
@@ -344,20 +391,4 @@ def _openai(batch: _Batch) -> JSON:
             "completed": batch.count("succeeded") if done else 0,
             "failed": failed if done else 0,
         },
-    }
-
-
-def _anthropic(batch: _Batch) -> JSON:
-    over = batch.is_over
-    counts = {name: batch.count(name) * over for name in ("succeeded", "errored", "expired")}
-    return {
-        **{"id": batch.id, "type": "message_batch"},
-        "processing_status": "ended" if over else "in_progress",
-        "request_counts": {
-            "processing": 0 if over else len(batch.items),
-            **counts,
-            "canceled": 0,
-        },
-        "created_at": datetime.fromtimestamp(batch.created_at, UTC).isoformat(),
-        "results_url": f"/v1/messages/batches/{batch.id}/results" if over else None,
     }

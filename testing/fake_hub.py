@@ -16,8 +16,11 @@ REVISION = "a" * 40
 
 
 @contextmanager
-def fake_hub(files: Mapping[str, bytes]) -> Iterator[tuple[dict[str, str], list[str]]]:
+def fake_hub(
+    files: Mapping[str, bytes], revision: str = REVISION
+) -> Iterator[tuple[dict[str, str], list[str]]]:
     """Serve `files` as the dataset `REPOSITORY`; give the environment for it and paths asked."""
+    commit = revision
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -31,7 +34,7 @@ def fake_hub(files: Mapping[str, bytes]) -> Iterator[tuple[dict[str, str], list[
             repository, revision = re.escape(REPOSITORY), "[^/]+"
             if re.fullmatch(rf"/api/datasets/{repository}(/revision/{revision})?", path):
                 siblings = [{"rfilename": name} for name in files]
-                self._json({"id": REPOSITORY, "sha": REVISION, "siblings": siblings})
+                self._json({"id": REPOSITORY, "sha": commit, "siblings": siblings})
             elif found := re.fullmatch(rf"/api/datasets/{repository}/tree/{revision}(.*)", path):
                 recursive = "recursive=true" in url.query.lower()
                 self._json(_tree(files, found[1].strip("/"), recursive=recursive))
@@ -46,7 +49,7 @@ def fake_hub(files: Mapping[str, bytes]) -> Iterator[tuple[dict[str, str], list[
             if content is None:
                 self._send(404, b"", {"x-error-code": "EntryNotFound"})
                 return
-            headers = {"etag": f'"{len(content)}"', "x-repo-commit": REVISION}
+            headers = {"etag": f'"{len(content)}"', "x-repo-commit": commit}
             span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or "")
             if span is None:
                 self._send(200, content, headers)

@@ -1,7 +1,8 @@
 """Clients of the openai and anthropic packages, which know the URLs and credentials of clouds.
 
-Only endpoints with a `client` come here, and import a package then. The clients send nothing:
-`agent.models.client.prepared` has them prepare requests.
+A package is imported only where an endpoint has a `client`, and for batches. The clients send
+nothing themselves: `agent.models.client.prepared` has them prepare requests, and what they send
+for batches goes through `agent.models.batches.sdk_connection`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, Literal
 
 from agent.models.connection import Connection
 from agent.models.providers import NO_KEY, Api
+from agent.models.resolve import read_headers
 
 Sdk = Literal["openai", "anthropic"]
 
@@ -88,6 +91,28 @@ def api_of(client: Any, api: Api | None) -> Api:
 def base_url_of(client: Any) -> str:
     """Where a client sends its requests."""
     return str(client.base_url).rstrip("/")
+
+
+def is_of_cloud(connection: Connection) -> bool:
+    """Whether an endpoint names a cloud, and not a function of the user's own."""
+    return connection.client in _MAKERS
+
+
+def is_async(client: Any) -> bool:
+    """Whether the methods of a client are coroutines."""
+    return asyncio.iscoroutinefunction(client.post)
+
+
+def connect(client: Any, connection: Connection, transport: Any) -> Any:
+    """The client with the headers and query of an endpoint; all it sends goes to `transport`."""
+    sdk = import_module(sdk_of(client))
+    make = sdk.DefaultAsyncHttpxClient if is_async(client) else sdk.DefaultHttpxClient
+    return client.with_options(
+        # A redirect would take the key along to wherever it points.
+        http_client=make(transport=transport, follow_redirects=False),
+        default_headers={**connection.headers, **read_headers(connection)},
+        default_query=dict(connection.query),
+    )
 
 
 def _azure(options: dict[str, Any], model: str) -> Any:

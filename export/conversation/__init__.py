@@ -1,6 +1,7 @@
 """A record read into a conversation that every format can render.
 
 reading    parses a record into a Conversation
+ordinary   the same in one pass, for most records
 validity   rules that every row keeps
 tolerance  rules that a user can relax
 views      counts what the model saw shortened

@@ -20,6 +20,12 @@ class Own(NamedTuple):
     """That message and all later ones."""
     tools: list[dict[str, Any]]
     """Counts of its tool calls, see `tool_stats`."""
+    replies: int
+    """Number of its messages."""
+    with_reasoning: int
+    """Number of those that have reasoning, see `has_reasoning`."""
+    failed: Sequence[Mapping[str, Any]]
+    """The results of its calls that failed."""
 
 
 def own_of(record: Mapping[str, Any]) -> Own:
@@ -27,7 +33,10 @@ def own_of(record: Mapping[str, Any]) -> Own:
     turns = own_turns(record)
     start = first_reply(record["messages"], turns=len(turns))
     messages = record["messages"][start:]
-    return Own(turns, start, messages, tool_stats(messages))
+    replies = [message for message in messages if message["role"] == "assistant"]
+    failed = [m for m in messages if m["role"] == "tool" and m.get("is_error")]
+    reasoned = sum(map(has_reasoning, replies))
+    return Own(turns, start, messages, tool_stats(messages), len(replies), reasoned, failed)
 
 
 def first_reply(messages: Sequence[Mapping[str, Any]], *, turns: int) -> int:

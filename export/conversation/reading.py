@@ -90,6 +90,8 @@ class Conversation(NamedTuple):
     num_tool_calls: int
     flaws: Sequence[Flaw] = ()
     """Flaws that not every format accepts."""
+    said: tuple[str, ...] | None = None
+    """All texts of the record, see `export.filters.duplicates`; None if they were not collected."""
 
     @property
     def num_turns(self) -> int:
@@ -148,7 +150,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         completed=completed,
         record=record,
         own=own,
-        metadata=_metadata(record, completion if completed else None, stats, noted),
+        metadata=metadata_for(record, completion if completed else None, stats, noted),
         num_tool_calls=sum(tool["count"] for tool in stats),
         flaws=flaws,
     )
@@ -267,9 +269,9 @@ def _read_turn(
     `results` are those of the calls of its last message, by id.
     """
     if len(messages) == 1:
-        reasoning, text = _split_reasoning(messages[0], number)
+        reasoning, text = split_reasoning(messages[0], number)
     else:
-        parts = [_split_reasoning(message, number) for message in messages]
+        parts = [split_reasoning(message, number) for message in messages]
         reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
     if reasoning:
         _find_structure(reasoning, flaws, number, "reasoning")
@@ -307,6 +309,13 @@ def _read_call(call: Mapping[str, Any], flaws: list[Flaw], number: int, position
     return Call(call["id"], function["name"], *arguments)
 
 
+def holds_flaw(words: str) -> bool:
+    """Whether a text holds a tag or a control token."""
+    if "<" in words and _MARKER_IN_TEXT.search(words) is not None:
+        return True
+    return control_token(words) is not None
+
+
 def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> None:
     """Add a flaw for tags and control tokens in a model's own text."""
     if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
@@ -315,7 +324,7 @@ def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> N
         flaws.append(_of_token(token, f"turn {number}, {place}"))
 
 
-def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
+def split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
     """Reasoning and text of a message; reasoning both in its field and inline counts once."""
     apart, text = message.get("reasoning") or "", message.get("content")
     if not isinstance(text, str):
@@ -345,7 +354,7 @@ def _read_result(message: Mapping[str, Any], call: Call, number: int) -> Result:
     return Result(call.id, call.name, content, bool(message.get("is_error")))
 
 
-def _metadata(
+def metadata_for(
     record: Mapping[str, Any],
     completion: str | None,
     stats: Sequence[Mapping[str, Any]],

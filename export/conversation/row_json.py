@@ -62,6 +62,8 @@ _ROW_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_PASSTHROUGH_SUBCLASS
 _SHORTEST = frozenset((str, int, bool, type(None)))
 """Types with one shortest spelling, unlike floats (`1e9`)."""
 
+_STRINGS = frozenset((str,))
+
 
 class Repeated(str):
     """Text of many rows, escaped only once."""
@@ -170,19 +172,29 @@ def read_arguments(call: Mapping[str, Any], *, where: str) -> tuple[str, Mapping
     Numbers in the text keep their digits. In the value an integer beyond 64 bits is a string of its
     digits: loaders would round it or refuse the whole file. Blank arguments are an empty object.
     """
-    sent = call["function"]["arguments"]
-    if not sent.strip():
-        return "{}", {}
     try:
-        text, value = _respaced(sent)
+        return parse_arguments(call["function"]["arguments"])
     except ValueError as e:
-        place = f"{where} ({call['function']['name']})"
-        raise Rejected(Reason.ARGUMENTS_NOT_JSON, f"{place}: {e}") from e
+        is_json = isinstance(e, _NotAnObject)
+        reason = Reason.ARGUMENTS_NOT_OBJECT if is_json else Reason.ARGUMENTS_NOT_JSON
+        raise Rejected(reason, f"{where} ({call['function']['name']}): {e}") from e
+
+
+class _NotAnObject(ValueError):
+    """Arguments are JSON, but not an object."""
+
+
+def parse_arguments(sent: str) -> tuple[str, Mapping[str, Any]]:
+    """The same for the text of arguments; raises ValueError."""
+    if not sent or sent.isspace():
+        return "{}", {}
+    text, value = _respaced(sent)
     if not text.startswith("{"):
-        place = f"{where} ({call['function']['name']})"
-        raise Rejected(Reason.ARGUMENTS_NOT_OBJECT, f"{place}: {text[:40]!r}")
+        raise _NotAnObject(repr(text[:40]))
     if value is None:
         value = json.loads(text)
+    elif _STRINGS.issuperset(map(type, value.values())):
+        return text, value
     return text, within_64_bits(value) if has_long_digits(text) else value
 
 

@@ -7,14 +7,15 @@ selected record is used or rejected. The same records and recipe give the same b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from export.conversation.reading import Conversation, read_conversation
+from export.conversation.ordinary import conversation_of, read_ordinary, shows_exact_numbers
+from export.conversation.reading import Conversation
 from export.conversation.tolerance import Tolerance, how_to_keep, refuse_everywhere
 from export.conversation.validity import Rejected
 from export.dataset.format_files import Candidate, Why, open_formats
@@ -24,7 +25,7 @@ from export.filters.filters import RecordFilters
 from export.filters.verdicts import Verdicts
 from export.formats.registry import COPIES
 from export.recipe import Recipe
-from export.record_order import RecordOrder, Seen
+from export.record_order import RecordOrder, RecordReader, Seen
 from export.row_files import FileTarget, Hashing, Written
 from export.statistics import Statistics
 from runs.dataset.scan import Scan
@@ -34,6 +35,9 @@ from runs.store.failures import load_failed_attempts
 from runs.store.reader import Stored
 
 SCHEMA_VERSION = 1
+
+_OF_TEXTS = frozenset(("hermes", "openai", "llamafactory"))
+"""Formats whose rows show no numbers of a record but those of `shows_exact_numbers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ def _is_told(record: Mapping[str, Any], recipe: Recipe) -> bool:
 
 def _read(record: Mapping[str, Any], tolerances: Sequence[Tolerance]) -> Conversation:
     """Parse a record; raises Rejected, also if no format accepts it."""
-    conversation = read_conversation(record)
+    conversation = conversation_of(record)
     if conversation.flaws:
         refuse_everywhere(conversation.flaws, tolerances)
     return conversation
@@ -138,14 +142,22 @@ class _Making:
         recipe: Recipe,
         place: FileTarget,
         seen: Seen,
-        read: Callable[[int], Stored],
+        read: RecordReader,
         verdicts: Verdicts | None,
     ) -> None:
         self._recipe = recipe
         self._seen = seen
         self._read = read
         filters = recipe.filters
+        self._chooses = recipe.compares or filters.max_per_toolsets is not None
         self._filters = _filters_of(recipe, verdicts)
+        # Nothing but texts, and few numbers, of a record is used.
+        self._is_plain = (
+            self._filters.are_idle
+            and not recipe.compares
+            and len(recipe.splits) == 1
+            and _OF_TEXTS.issuperset(recipe.row_formats)
+        )
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
@@ -163,7 +175,8 @@ class _Making:
     def add(self, groups: Iterable[Iterable[int]]) -> None:
         """Add a few groups of tasks: those of one prompt, or single tasks if none are compared."""
         # A prompt can have any number of samples: rejected ones are not held in memory.
-        stored = [((number, self._read(number)) for number in numbers) for numbers in groups]
+        read = self._read.quickly if self._is_plain else self._read
+        stored = [((number, read(number)) for number in numbers) for numbers in groups]
         known = stored if self._recipe.compares else [list(group) for group in stored]
         passed = [self._candidates(group) for group in known]
         for candidates, _ in passed:
@@ -219,16 +232,22 @@ class _Making:
 
     def _candidate(self, number: int, stored: Stored) -> Candidate:
         """Raises _LeftOut."""
+        conversation: Conversation | None = None
+        if self._is_plain:
+            conversation = read_ordinary(stored.record)
+            if conversation is None or not shows_exact_numbers(stored.record):
+                quick, stored = stored, self._read.with_exact_numbers(stored)
+                conversation = conversation if stored is quick else None
         record = stored.record
         if (rejection := self._filters.rejection(record)) is not None:
             raise _LeftOut(*rejection)
-        conversation: Conversation | None = None
-        if self._recipe.needs_conversations:
+        if conversation is None and self._recipe.needs_conversations:
             try:
                 conversation = _read(record, self._tolerances)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
+        said = conversation and conversation.said
+        if self._recipe.filters.exact_duplicates and not self._is_new(number, record, said):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
             # A record without a row of its own must not exclude others.
@@ -237,16 +256,18 @@ class _Making:
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
         return Candidate(record, stored.line, conversation)
 
-    def _is_new(self, number: int, record: Mapping[str, Any]) -> bool:
-        said = said_in(record)
+    def _is_new(self, number: int, record: Mapping[str, Any], said: tuple[str, ...] | None) -> bool:
+        said = said or said_in(record)
         return self._seen.is_new(
             number, hash(said), lambda earlier: said_in(self._read(earlier).record) == said
         )
 
     def _chosen(self, candidates: list[Candidate]) -> dict[str, tuple[str, str]]:
         """The candidates that make no rows of their own, by id, with the reason."""
-        filters = self._recipe.filters
         left_out: dict[str, tuple[str, str]] = {}
+        if not self._chooses:
+            return left_out
+        filters = self._recipe.filters
         ranked = []
         for candidate in candidates:
             if (why := self._filters.only_compared(candidate.record)) is None:

@@ -38,6 +38,14 @@ _COUNTED = (
 )
 """Filters that need counts of what the model did."""
 
+_OF_SEVERAL = frozenset(
+    (
+        *("control_tokens", "evaluation_words", "exact_duplicates", "near_duplicates"),
+        *("first_n", "best_n", "max_per_toolsets"),
+    )
+)
+"""Filters that are applied elsewhere, and one that does nothing by itself."""
+
 
 class Rejection(NamedTuple):
     """Why a record is left out."""
@@ -66,6 +74,8 @@ class RecordFilters:
         self._with_comparisons = with_comparisons
         self._filters = filters
         self._threshold = threshold
+        self.are_idle = verdicts is None and filters.model_fields_set <= _OF_SEVERAL
+        """Whether only the status of a record matters."""
         self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
         self._wrong = None if filters.answer is None else _answer_check(filters.answer)
         self._questions: Questions | None = None
@@ -79,6 +89,8 @@ class RecordFilters:
 
     def rejection(self, record: Record) -> Rejection | None:
         """The first filter that leaves the record out, None if none does."""
+        if self.are_idle and record["status"] == "completed":
+            return None
         return next(self._rejections(record), None)
 
     def only_compared(self, record: Record) -> Rejection | None:

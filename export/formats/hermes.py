@@ -160,9 +160,10 @@ def _gpt_value(turn: Turn, no_reasoning: str) -> str:
 def _tool_value(turn: Turn) -> str:
     blocks = []
     for result in turn.results:
-        of_call = f'{{"tool_call_id": {write_json(result.id)}, "name": {write_json(result.name)},'
-        content = escape_markers(content_json(result.content))
-        blocks.append(
-            f'<tool_response>\n{escape_markers(of_call)} "content": {content}}}\n</tool_response>'
+        # No marker spans the space before "content", so one search finds those of both parts.
+        body = escape_markers(
+            f'{{"tool_call_id": {write_json(result.id)}, "name": {write_json(result.name)},'
+            f' "content": {content_json(result.content)}}}'
         )
+        blocks.append(f"<tool_response>\n{body}\n</tool_response>")
     return "\n".join(blocks)

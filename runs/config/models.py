@@ -129,7 +129,11 @@ def _check_batches(config: RunConfig, setups: Setups) -> None:
         return
     models = called_models(setups)
     if without := [model.reference for model in models if not has_batches(model)]:
-        msg = f"batch_api: the endpoint of {without[0]!r} has no Batch API; leave --batch_api out"
+        msg = (
+            f"batch_api: the endpoint of {without[0]!r} has no Batch API that can be used; leave "
+            "--batch_api out (a client must be MODULE:FUNCTION, and return AsyncOpenAI or "
+            "AsyncAnthropic)"
+        )
         raise ValueError(msg)
     if not models:
         msg = "batch_api: no model is called at an endpoint; leave --batch_api out"

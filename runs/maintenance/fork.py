@@ -52,6 +52,7 @@ def forked_config(
     flags: Mapping[str, Any],
     *,
     branches: int,
+    fresh: bool = False,
 ) -> RunConfig:
     """The config of a run of branches: that of the `parent` run.json, then file, then flags.
 
@@ -80,7 +81,7 @@ def forked_config(
         None,
         {
             **values,
-            "dataset_file": _dataset_of(run_dir),
+            "dataset_file": _dataset_of(run_dir, fresh=fresh),
             "columns": {},
             "rows": None,
             "num_samples": branches,
@@ -91,15 +92,25 @@ def forked_config(
     )
 
 
-def _dataset_of(run_dir: Path) -> Path:
-    """The dataset of a run of branches: that of its last start; after `fresh` it has a number."""
+def _dataset_of(run_dir: Path, *, fresh: bool) -> Path:
+    """The dataset of a run of branches: that of its last start; after `fresh` it has a number.
+
+    Raises `ConfigError` if the directory has a run of something else, unless `fresh` moves it.
+    """
     first = run_dir.with_name(f"{run_dir.name}.fork.jsonl")
     try:
         own = Path(read_run_json(run_dir)["dataset"]["path"]).name
     except RunDirError:
         return first
-    is_numbered = re.fullmatch(rf"{re.escape(run_dir.name)}\.fork\.\d+\.jsonl", own)
-    return first.with_name(own) if is_numbered else first
+    if re.fullmatch(rf"{re.escape(run_dir.name)}\.fork(\.\d+)?\.jsonl", own):
+        return first.with_name(own)
+    if not fresh:
+        msg = (
+            f"--run_name: {run_dir} is a run of {own}, not of branches; use another --run_name, "
+            "or --fresh to move it aside"
+        )
+        raise ConfigError(msg)
+    return first
 
 
 def write_forks(

@@ -57,7 +57,11 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, *, writes: bool = True, say: Callable[[str], object] = say
+    config: RunConfig,
+    *,
+    writes: bool = True,
+    fresh: bool = False,
+    say: Callable[[str], object] = say,
 ) -> Plan:
     """Check all that can be checked before any model is called.
 
@@ -94,6 +98,7 @@ def make_plan(
         rules=rules,
         max_samples=config.max_samples,
         writes=writes,
+        fresh=fresh,
         say=say,
     )
     try:

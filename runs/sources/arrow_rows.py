@@ -17,11 +17,15 @@ from runs.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 BATCH_ROWS = 256
-"""Few enough that a batch of rows of a megabyte each fits in memory."""
+"""Maximum rows of a batch; large rows come in smaller ones."""
 
 _PIECE_BYTES = 16 << 20
+
+_READ_BYTES = 1 << 20
+"""Of a column at a time. By default pyarrow reads all of it in a row group, which may be a file."""
 
 _ABSENT = object()
 
@@ -32,11 +36,24 @@ def parquet_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            yield from rows_of(file.iter_batches(batch_size=BATCH_ROWS), str(path), left_out)
+        with pq.ParquetFile(path, buffer_size=_READ_BYTES) as file:
+            yield from rows_of(_batches_of(file), str(path), left_out)
     except (OSError, pa.ArrowException) as error:
         msg = f"{path}: cannot read it as Parquet: {error}"
         raise DatasetError(msg) from error
+
+
+def _batches_of(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """Batches of each row group by itself: pyarrow would begin the next one too early."""
+    for n in range(file.num_row_groups):
+        group = file.metadata.row_group(n)
+        rows = rows_per_batch(group.total_byte_size // max(1, group.num_rows))
+        yield from file.iter_batches(batch_size=rows, row_groups=[n])
+
+
+def rows_per_batch(row_bytes: int) -> int:
+    """How many rows of this size make a batch."""
+    return max(1, min(BATCH_ROWS, _PIECE_BYTES // max(1, row_bytes)))
 
 
 def rows_of(

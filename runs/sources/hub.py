@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.errors import DatasetError, EnvironmentStop, RunError
-from runs.sources.arrow_rows import BATCH_ROWS, rows_of
+from runs.sources.arrow_rows import BATCH_ROWS, rows_of, rows_per_batch
 from runs.sources.source import HubName
 
 
@@ -61,7 +61,8 @@ def saved_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
         found = datasets.load_from_disk(str(path))
         if isinstance(found, datasets.DatasetDict):
             found = found[_only_split(f"{path}/", list(found))]
-        yield from rows_of(found.with_format("arrow").iter(BATCH_ROWS), str(path), left_out)
+        rows = rows_per_batch(found.data.nbytes // max(1, found.data.num_rows))
+        yield from rows_of(found.with_format("arrow").iter(rows), str(path), left_out)
     except (RunError, MemoryError):
         raise
     except Exception as error:

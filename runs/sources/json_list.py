@@ -13,6 +13,9 @@ from runs.errors import DatasetError
 
 _BLOCK = 1 << 16
 
+_MOST_MORE = 8 << 20
+"""Characters that are read beyond a large element at most."""
+
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 _MARGIN = 16
@@ -58,7 +61,7 @@ def elements(path: Path, text: TextIO) -> Iterator[bytes]:
             wrong = _Unreadable(f"an element is longer than {MAX_LINE_BYTES >> 20} MiB")
         else:
             # As much again each time: what is incomplete is read again from its beginning.
-            more = text.read(max(_BLOCK, len(buffer)))
+            more = text.read(max(_BLOCK, min(len(buffer), _MOST_MORE)))
         if not more and not begun and not buffer:
             return  # an empty file
         if not more:

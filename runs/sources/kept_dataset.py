@@ -6,7 +6,8 @@
 
 KEY is a digest of what was read and how: a source that has changed gets other files, and a start
 that is refused leaves those of a running one alone. Of a hub's dataset the revision that the first
-start found counts for all later ones, which need no network.
+start found counts for all later ones, which need no network. A start with `fresh` finds it again,
+and appends it to KEY if it is another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
+from operator import itemgetter
 from pathlib import Path
 from shutil import copyfile, rmtree
 from tempfile import mkdtemp
@@ -69,14 +71,15 @@ def keep_dataset(
     rules: RowRules,
     max_samples: int | None,
     writes: bool,
+    fresh: bool = False,
     say: Callable[[str], object],
 ) -> KeptDataset:
     """The dataset as a JSONL file: the user's own, or the one in the run directory.
 
     Reads the source only where the run directory does not hold it yet, and of it no more than
     `max_samples` rows that `rules` can use. Without `writes`, what is missing goes into a temporary
-    directory. Raises `DatasetError`, `StorageError`, and `EnvironmentStop` where a hub cannot be
-    reached.
+    directory. With `fresh`, a hub's dataset is that of the hub now. Raises `DatasetError`,
+    `StorageError`, and `EnvironmentStop` where a hub cannot be reached.
     """
     source = source_of(name)
     if source.tasks and rows is None:
@@ -88,18 +91,18 @@ def keep_dataset(
     before = _sizes_and_times(source)
     files = _digests_of(source)
     key = _key_of(source, files, columns, rows_file)
-    known = [_read(path) for path in sorted(run_dir.glob(f"dataset-{key}*.json"))]
-    names = [f"dataset-{key}", *([f"dataset-{key}-{max_samples}"] if max_samples else [])]
-    for stem in names:
-        told = _read(run_dir / f"{stem}.json")
-        path = run_dir / f"{stem}.jsonl"
-        if told and _is_as_written(path, told):
-            return KeptDataset(path, told)
-    revision = next((told["revision"] for told in known if told), None)
-    if source.hub is not None and revision is None:
+    stem, revision = _known(run_dir, key)
+    if source.hub is not None and (fresh or revision is None):
         from runs.sources.hub import revision_of
 
-        revision = revision_of(source.hub)
+        before_fresh, revision = revision, revision_of(source.hub)
+        if before_fresh not in (None, revision):
+            stem = f"dataset-{key}{revision}"
+    for file_stem in (stem, *([f"{stem}-{max_samples}"] if max_samples else [])):
+        told = _read(run_dir / f"{file_stem}.json")
+        path = run_dir / f"{file_stem}.jsonl"
+        if told and _is_as_written(path, told):
+            return KeptDataset(path, told)
     told = {
         "source": source.name,
         "revision": revision,
@@ -112,7 +115,7 @@ def keep_dataset(
     writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples, say)
 
     def write(directory: Path) -> KeptDataset:
-        path, written = writer.write(found, directory, f"dataset-{key}")
+        path, written = writer.write(found, directory, stem)
         if _sizes_and_times(source) != before:
             path.unlink()
             msg = f"{source.name}: changed while it was read; run the same command again"
@@ -172,6 +175,17 @@ def describe_left_out(source: str, left_out: set[str]) -> str:
 def source_of_kept(path: Path) -> dict[str, Any] | None:
     """Where the rows of a run's dataset come from; None where the file is the user's own."""
     return _read(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
+
+
+def take_kept(path: Path, directory: Path) -> None:
+    """Bring a kept dataset from a run that was moved aside to `directory`, for a new run.
+
+    The old run loses it only if it has its own.
+    """
+    link_kept(path, directory)
+    if any(file.stem != path.stem for file in path.parent.glob("dataset-*.json")):
+        path.unlink()
+        path.with_suffix(".json").unlink()
 
 
 def link_kept(path: Path, directory: Path) -> None:
@@ -307,6 +321,22 @@ def _key_of(
     if rows_file is not None:
         decides.append(rows_file.digest)
     return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
+
+
+def _known(run_dir: Path, key: str) -> tuple[str, str | None]:
+    """The name of the files with a key, without suffixes, and their revision if they are there.
+
+    Where there are several, a later start with `fresh` did not get as far as using its own.
+    """
+    found = []
+    for path in run_dir.glob(f"dataset-{key}*.json"):
+        if told := _read(path):
+            # Of the name, a maximum number of rows is the third part.
+            found.append((path.stat().st_mtime_ns, "-".join(path.stem.split("-")[:2]), told))
+    if not found:
+        return f"dataset-{key}", None
+    _, stem, told = min(found, key=itemgetter(0, 1))
+    return stem, told["revision"]
 
 
 def _is_as_written(path: Path, told: Mapping[str, Any]) -> bool:

@@ -52,6 +52,8 @@ class AppendFile:
                 sync_directory(path.parent)
         except OSError as error:
             raise storage_error(path, error) from error
+        self._synced: int | None = None
+        """Its size at the last sync."""
         self._broken: StorageError | None = None
 
     def append(self, lines: bytes) -> None:
@@ -76,11 +78,14 @@ class AppendFile:
         """Make all appended lines survive a power loss. Raises `StorageError`."""
         if self._broken is not None:
             raise self._broken
+        if (size := self.size) == self._synced:
+            return
         try:
             os.fdatasync(self._fd)
         except OSError as error:
             self._broken = storage_error(self.path, error)
             raise self._broken from error
+        self._synced = size  # what another thread has appended since needs another sync
 
     def check_is_there(self) -> None:
         """Raise `StorageError` if the file was removed, replaced or cut: its content is lost.

@@ -3,8 +3,8 @@
 It knows which tasks each worker has. A worker that dies or falls silent is replaced, and its tasks
 are assigned again from the end of their journals, in the order of `task_queue`.
 
-A finished task is acknowledged to its worker only after its record is durable; records of several
-tasks share one sync.
+A finished task is acknowledged to its worker only after its record is durable; the records of
+20 ms share one sync. The worker gets its next task without waiting for that.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ from runs.tasks import Task
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_SYNC_EVERY_S = 0.02
+"""As the journals: a power loss takes no more of records than of replies."""
 _FAILED_STARTS = 3
 _FAILURES_SHOWN = 20
 
@@ -101,6 +103,8 @@ class Supervisor:
         self.is_out_of_budget = False
         self.is_dataset_changed = False
         self._kill_at: float | None = None
+        self._due = 0.0
+        """When there is something to do besides assigning tasks and keeping records."""
 
     def interrupt(self) -> None:
         """Stop the run: in good order, or at once if called again. For signal handlers."""
@@ -117,12 +121,10 @@ class Supervisor:
                 self._pool.start(self._setup)
             while not self._is_over():
                 self._handle_messages()
-                self._watch_workers()
-                self.limits.share(self._pool.workers)
-                self._grant_budget()
+                if time.monotonic() >= self._due:
+                    self._tend()
                 self._assign()
-                self._serve_batches()
-                self._progress.show(self._pool.held, self._describe())
+            self._acknowledge_finished()
             self._shut_down_workers()
         finally:
             self._pool.kill()
@@ -141,21 +143,31 @@ class Supervisor:
     # Messages of workers.
 
     def _handle_messages(self) -> None:
-        """Handle all messages, waiting for the first; sync once for all of them."""
+        """Handle all messages, waiting for the first until something else is due."""
         try:
-            item = self._pool.inbox.get(timeout=_TICK_S)
+            item = self._pool.inbox.get(timeout=max(0.0, self._due - time.monotonic()))
             while True:
                 self._handle(*item)
                 item = self._pool.inbox.get_nowait()
         except queue.Empty:
             pass
+
+    def _tend(self) -> None:
+        """Do what is due: after each message but finished tasks, which wait for a common sync."""
         self._start.run_dir.check_is_there()
         if (problem := self._start.run_dir.what_vanished()) is not None:
             self._stop(problem)
-        if self._finished:
-            self._acknowledge_finished()
+        self._acknowledge_finished()
+        self._watch_workers()
+        self.limits.share(self._pool.workers)
+        self._grant_budget()
+        self._serve_batches()
+        self._progress.show(self._pool.held, self._describe())
+        self._due = time.monotonic() + _TICK_S
 
     def _acknowledge_finished(self) -> None:
+        if not self._finished:
+            return
         self._start.records.sync()
         self._start.failures.sync()
         durable: dict[WorkerHandle, list[bytes]] = {}
@@ -172,13 +184,18 @@ class Supervisor:
         self._start.batches.do(BatchCollector.forget, key)
 
     def _handle(self, worker: WorkerHandle | None, message: bytes | None) -> None:
+        now = due = time.monotonic()
         if worker is None:
             self._on_signal()
         elif message is None:
             self._on_death(worker)
         else:
-            worker.heard_at = time.monotonic()
-            self._on_message(worker, *unpack(message))
+            worker.heard_at = now
+            header, payload = unpack(message)
+            self._on_message(worker, header, payload)
+            if header["type"] == "finished":
+                due += _SYNC_EVERY_S
+        self._due = min(self._due, due)
 
     def _on_message(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> None:
         match header["type"]:

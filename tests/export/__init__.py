@@ -14,5 +14,6 @@ test_export_hf            directories of `datasets`
 test_export_judge         the judge of answers
 test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes
+test_ordinary             ordinary conversations, read in one pass
 test_export_docs          docs/export.md
 """

@@ -5,6 +5,7 @@ test_run            runs from start to end, killed and resumed
 test_run_options    options of conversations in whole runs
 test_web_run        runs with the toolset web
 test_batches        runs by the provider's Batch API
+test_credentials    credentials that change while runs work, are killed and resumed
 test_ray            runs whose workers are Ray actors
 test_outages        endpoints that cannot be reached
 test_processes      no process is left behind

@@ -16,6 +16,7 @@ from agent.messages import Message
 from agent.models.batches.base import LostBatch, Undecided
 from agent.models.batches.calls import body_of, open_batches, read_reply
 from agent.models.client.open_model import open_model
+from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.model import ModelSettings, Request
 from agent.models.prices import estimate_cost
 from agent.models.resolve import resolve_model
@@ -121,10 +122,11 @@ async def office(
     ledger: BatchLog | None = None,
     settled: Container[bytes] = (),
     most: int = 100,
+    connection: Connection = DIRECT_CONNECTION,
 ) -> AsyncIterator[Desks]:
     run_dir.mkdir(exist_ok=True)
     ledger = ledger or BatchLog(run_dir, run_dir / "quarantine")
-    settings = settings_for(api, dialect)
+    settings = replace(settings_for(api, dialect), connection=connection)
     jobs = ledger.load(settled)
     problems: list[str] = []
     said: list[str] = []
@@ -274,6 +276,99 @@ def test_a_creation_whose_answer_is_lost(tmp_path: Path, dialect: str) -> None:
                 answers = await all_of(desks, ["a", "b"])
             assert [answer.how for answer in answers] == ["reply", "reply"]
             assert len(api.batches) == 1
+
+    asyncio.run(ask())
+
+
+def client_of_openai(root: str, token_file: str) -> Any:
+    """As a user's own function returns it: its token changes."""
+    from openai import AsyncOpenAI
+
+    async def token() -> str:
+        return Path(token_file).read_text()
+
+    return AsyncOpenAI(base_url=f"{root}/v1", api_key=token)
+
+
+def client_of_anthropic(root: str, token_file: str) -> Any:
+    from anthropic import AsyncAnthropic
+
+    class Client(AsyncAnthropic):
+        @property
+        def auth_headers(self) -> dict[str, str]:
+            return {"X-Api-Key": Path(token_file).read_text()}
+
+    return Client(base_url=root, api_key="none")
+
+
+def changing(api: FakeBatches, dialect: str, way: str) -> Connection:
+    if way == "key_command":
+        return Connection(key_command=("cat", str(api.token_file)))
+    client = {"chat": client_of_openai, "messages": client_of_anthropic}[dialect]
+    options = {"root": api.anthropic_url, "token_file": str(api.token_file)}
+    return Connection(client=f"{__name__}:{client.__name__}", client_options=options)
+
+
+@pytest.mark.parametrize("way", ["key_command", "client"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_each_step_of_a_batch_may_find_its_token_expired(
+    tmp_path: Path, dialect: str, way: str
+) -> None:
+    async def ask() -> None:
+        # Anthropic's client makes two requests for the results, each time it is asked.
+        fake: dict[str, Any] = {"calls_per_token": 2 if dialect == "chat" else 4, "errored": 0.3}
+        with FakeBatches(token_file=tmp_path / "token", delay_s=0.0, **fake) as api:
+            connection = changing(api, dialect, way)
+            prompts = [str(n) for n in range(8)]
+            async with office(tmp_path / "run", api, dialect, connection=connection) as desks:
+                hows = [answer.how for answer in await all_of(desks, prompts)]
+            assert not desks.problems
+            assert set(hows) == {"reply", "live"}
+            assert len(api.batches) == 1
+            # OpenAI: upload, creation, state, batch, two files. Anthropic: creation, results.
+            assert api.refused >= (6 if dialect == "chat" else 2)
+        files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+        assert files
+        assert not [path for path in files if b"token-of-turn-" in path.read_bytes()]
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("way", ["key_command", "client"])
+def test_credentials_that_are_rejected_again_stop_the_run(tmp_path: Path, way: str) -> None:
+    async def ask() -> None:
+        with FakeBatches(token_file=tmp_path / "token", calls_per_token=1) as api:
+            connection = changing(api, "chat", way)
+            async with office(tmp_path / "run", api, connection=connection) as desks:
+                assert not await all_of(desks, ["a"])
+            assert "HTTP 401" in desks.problems[0]
+            assert "token-of-turn-" not in desks.problems[0]
+            assert not api.batches
+
+    asyncio.run(ask())
+
+
+def test_a_client_without_credentials_stops_the_run(tmp_path: Path) -> None:
+    async def ask() -> None:
+        with FakeBatches(token_file=tmp_path / "token") as api:
+            connection = changing(api, "chat", "client")
+            (tmp_path / "token").unlink()
+            async with office(tmp_path / "run", api, connection=connection) as desks:
+                assert not await all_of(desks, ["a"])
+            assert "FileNotFoundError" in desks.problems[0]
+            assert not api.batches
+
+    asyncio.run(ask())
+
+
+def test_results_are_fetched_from_the_endpoint_whatever_address_it_gives(tmp_path: Path) -> None:
+    """The key goes nowhere else."""
+
+    async def ask() -> None:
+        with FakeBatches(results_root="http://127.0.0.1:1") as api:
+            async with office(tmp_path, api, "messages") as desks:
+                answers = await all_of(desks, ["a", "b"])
+            assert [answer.how for answer in answers] == ["reply"] * 2
 
     asyncio.run(ask())
 

@@ -170,11 +170,19 @@ def test_a_client_of_one_s_own_is_used_in_workers(tmp_path: Path) -> None:
     assert not files_with(tmp_path / "trajectories", "token-of-turn-")
 
 
-def test_batches_do_not_go_through_a_client(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        {"client": "openai:OpenAI", "key_env": "GATEWAY"},
+        {"client": "foundry", "key_env": "GATEWAY", "client_options": {"resource": "mine"}},
+    ],
+    ids=["synchronous", "foundry"],
+)
+def test_batches_go_through_asynchronous_clients_of_one_s_own_only(
+    tmp_path: Path, endpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEWAY", "gateway-key-0123456789")
     write_prompts(tmp_path / "p.jsonl", 1)
-    (tmp_path / "my_clients.py").write_text(OWN_CLIENT)
-    options = {"root": "http://127.0.0.1:1/v1", "token_file": "none"}
-    endpoint = {"client": "my_clients:make", "client_options": options}
     done = start(tmp_path, endpoint, "--batch_api")
     assert done.returncode == 2
     assert "batch_api: the endpoint of 'own:m' has no" in done.stderr

@@ -184,6 +184,17 @@ def test_the_dataset_of_a_run_that_resumes_is_not_replaced(tmp_path: Path) -> No
     assert (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes() == rows
 
 
+def test_a_fork_onto_its_parent_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "q", "script": [{"content": "a"}]})
+    assert run(tmp_path, **{**SCRIPTED, "enabled_toolsets": "none"}).returncode == 0
+    runs = tmp_path / "trajectories"
+    before = sorted(runs.iterdir())
+    refused = run(tmp_path, "fork", "r", "--at_turn=1", "--n=1", "--run_name=r")
+    assert refused.returncode == 2
+    assert "is a run of p.jsonl, not of branches; use another --run_name" in refused.stderr
+    assert sorted(runs.iterdir()) == before
+
+
 @pytest.mark.slow
 def test_a_run_that_is_moved_aside_keeps_its_dataset(tmp_path: Path) -> None:
     runs = tmp_path / "trajectories"

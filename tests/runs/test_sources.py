@@ -485,6 +485,13 @@ class TestRuns:
         assert "error: p.csv: no usable row among 1" in ended.stderr
 
 
+def revisions(run_dir: Path) -> list[str]:
+    """Of the datasets in a run directory."""
+    found = sorted(run_dir.glob("dataset-*.json"))
+    assert [file.stem for file in found] == sorted(f.stem for f in run_dir.glob("dataset-*.jsonl"))
+    return [json.loads(file.read_text())["revision"] for file in found]
+
+
 class TestTheHub:
     @pytest.fixture
     def files(self, tmp_path: Path) -> dict[str, bytes]:
@@ -511,6 +518,35 @@ class TestTheHub:
         twin = run(tmp_path, **{**options, "run_name": "twin"})
         assert twin.returncode == 0, twin.stderr
         assert (tmp_path / "trajectories" / "twin.jsonl").read_bytes() == result
+
+    def test_fresh_takes_the_revision_of_the_hub_now(
+        self, tmp_path: Path, files: dict[str, bytes]
+    ) -> None:
+        """The run that is moved aside keeps its own."""
+        (tmp_path / "s.json").write_text('[{"content": "done"}]')
+        hub = {**SCRIPTED, "enabled_toolsets": "none", "script_file": "s.json"}
+        hub["dataset_file"] = f"hf:{REPOSITORY}:train"
+        home = {"HF_HOME": str(tmp_path / "home")}
+        run_dir = tmp_path / "trajectories" / "r"
+
+        def start(environment: dict[str, str], *flags: str) -> list[str]:
+            ended = run(tmp_path, *flags, env={**home, **environment}, **hub)
+            assert ended.returncode == 0, ended.stderr
+            return revisions(run_dir)
+
+        with fake_hub(files) as (environment, _):
+            assert start(environment) == [REVISION]
+        newer = "b" * 40
+        pq.write_table(pa.table({"prompt": ["new"]}), tmp_path / "new.parquet")
+        content = {"data/train-0.parquet": (tmp_path / "new.parquet").read_bytes()}
+        with fake_hub(content, newer) as (environment, _):
+            assert start(environment) == [REVISION]
+            assert start(environment, "--dry_run", "--fresh") == [REVISION]
+            assert start(environment, "--fresh") == [newer]
+            assert (run_dir.parent / "r.jsonl").read_bytes().count(b"\n") == 1
+            (aside,) = (p for p in run_dir.parent.iterdir() if p.is_dir() and p != run_dir)
+            assert revisions(aside) == [REVISION]
+        assert start(environment) == [newer], "without the hub"
 
     def test_what_is_not_there_is_said(self, tmp_path: Path, files: dict[str, bytes]) -> None:
         with fake_hub(files) as (environment, _):

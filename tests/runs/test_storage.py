@@ -200,6 +200,28 @@ def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path: Path) -> None:
     assert (tmp_path / "f").stat().st_size == 900
 
 
+def test_a_file_is_synced_only_where_lines_were_appended_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also lines that another thread appends while a sync runs, which may not be part of it."""
+    file = AppendFile(tmp_path / "f")
+    synced: list[int] = []
+    sync = os.fdatasync
+
+    def counted(fd: int) -> None:
+        sync(fd)
+        synced.append(os.fstat(fd).st_size)
+        if len(synced) == 1:
+            file.append(b"b\n")
+
+    monkeypatch.setattr(os, "fdatasync", counted)
+    file.append(b"a\n")
+    for _ in range(3):
+        file.sync()
+    assert synced == [2, 4]
+    file.close()
+
+
 def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     replace_file(tmp_path / "f", b"old")
     with no_room(), pytest.raises(StorageError):

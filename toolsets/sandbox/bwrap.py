@@ -70,8 +70,8 @@ class BwrapSandbox(ServedSandbox):
     @property
     def max_processes(self) -> int | None:
         """Since Linux 5.14 processes are counted per user namespace; root's never are."""
-        release = tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])
-        return self._limits.processes if os.getuid() != 0 and release >= (5, 14) else None
+        is_counted = os.getuid() != 0 and _release() >= (5, 14)
+        return self._limits.processes if is_counted else None
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
@@ -106,9 +106,21 @@ class BwrapSandbox(ServedSandbox):
         )
 
 
+@cache
+def _release() -> tuple[int, ...]:
+    """The first two numbers of the kernel's version."""
+    return tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])
+
+
 def bwrap_problem() -> str | None:
     """Return None where bwrap works, else what to do about it."""
-    bwrap = shutil.which("bwrap")
+    return _problem_with(os.environ.get("PATH"))
+
+
+@cache
+def _problem_with(path: str | None) -> str | None:
+    """`bwrap_problem` with that PATH; it is asked for each task."""
+    bwrap = shutil.which("bwrap", path=path)
     if bwrap is None:
         return f"sandbox bwrap: the program bwrap was not found; {_INSTALL}"
     failure = _probe(bwrap, ("--disable-userns",))

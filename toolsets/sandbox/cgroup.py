@@ -28,10 +28,12 @@ _MEMORY_SPARE = 64 << 20
 class Group:
     """The control group of one task, in each of the hierarchies that it is made in."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], *, limits_memory: bool) -> None:
         self.paths = paths
-        self.limits_memory = any(map(_memory_limit, paths))
-        self._counters = [counter for path in paths for counter in _counters(path)]
+        self.limits_memory = limits_memory
+        self._counters = [
+            counter for path in paths for counter in _counters(path, known=_files_of(path))
+        ]
 
     def joined(self, argv: Sequence[str]) -> list[str]:
         """Return a command that runs `argv` in the group."""
@@ -43,7 +45,7 @@ class Group:
         for path in self.paths:
             # It can be gone: an older version that has another /proc takes it for a dead one's.
             with contextlib.suppress(FileNotFoundError):
-                found.append(os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+                found.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
         return found
 
     def refusals(self) -> int:
@@ -106,16 +108,18 @@ def make_group(max_processes: int | None, memory_mb: int) -> Group | None:
     }
     name = f"{_PREFIX}-{_process_namespace()}-{os.getpid()}-{secrets.token_hex(4)}"
     made: list[Path] = []
+    limits_memory = False
     for controller, limits in wanted.items():
         parent = _parent(controller)
         if not limits or parent is None:
             continue
         path = parent / name
         try:
-            path.mkdir(exist_ok=True)
-            for file, limit in limits.items():
-                _set(path, file, limit)
+            if path not in made:
+                path.mkdir()
+            limited = [_set(path, file, limit) for file, limit in limits.items()]
             if controller == "memory":
+                limits_memory = any(limited)
                 _set(path, "memory.swap.max", 0)
                 _set(path, "memory.memsw.limit_in_bytes", memory)
         except OSError:
@@ -125,19 +129,30 @@ def make_group(max_processes: int | None, memory_mb: int) -> Group | None:
             continue
         if path not in made:
             made.append(path)
-    return Group(made) if made else None
+    return Group(made, limits_memory=limits_memory) if made else None
 
 
-def _set(group: Path, file: str, limit: int) -> None:
-    """Set a limit, if this kind of group has it."""
-    try:
-        fd = os.open(f"{group}/{file}", os.O_WRONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
+def _set(group: Path, file: str, limit: int) -> bool:
+    """Set a limit, if this kind of group has it, and return whether it has."""
+    if file not in _files_of(group):
+        return False
+    fd = os.open(f"{group}/{file}", os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, str(limit).encode())
     finally:
         os.close(fd)
+    return True
+
+
+_known_files: dict[Path, frozenset[str]] = {}
+"""By the directory that the groups are made in."""
+
+
+def _files_of(group: Path) -> frozenset[str]:
+    """The files of a group: those of the first one that was made in the same place."""
+    if (found := _known_files.get(group.parent)) is None:
+        found = _known_files[group.parent] = frozenset(file.name for file in group.iterdir())
+    return found
 
 
 def can_bound_memory() -> bool:
@@ -175,25 +190,20 @@ class _Counter:
         os.close(self._fd)
 
 
-def _counters(group: Path) -> list[_Counter]:
-    """What counts refusals in a group."""
+def _counters(group: Path, known: frozenset[str] | None = None) -> list[_Counter]:
+    """What counts refusals in a group, which has no other files than the `known`."""
     found = []
     for names, begins in (
         # With what is not local, newer systems count the groups beneath as well.
         (("pids.events.local", "pids.events"), b"max "),
         (("memory.events.local", "memory.events", "memory.oom_control"), b"oom_kill "),
     ):
-        for name in names:
+        for name in names if known is None else filter(known.__contains__, names):
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(f"{group}/{name}", os.O_RDONLY | os.O_CLOEXEC)
                 found.append(_Counter(fd, begins))
                 break
     return found
-
-
-def _memory_limit(group: Path) -> bool:
-    files = (group / "memory.max", group / "memory.limit_in_bytes")
-    return any(_number(file) is not None for file in files)
 
 
 def _value(file: Path, name: str) -> int:

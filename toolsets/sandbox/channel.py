@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -61,7 +61,9 @@ class Reply(BaseModel):
     ended: bool = False
     exit_code: Number | None = None
     value: str | None = None
-    plots: Annotated[list[Annotated[str, Field(max_length=_MAX_SAID)]], Field(max_length=100)] = []
+    plots: Annotated[
+        tuple[Annotated[str, Field(max_length=_MAX_SAID)], ...], Field(max_length=100)
+    ] = ()
     last_pid: Number | None = None
     full_mb: Number | None = None
     size: Number = 0
@@ -84,6 +86,9 @@ class Channel:
         # The head and the tail of two streams, in base64, and a value that JSON may make longer.
         self._max_bytes = 12 * output_bytes + _SPARE_BYTES
         self._inbox = bytearray()
+        self._reply: asyncio.Future[bytes | Exception] | None = None
+        """Of the request that waits for one: the reply, or why there is none."""
+        self._is_watched = False
         self.group = group
         self._process: FirstProcess | None = None
         self._socket, self._theirs = socket.socketpair()
@@ -132,22 +137,29 @@ class Channel:
             for fd in groups:
                 os.close(fd)
 
-    async def begin(
-        self, terms: Mapping[str, Any], timeout_s: float, program: str | None = None
-    ) -> Reply:
-        """Send what was launched its program, and either what it needs; return its first reply.
+    async def begin(self, terms: Mapping[str, Any], timeout_s: float, program: str) -> Reply:
+        """Send what was launched its program and its terms; return its first reply.
 
         Raises `SandboxError` where it fails, and `HostError` where what failed says that the
         machine is out of something.
         """
-        try:
-            if program is not None:
-                # It fits into the socket as a whole, or nearly, so this never waits long.
-                with contextlib.suppress(ConnectionError):
-                    await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
-            else:
-                self._process = await self._introduction(timeout_s)
+        async with self._beginning():
+            # It fits into the socket as a whole, or nearly, so this never waits long.
+            with contextlib.suppress(ConnectionError):
+                await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
             return await self.ask({**terms, "id": 0}, timeout_s)
+
+    async def begin_forked(self, timeout_s: float) -> Reply:
+        """Wait for the first reply of what was forked, which has its terms; raises as `begin`."""
+        async with self._beginning():
+            self._process = await self._introduction(timeout_s)
+            return await self._exchange(b"", 0, timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def _beginning(self) -> AsyncIterator[None]:
+        """Say of a beginning that fails what the process itself said on standard error."""
+        try:
+            yield
         except (Gone, TimeoutError) as error:
             await self.close(grace_s=0)
             said = b""
@@ -182,26 +194,40 @@ class Channel:
         After any exception, cancellation too, the channel is good for nothing but closing.
         """
         raw = exact_json.dumps(request)
-        async with asyncio.timeout(timeout_s):
-            try:
-                await self._send(LENGTH.pack(len(raw)) + raw)
-                size = LENGTH.unpack(await self._read(LENGTH.size))[0]
-                if size > self._max_bytes:
-                    raise Gone("said more than it may and was ended")
-                answer = await self._read(size)
-            except ConnectionError as error:
-                raise Gone("ended") from error
+        return await self._exchange(LENGTH.pack(len(raw)) + raw, request["id"], timeout_s)
+
+    async def _exchange(self, frame: bytes, number: int, timeout_s: float) -> Reply:
+        """Send a frame, or nothing, and return the next reply, which has to have that number."""
+        loop = asyncio.get_running_loop()
+        self._reply = waiting = loop.create_future()
+        time_is_up = loop.call_later(timeout_s, _settle, waiting, TimeoutError())
+        try:
+            if not self._is_watched:
+                self._is_watched = True
+                loop.add_reader(self._socket.fileno(), self._receive)
+            if self._inbox:
+                self._look_at_inbox(waiting)
+            await self._send(frame, time_is_up.when())
+            answer = await waiting
+        except ConnectionError as error:
+            raise Gone("ended") from error
+        finally:
+            time_is_up.cancel()
+            self._reply = None
+        if isinstance(answer, Exception):
+            raise answer
         try:
             reply = Reply.model_validate_json(answer)
         except ValidationError as error:
             raise Gone("said what it may not and was ended") from error
-        if reply.id != request["id"]:
+        if reply.id != number:
             raise Gone("answered what it was not asked and was ended")
         return reply
 
     async def close(self, *, grace_s: float = _STOP_GRACE_S) -> None:
         """End the process and all that it started; after `grace_s` by force."""
         # The server ends when the socket does, and then what it started has ended before it.
+        self._watch_no_longer()
         self._socket.close()
         if self._process is not None:
             await self._process.end(grace_s)
@@ -224,24 +250,61 @@ class Channel:
         self._theirs.close()
         os.close(self._their_errors)
 
-    async def _send(self, raw: bytes) -> None:
+    async def _send(self, raw: bytes, until: float) -> None:
         # Nearly always as a whole, which is cheaper without the event loop.
         with contextlib.suppress(BlockingIOError):
             raw = raw[self._socket.send(raw) :]
         if raw:
-            await asyncio.get_running_loop().sock_sendall(self._socket, raw)
+            async with asyncio.timeout_at(until):
+                await asyncio.get_running_loop().sock_sendall(self._socket, raw)
 
-    async def _read(self, size: int) -> bytes:
-        while len(self._inbox) < size:
-            await until_ready(self._socket.fileno())
-            missing = size - len(self._inbox)
+    def _receive(self) -> None:
+        """Take what can be read for the request that waits; the event loop calls this.
+
+        What nobody has asked for stays in the socket, and is not watched until somebody asks.
+        """
+        if (waiting := self._reply) is None or waiting.done():
+            self._watch_no_longer()
+            return
+        missing = self._frame_bytes - len(self._inbox)
+        try:
             chunk = self._socket.recv(max(_LEAST_BYTES, min(_CHUNK_BYTES, missing)))
-            if not chunk:
-                raise Gone("ended")
-            self._inbox += chunk
-        taken = bytes(self._inbox[:size])
-        del self._inbox[:size]
-        return taken
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            chunk = b""
+        if not chunk:
+            _settle(waiting, Gone("ended"))
+            return
+        self._inbox += chunk
+        self._look_at_inbox(waiting)
+
+    def _look_at_inbox(self, waiting: asyncio.Future[bytes | Exception]) -> None:
+        """Settle a request whose reply has arrived as a whole, or is too long."""
+        size = self._frame_bytes
+        if size > LENGTH.size + self._max_bytes:
+            _settle(waiting, Gone("said more than it may and was ended"))
+        elif len(self._inbox) >= size:
+            answer = bytes(self._inbox[LENGTH.size : size])
+            del self._inbox[:size]
+            _settle(waiting, answer)
+
+    @property
+    def _frame_bytes(self) -> int:
+        """The size of the frame that has begun, or more than there is where that is not known."""
+        if len(self._inbox) < LENGTH.size:
+            return LENGTH.size
+        return LENGTH.size + int.from_bytes(self._inbox[: LENGTH.size])
+
+    def _watch_no_longer(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+
+
+def _settle(waiting: asyncio.Future[bytes | Exception], outcome: bytes | Exception) -> None:
+    if not waiting.done():
+        waiting.set_result(outcome)
 
 
 def decoded(kept: tuple[bytes, bytes, int], max_bytes: int) -> tuple[bytes, bytes, int]:

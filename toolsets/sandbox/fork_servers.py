@@ -50,9 +50,14 @@ class _Servers:
         self._starting: dict[tuple[object, ...], asyncio.Task[Channel | None]] = {}
 
     async def fork(
-        self, template: SandboxTemplate, group: Group | None, *, output_bytes: int
+        self,
+        template: SandboxTemplate,
+        terms: Mapping[str, Any],
+        group: Group | None,
+        *,
+        output_bytes: int,
     ) -> Channel | None:
-        """Have a sandbox forked; None where this kind cannot be.
+        """Have a sandbox forked that serves on these terms; None where this kind cannot be.
 
         Raises `HostError`.
         """
@@ -69,7 +74,7 @@ class _Servers:
                 return None
             channel = Channel(group, output_bytes=output_bytes)
             try:
-                await channel.fork(server, template.request)
+                await channel.fork(server, {**template.request, "terms": terms})
             except Gone:
                 self._forget(template, starting)
                 await server.close(grace_s=0)

@@ -13,7 +13,7 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -291,23 +291,24 @@ class ServedSandbox(ABC):
             self._uses_fork_servers = True
             FORK_SERVERS.open()
         servers = FORK_SERVERS.shared()
-        channel = await servers.fork(template, group, output_bytes=self._limits.output_bytes)
+        channel = await servers.fork(template, terms, group, output_bytes=self._limits.output_bytes)
         if channel is not None:
-            await self._begin(channel, terms)
+            await self._begun(channel, terms, channel.begin_forked(_START_TIMEOUT_S))
         return channel
 
     async def _launched(self, terms: Mapping[str, Any], group: Group | None) -> Channel:
         channel = Channel(group, output_bytes=self._limits.output_bytes)
         with ExitStack() as stack:
             channel.launch(self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack))
-        await self._begin(channel, terms, program("server"))
+        beginning = channel.begin(terms, _START_TIMEOUT_S, program("server"))
+        await self._begun(channel, terms, beginning)
         return channel
 
-    async def _begin(
-        self, channel: Channel, terms: Mapping[str, Any], program: str | None = None
+    async def _begun(
+        self, channel: Channel, terms: Mapping[str, Any], beginning: Awaitable[Reply]
     ) -> None:
         try:
-            reply = await channel.begin(terms, _START_TIMEOUT_S, program)
+            reply = await beginning
             if terms["baseline"] is None:
                 self._workspace.keep_baseline(reply.size)
         except asyncio.CancelledError:
@@ -341,7 +342,7 @@ class ServedSandbox(ABC):
             full_mb=reply.full_mb,
             was_filling=reply.stopped == "space",
             value=reply.value,
-            plots=tuple(reply.plots),
+            plots=reply.plots,
             last_pid=reply.last_pid,
             ended=reply.ended,
             lost=lost,

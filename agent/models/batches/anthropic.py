@@ -6,22 +6,24 @@ it has, and for certain by their ids, which can be read once it is over.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch, Undecided
-from agent.models.batches.transfer import get_lines, get_object, id_of, read_file
-from agent.models.client.transport import Transport
+from agent.models.batches.sdk_connection import SdkConnection, id_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object, object_of
 from toolsets import exact_json
 
-_PATH = "/v1/messages/batches"
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 _HEAD, _TAIL = b'{"requests":[', b"]}"
 
@@ -36,8 +38,10 @@ class AnthropicBatches:
     max_bytes = 256 * 10**6
 
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
-        self._silence_s = settings.attempt_timeout_s
-        self._transport = Transport(settings, api_key)
+        from anthropic import AsyncAnthropic
+
+        self._connection = SdkConnection(settings, api_key, AsyncAnthropic)
+        self._client: AsyncAnthropic = self._connection.client
         self._others: set[str] = set()
         """Batches that turned out to belong to others."""
 
@@ -51,38 +55,41 @@ class AnthropicBatches:
 
     async def create(self, name: str, items: Path, upload: str) -> str:
         """See `Batches`."""
+        from anthropic.types.messages import MessageBatch
+
         # Every newline but the last becomes a comma, so the size is known before.
         size = len(_HEAD) + items.stat().st_size - 1 + len(_TAIL)
-        exchange = self._transport.exchange(
-            "POST",
-            _PATH,
-            silence_s=self._silence_s,
-            body=_as_one_object(items),
-            headers={"Content-Length": str(size)},
+        headers = {"Content-Type": "application/json", "Content-Length": str(size)}
+        # Not `batches.create`, which holds all items in memory as objects. A retry would pay
+        # twice if only the answer was lost: the caller looks for the batch.
+        batch = await self._connection.ask(
+            lambda: self._client.post(
+                "/v1/messages/batches",
+                cast_to=MessageBatch,
+                content=_as_one_object(items),
+                options={"headers": headers, "max_retries": 0},
+            )
         )
-        async with exchange as response:
-            return id_of(load_object(self._transport.clean(await response.read())))
+        return id_of(batch)
 
     async def state(self, id: str) -> BatchState:
         """See `Batches`."""
-        batch = await self._get(f"{_PATH}/{id}")
-        return BatchState(batch.get("processing_status") == "ended")
+        batch = await self._connection.ask(lambda: self._client.messages.batches.retrieve(id))
+        return BatchState(batch.processing_status == "ended")
 
     async def results(self, id: str) -> AsyncIterator[ItemResult]:
         """See `Batches`."""
-        path = f"{_PATH}/{id}/results"
-        async for line in get_lines(self._transport, path, self._silence_s):
+        download = partial(self._client.messages.batches.results, id)
+        async for line in self._connection.lines(download):
             yield _read_result(load_object(line))
 
     async def find(self, lost: LostBatch, known: Collection[str]) -> str | None:
         """See `Batches`."""
         is_decided = True
-        async for batch in self._since(lost.sent_at - _SKEW_S):
-            id = id_of(batch)
-            counts = [n for n in object_of(batch, "request_counts").values() if isinstance(n, int)]
-            if id in known or id in self._others or sum(counts) != len(lost.ids):
+        for id, size, is_over in await self._connection.ask(partial(self._since, lost.sent_at)):
+            if id in known or id in self._others or size != len(lost.ids):
                 continue
-            if batch.get("processing_status") != "ended":
+            if not is_over:
                 is_decided = False
             elif await self._is_of(id, lost):
                 return id
@@ -95,21 +102,20 @@ class AnthropicBatches:
 
     async def close(self) -> None:
         """See `Batches`."""
-        await self._transport.close()
+        await self._client.close()
 
-    async def _since(self, moment: float) -> AsyncIterator[dict[str, Any]]:
-        """The batches created since, the newest first."""
-        after = ""
-        while True:
-            page = await self._get(f"{_PATH}?limit=100{after}")
-            batches = page.get("data")
-            for batch in batches if isinstance(batches, list) else ():
-                if _epoch(batch.get("created_at")) < moment:
-                    return
-                yield batch
-            if not page.get("has_more"):
-                return
-            after = f"&after_id={page.get('last_id')}"
+    async def _since(self, moment: float) -> list[tuple[str, int, bool]]:
+        """Id and size of the batches created since, newest first, and whether they are over."""
+        found = []
+        async for batch in self._client.messages.batches.list(limit=100):
+            # One without a readable time may be of any time.
+            at: Any = batch.created_at
+            if isinstance(at, datetime) and at.timestamp() < moment - _SKEW_S:
+                break
+            request_counts: Any = batch.request_counts
+            counts = [n for _, n in request_counts or () if isinstance(n, int)]
+            found.append((id_of(batch), sum(counts), batch.processing_status == "ended"))
+        return found
 
     async def _is_of(self, id: str, lost: LostBatch) -> bool:
         try:
@@ -123,28 +129,18 @@ class AnthropicBatches:
         self._others.add(id)
         return False
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        return await get_object(self._transport, path, self._silence_s)
-
 
 async def _as_one_object(items: Path) -> AsyncIterator[bytes]:
     """A file of lines as the body of a creation, in parts."""
     yield _HEAD
     held = b""
-    async for part in read_file(items):
-        yield held
-        # A request has no other newlines: those in texts are escaped.
-        held = part.replace(b"\n", b",")
+    with items.open("rb") as file:
+        while part := await asyncio.to_thread(file.read, 2**20):
+            yield held
+            # A request has no other newlines: those in texts are escaped.
+            held = part.replace(b"\n", b",")
     yield held[:-1]
     yield _TAIL
-
-
-def _epoch(moment: Any) -> float:
-    """Epoch seconds of an RFC 3339 text; the future where it is none: then it may be any time."""
-    try:
-        return datetime.fromisoformat(str(moment)).timestamp()
-    except ValueError:
-        return float("inf")
 
 
 def _read_result(line: Mapping[str, Any]) -> ItemResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent.models.batches.base import Batches
 from agent.models.dialects import registry as dialects
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.providers import provider_at
+from agent.models.providers import NO_KEY, provider_at
 from agent.models.resolve import SCRIPTED
 from toolsets import exact_json
 
@@ -14,8 +14,15 @@ def has_batches(settings: ModelSettings) -> bool:
     """Whether a model is asked by an API that has batches.
 
     The providers' table says so of known ones; other endpoints of these APIs may still have none.
+    Clients of clouds have none that can be used; one of the user's own must be asynchronous.
     """
-    if settings.api == SCRIPTED or settings.connection.client is not None:
+    connection = settings.connection
+    if connection.client is not None:
+        from agent.models.sdk_clients import is_async, is_of_cloud, open_client
+
+        client = open_client(connection, settings.name, settings.key_env or NO_KEY)
+        return is_async(client) and not is_of_cloud(connection)
+    if settings.api == SCRIPTED:
         return False
     known = provider_at(settings.base_url or "")
     return known is None or known.has_batches

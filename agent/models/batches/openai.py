@@ -6,22 +6,24 @@ from an uploaded file, so that deleting the file keeps a late creation from succ
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch
-from agent.models.batches.transfer import get_lines, get_object, id_of
-from agent.models.client.transport import Transport
+from agent.models.batches.sdk_connection import SdkConnection, id_of
 from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object, object_of
 from toolsets import exact_json
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 _OVER = frozenset({"completed", "failed", "expired", "cancelled"})
 
@@ -42,9 +44,11 @@ class OpenAIBatches:
     max_bytes = 200 * 10**6
 
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
-        self._path = "/v1" + DIALECTS[settings.api].path
-        self._silence_s = settings.attempt_timeout_s
-        self._transport = Transport(settings, api_key)
+        from openai import AsyncOpenAI
+
+        self._path: Any = "/v1" + DIALECTS[settings.api].path
+        self._connection = SdkConnection(settings, api_key, AsyncOpenAI)
+        self._client: AsyncOpenAI = self._connection.client
 
     def line(self, id: str, body: bytes) -> bytes:
         """See `Batches`."""
@@ -53,88 +57,75 @@ class OpenAIBatches:
 
     async def upload(self, items: Path) -> str:
         """See `Batches`."""
-        with items.open("rb") as file, aiohttp.MultipartWriter("form-data") as form:
-            form.append("batch").set_content_disposition("form-data", name="purpose")
-            form.append(file, {"Content-Type": "application/jsonl"}).set_content_disposition(
-                "form-data", name="file", filename=items.name
-            )
-            headers = {"Content-Type": form.headers["Content-Type"]}
-            return id_of(await self._send("POST", "/files", form, headers))
+        with items.open("rb") as file:
+            # As a file and not as a path, which the package would read into memory.
+            given = (items.name, file, "application/jsonl")
+            create = partial(self._client.files.create, file=given, purpose="batch")
+            return id_of(await self._connection.ask(create))
 
     async def create(self, name: str, items: Path, upload: str) -> str:
         """See `Batches`."""
-        body = {
-            "input_file_id": upload,
-            "endpoint": self._path,
-            "completion_window": "24h",
-            "metadata": {_NAME: name},
-        }
-        return id_of(await self._send("POST", "/batches", orjson.dumps(body)))
+        # A retry would pay twice if only the answer was lost: the caller looks for the batch.
+        create = partial(
+            self._client.with_options(max_retries=0).batches.create,
+            input_file_id=upload,
+            endpoint=self._path,
+            completion_window="24h",
+            metadata={_NAME: name},
+        )
+        return id_of(await self._connection.ask(create))
 
     async def state(self, id: str) -> BatchState:
         """See `Batches`."""
-        batch = await self._get(f"/batches/{id}")
-        is_over = batch.get("status") in _OVER
-        if batch.get("status") != "failed":
+        batch = await self._connection.ask(lambda: self._client.batches.retrieve(id))
+        is_over = batch.status in _OVER
+        if batch.status != "failed":
             return BatchState(is_over)
-        errors = object_of(batch, "errors").get("data")
-        first = errors[0] if isinstance(errors, list) and errors else {}
-        words = f"{first.get('code')}: {first.get('message')}"
-        return BatchState(is_over, words, first.get("code") in _NO_ROOM)
+        errors = getattr(batch.errors, "data", None)
+        first = errors[0] if isinstance(errors, list) and errors else None
+        code = getattr(first, "code", None)
+        words = f"{code}: {getattr(first, 'message', None)}"
+        return BatchState(is_over, words, code in _NO_ROOM)
 
     async def results(self, id: str) -> AsyncIterator[ItemResult]:
         """See `Batches`."""
-        batch = await self._get(f"/batches/{id}")
-        for name in ("output_file_id", "error_file_id"):
-            if isinstance(file := batch.get(name), str):
-                path = f"/files/{file}/content"
-                async for line in get_lines(self._transport, path, self._silence_s):
-                    yield _read_result(load_object(line))
+        batch = await self._connection.ask(lambda: self._client.batches.retrieve(id))
+        for file in filter(None, (batch.output_file_id, batch.error_file_id)):
+            async for line in self._lines(file):
+                yield _read_result(load_object(line))
 
     async def find(self, lost: LostBatch, known: Collection[str]) -> str | None:
         """See `Batches`."""
-        after = ""
-        while True:
-            page = await self._get(f"/batches?limit=100{after}")
-            batches = page.get("data")
-            for batch in batches if isinstance(batches, list) else ():
-                if object_of(batch, "metadata").get(_NAME) == lost.name:
+
+        async def search() -> str | None:
+            async for batch in self._client.batches.list(limit=100):
+                if (batch.metadata or {}).get(_NAME) == lost.name:
                     return id_of(batch)
-            oldest = batches[-1] if isinstance(batches, list) and batches else {}
-            is_past = float(oldest.get("created_at") or 0) < lost.sent_at - _SKEW_S
-            if is_past or not page.get("has_more"):
-                return None
-            after = f"&after={id_of(oldest)}"
+                if (batch.created_at or 0) < lost.sent_at - _SKEW_S:
+                    break
+            return None
+
+        return await self._connection.ask(search)
 
     async def withdraw(self, upload: str) -> None:
         """See `Batches`: without its file no batch can be made."""
-        with contextlib.suppress(_Gone):
-            await self._send("DELETE", f"/files/{upload}")
+        try:
+            await self._connection.ask(lambda: self._client.files.delete(upload))
+        except ModelError as error:
+            if error.kind != "not_found":  # deleted already
+                raise
 
     async def close(self) -> None:
         """See `Batches`."""
-        await self._transport.close()
+        await self._client.close()
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        return await get_object(self._transport, path, self._silence_s)
-
-    async def _send(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
-        exchange = self._transport.exchange(
-            method, path, silence_s=self._silence_s, body=body, headers=headers
-        )
-        try:
-            async with exchange as response:
-                return load_object(self._transport.clean(await response.read()))
-        except ModelError as error:
-            if error.kind == "not_found" and method == "DELETE":
-                raise _Gone from error
-            raise
-
-
-class _Gone(Exception):
-    """What was to be deleted is not there."""
+    async def _lines(self, file: str) -> AsyncIterator[bytes]:
+        content = self._client.files.with_streaming_response.content
+        async with AsyncExitStack() as stack:
+            async for line in self._connection.lines(
+                lambda: stack.enter_async_context(content(file))
+            ):
+                yield line
 
 
 def _read_result(line: Mapping[str, Any]) -> ItemResult:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, Protocol
 from yarl import URL
 
 from agent.models.client.key_command import RenewableKey, key_of_command
+from agent.models.connection import Connection
 from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
 from agent.models.providers import NO_KEY
 from agent.models.resolve import PLACEHOLDER, read_headers
-from agent.models.sdk_clients import UnusableClient, open_client, sdk_of
+from agent.models.sdk_clients import UnusableClient, connect, is_async, open_client, sdk_of
 from toolsets import exact_json
 from toolsets.text import clip
 
@@ -143,18 +144,13 @@ class ClientPreparer:
     def __init__(self, settings: ModelSettings) -> None:
         connection = settings.connection
         client = open_client(connection, settings.name, settings.key_env or NO_KEY)
-        sdk = import_module(sdk_of(client))
         self._what = f"client {connection.client}"
-        self._is_async = asyncio.iscoroutinefunction(client.post)
+        self._is_async = is_async(client)
         self._capture = _Capture()
-        make = sdk.DefaultAsyncHttpxClient if self._is_async else sdk.DefaultHttpxClient
-        self._client = client.with_options(
-            http_client=make(transport=self._capture),
-            max_retries=1,  # after a 401 some clients ask for another token
-            default_headers={**connection.headers, **read_headers(connection)},
-            default_query=dict(connection.query),
-        )
-        self._errors: type[Exception] = sdk.APIStatusError
+        # After a 401 some clients ask for another token.
+        client = connect(client, connection, self._capture)
+        self._client = client.with_options(max_retries=1)
+        self._errors: type[Exception] = import_module(sdk_of(client)).APIStatusError
         self._fixed = tuple(read_headers(connection).values())
         self._templates: dict[tuple[str, str, bool], _Template] = {}
         self._lock = asyncio.Lock()
@@ -164,7 +160,7 @@ class ClientPreparer:
 
     async def prepare(self, path: str, body: Mapping[str, Any] | None) -> Prepared:
         """See `Preparer`."""
-        assert body is not None  # clients are not asked for batches
+        assert body is not None  # for batches `prepared_by_client` does it
         if self._signs:
             async with self._lock:
                 return _signed(await self._send(path, body), self._fixed)
@@ -248,6 +244,13 @@ class ClientPreparer:
         return _Template(url, headers, secrets, dropped, added, until)
 
 
+def prepared_by_client(request: Any, url: str, connection: Connection) -> Prepared:
+    """A request that the client of an endpoint sends, to `url`, without its body."""
+    headers = _headers_of(request)
+    secrets = Key(*_secrets_in(headers), *read_headers(connection).values())
+    return Prepared(URL(url, encoded=True), headers, b"", secrets)
+
+
 def _outline(body: Mapping[str, Any]) -> dict[str, Any]:
     """A short body that a client prepares as it would the whole."""
     outline: dict[str, Any] = {"model": body["model"], "messages": [], "max_tokens": 1}
@@ -323,4 +326,12 @@ class _Capture:
         """Transports have this; nothing to do."""
 
 
-__all__ = ["Prepared", "Preparer", "UnusableClient", "fixed_headers", "preparer_of", "with_query"]
+__all__ = [
+    "Prepared",
+    "Preparer",
+    "UnusableClient",
+    "fixed_headers",
+    "prepared_by_client",
+    "preparer_of",
+    "with_query",
+]

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
@@ -48,7 +48,7 @@ _CONNECT_S = 60.0
 _TAIL_S = 0.1
 """For what follows the last event of a stream; without its end a connection is not used again."""
 
-_MOST_RENEWALS = 4
+MOST_RENEWALS = 4
 """Of the credentials of one attempt: new ones may be replaced before it arrives with them."""
 
 _OF_GATEWAYS = frozenset({502, 503, 504})
@@ -123,7 +123,7 @@ class Transport:
             try:
                 return await self._post(prepared, settings, assembly)
             except ModelError as error:
-                if not _is_expired(error) or renewals == _MOST_RENEWALS:
+                if not is_expired(error) or renewals == MOST_RENEWALS:
                     raise
                 async with _ready_within(settings.attempt_timeout_s):
                     if not await preparer.renew(prepared):
@@ -163,43 +163,58 @@ class Transport:
             log.warning("%s sent the API key back; it is taken out of replies", self._base_url)
         return cleaned
 
-    @contextlib.asynccontextmanager
-    async def exchange(
+    async def prepare(self, path: str, timeout_s: float) -> Prepared:
+        """URL, headers and secrets of a request to `path`, which may have a query."""
+        if self._preparer is None:
+            return Prepared(self._make_url(path), self._headers, b"", self._key)
+        async with _ready_within(timeout_s):
+            return await self._preparer.prepare(path, None)
+
+    async def renew(self, rejected: Prepared) -> bool:
+        """Whether a request that was rejected (401) would now be prepared otherwise."""
+        return self._preparer is not None and await self._preparer.renew(rejected)
+
+    async def forward(
         self,
         method: str,
-        path: str,
+        prepared: Prepared,
+        body: AsyncIterator[bytes] | None,
         *,
         silence_s: float,
-        body: Any = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Any other request, with what aiohttp takes as a body; its response, to be read inside.
+    ) -> aiohttp.ClientResponse:
+        """Send any other request; its response is for `read` or `parts`. Raises as `post` does.
 
-        It may take any time, but for a silence of more than `silence_s`. Raises as `post` does.
+        It may take any time, but for a silence of more than `silence_s`.
         """
-        url, fixed = with_query(self._base_url + path, self._query), self._headers
-        if self._preparer is not None:
-            async with _ready_within(silence_s):
-                prepared = await self._preparer.prepare(path, None)
-            url, fixed, self._key = prepared.url, prepared.headers, prepared.key
-        sent = {**fixed, **(headers or {})}
-        if body is None:
-            del sent["Content-Type"]
-        sending = self._session.request(
-            method,
-            url,
-            data=body,
-            headers=sent,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s),
-        )
-        try:
-            async with sending as response:
+        url, headers, _, key = prepared
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
+        with self._failures(key):
+            return await self._session.request(
+                method, url, data=body, headers=headers, allow_redirects=False, timeout=timeout
+            )
+
+    async def read(self, response: aiohttp.ClientResponse, key: Key) -> bytes:
+        """The whole body of a response; raises what it says if its status is an error."""
+        with self._failures(key):
+            async with response:
                 if not 200 <= response.status < 300:
-                    raise await self._refusal(response, self._key)
-                yield response
+                    raise await self._refusal(response, key)
+                return self.clean(await _whole(response), key)
+
+    async def parts(
+        self, response: aiohttp.ClientResponse, key: Key
+    ) -> AsyncGenerator[bytes, None]:
+        """The body of a response, of any length."""
+        with self._failures(key):
+            async for part in response.content.iter_any():
+                yield part
+
+    @contextlib.contextmanager
+    def _failures(self, key: Key) -> Iterator[None]:
+        try:
+            yield
         except (aiohttp.ClientError, OSError) as error:
-            raise self._of_the_connection(error, self._key) from error
+            raise self._of_the_connection(error, key) from error
 
     async def close(self) -> None:
         """Release all connections."""
@@ -308,7 +323,7 @@ async def _ready_within(timeout_s: float) -> AsyncIterator[None]:
         raise ModelError("timeout", words, was_sent=False) from error
 
 
-def _is_expired(error: ModelError) -> bool:
+def is_expired(error: ModelError) -> bool:
     """Whether credentials were rejected; AWS says 403 of those that have expired."""
     is_of_aws = error.kind == "forbidden" and "expired" in str(error).lower()
     return error.kind == "auth" or is_of_aws

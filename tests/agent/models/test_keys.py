@@ -13,9 +13,8 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.models.batches.transfer import get_lines
+from agent.models.batches.calls import open_batches
 from agent.models.client.endpoint import EndpointModel
-from agent.models.client.transport import Transport
 from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.keys import MARK, Key
@@ -197,28 +196,37 @@ def test_an_error_about_a_redirect_does_not_show_the_key() -> None:
 
 
 def test_results_of_batches_are_read_without_the_key() -> None:
-    lines = orjson.dumps({"a": KEY}) + b"\n" + orjson.dumps({"b": KEY})
+    """Only newlines end its lines."""
+    batch = orjson.dumps({"id": "b1", "status": "completed", "output_file_id": "f1"})
+
+    def line(text: str) -> bytes:
+        return orjson.dumps(
+            {"custom_id": "i", "response": {"status_code": 200, "body": {"text": text}}}
+        )
+
+    lines = line(f"\u2028\x85{KEY}") + b"\n\n" + line(KEY)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            content = lines if self.path.endswith("/files/f1/content") else batch
             self.send_response(200)
-            self.send_header("content-length", str(len(lines)))
+            self.send_header("content-length", str(len(content)))
             self.end_headers()
-            self.wfile.write(lines)
+            self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
             """Nobody reads it."""
 
     async def read(root: str) -> list[Any]:
         settings = ModelSettings(name="m", api="openai_chat", base_url=root, key_env=None)
-        transport = Transport(settings, KEY)
+        batches = open_batches(settings, api_key=KEY)
         try:
-            return [orjson.loads(line) async for line in get_lines(transport, "/x", 5.0)]
+            return [orjson.loads(item.reply or b"") async for item in batches.results("b1")]
         finally:
-            await transport.close()
+            await batches.close()
 
     with listening(Handler) as root:
-        assert asyncio.run(read(root)) == [{"a": MARK}, {"b": MARK}]
+        assert asyncio.run(read(root)) == [{"text": f"\u2028\x85{MARK}"}, {"text": MARK}]
 
 
 @pytest.mark.parametrize("stream_replies", [True, pytest.param(False, marks=pytest.mark.slow)])

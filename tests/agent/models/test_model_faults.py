@@ -359,7 +359,8 @@ def test_a_proxy_does_not_get_the_key(
                 await batches.close()
 
     asyncio.run(ask())
-    assert [head.split()[0] for head in told] == [b"CONNECT", b"CONNECT"]
+    assert len(told) > 1
+    assert {head.split()[0] for head in told} == {b"CONNECT"}
     assert b"sk-of-the-test" not in b"".join(told)
 
 

@@ -75,8 +75,7 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._confine(request)
             os.environ.update(request["env"])
-            self._introduce()
-            serve()
+            serve(request["terms"], self._introduce)
         except BaseException as error:
             os.write(2, f"{error}\n".encode())
         finally:
@@ -92,11 +91,11 @@ class ForkServer:
             enter_image(workspace, request["tmp_bytes"], request["network"], image)
             os.environ.clear()
 
-    def _introduce(self) -> None:
+    def _introduce(self, replies: int) -> None:
         """Send a handle to this process, whose number means nothing outside of its namespace."""
         handle = os.pidfd_open(os.getpid())
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))
-        with socket.socket(fileno=os.dup(0)) as control:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, os.dup(replies)) as control:
             control.sendmsg([b"\0"], [rights])
         os.close(handle)
 

@@ -38,6 +38,9 @@ MEASURED = 200
 """The descriptor of the directory with what a conversation has changed in its image."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# A library keeps what was looked up in it: once here, for all sandboxes that are forked later.
+for _name in ("unshare", "setns", "mount", "umount2", "prctl", "capset"):
+    getattr(_libc, _name)
 
 
 def fork_as_first(own_namespace: int) -> int:

@@ -8,6 +8,8 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 HAS_PROC = os.path.isdir("/proc/self")
 HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
@@ -166,9 +168,16 @@ def close_descriptors(kept: set[int]) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
+    if (prctl := _found_prctl()) is not None:
+        prctl(option, value, 0, 0, 0)
+
+
+@cache
+def _found_prctl() -> Any:
+    """The function of that name; None where there is none, since only Linux has it."""
     try:
         import ctypes
 
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        return ctypes.CDLL(None).prctl
     except (ImportError, OSError, AttributeError):
-        return  # only Linux has it
+        return None

@@ -31,7 +31,7 @@ from toolsets.sandbox.inside.processes import (
     size_of,
     ticks,
 )
-from toolsets.sandbox.inside.shells import BASH, CONTROL, SH, has_bash, in_background
+from toolsets.sandbox.inside.shells import CONTROL, found_shell, in_background
 
 _CHUNK_BYTES = 1 << 16
 _INTERRUPT_GRACE_S = 2.0
@@ -46,7 +46,8 @@ _PROGRAMS = {"shell": "sh", "python": "python3"}
 class Server:
     """The loop: one request after the other, and in between the output of background jobs."""
 
-    def __init__(self, requests: int, replies: int) -> None:
+    def __init__(self, requests: int, replies: int, begin: dict[str, Any] | None) -> None:
+        """`begin` are the terms, which are otherwise the first request."""
         self._requests, self._replies = requests, replies
         self._inbox = b""
         self._poll = select.poll()
@@ -64,7 +65,7 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.watch(wakeup, select.POLLIN, lambda: self._reap(wakeup))
         self.watch(requests, select.POLLIN, self._receive)
-        begin = self._next_request()
+        begin = begin or self._next_request()
         self.output_bytes = begin["output_bytes"]
         self._max_bytes = begin["workspace_mb"] << 20
         self._max_memory = begin["memory_mb"] << 20
@@ -88,10 +89,10 @@ class Server:
         """The bytes that do not count: those of an image; None: those that are there now."""
         if self._baseline is None:
             self._baseline = size_of(self._measured)
-        self._reply({"id": 0, "size": self._baseline})
 
     def serve(self) -> None:
         """Answer requests until the host is gone, which ends this process and all its own."""
+        self._reply({"id": 0, "size": self._baseline})
         while True:
             reply = self._answer(self._next_request())
             self._last_tick = ticks()
@@ -175,7 +176,7 @@ class Server:
                 job = self._add(kind, self._interpreter(request["max_chars"]))
             job.send(framed(code))
             return job
-        shell = BASH if has_bash() else SH
+        shell = found_shell()
         if job is None:
             job = self._add(kind, Job(self, shell.argv, control_at=shell.control))
         if request["output_file"] is not None:
@@ -379,8 +380,13 @@ def _parsed(kind: str, status: bytes) -> dict[str, Any]:
         return {"exit_code": None}
 
 
-def main() -> None:
-    """Serve on what was standard input and output, which commands do not get."""
+def main(
+    terms: dict[str, Any] | None = None, introduce: Callable[[int], object] = lambda _: None
+) -> None:
+    """Serve on what was standard input and output, which commands do not get.
+
+    A process that was forked has its terms, and introduces itself when it can serve.
+    """
     hold_descendants()
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -388,6 +394,7 @@ def main() -> None:
     os.dup2(null, 1)
     # Commands can send it, and process 1 gets only signals that it has a handler for.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = Server(requests, replies)
+    server = Server(requests, replies, terms)
+    introduce(replies)
     os.dup2(null, 2)  # which has said by now why it cannot begin
     server.serve()

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 CONTROL = 250
@@ -72,10 +72,13 @@ def _on_one_line(code: str) -> bytes:
 SH = Shell(["sh", "-c", _SH_LOOP, "sh"], _SH_CONTROL, _on_one_line)
 
 
-@lru_cache
-def has_bash() -> bool:
-    """Whether there is a bash on the PATH."""
-    return any(os.access(f"{place}/bash", os.X_OK) for place in os.get_exec_path())
+@cache
+def found_shell() -> Shell:
+    """The bash that is on the PATH, else any shell."""
+    for place in os.get_exec_path():
+        if os.access(path := f"{place}/bash", os.X_OK):
+            return BASH._replace(argv=[path, *BASH.argv[1:]])  # which need not be searched again
+    return SH
 
 
 def in_background(code: str, path: str) -> str:

@@ -1,0 +1,152 @@
+"""Ordinary conversations, read in one pass, are what the general reader makes of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.conversation.ordinary import read_ordinary
+from export.conversation.reading import read_conversation
+from export.filters.duplicates import said_in
+from runs.store.records import RecordFile
+from tests.export.test_hermes import TEMP, assistant, call, record_of, result, user
+from tests.exporting import make_run, rows
+
+Record = dict[str, Any]
+
+TEXTS = (
+    *("Hi.", "a < b", "[1]", "<b>bold</b>", " padded ", "é😀", "", " ", "<think>x</think>y"),
+    *("<think>never closed", "</tool_call>", "<|im_end|>", "[INST]", "<s>", "think>", "\ud800"),
+)
+ARGUMENTS = (
+    *("{}", "", '{"a":1}', '{"a": "x", "b": null}', '{"a":1e3}', '{"n":12345678901234567890}'),
+    *("[1]", "{", '{"a":1,"a":2}', '{"a":{"b":[1,2]}}'),
+)
+
+
+def ordinary(turns: int = 2, **changes: Any) -> Record:
+    messages: list[Record] = [{"role": "system", "content": "Be brief."}, user("Go.")]
+    for turn in range(turns):
+        asked = [call('{"a":1}', id=f"c{turn}"), call('{"b":2}', id=f"d{turn}")]
+        messages += [
+            assistant("Look.", *asked, reasoning="Hm."),
+            result("15", id=f"c{turn}"),
+            result("no", id=f"d{turn}", is_error=True),
+        ]
+    return record_of(*messages, assistant("Done.", reasoning="Sure."), **changes)
+
+
+def drop(place: int) -> Callable[[Record], object]:
+    return lambda record: record["messages"].pop(place)
+
+
+def put(place: int, message: Record) -> Callable[[Record], object]:
+    return lambda record: record["messages"].insert(place, message)
+
+
+def change(place: int, **keys: Any) -> Callable[[Record], object]:
+    return lambda record: record["messages"][place].update(keys)
+
+
+def swap(record: Record) -> None:
+    messages = record["messages"]
+    messages[3], messages[4] = messages[4], messages[3]
+
+
+UNUSUAL: dict[str, Callable[[Record], object]] = {
+    "no user": drop(1),
+    "no result": drop(4),
+    "no answer": drop(-1),
+    "results in another order": swap,
+    "result of another call": change(3, tool_call_id="d0"),
+    "two system messages": put(0, {"role": "system", "content": "More."}),
+    "two questions": put(5, user("And?")),
+    "a message at the end": put(99, user("Thanks.")),
+    "a paused turn": put(8, assistant("So", reasoning="Hm.")),
+    "a turn of the prompt": lambda record: record["turns"].pop(),
+    "an inherited turn": lambda record: record["turns"][0].update(inherited=True),
+    "a fork": lambda record: record.update(fork={"run": "r", "turn": 1}),
+    "another ending": lambda record: record.update(status="max_turns"),
+    "no turns": lambda record: record.update(turns=[]),
+    "no messages": lambda record: record.update(messages=[]),
+    "other tools": lambda record: record.update(tools=[]),
+    "a reserved tool": lambda record: record.update(
+        tools=[TEMP, {"type": "function", "function": {"name": "final_answer"}}]
+    ),
+    "a note on a result": change(3, notes=["expected"]),
+    "a note of the user": change(1, notes=["expected"]),
+    "repairs": change(2, repairs=["temp"]),
+    "repairs of the system message": change(0, repairs=["temp"]),
+    "reasoning of the user": change(1, reasoning="Hm."),
+    "content of the user": change(1, content=[{"type": "text", "text": "Go."}]),
+    "content of the system": change(0, content=[]),
+    "content of a turn": change(2, content=[]),
+    "content of a result": change(3, content=None),
+    "calls at the end": change(-1, tool_calls=[call()]),
+    "the same id twice": change(2, tool_calls=[call(id="c0"), call(id="c0")]),
+    "a result as a question": change(1, role="tool", tool_call_id="c9"),
+    "a question as a turn": change(2, role="user"),
+}
+
+
+def check(record: Record) -> bool:
+    """Both readers agree; returns whether the record is ordinary."""
+    quick = read_ordinary(record)
+    if quick is None:
+        return False
+    assert quick.said == said_in(record)
+    assert quick._replace(said=None) == read_conversation(record)
+    return True
+
+
+def test_an_ordinary_conversation_is_read_alike() -> None:
+    assert check(ordinary())
+    assert check(ordinary(turns=0))
+    quiet = ordinary(resumes=[], check={"passed": True}, options={"observation_chars": 9})
+    quiet["messages"][0]["content"] = " "
+    quiet["messages"][2] |= {"content": None, "reasoning": ""}
+    quiet["turns"][0]["usage"] = {"reasoning_tokens": 5}
+    assert check(quiet)
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_any_other_is_left_to_the_general_reader(what: str) -> None:
+    record = ordinary()
+    UNUSUAL[what](record)
+    assert read_ordinary(record) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_both_readers_agree_on_any_text(seed: int) -> None:
+    draw = random.Random(seed)
+    found = set()
+    for _ in range(50):
+        record = ordinary(turns=draw.randrange(3))
+        for message in draw.sample(record["messages"], 2):
+            message[draw.choice(("content", "reasoning"))] = draw.choice(TEXTS)
+            for asked in message.get("tool_calls", ()):
+                asked["function"]["arguments"] = draw.choice(ARGUMENTS)
+        if draw.random() < 0.2 and len(record["messages"]) > 9:
+            UNUSUAL[draw.choice(list(UNUSUAL))](record)
+        found.add(check(record))
+    assert found == {True, False}
+
+
+def test_rows_keep_integers_of_any_size(tmp_path: Path) -> None:
+    """Ordinary records are parsed without a search for such integers."""
+    long = 10**20 + 1
+    columns = [{"n": long, "share": 0.5}, {"n": 1, "share": 0.5}]
+    offered = [{**TEMP, "function": {**TEMP["function"], "parameters": {"maximum": long}}}]
+    records = ordinary(), ordinary(seed=long), ordinary(tools=offered)
+    source = make_run(tmp_path, *records, prompts=columns)
+    RecordFile(source.run_dir, tmp_path / "quarantine").close()
+    found = rows(source, "hermes")
+    metadata = [json.loads(row["metadata"]) for row in found]
+    assert [of_row["columns"].get("n") for of_row in metadata] == [long, 1, None]
+    assert metadata[1]["seed"] == long
+    assert json.loads(found[2]["tools"]) == offered
