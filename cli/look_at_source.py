@@ -41,13 +41,13 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
     from runs.sources.rows_file import load_rows_file
     from runs.sources.source import source_of
 
+    shown, kind = _shown_and_kind(given)
     with errors_as_exit_codes():
         try:
             names = parse_columns(columns or "")
         except ValueError as error:
             raise ConfigError(f"--columns: {error}") from error
         found = source_of(source)
-        shown, kind = _shown_and_kind(given)
         if found.tasks and kind is None:
             kind = "harbor"
         renaming = Renaming(names, None if kind is None else load_rows_file(kind))

@@ -301,6 +301,8 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
             with path.open("rb") as file:
                 digest = file_digest(file, _hash).hexdigest()
                 found.append({"path": name, "bytes": file.tell(), "blake2b": digest})
+                if source.tasks and os.fstat(file.fileno()).st_mode & 0o111:
+                    found[-1]["executable"] = True  # it decides what an image is built of
         except FileNotFoundError:
             msg = f"{path}: no such dataset file"
             raise DatasetError(msg) from None

@@ -270,6 +270,9 @@ class TestDataset:
         (tasks / "good-1" / "tests" / "test.sh").write_text("exit 1")
         assert kept() != first
         second = kept()
+        (tasks / "good-1" / "tests" / "test.sh").chmod(0o755)
+        assert kept() != second
+        second = kept()
         (tasks / "good-1" / "solution").mkdir()
         (tasks / "good-1" / "solution" / "solve.sh").write_text("x")
         assert kept() == second

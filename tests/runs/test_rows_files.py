@@ -265,3 +265,22 @@ def test_a_run_makes_its_rows_once(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     records = {r["id"]: r for r in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}
     assert records["a"]["messages"][0]["content"] == "Please solve: one"
+
+
+def test_look_shows_rows_as_a_run_makes_them(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", ROWS["r2e-gym"], {**ROWS["r2e-gym"], "docker_image": None})
+    shown = run(tmp_path, "look", "p.jsonl", "--rows=r2e-gym", "--rows=1")
+    assert shown.returncode == 0, shown.stderr
+    assert "p.jsonl: 1 of 2 rows can be used" in shown.stdout
+    assert "columns.docker_image: the row has no `docker_image`" in shown.stdout
+    assert "To run it: --dataset_file=p.jsonl --rows=r2e-gym" in shown.stdout
+    assert shown.stdout.count("\nrow ") == 1
+    refused = run(tmp_path, "look", "p.jsonl", "--rows=1", "--rows=2")
+    assert refused.returncode == 2
+
+
+def test_variables_that_rows_may_name_must_be_set(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("x")]})
+    refused = run(tmp_path, **SCRIPTED, env_from="NOT_SET_ANYWHERE")
+    assert refused.returncode == 2
+    assert "--env_from=NOT_SET_ANYWHERE: this variable is not set" in refused.stderr
