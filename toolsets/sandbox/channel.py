@@ -88,7 +88,7 @@ class Channel:
         self._inbox = bytearray()
         self._reply: asyncio.Future[bytes | Exception] | None = None
         """Of the request that waits for one: the reply, or why there is none."""
-        self._is_watched = False
+        self._watched_by: asyncio.AbstractEventLoop | None = None
         self.group = group
         self._process: FirstProcess | None = None
         self._socket, self._theirs = socket.socketpair()
@@ -202,8 +202,9 @@ class Channel:
         self._reply = waiting = loop.create_future()
         time_is_up = loop.call_later(timeout_s, _settle, waiting, TimeoutError())
         try:
-            if not self._is_watched:
-                self._is_watched = True
+            if self._watched_by is not loop:  # the next call can be in another loop
+                self._watch_no_longer()
+                self._watched_by = loop
                 loop.add_reader(self._socket.fileno(), self._receive)
             if self._inbox:
                 self._look_at_inbox(waiting)
@@ -297,9 +298,9 @@ class Channel:
         return LENGTH.size + int.from_bytes(self._inbox[: LENGTH.size])
 
     def _watch_no_longer(self) -> None:
-        if self._is_watched:
-            self._is_watched = False
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        if self._watched_by is not None:
+            self._watched_by.remove_reader(self._socket.fileno())
+            self._watched_by = None
 
 
 def _settle(waiting: asyncio.Future[bytes | Exception], outcome: bytes | Exception) -> None:
