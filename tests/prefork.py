@@ -81,7 +81,7 @@ class Forked:
                 server.sendall(data)
             except BrokenPipeError as error:
                 assert _process is not None
-                msg = f"the server that forks commands has died: {_process.wait()} (process {_process.pid})"
+                msg = f"the server that forks commands has died: {_process.wait()}"
                 raise RuntimeError(msg) from error
         self.pid = self._received()
 
