@@ -99,6 +99,7 @@ def test_the_tools_say_the_same(images: Path, tmp_path: Path) -> None:
     assert in_image(images, tmp_path, all_tools) == expected
 
 
+@pytest.mark.slow
 def test_long_lists_and_walks_come_in_parts(images: Path, tmp_path: Path) -> None:
     """More entries than one answer holds, with names around the order of a directory's own."""
     odd = ("d1.x/a", "d1-x", "d1/z.txt")
@@ -205,6 +206,7 @@ def test_answers_of_a_sandbox_are_not_trusted(
     asyncio.run(act())
 
 
+@pytest.mark.slow
 def test_a_full_file_system_inside_is_not_this_machines(images: Path, tmp_path: Path) -> None:
     def use(files: Files) -> None:
         with pytest.raises(PathError, match="No space left"):

@@ -88,6 +88,7 @@ def assert_nothing_is_left(cwd: Path) -> None:
     assert str(cwd) not in mounts
 
 
+@pytest.mark.slow
 def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *FIXES, row("lost", "missing:1"))
     done = run(tmp_path, *FLAGS, images=images, max_attempts=1, **OPTIONS)
@@ -155,6 +156,7 @@ def test_a_killed_conversation_continues_with_its_files(images: Path, tmp_path: 
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path: Path) -> None:
     """Its paid replies stay in the record; no turn follows from files that are not there."""
     workspace = interrupted(tmp_path, images)
@@ -174,6 +176,7 @@ def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path:
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_conversation_that_began_again_continues_after_a_kill(
     images: Path, tmp_path: Path
 ) -> None:
@@ -191,6 +194,7 @@ def test_a_conversation_that_began_again_continues_after_a_kill(
     assert record["check"]["passed"]
 
 
+@pytest.mark.slow
 def test_a_setup_that_was_killed_is_done_again(images: Path, tmp_path: Path) -> None:
     """Not a second time on what the first one left."""
     write_rows(

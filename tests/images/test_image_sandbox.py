@@ -236,6 +236,7 @@ def test_setuid_programs_give_nothing(images: Path, tmp_path: Path) -> None:
     act(images, tmp_path / "layer", doing, "agent:1")
 
 
+@pytest.mark.slow
 def test_only_what_grows_counts(images: Path, tmp_path: Path) -> None:
     """The image is larger than the limit; what is written anywhere counts."""
     tree = ImageStore(images).unpack("python:1").rootfs

@@ -58,6 +58,7 @@ def replies_on_disk(run_dir: Path) -> set[tuple[str, int]]:
     return {(conversation.decode(), int(turn)) for conversation, turn in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["key_command", "client"])
 def test_a_killed_run_with_changing_credentials_pays_no_stored_call_again(
     tmp_path: Path, way: str

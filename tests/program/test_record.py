@@ -204,6 +204,7 @@ def test_after_a_kill_a_program_that_starts_again_is_answered_from_the_journal(
     assert (record["api_calls"], record["set_aside"]) == (2, [])
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,6 +236,7 @@ def test_after_a_restart_equal_calls_are_answered_from_the_journal(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("status", [429, 500, 529])
@@ -342,6 +343,7 @@ def test_what_the_endpoint_refuses_the_agent_reads_itself(api: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @EACH
 def test_a_reply_that_was_paid_for_and_cannot_be_read_is_on_record(api: str) -> None:
     """It is asked for again, and its price counts."""
