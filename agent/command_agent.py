@@ -116,7 +116,7 @@ class CommandAgent(BaseModel):
     """The command that prints its version; None: its program with --version; []: none."""
     aliases: dict[str, str] = {}
     """Models by the names that it asks for, as `--model`; `*` stands for all other names."""
-    volatile: VolatileConfig = VolatileConfig()
+    volatile: VolatileConfig = Field(default_factory=VolatileConfig)
     final_call: _Pattern | None = None
     """Where it ends by a tool call instead of a text: what the arguments of that call match."""
     programs: tuple[Path, ...] = ()

@@ -8,8 +8,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from agent.command_agent import CommandAgent
 from agent.models.model import ModelSettings
 from agent.options import LIMITS, AgentOptions
@@ -60,6 +58,8 @@ def read_agent(value: Any) -> Any:
         hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
         msg = f"{value!r} is neither a preset nor a YAML file; {hint}"
         raise ValueError(msg)
+    import yaml  # only where an agent is named: --help does without
+
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
