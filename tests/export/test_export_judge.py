@@ -174,6 +174,7 @@ def test_damage_is_named_and_a_torn_line_set_aside(tmp_path: Path, endpoint: Fak
             exported(source, formats="openai", filters=filters(endpoint))
 
 
+@pytest.mark.slow
 def test_a_kill_between_verdicts_pays_no_question_twice(tmp_path: Path) -> None:
     """Only what was in flight when it came is asked again."""
     source = answers(tmp_path, *(f"Answer {n}" for n in range(40)))

@@ -169,6 +169,7 @@ async def all_of(desks: Desks, prompts: Sequence[str]) -> list[BatchAnswer]:
 STATES: Sequence[State] = ("gathered", "sending", "created", "collected")
 
 
+@pytest.mark.slow
 def test_a_crash_at_every_step(tmp_path: Path) -> None:
     """Side by side, so that lost batches of the same size are distinguished."""
 

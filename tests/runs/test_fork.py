@@ -240,6 +240,7 @@ def test_branches_become_pairs_of_one_step(tmp_path: Path) -> None:
         assert metadata["fork"] == {"run": "r", "record": pair["id"][5:7], "turn": 2}
 
 
+@pytest.mark.slow
 def test_a_killed_fork_resumes_and_repeats_no_call(tmp_path: Path) -> None:
     with finished_parent(tmp_path) as (endpoint, asked):
         count = len(asked)

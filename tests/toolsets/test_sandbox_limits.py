@@ -63,6 +63,7 @@ def bounded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @BOTH
 @pytest.mark.parametrize("taking", TAKING)
 @pytest.mark.usefixtures("bounded")
+@pytest.mark.slow
 def test_memory_is_limited_whichever_way_it_is_allocated(
     name: str, taking: str, workspace: Workspace
 ) -> None:
@@ -248,6 +249,7 @@ asyncio.run(main())
         pytest.param(False, id="no group", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_running_out_of_processes_is_a_failure_of_the_machine(
     name: str, grouped: bool, crowded: Path, tmp_path: Path
 ) -> None:

@@ -150,6 +150,7 @@ def test_search_finds_literal_text_by_line(files: Toolbox, root: Path) -> None:
     assert "only the first 200" in many[-1]
 
 
+@pytest.mark.slow
 def test_a_regular_expression_cannot_hold_the_worker(files: Toolbox, root: Path) -> None:
     """Without a bound this one runs for longer than anyone lives."""
     (root / "a.txt").write_text("a" * 64 + "\n")
