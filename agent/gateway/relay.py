@@ -25,11 +25,13 @@ from agent.messages import (
 )
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
+from agent.models.dialects.registry import RELAYED, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Trajectory
+from agent.stream_events import ignored
 from toolsets import exact_json
 
 log = logging.getLogger(__name__)
@@ -311,10 +313,11 @@ class Relay:
             turn = self._trajectory.turns + 1
             self._record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
 
-        read = partial(_keep, bodies, wire.completion)
+        read = partial(_keep, bodies, partial(read_reply, wire.api))
         request = replace(request, read=read, on_unreadable=pay)
         if asked.is_stream:
-            request = replace(request, assembly=wire.assembly, on_event=on_event)
+            assembly = partial(RELAYED[wire.api].assembly, ignored)
+            request = replace(request, assembly=assembly, on_event=on_event)
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])

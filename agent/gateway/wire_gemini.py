@@ -21,13 +21,8 @@ from agent.gateway.reading import (
 from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
 from agent.gateway.writing import sse
 from agent.messages import Message, Role
-from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.gemini import API, read_parts
-from agent.models.dialects.gemini_stream import GeminiAssembly
-from agent.models.dialects.registry import read_reply
 from agent.models.errors import ModelError
-from agent.models.model import Completion
-from agent.stream_events import StreamHandler, ignored
 from toolsets import exact_json
 
 _PATH = re.compile(r"(?P<version>/v1[a-z0-9]*)?/models/(?P<model>[^/:]*):(?P<method>\w+)$")
@@ -130,14 +125,6 @@ class GeminiWire:
         """See `Wire.request_headers`."""
         del headers
         return {}
-
-    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
-        """See `Wire.assembly`."""
-        return GeminiAssembly(on_delta)
-
-    def completion(self, body: bytes) -> Completion:
-        """See `Wire.completion`."""
-        return read_reply(API, body)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""

@@ -21,11 +21,7 @@ from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError,
 from agent.gateway.writing import passed_on, remove_tools, sse, type_of
 from agent.messages import Message, Role
 from agent.models.dialects.anthropic_messages import API, read_blocks
-from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
-from agent.models.dialects.assembly import Assembly
-from agent.models.dialects.registry import DIALECTS, read_reply
-from agent.models.model import Completion
-from agent.stream_events import StreamHandler, ignored
+from agent.models.dialects.registry import DIALECTS
 from toolsets import exact_json
 
 _READ_ELSEWHERE = frozenset({"model", "messages", "system", "tools", "stream", "metadata"})
@@ -105,14 +101,6 @@ class MessagesWire:
     def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """See `Wire.request_headers`."""
         return passed_on(headers, _HEADERS)
-
-    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
-        """See `Wire.assembly`."""
-        return MessagesAssembly(on_delta)
-
-    def completion(self, body: bytes) -> Completion:
-        """See `Wire.completion`."""
-        return read_reply(API, body)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""

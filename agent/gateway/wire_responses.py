@@ -21,13 +21,9 @@ from agent.gateway.reading import (
 from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
 from agent.gateway.writing import COMMENT, error_object, passed_on, remove_tools, sse
 from agent.messages import Message, Role
-from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.openai_responses import API, read_output
-from agent.models.dialects.openai_responses_stream import ResponsesAssembly
-from agent.models.dialects.registry import DIALECTS, read_reply
+from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
-from agent.models.model import Completion
-from agent.stream_events import StreamHandler, ignored
 from toolsets import exact_json
 
 _READ_ELSEWHERE = frozenset(
@@ -118,14 +114,6 @@ class ResponsesWire:
     def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """See `Wire.request_headers`."""
         return passed_on(headers, _HEADERS)
-
-    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
-        """See `Wire.assembly`."""
-        return ResponsesAssembly(on_delta)
-
-    def completion(self, body: bytes) -> Completion:
-        """See `Wire.completion`."""
-        return read_reply(API, body)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`. The last event of a stream has all of it."""
