@@ -25,7 +25,14 @@ from agent.gateway.wire import (
     WireError,
     WireRequest,
 )
-from agent.gateway.writing import COMMENT, error_object, passed_on, remove_tools, sse
+from agent.gateway.writing import (
+    COMMENT,
+    error_object,
+    lower_of,
+    passed_on,
+    remove_server_tools,
+    sse,
+)
 from agent.messages import Message
 from agent.models.dialects.openai_chat import API, flat_text, read_message
 from agent.models.dialects.registry import DIALECTS
@@ -96,10 +103,10 @@ class ChatWire:
             new["model"] = model
         if max_tokens is not None:
             names = [name for name in _LIMITS if new.get(name) is not None] or [_LIMITS[0]]
-            new |= {name: min(max_tokens, new.get(name) or max_tokens) for name in names}
+            new |= {name: lower_of(max_tokens, new.get(name)) for name in names}
         if without_server_tools:
             new.pop("web_search_options", None)
-            remove_tools(new, lambda tool: isinstance(_read_tool(tool), str), automatic="auto")
+            remove_server_tools(new, _read_tool, automatic="auto")
         return path, new
 
     def upstream_path(self, path: str) -> str:

@@ -214,6 +214,21 @@ def test_a_body_is_rewritten_only_where_it_must_be(api: str) -> None:
     assert same == body
 
 
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [
+        ("openai_chat", "max_tokens"),
+        ("openai_chat", "max_completion_tokens"),
+        ("anthropic_messages", "max_tokens"),
+        ("openai_responses", "max_output_tokens"),
+    ],
+)
+def test_a_limit_that_is_not_a_number_is_replaced(api: str, name: str) -> None:
+    """Whatever a body asks for, a run with a budget can limit the reply."""
+    _, new = WIRES[api].rewritten(PATHS[api], {"model": "m", name: "9000"}, max_tokens=100)
+    assert new == {"model": "m", name: 100}
+
+
 @EACH
 def test_keys_and_connections_of_agents_are_not_passed_on(api: str) -> None:
     headers = {
