@@ -144,12 +144,10 @@ class Relay:
             return reply
         if refusal := self._stop():
             return Answer(refusal)
-        if self._is_resumed and (again := self._asked_again(asked)) is not None:
-            reply = self.answers.begin(asked)
-            reply.finish(_parts(call.wire, again["body"], is_stream=asked.is_stream))
+        if known := self._recorded(asked):
+            wire, body, reply = call.wire, known["body"], self.answers.begin(asked)
+            reply.finish(wire.stream_of(body) if asked.is_stream else [wire.whole(body)])
             return reply
-        if known := self._threads.unanswered(asked.key):
-            return self._recorded(known, asked, call.wire)
         if refusal := self._limit():
             return Answer(refusal)
         try:
@@ -241,6 +239,17 @@ class Relay:
                 return Finish("budget", words)
         return None
 
+    def _recorded(self, asked: WireRequest) -> ExchangeEvent | None:
+        """The recorded call whose reply answers this request, if there is one.
+
+        Records that an earlier start's call was answered again.
+        """
+        if self._is_resumed and (again := self._asked_again(asked)):
+            return again
+        if known := self._threads.unanswered(asked.key):
+            self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
+        return known
+
     def _asked_again(self, asked: WireRequest) -> ExchangeEvent | None:
         """The call that the first request after a crash repeats, if its reply was the last one.
 
@@ -259,13 +268,6 @@ class Relay:
         if equal:
             self._record(AgentRestartedEvent(kind="agent_restarted", at=time.time()))
         return None
-
-    def _recorded(self, known: ExchangeEvent, asked: WireRequest, wire: Wire) -> Answer:
-        """A recorded reply, to an equal call of an earlier start."""
-        self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
-        reply = self.answers.begin(asked)
-        reply.finish(_parts(wire, known["body"], is_stream=asked.is_stream))
-        return reply
 
     async def _make(
         self,
@@ -393,10 +395,6 @@ def _choices(body: Mapping[str, Any]) -> int:
     config = body.get("generationConfig")
     asked = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
     return max([1, *(count for count in asked if type(count) is int)])
-
-
-def _parts(wire: Wire, body: Mapping[str, Any], *, is_stream: bool) -> list[bytes]:
-    return wire.stream_of(body) if is_stream else [wire.whole(body)]
 
 
 def _keep(bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes) -> Completion:
