@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.threads import Threads
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
+from agent.loop.rules import unknown_use
 from agent.loop.steps import Finish
 from agent.messages import (
     UNREADABLE,
@@ -223,20 +224,13 @@ class Relay:
         most = limits.max_calls
         if most is not None and len(self._threads.live) + len(self._calls) >= most:
             return Finish("max_turns", f"the agent has made all of its {most} model calls")
-        if (dollars := limits.max_cost_usd) is not None:
-            if spent.unpriced:
-                words = "the cost of a reply is unknown, so the budget cannot be kept"
-                return Finish("budget", words)
-            if spent.spent_usd >= dollars:
-                words = f"${spent.spent_usd:.6f} of ${dollars:.6f} are spent"
-                return Finish("budget", words)
-        if (tokens := limits.max_tokens) is not None:
-            if spent.uncounted:
-                words = "the tokens of a reply are unknown, so the budget cannot be kept"
-                return Finish("budget", words)
-            if spent.spent_tokens >= tokens:
-                words = f"{spent.spent_tokens:,} of {tokens:,} tokens are used"
-                return Finish("budget", words)
+        dollars, tokens = limits.max_cost_usd, limits.max_tokens
+        if end := unknown_use(spent, dollars, tokens):
+            return end
+        if dollars is not None and spent.spent_usd >= dollars:
+            return Finish("budget", f"${spent.spent_usd:.6f} of ${dollars:.6f} are spent")
+        if tokens is not None and spent.spent_tokens >= tokens:
+            return Finish("budget", f"{spent.spent_tokens:,} of {tokens:,} tokens are used")
         return None
 
     def _recorded(self, asked: WireRequest) -> ExchangeEvent | None:

@@ -60,6 +60,17 @@ def test_a_limit_refuses_the_next_call(
     asyncio.run(run())
 
 
+def test_a_budget_in_dollars_ends_with_the_first_reply_of_unknown_cost() -> None:
+    async def run() -> None:
+        async with relayed("openai_chat", limits=CallLimits(max_cost_usd=9.0)) as world:
+            assert (await world.read(ask("Go.")))[0] == 200
+            status, said = await world.read(ask("Go on."))
+            assert status == 400
+            assert b"the cost of a reply is unknown" in said
+
+    asyncio.run(run())
+
+
 def test_calls_in_flight_count_against_the_limit() -> None:
     """An agent that asks for many at once gets as many as one that asks for them in turn."""
     goes_on = asyncio.Event()
