@@ -31,6 +31,7 @@ _SECRET = "the-key-of-the-run"
 _APIS = {"claude-code": "anthropic_messages", "codex": "openai_responses", "gemini-cli": "gemini"}
 _KILLS = ("group", "worker", "agent")
 _END_S = 1800.0
+_SPARE_STARTS = 3
 
 
 class Outcome(NamedTuple):
@@ -68,8 +69,11 @@ def run_agent(
     write_rows(directory / "p.jsonl", *rows)
     with AgentEndpoint(reasoning="Let me think.", latency_s=0.1) as endpoint:
         command = _command(agent, endpoint, at_once)
-        done = 0
+        done, starts = 0, 0
         while True:
+            starts += 1
+            # Each start ends by a kill, but for one that completes and few with failed tasks.
+            assert starts <= kills + _SPARE_STARTS, _output(directory)
             with (directory / "output.txt").open("ab") as output:
                 process = subprocess.Popen(
                     command,
@@ -89,11 +93,15 @@ def run_agent(
             if process.returncode == 0:
                 break
             if process.returncode not in (1, -signal.SIGKILL):
-                raise AssertionError((directory / "output.txt").read_text()[-2000:])
+                raise AssertionError(_output(directory))
         outcome = _check(agent, directory, endpoint, tasks=tasks, kills=kills, began=began)
     if not keep:
         shutil.rmtree(directory)
     return outcome
+
+
+def _output(directory: Path) -> str:
+    return (directory / "output.txt").read_text()[-2000:]
 
 
 def _command(agent: str, endpoint: AgentEndpoint, at_once: int) -> list[str]:
