@@ -30,7 +30,8 @@ from toolsets.sandbox.inside.processes import descendants
 _SECRET = "the-key-of-the-run"
 _APIS = {"claude-code": "anthropic_messages", "codex": "openai_responses", "gemini-cli": "gemini"}
 _KILLS = ("group", "worker", "agent")
-_END_S = 1800.0
+_SILENCE_S = 300.0
+"""Without a call of any agent in so long, the check fails."""
 _SPARE_STARTS = 3
 
 
@@ -84,9 +85,13 @@ def run_agent(
                     stderr=output,
                     start_new_session=True,
                 )
-            done = _disturb(process, endpoint, rng, done, kills)
-            if process.poll() is None:
-                _end_group(process)
+            try:
+                done = _disturb(process, endpoint, rng, done, kills)
+            finally:
+                was_killed = process.poll() is None
+                if was_killed:
+                    _end_group(process)
+            if was_killed:
                 continue
             # What was killed just before the end may still be ending.
             wait_until(lambda leader=process.pid: not session_of(leader))
@@ -156,11 +161,13 @@ def _disturb(
 
 def _wait(process: subprocess.Popen[bytes], endpoint: AgentEndpoint, replies: int) -> bool:
     """Wait until there have been so many replies; False where the run has ended before."""
-    deadline = time.monotonic() + _END_S
-    while len(endpoint.exchanges) < replies:
+    seen, since = 0, time.monotonic()
+    while (count := len(endpoint.exchanges)) < replies:
         if process.poll() is not None:
             return False
-        assert time.monotonic() < deadline, "nothing happens any more"
+        if count > seen:
+            seen, since = count, time.monotonic()
+        assert time.monotonic() < since + _SILENCE_S, "no agent has made a call for a long time"
         time.sleep(0.01)
     return True
 
