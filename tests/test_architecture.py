@@ -203,7 +203,7 @@ def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {name_of(path).replace("/", ".") for path in modules() if path.name == "__init__.py"}
     # `--rows=NAME` finds its file in an installed program, too.
-    assert set(project["packages"]) == packages | {"configs.rows"}
+    assert set(project["packages"]) == packages | {"configs.agents", "configs.rows"}
     assert set(project["py-modules"]) == set(DOORS)
 
 
