@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -24,10 +24,12 @@ from pydantic import (
     model_validator,
 )
 
-from agent.gateway.wire import Volatile
 from agent.models.providers import Api
 from agent.options import PositiveInt, split_commas
 from toolsets import exact_json
+
+if TYPE_CHECKING:
+    from agent.gateway.wire import Volatile
 
 PLACEHOLDERS = ("prompt", "gateway", "key", "model", "workspace", "home")
 """In braces: the prompt's text, the gateway's URL and the key for it, the model's name, the
@@ -153,6 +155,8 @@ class CommandAgent(BaseModel):
     @property
     def what_varies(self) -> Volatile:
         """For the gateway."""
+        from agent.gateway.wire import Volatile
+
         return Volatile(self.volatile.fields, self.volatile.texts)
 
     def environment(self, values: Mapping[str, str]) -> dict[str, str]:

@@ -36,7 +36,6 @@ from runs.store.journal_writer import Journal
 from runs.tasks import Task
 from runs.worker.calls import Calls
 from runs.worker.durable_calls import DurableHome, StoppableModel, Stops
-from runs.worker.replay import replay, replayable
 from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
@@ -311,6 +310,8 @@ class TaskRunner:
     async def _replay(
         self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork
     ) -> dict[str, Any]:
+        from runs.worker.replay import replay, replayable  # only forks replay
+
         def check_stop() -> None:
             if self._stops.is_stopping:
                 raise Stopped

@@ -797,13 +797,14 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 NOT_FOR_A_PLAIN_RUN = {
-    *("tarfile", "gzip", "grp", "pwd", "tomllib"),
+    *("tarfile", "gzip", "grp", "pwd", "tomllib", "yaml"),
     *("toolsets.images.store", "toolsets.images.archives", "toolsets.images.layers"),
     *("toolsets.images.names", "toolsets.images.users", "toolsets.sandbox.image_bwrap"),
     *("toolsets.sandbox.inside.namespaces", "runs.worker.diff", "runs.worker.check"),
     *("runs.dataset.test_outcomes", "runs.sources.harbor", "runs.sources.rows_file"),
     *("runs.sources.templates", "agent.gateway.canonical", "agent.gateway.lines"),
-    *("agent.gateway.threads", "agent.state.agent_record"),
+    *("agent.gateway.threads", "agent.state.agent_record", "agent.gateway.wire"),
+    *("runs.config.agent_program", "runs.config.yaml_mapping", "runs.worker.replay"),
 }
 """What only runs with images, checks, rows files or agents that are commands need."""
 
