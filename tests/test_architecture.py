@@ -22,8 +22,8 @@ ROOMS = ("toolsets", "agent", "runs", "export", "api", "report", "cli")
 DOORS = ("run_agent", "batch_runner")
 
 NODES = """
-toolsets/errors toolsets/extras toolsets/installed toolsets/text toolsets/exact_json
-toolsets/validation
+toolsets/errors toolsets/extras toolsets/installed toolsets/locked toolsets/text
+toolsets/exact_json toolsets/validation
 toolsets/per_loop toolsets/net toolsets/workspace toolsets/images toolsets/sandbox/inside
 toolsets/sandbox
 toolsets/context toolsets/space toolsets/docstring toolsets/signature toolsets/tool toolsets/toolbox
