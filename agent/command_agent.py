@@ -27,6 +27,7 @@ from pydantic import (
 from agent.models.providers import Api
 from agent.options import PositiveInt, split_commas
 from toolsets import exact_json
+from toolsets.validation import Pattern
 
 if TYPE_CHECKING:
     from agent.gateway.wire import Volatile
@@ -63,15 +64,6 @@ def _plain(value: str) -> str:
     return value
 
 
-def _pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        msg = f"not a regular expression: {error}"
-        raise ValueError(msg) from error
-    return value
-
-
 def _relative(value: str) -> str:
     path = PurePosixPath(_plain(value))
     if path.is_absolute() or ".." in path.parts or not path.name:
@@ -81,7 +73,6 @@ def _relative(value: str) -> str:
 
 
 _Text = Annotated[str, AfterValidator(_plain)]
-_Pattern = Annotated[str, AfterValidator(_pattern)]
 _Command = Annotated[tuple[_Text, ...], BeforeValidator(_split_command)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -93,7 +84,7 @@ class VolatileConfig(BaseModel):
 
     fields: tuple[str, ...] = ()
     """Dotted paths of fields of request bodies."""
-    texts: tuple[_Pattern, ...] = ()
+    texts: tuple[Pattern, ...] = ()
     """Regular expressions; what they match in messages and tools is ignored."""
 
 
@@ -119,7 +110,7 @@ class CommandAgent(BaseModel):
     aliases: dict[str, str] = {}
     """Models by the names that it asks for, as `--model`; `*` stands for all other names."""
     volatile: VolatileConfig = Field(default_factory=VolatileConfig)
-    final_call: _Pattern | None = None
+    final_call: Pattern | None = None
     """Where it ends by a tool call instead of a text: what the arguments of that call match."""
     programs: tuple[Path, ...] = ()
     """Further files and directories of this machine that it needs in the sandbox, read-only."""
