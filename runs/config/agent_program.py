@@ -28,12 +28,15 @@ _VERSION_TIMEOUT_S = 60.0
 _SHOWN = 300
 
 
-def with_checked_agent(config: RunConfig, agent: CommandAgent) -> RunConfig:
+def with_checked_agent(config: RunConfig) -> RunConfig:
     """Run the agent's program for its version, and set how many conversations fit into memory.
 
     It runs in the sandbox, so an agent that cannot start there is found before anything is paid.
     Blocks. Raises `ConfigError`.
     """
+    if config.agent is None:
+        return config
+    agent = config.agent
     try:
         find_program(agent.command[0], agent.programs)
         found = version_of(agent, config) if agent.version_command else None

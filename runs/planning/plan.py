@@ -72,7 +72,7 @@ def make_plan(
         if config.agent is not None:
             from runs.config.agent_program import with_checked_agent
 
-            config = with_checked_agent(config, config.agent)
+            config = with_checked_agent(config)
         known = catalog_of(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
