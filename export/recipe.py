@@ -7,13 +7,11 @@ of an export, so another export can use other filters.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -34,10 +32,10 @@ from export.conversation.style import (
 )
 from export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
 from export.formats.registry import COPIED, COPIES, GROUP_FORMATS, KNOWN, ROW_FORMATS
-from runs.config.loading import read_mapping
 from runs.config.option_types import AcceptedRows
+from runs.config.yaml_mapping import read_mapping
 from runs.errors import ConfigError
-from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
+from toolsets.validation import UNKNOWN_KEY, Mistake, Pattern, did_you_mean, mistakes_in
 
 FormatName = Literal[
     "hermes", "llamafactory", "openai", "atif", "parquet", "hf", "dpo", "kto", "raw"
@@ -47,18 +45,6 @@ assert set(get_args(FormatName)) == set(KNOWN)
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
-
-
-def _is_pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        msg = f"not a regular expression: {error}"
-        raise ValueError(msg) from error
-    return value
-
-
-Pattern = Annotated[str, AfterValidator(_is_pattern)]
 
 
 def parse_splits(value: object) -> object:

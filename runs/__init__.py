@@ -37,6 +37,7 @@ SEAM = (
     "config.option_types",
     "config.run_config",
     "config.toolsets",
+    "config.yaml_mapping",
     "dataset.row",
     "dataset.row_image",
     "dataset.row_setup",

@@ -221,7 +221,6 @@ def _anthropic_error(status: int, message: str) -> JSON:
 
 NO_QUOTA = {"message": "You exceeded your current quota", "type": "insufficient_quota"}
 NO_QUOTA["code"] = "insufficient_quota"
-TOO_LONG = "This model's maximum context length is 128000 tokens, you sent 130000"
 
 CHAT = Dialect(
     opening=opening,
@@ -231,7 +230,7 @@ CHAT = Dialect(
     error=openai_error,
     error_event=lambda error: b"data: %b\n\n" % orjson.dumps(error),
     quota=(429, {"error": NO_QUOTA}),
-    too_long=TOO_LONG,
+    too_long="This model's maximum context length is 128000 tokens, you sent 130000",
     hollow={"choices": []},
     lacks=frozenset({"pause", "context_stop"}),
 )

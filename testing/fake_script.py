@@ -87,6 +87,22 @@ class Reply(NamedTuple):
     output_tokens: int
 
 
+class BaseUrls:
+    """Where clients find an endpoint on the loopback interface."""
+
+    port: int
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL for OpenAI clients."""
+        return f"{self.anthropic_url}/v1"
+
+    @property
+    def anthropic_url(self) -> str:
+        """The base URL for Anthropic clients."""
+        return f"http://127.0.0.1:{self.port}"
+
+
 class Dialect(NamedTuple):
     """How one API speaks."""
 

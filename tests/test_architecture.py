@@ -22,8 +22,8 @@ ROOMS = ("toolsets", "agent", "runs", "export", "api", "report", "cli")
 DOORS = ("run_agent", "batch_runner")
 
 NODES = """
-toolsets/errors toolsets/extras toolsets/installed toolsets/text toolsets/exact_json
-toolsets/validation
+toolsets/errors toolsets/extras toolsets/installed toolsets/locked toolsets/text
+toolsets/exact_json toolsets/validation
 toolsets/per_loop toolsets/net toolsets/workspace toolsets/images toolsets/sandbox/inside
 toolsets/sandbox
 toolsets/context toolsets/space toolsets/docstring toolsets/signature toolsets/tool toolsets/toolbox
@@ -203,7 +203,7 @@ def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {name_of(path).replace("/", ".") for path in modules() if path.name == "__init__.py"}
     # `--rows=NAME` finds its file in an installed program, too.
-    assert set(project["packages"]) == packages | {"configs.rows"}
+    assert set(project["packages"]) == packages | {"configs.agents", "configs.rows"}
     assert set(project["py-modules"]) == set(DOORS)
 
 

@@ -4,8 +4,9 @@ errors      ToolError and HostError: failures of a tool, failures of the machine
 extras      how to install an optional dependency
 installed   where a program of the user's is, and what it needs to run
 exact_json  JSON with integers of any size; how deep it is nested
+locked      a lock that processes of this machine wait for
 text        cutting and decoding text
-validation  describes what pydantic rejected
+validation  checks values; describes what pydantic rejected
 per_loop    resources that the conversations of an event loop share
 context     ToolContext, the first argument of every tool function
 space       TaskSpace, the older name of ToolContext

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent.gateway.threads import Threads
-from agent.gateway.wire import WireRequest
 from agent.messages import (
     OWN_CHARS,
     OWN_FROM,
@@ -22,6 +20,10 @@ from agent.messages import (
 from agent.models.model import Completion
 from agent.state.call_ids import make_ids_unique
 from toolsets.tool import ASKS, ToolResult
+
+if TYPE_CHECKING:
+    from agent.gateway.threads import Threads
+    from agent.gateway.wire import WireRequest
 
 
 class Clock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,8 +17,7 @@ from toolsets.validation import did_you_mean
 if TYPE_CHECKING:
     from runs.config.run_config import RunConfig
 
-_CHECKOUT = Path(__file__).parents[2] / "configs" / "agents"
-_INSTALLED = Path(sysconfig.get_path("data")) / "share" / "agent-presets"
+_DIRECTORY = Path(__file__).parents[2] / "configs" / "agents"
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0}
 """Of options whose usual defaults are for conversations of this program."""
@@ -36,8 +34,7 @@ tools."""
 
 def presets() -> dict[str, Path]:
     """The agents that are known by name."""
-    directory = _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED
-    return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(_DIRECTORY.glob("*.yaml"))}
 
 
 def read_agent(value: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from agent.options import split_commas
@@ -20,23 +19,6 @@ from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys in a mapping; YAML would silently keep the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Later, keys of merged mappings (`<<`) are among those of the file.
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                problem = f"duplicate key {key.value!r}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return node
 
 
 def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
@@ -70,32 +52,9 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(msg) from error
 
 
-def read_mapping(path: Path, kind: str) -> dict[str, Any]:
-    """Read a YAML file of `key: value` lines; errors call it a `kind`. Raises `ConfigError`."""
-    try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        msg = f"{path}: cannot read this {kind}: {reason}"
-        raise ConfigError(msg) from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
-        msg = f"{path}{place}: not YAML: {error.problem}"
-        raise ConfigError(msg) from error
-    except yaml.YAMLError as error:
-        msg = f"{path}: not YAML: {error}"
-        raise ConfigError(msg) from error
-    except RecursionError as error:
-        msg = f"{path}: cannot read this {kind}: nested too deeply"
-        raise ConfigError(msg) from error
-    if not isinstance(loaded, dict):
-        msg = f"{path}: a {kind} must have `key: value` lines"
-        raise ConfigError(msg)
-    return {str(key): value for key, value in loaded.items()}
-
-
 def _read_config(path: Path) -> dict[str, Any]:
+    from runs.config.yaml_mapping import read_mapping  # a run without a config file needs no YAML
+
     loaded = {
         key.replace("-", "_"): value for key, value in read_mapping(path, "config file").items()
     }

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from runs.errors import DatasetError
-from runs.sources.harbor import HarborTask, tasks_in
+
+if TYPE_CHECKING:
+    from runs.sources.harbor import HarborTask
 
 HUB_PREFIX = "hf:"
 
@@ -97,6 +99,8 @@ def source_of(name: Path) -> DataSource:
             return DataSource(text, files=(_source_file(name),))
         if any((name / file).is_file() for file in _SAVED):
             return DataSource(text, saved=name)
+        from runs.sources.harbor import tasks_in
+
         if tasks := tasks_in(name):
             return DataSource(text, tasks=tuple(tasks))
         files = tuple(map(_source_file, sorted(_files_in(name))))

@@ -35,8 +35,7 @@ from runs.store.index import index_fields
 from runs.store.journal_writer import Journal
 from runs.tasks import Task
 from runs.worker.calls import Calls
-from runs.worker.durable_calls import DurableHome, StoppableModel, Stops
-from runs.worker.replay import replay, replayable
+from runs.worker.durable_calls import DurableHome, Kept, StoppableModel, Stops
 from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
@@ -216,8 +215,7 @@ class TaskRunner:
     ) -> Finish:
         setup = setup_of_task(self._setups, self._config, task)
 
-        kept_by = self._journal.kept
-        until_kept = None if kept_by is None else partial(kept_by, task.key)
+        until_kept = self._until_kept(task)
         by_batch = self._calls.by_batch(task.key, assignment)
 
         def gated(model: Model) -> StoppableModel:
@@ -278,7 +276,6 @@ class TaskRunner:
         assert row.agent is not None
         if context.sandbox is not None:
             await context.sandbox.stop()  # what set up the workspace
-        kept_by = self._journal.kept
         return await self._agents.run(
             AgentTask(
                 key=task.key,
@@ -288,9 +285,14 @@ class TaskRunner:
                 context=context,
                 trajectory=trajectory,
                 journal=self._journal_of(task, assignment),
-                kept=None if kept_by is None else partial(kept_by, task.key),
+                kept=self._until_kept(task),
             )
         )
+
+    def _until_kept(self, task: Task) -> Kept:
+        """Waits until the events of a task are kept; None where they are on disk at once."""
+        kept_by = self._journal.kept
+        return None if kept_by is None else partial(kept_by, task.key)
 
     def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
         """Appends events of a task to the journal."""
@@ -311,6 +313,8 @@ class TaskRunner:
     async def _replay(
         self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork
     ) -> dict[str, Any]:
+        from runs.worker.replay import replay, replayable  # only forks replay
+
         def check_stop() -> None:
             if self._stops.is_stopping:
                 raise Stopped

@@ -814,6 +814,19 @@ def test_commands_that_only_read_a_run_import_nothing_that_runs_tasks(tmp_path: 
         assert not {"aiohttp", "agent.runner", "runs.supervisor.supervisor"} & imported, arguments
 
 
+NOT_FOR_A_PLAIN_RUN = {
+    *("tarfile", "gzip", "grp", "pwd", "tomllib", "yaml"),
+    *("toolsets.images.store", "toolsets.images.archives", "toolsets.images.layers"),
+    *("toolsets.images.names", "toolsets.images.users", "toolsets.sandbox.image_bwrap"),
+    *("toolsets.sandbox.inside.namespaces", "runs.worker.diff", "runs.worker.check"),
+    *("runs.dataset.test_outcomes", "runs.sources.harbor", "runs.sources.rows_file"),
+    *("runs.sources.templates", "agent.gateway.canonical", "agent.gateway.lines"),
+    *("agent.gateway.threads", "agent.state.agent_record", "agent.gateway.wire"),
+    *("runs.config.agent_program", "runs.config.yaml_mapping", "runs.worker.replay"),
+}
+"""What only runs with images, checks, rows files or agents that are commands need."""
+
+
 def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None:
     """What a worker imports itself, each of them imports: here none is imported twice."""
     write_prompts(tmp_path / "p.jsonl", 8)
@@ -832,6 +845,7 @@ def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None
     assert "runs.worker.worker" in named
     assert set(named.values()) == {1}
     assert not {"httpx2", "toolsets.browser.browser_tools", "ray"} & imported.keys()
+    assert not NOT_FOR_A_PLAIN_RUN & imported.keys()
 
 
 @pytest.mark.slow

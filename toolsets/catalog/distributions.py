@@ -12,8 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from toolsets.catalog.registry import TOOLSETS, Toolset, UnknownToolset
 
 Distribution = Mapping[str, float]
@@ -55,6 +53,8 @@ def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> 
         names = ", ".join(sorted(DISTRIBUTIONS))
         msg = f"Unknown distribution {name!r}; known: {names}, or the path of a YAML file"
         raise UnknownDistribution(msg)
+    import yaml  # only for a file
+
     try:
         loaded = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
