@@ -9,5 +9,6 @@ index           records.idx, derived from records.jsonl
 reader          read records one by one
 failures        failures.jsonl
 settled         which tasks need no more work
+rewards         rewards by name, of conversations and of turns
 checks          results of checks, and their sums
 """

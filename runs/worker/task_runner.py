@@ -151,7 +151,7 @@ class TaskRunner:
             else:
                 end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             diff = await self._spaces.diff(context)
-            check = await self._spaces.judge(context, row)
+            check = await self._spaces.judge(context, row, _own_turns(trajectory, row))
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.describe(error))
@@ -352,6 +352,13 @@ def _agent_runner(setup: WorkerSetup, calls: Calls, stops: Stops) -> AgentRunner
     from runs.worker.agents.agent_runner import AgentRunner  # an HTTP server, which few runs need
 
     return AgentRunner(setup.config, calls, stops)
+
+
+def _own_turns(trajectory: Trajectory, row: RowTask) -> int | None:
+    """The turns of this run's model; None if an agent's calls decide later what they are."""
+    if row.agent is not None:
+        return None
+    return trajectory.turns - (row.fork.turn if row.fork is not None else 0)
 
 
 def _has_begun(assignment: Assignment) -> bool:

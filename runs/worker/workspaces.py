@@ -112,8 +112,13 @@ class Workspaces:
         """What the conversation changed in its image's repository; None where there is none."""
         return None if self._in_images is None else await end_diff(context)
 
-    async def judge(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
-        """The result of the row's check; None if it has none. Raises `SetupFailed`."""
+    async def judge(
+        self, context: ToolContext, row: RowTask, turns: int | None
+    ) -> dict[str, Any] | None:
+        """The result of the row's check; None if it has none. Raises `SetupFailed`.
+
+        `turns` is how many turns of the run's model it judges, if known.
+        """
         if row.setup is None or row.setup.check is None:
             return None
         # Processes that the model left running could affect the check.
@@ -128,7 +133,7 @@ class Workspaces:
         try:
             if check.where == "fresh":
                 judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
-            return await run_check(check, open_as)
+            return await run_check(check, open_as, turns)
         except DiffError as error:
             return not_passed(str(error))
         finally:
