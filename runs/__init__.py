@@ -15,6 +15,7 @@ store/           journals, records, failures and their index
 dataset/         rows, prompts and the scan
 sources/         datasets of other kinds, written as JSONL
 config/          options from YAML and flags to checked values
+scoring/         rewards from functions
 totals/          totals of a run, spending, forecasts
 protocol/        messages between parent and workers
 worker/          code of worker processes
