@@ -74,6 +74,8 @@ SEAM = (
     "store.journal",
     "store.reader",
     "store.records",
+    "store.rewards",
+    "store.scores",
     "store.settled",
     "supervisor.progress",
     "tasks",
