@@ -184,6 +184,7 @@ class StoredRun:
             require_reasoning=self.config.require_reasoning,
             require_passed=self.config.require_passed,
             max_attempts=self.config.max_attempts,
+            samples=self.config.num_samples,
         )
 
     def _not_found(self, wanted: str, longer: list[str]) -> str:

@@ -5,6 +5,7 @@ conversation/   a record read into a conversation that every format can render
 formats/        the formats of rows
 recipe          formats, style, filters and splits of an export
 filters/        which conversations become rows
+reward_statistics  rewards by name and by prompt, pass@k
 statistics      counts over records
 record_order    records in the order of the dataset
 run_statistics  the command `stats`
@@ -28,6 +29,7 @@ SEAM = (
     "filters.filters",
     "formats.hermes",
     "recipe",
+    "reward_statistics",
     "run_statistics",
     "training_files",
 )

@@ -44,7 +44,8 @@ runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_c
 runs/run runs/recording runs/maintenance runs/maintenance/hermes
 
 export/row_files export/conversation export/formats export/recipe export/filters
-export/statistics export/record_order export/run_statistics export/training_files export/dataset
+export/statistics export/reward_statistics export/record_order export/run_statistics
+export/training_files export/dataset
 
 api
 
