@@ -61,6 +61,6 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
         *("run", "record", "look", "build_images", "estimate", "fork", "import_hermes", "merge"),
     ),
     "Commands to inspect": ("status", "stats", "report", "show", "compare"),
-    "Commands to export and check": ("export", "verify"),
+    "Commands to export and check": ("export", "score", "verify"),
     "Commands to list what is available": ("tools", "distributions", "endpoints", "errors"),
 }

@@ -10,6 +10,7 @@ statistics      counts over records
 record_order    records in the order of the dataset
 run_statistics  the command `stats`
 training_files  the files that every start writes
+scoring/        scores given after the run
 dataset/        the datasets of `export --format`
 
 Other rooms import only the modules in `SEAM`.
@@ -31,5 +32,6 @@ SEAM = (
     "recipe",
     "reward_statistics",
     "run_statistics",
+    "scoring.by_functions",
     "training_files",
 )

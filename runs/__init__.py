@@ -61,6 +61,7 @@ SEAM = (
     "run",
     "run_dir",
     "run_lock",
+    "scoring.functions",
     "sources.columns",
     "sources.harbor",
     "sources.kept_dataset",
