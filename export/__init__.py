@@ -33,5 +33,7 @@ SEAM = (
     "reward_statistics",
     "run_statistics",
     "scoring.by_functions",
+    "scoring.by_judge",
+    "scoring.judge_prompt",
     "training_files",
 )

@@ -30,6 +30,7 @@ Other rooms import only the modules in `SEAM`.
 """
 
 SEAM = (
+    "amounts",
     "batch_api.totals",
     "config.endpoint_config",
     "config.endpoints",
@@ -78,6 +79,7 @@ SEAM = (
     "store.rewards",
     "store.scores",
     "store.settled",
+    "supervisor.budget",
     "supervisor.progress",
     "tasks",
     "totals.forecast",

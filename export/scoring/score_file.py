@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from runs.store.checksum import with_checksum
 from runs.store.files import AppendFile, alone_in, repair_tail
 from runs.store.reader import stored_records
 from runs.store.scores import NAME, read_scores, score_key
+from toolsets import exact_json
 
 Record = Mapping[str, Any]
 
@@ -47,7 +46,7 @@ class ScoreFile:
         """Append scores, each after the key and the id of its record; they are then durable."""
         at = time.time()
         lines = b"".join(
-            with_checksum(orjson.dumps({"record": key, "id": id, **score, "at": at}))
+            with_checksum(exact_json.dumps({"record": key, "id": id, **score, "at": at}))
             for key, id, score in scores
         )
         if not lines:
