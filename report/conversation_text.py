@@ -68,8 +68,8 @@ class ConversationText:
         if error := record["error"]:
             yield self._paint(plain(f"{error['class']}: {error['message']}"), fg="red")
         if row["reward"] is not None:
-            result = {True: "passed, ", False: "failed, ", None: ""}[row["passed"]]
-            yield f"check: {result}reward {row['reward']:g}"
+            result = {True: "check: passed, ", False: "check: failed, ", None: ""}[row["passed"]]
+            yield f"{result}reward {row['reward']:g}"
         if row["rewards"]:
             named = (f"{name} {reward:g}" for name, reward in row["rewards"].items())
             yield plain(f"rewards: {', '.join(named)}")

@@ -13,7 +13,7 @@ from runs.store.checks import Judgement, judgement_of, rewards_of
 from runs.store.rewards import parse_rewards
 from tests.exporting import worked
 from tests.playing import call, calls, say
-from tests.running import SCRIPTED, lines, run, write_rows
+from tests.running import SCRIPTED, lines, run, started, wait_until, write_rows
 
 GRADERS = """
 import os, signal, sys
@@ -53,6 +53,18 @@ def ask(conversation, workspace, row):
         return None
     if does == "print":
         print("x" * 100_000)
+    return 1
+"""
+
+
+HELD = """
+import os
+from pathlib import Path
+
+def held(conversation, workspace, row):
+    Path(f"called-{os.getpid()}").touch()
+    while Path("hold").exists():
+        pass
     return 1
 """
 
@@ -202,6 +214,29 @@ class TestARun:
             assert record["scores"][1]["rewards"] == {"reward": 0.25, "files": 1}
         assert "checked 4; mean reward 0.25" in done.stdout
         assert run(tmp_path, "verify", "r").returncode == 0
+
+    @pytest.mark.slow
+    def test_that_is_killed_in_a_function_leaves_no_process_and_resumes(
+        self, tmp_path: Path
+    ) -> None:
+        """A killed run takes its reward functions with it, though they have their own session."""
+        (tmp_path / "graders.py").write_text(HELD)
+        hold = tmp_path / "hold"
+        hold.touch()
+        rows = [{"id": f"p{n}", "prompt": "x", "script": [say("done")]} for n in range(3)]
+        write_rows(tmp_path / "p.jsonl", *rows)
+        with started(tmp_path, reward="graders:held", **SCRIPTED) as process:
+            wait_until(lambda: list(tmp_path.glob("called-*")))
+            process.kill()
+            process.wait()
+        called = [int(path.name.partition("-")[2]) for path in tmp_path.glob("called-*")]
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in called))
+        hold.unlink()
+        done = run(tmp_path, reward="graders:held", **SCRIPTED)
+        assert done.returncode == 0, done.stderr
+        records = lines(tmp_path / "trajectories/r/records.jsonl")
+        assert sorted(record["id"] for record in records) == ["p0", "p1", "p2"]
+        assert all(record["scores"][0]["rewards"] == {"held": 1} for record in records)
 
     @pytest.mark.parametrize(
         ("place", "words"),
