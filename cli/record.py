@@ -13,7 +13,7 @@ from cli.shared import show_run, starting_options
 from runs.errors import ConfigError
 from runs.process.console import say
 
-_NOT_GIVEN = ("dataset_file", "model", "models", "agent")
+_NOT_GIVEN = ("dataset_file", "model", "models", "agent", "reward")
 
 
 @click.command(cls=RunCommand)

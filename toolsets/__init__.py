@@ -31,6 +31,7 @@ SEAM = (
     "builtin.command_result",
     "catalog.custom",
     "catalog.distributions",
+    "catalog.places",
     "catalog.registry",
     "context",
     "errors",

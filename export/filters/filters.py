@@ -22,7 +22,7 @@ from export.filters.verdicts import Verdicts
 from export.recipe import AnswerCheck, Filters
 from runs.errors import ConfigError
 from runs.store.checks import ended_by_wrong_answer
-from toolsets.catalog.custom import OwnToolError, import_place
+from toolsets.catalog.places import OwnToolError, import_place
 
 Record = Mapping[str, Any]
 

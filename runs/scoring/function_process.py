@@ -9,7 +9,6 @@ itself prints goes to standard error. The process ends with its input, or with i
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import inspect
 import os
@@ -25,7 +24,7 @@ from runs.process.startup import die_with_parent
 from runs.store.index import own_turns
 from runs.store.rewards import parse_rewards
 from toolsets import exact_json
-from toolsets.catalog.custom import OwnToolError, import_place
+from toolsets.catalog.places import OwnToolError, import_place
 from toolsets.errors import machine_failure
 from toolsets.text import clip, valid_utf8
 
@@ -73,6 +72,8 @@ def _call(
     try:
         found = function(record, None if workspace is None else Path(workspace), row)
         if inspect.isawaitable(found):
+            import asyncio  # takes longer than most functions
+
             found = asyncio.run(_result_of(found))
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         if (words := machine_failure(error)) is not None:
