@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -11,11 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from export.dataset.build import Source
+from export.filters.asking import ask_all
 from runs.store.reader import stored_records
 from tests.answering import JSON, answering
 from tests.exporting import make_run, worked
@@ -322,6 +325,47 @@ class TestAJudge:
         assert words in done.stderr
 
 
+class TestCallsInFlight:
+    @pytest.mark.parametrize("breaks", ["a call", "keeping"])
+    def test_that_end_when_another_breaks_are_kept(self, breaks: str) -> None:
+        """Their replies are paid for."""
+        kept: list[int] = []
+
+        async def ask(item: int) -> int:
+            if item == 0 and breaks == "a call":
+                raise ValueError("broken")
+            if item == 2:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    return item  # it came before it could be cancelled
+            return item
+
+        def keep(found: list[int]) -> None:
+            kept.extend(found)
+            if breaks == "keeping" and 2 not in found:
+                raise ValueError("broken")
+
+        with pytest.raises(ValueError, match="broken"):
+            asyncio.run(ask_all(range(3), ask, max_in_flight=3, keep=keep))
+        assert sorted(kept) == ([1, 2] if breaks == "a call" else [0, 1, 2])
+
+    def test_are_never_more_than_allowed(self) -> None:
+        running = most = 0
+
+        async def ask(item: int) -> int:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+            return item
+
+        found: list[int] = []
+        asyncio.run(ask_all(range(50), ask, max_in_flight=4, keep=found.extend))
+        assert (most, sorted(found)) == (4, list(range(50)))
+
+
 class TestABudget:
     def test_is_never_exceeded_and_can_be_raised(self, tmp_path: Path) -> None:
         source = make(tmp_path, 20)
@@ -338,6 +382,28 @@ class TestABudget:
             assert (again.returncode, len(judge.asked)) == (3, asked)
             assert run(tmp_path, "score", "r", **options, max_judge_cost_usd=90).returncode == 0
             assert len(judge.asked) == len(set(judge.asked)) == 20
+
+    def test_counts_a_call_that_a_kill_has_cut_off(self, tmp_path: Path) -> None:
+        """Its reply is lost, and may have been charged."""
+        make(tmp_path, 1)
+        release = Event()
+
+        def late(word: str) -> tuple[int, JSON]:
+            release.wait()
+            return good(word)
+
+        with judging(late) as judge:
+            options = judge.options(tmp_path, prices=PRICES, max_tokens=5, max_judge_cost_usd=1.5)
+            process = subprocess.Popen(command("score", "r", **options), cwd=tmp_path)
+            try:
+                wait_until(lambda: len(judge.asked) == 1)
+            finally:
+                process.kill()
+                process.wait()
+                release.set()
+            done = run(tmp_path, "score", "r", **options)
+            assert done.returncode == 3, done.stderr
+            assert len(judge.asked) == 1
 
     def test_counts_a_call_of_unknown_cost_as_its_worst_case(self, tmp_path: Path) -> None:
         source = make(tmp_path, 3)
