@@ -257,3 +257,10 @@ class TestARun:
         assert done.returncode == 2
         assert words in done.stderr
         assert not (tmp_path / "trajectories" / "r" / "records.jsonl").exists()
+
+
+def test_recorded_sessions_are_scored_later(tmp_path: Path) -> None:
+    """`record` has no place where a function could be called."""
+    done = run(tmp_path, "record", upstream="openai", run_name="s", reward="m:f")
+    assert done.returncode == 2
+    assert "reward: means nothing for `record`: use `score` afterwards" in done.stderr
