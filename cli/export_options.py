@@ -23,6 +23,7 @@ _RECIPE_FLAGS = {
     "max_tool_chars": "max_tool_chars",
     "tools": "tools",
     "accept_rows": "accept_rows",
+    "reward_name": "reward_name",
     "splits": "splits",
     "shard_mb": "shard_mb",
 }
@@ -42,6 +43,7 @@ _OPTIONS = (
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
     ("tools", "text|list", "Tools as JSON text or as a list: openai, dpo, kto, hf."),
     ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
+    ("reward_name", "NAME", "The reward that filters, dpo and kto use; see docs/rewards.md."),
     ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
     ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
     (

@@ -30,7 +30,8 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Tools and sandbox": (
         *("enabled_toolsets", "disabled_toolsets", "distribution", "tools", "mcp", "sandbox"),
         *("workspace", "workdir", "images", "docker_image", "container_engine", "pull"),
-        *("row_setup", "check_in", "check_network", "env_from", "network"),
+        *("row_setup", "check_in", "check_network", "reward", "reward_timeout_s"),
+        *("env_from", "network"),
         *("command_timeout_s", "tool_timeout_s"),
         *("command_memory_mb", "max_processes", "workspace_mb"),
         *("web_search_provider", "web_search_url", "web_allow"),
@@ -60,6 +61,6 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
         *("run", "record", "look", "build_images", "estimate", "fork", "import_hermes", "merge"),
     ),
     "Commands to inspect": ("status", "stats", "report", "show", "compare"),
-    "Commands to export and check": ("export", "verify"),
+    "Commands to export and check": ("export", "score", "verify"),
     "Commands to list what is available": ("tools", "distributions", "endpoints", "errors"),
 }

@@ -173,6 +173,9 @@ class Filters(_Part):
     """Input and output of all calls; an unknown number counts as too many."""
     min_reward: Number | None = None
     max_reward: Number | None = None
+    min_rewards: dict[str, Number] = {}
+    """The same for several rewards by their names."""
+    max_rewards: dict[str, Number] = {}
     passed: bool | None = None
     """Required result of the check; unchecked records are left out."""
     require_passed: bool = False
@@ -232,6 +235,8 @@ class Recipe(_Part):
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
     split_seed: Seed = 0
     shard_mb: Megabytes | None = None
+    reward_name: Annotated[str, Field(min_length=1)] | None = None
+    """The reward that filters, `best_n`, dpo and kto use; None: `reward`, else the first."""
     filters: Filters = Filters()
     preference: Preference = Preference()
     card: Card = Card()
@@ -267,6 +272,7 @@ class Recipe(_Part):
             self.empty_think,
             self.max_tool_chars,
             self.tools,
+            self.reward_name,
             Tolerance(accepted(self.accept_rows), self.filters.control_tokens),
         )
 

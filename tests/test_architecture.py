@@ -38,13 +38,14 @@ agent/command_agent agent/loop agent/gateway agent/views agent/setup agent/runne
 agent/flat
 
 runs/errors runs/tasks runs/amounts runs/process runs/shards runs/store runs/dataset runs/sources
-runs/config
+runs/config runs/scoring
 runs/record runs/run_lock runs/narrowing runs/run_dir runs/totals runs/protocol runs/worker
 runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_choice runs/planning
 runs/run runs/recording runs/maintenance runs/maintenance/hermes
 
 export/row_files export/conversation export/formats export/recipe export/filters
-export/statistics export/record_order export/run_statistics export/training_files export/dataset
+export/statistics export/reward_statistics export/record_order export/run_statistics
+export/scoring export/training_files export/dataset
 
 api
 

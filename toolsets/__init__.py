@@ -32,6 +32,7 @@ SEAM = (
     "builtin.command_result",
     "catalog.custom",
     "catalog.distributions",
+    "catalog.places",
     "catalog.registry",
     "context",
     "errors",

@@ -202,7 +202,11 @@ class _PreferenceFiles(_Files):
                 samples.append((candidate, sample))
         if self.name == "kto":
             for _, sample in samples:
-                row = kto_row(sample, threshold=self._preference.threshold)
+                row = kto_row(
+                    sample,
+                    threshold=self._preference.threshold,
+                    reward_name=self._style.reward_name,
+                )
                 self.write(split, dumps_row(row))
             return
         pair = pair_of([s for _, s in samples], min_margin=self._preference.min_margin)

@@ -88,6 +88,10 @@ def make_plan(
             raise ConfigError(problem)
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     _check_variables(config)
+    if config.reward:
+        from runs.scoring.functions import check_functions  # most runs have none
+
+        check_functions(config.reward)
     script = _read_script(config.script_file)
     rules = config.row_rules(
         first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()

@@ -22,13 +22,14 @@ from agent.runner import ConversationRunner
 from agent.setup import Setup, replies_played
 from agent.state.trajectory import Trajectory
 from runs.config.models import Setups
+from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import RowTask
 from runs.dataset.row_fork import Fork
 from runs.errors import AgentFailed, Stopped
 from runs.protocol.messages import Assignment, no_counters, pack
 from runs.protocol.worker_setup import WorkerSetup
-from runs.record import dump_record, make_record
+from runs.record import dump_record, make_record, with_scores
 from runs.store.failures import Failure
 from runs.store.files import StorageError
 from runs.store.index import index_fields
@@ -42,6 +43,7 @@ from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
 
 if TYPE_CHECKING:
+    from runs.scoring.functions import RewardFunctions
     from runs.worker.agents.agent_runner import AgentRunner
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class TaskRunner:
         self._calls = calls
         self._stops = stops
         self._agents = None if setup.config.agent is None else _agent_runner(setup, calls, stops)
+        self._rewards = _reward_functions(setup.config) if setup.config.reward else None
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, ToolContext] = {}
         self.counters = no_counters()
@@ -100,6 +103,11 @@ class TaskRunner:
         finally:
             self._trajectories.pop(task.key, None)
 
+    async def close(self) -> None:
+        """End the processes of reward functions."""
+        if self._rewards is not None:
+            await self._rewards.close()
+
     def stop_agents(self) -> None:
         """End agents that are commands; other conversations stop before their next call."""
         if self._agents is not None:
@@ -127,7 +135,8 @@ class TaskRunner:
         # The record includes all replies so far: they were paid for.
         trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
         close_calls(trajectory, "failed", lambda event: None)
-        return self._finished(task, assignment, trajectory, row, Finish("failed"), failure)
+        record = self._record(task, assignment, trajectory, row, Finish("failed"), failure)
+        return _finished(task, record, failure)
 
     async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
         """Run one task; return the message about its end, with its record if there is one.
@@ -150,7 +159,7 @@ class TaskRunner:
             else:
                 end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             diff = await self._spaces.diff(context)
-            check = await self._spaces.judge(context, row)
+            check = await self._spaces.judge(context, row, _own_turns(trajectory, row))
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.describe(error))
@@ -169,9 +178,13 @@ class TaskRunner:
         if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = context
-        return self._finished(task, assignment, trajectory, row, end, failure, check, diff)
+        record = self._record(task, assignment, trajectory, row, end, failure, check, diff)
+        if self._rewards is not None and end.status != "failed":
+            directory = None if self._config.is_inside else context.workspace.root
+            record = with_scores(record, await self._rewards.scores(record, directory))
+        return _finished(task, record, failure)
 
-    def _finished(
+    def _record(
         self,
         task: Task,
         assignment: Assignment,
@@ -181,8 +194,8 @@ class TaskRunner:
         failure: Failure | None,
         check: dict[str, Any] | None = None,
         diff: dict[str, Any] | None = None,
-    ) -> bytes:
-        record = make_record(
+    ) -> dict[str, Any]:
+        return make_record(
             task,
             trajectory,
             end=end,
@@ -194,13 +207,6 @@ class TaskRunner:
             attempt=assignment["attempt"],
             provenance=self._setup.provenance,
             agent=row.agent,
-        )
-        return pack(
-            "finished",
-            dump_record(record),
-            key=task.key.hex(),
-            fields=index_fields(record),
-            failure=failure and failure._asdict(),
         )
 
     async def _converse(
@@ -352,10 +358,33 @@ class TaskRunner:
         return self._setup.script or () if own is None else parse_script(own)
 
 
+def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> bytes:
+    return pack(
+        "finished",
+        dump_record(record),
+        key=task.key.hex(),
+        fields=index_fields(record),
+        failure=failure and failure._asdict(),
+    )
+
+
+def _reward_functions(config: RunConfig) -> RewardFunctions:
+    from runs.scoring.functions import RewardFunctions  # most runs have none
+
+    return RewardFunctions(config.reward, timeout_s=config.reward_timeout_s)
+
+
 def _agent_runner(setup: WorkerSetup, calls: Calls, stops: Stops) -> AgentRunner:
     from runs.worker.agents.agent_runner import AgentRunner  # an HTTP server, which few runs need
 
     return AgentRunner(setup.config, calls, stops)
+
+
+def _own_turns(trajectory: Trajectory, row: RowTask) -> int | None:
+    """The turns of this run's model; None if an agent's calls decide later what they are."""
+    if row.agent is not None:
+        return None
+    return trajectory.turns - (row.fork.turn if row.fork is not None else 0)
 
 
 def _has_begun(assignment: Assignment) -> bool:

@@ -166,6 +166,7 @@ class Worker:
                 continue
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
+        await self._runner.close()
         await self._calls.close()
         await FORK_SERVERS.close()
         await self._browsers.close()

@@ -116,8 +116,13 @@ class Workspaces:
 
         return await end_diff(context)
 
-    async def judge(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
-        """The result of the row's check; None if it has none. Raises `SetupFailed`."""
+    async def judge(
+        self, context: ToolContext, row: RowTask, turns: int | None
+    ) -> dict[str, Any] | None:
+        """The result of the row's check; None if it has none. Raises `SetupFailed`.
+
+        `turns` is how many turns of the run's model it judges, if known.
+        """
         if row.setup is None or row.setup.check is None:
             return None
         from runs.worker.check import not_passed, run_check
@@ -139,7 +144,7 @@ class Workspaces:
                     judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
                 except DiffError as error:
                     return not_passed(str(error))
-            return await run_check(check, open_as)
+            return await run_check(check, open_as, turns)
         finally:
             if judged != root:
                 sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))
