@@ -54,6 +54,8 @@ class RunTotals:
     output_tokens: int = 0
     tokens_unknown: int = 0
     """Records without token counts from the endpoint; the sums of tokens leave them out."""
+    turns_without_token_ids: int | None = None
+    """Turns whose tokens are unknown; None without `--token_ids`, and before the run's end."""
     cost_usd: float = 0.0
     """Cost of the records that count."""
     cost_unknown: int = 0
@@ -171,6 +173,7 @@ def as_table(totals: RunTotals) -> str:
         f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "
         f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
         + (f" (unknown for {totals.tokens_unknown:,} tasks)" if totals.tokens_unknown else ""),
+        *_token_ids(totals),
         _cost(totals),
         *_checked(totals),
     ]
@@ -181,6 +184,12 @@ def as_table(totals: RunTotals) -> str:
     if totals.gone:
         lines.append(f"{totals.gone:,} records belong to rows that are no longer in the dataset")
     return "\n".join(lines)
+
+
+def _token_ids(totals: RunTotals) -> list[str]:
+    if (without := totals.turns_without_token_ids) is None:
+        return []
+    return [f"token ids: {totals.turns - without:,} turns with, {without:,} turns without"]
 
 
 def _under_way(totals: RunTotals) -> str:
