@@ -100,7 +100,8 @@ def token_turns(turns: Iterable[Mapping[str, Any]]) -> Iterator[TokenTurn]:
         prompt = _unpacked("I", tokens["prompt"])
         completion = _unpacked("I", tokens["completion"])
         logprobs = _unpacked("f", tokens["logprobs"]) if "logprobs" in tokens else None
-        if not 0 <= shared <= length or len(logprobs or completion) != len(completion):
+        fits = logprobs is None or len(logprobs) == len(completion)
+        if not fits or not 0 <= shared <= length:
             msg = f"turn {number + 1}: the lengths of its tokens do not fit"
             raise ValueError(msg)
         yield TokenTurn(number, shared, length, prompt, completion, logprobs)

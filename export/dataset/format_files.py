@@ -172,6 +172,15 @@ class _RowFiles(_Files):
 class _TokenFiles(_Files):
     """Rows of token ids; a record can have several."""
 
+    def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
+        super().__init__(name, place, recipe)
+        self._splits_made = 0
+        self._turns_without_ids = 0
+
+    def finish(self) -> dict[str, Any]:
+        counts = {"split": self._splits_made, "turns_without_ids": self._turns_without_ids}
+        return {**super().finish(), **counts}
+
     def add(
         self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
     ) -> Iterator[tuple[Candidate, Why]]:
@@ -184,6 +193,8 @@ class _TokenFiles(_Files):
             except Rejected as rejected:
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))
                 continue
+            self._splits_made += len(rows) - 1
+            self._turns_without_ids += len(rows[0]["turns_without_ids"])
             for number, row in enumerate(rows):
                 self.write(split, dumps_row(row), uses=int(number == 0))
 

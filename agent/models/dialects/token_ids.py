@@ -47,19 +47,24 @@ def with_tokens(completion: Completion) -> Completion:
     extra = completion.extra or {}
     reply, choice = dict(extra.get("reply", {})), dict(extra.get("choice", {}))
     prompt = _take_ids(reply, "prompt_token_ids")
-    if prompt is None:
-        prompt = _take_ids(choice, "prompt_token_ids")
-    sampled = _take_meta_info(choice) or Sampled(completion=_take_ids(choice, "token_ids"))
+    prompt = _take_ids(choice, "prompt_token_ids", prompt) or prompt
+    sampled = _take_meta_info(choice)
+    ids = _take_ids(choice, "token_ids", sampled.completion)
+    if sampled.completion is None:
+        sampled = sampled._replace(completion=ids)
     sampled = _take_logprobs(choice, sampled)._replace(prompt=prompt)
-    if not any(sampled):
+    if sampled == Sampled():
         return completion
     rest = {**extra, "reply": reply, "choice": choice}
     kept = {place: fields for place, fields in rest.items() if fields}
     return replace(completion, tokens=sampled, extra=kept or None)
 
 
-def _take_ids(fields: dict[str, Any], key: str) -> bytes | None:
-    """Move a list of ids out of `fields`; None, and nothing is moved, if there is none."""
+def _take_ids(fields: dict[str, Any], key: str, known: bytes | None = None) -> bytes | None:
+    """Move a list of ids out of `fields`; None, and nothing is moved, if there is none.
+
+    Nor is one moved that differs from the `known` ids of the same tokens.
+    """
     ids = fields.get(key)
     if not isinstance(ids, list):
         return None
@@ -67,25 +72,29 @@ def _take_ids(fields: dict[str, Any], key: str) -> bytes | None:
         packed = pack_ids(ids)
     except struct.error:
         return None
+    if known not in (None, packed):
+        return None
     del fields[key]
     return packed
 
 
-def _take_meta_info(choice: dict[str, Any]) -> Sampled | None:
+def _take_meta_info(choice: dict[str, Any]) -> Sampled:
     """Move [log-probability, id, text or null] for each token out of SGLang's `meta_info`."""
     meta = choice.get("meta_info")
     listed = meta.get("output_token_logprobs") if isinstance(meta, dict) else None
     if not isinstance(listed, list) or not listed:
-        return None
+        return Sampled()
     try:
         sampled = Sampled(
             completion=pack_ids([token[1] for token in listed]),
             logprobs=pack_logprobs([token[0] for token in listed]),
         )
     except (struct.error, OverflowError, TypeError, LookupError):
-        return None
-    rest = {key: value for key, value in meta.items() if key != "output_token_logprobs"}
-    choice["meta_info"] = rest
+        return Sampled()
+    if rest := {key: value for key, value in meta.items() if key != "output_token_logprobs"}:
+        choice["meta_info"] = rest
+    else:
+        del choice["meta_info"]
     return sampled
 
 
@@ -103,7 +112,8 @@ def _take_logprobs(choice: dict[str, Any], sampled: Sampled) -> Sampled:
         packed = pack_logprobs([token["logprob"] for token in content])
     except (struct.error, OverflowError, TypeError, AttributeError, LookupError):
         return sampled
-    if ids is not None and len(ids) != len(packed):
+    has_others = ids is not None and len(ids) != len(packed)
+    if has_others or sampled.logprobs not in (None, packed):
         return sampled
     del choice["logprobs"]
     texts = [token["token"] for token in content] if ids is None else None
