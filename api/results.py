@@ -37,8 +37,8 @@ def write_results(
     totals = compute_totals(path, scan, config)
     statistics = orjson.loads((path / "statistics.json").read_bytes())
     if config.token_ids:
-        counts = statistics.get("token_ids", {"turns_without": totals.turns})
-        totals.turns_without_token_ids = counts["turns_without"]
+        none = {"turns_with": 0, "turns_without": totals.turns}
+        totals.token_ids = statistics.get("token_ids", none)
     summary = path / "summary.json"
     if last_start is None:
         # A missing or damaged summary has none.

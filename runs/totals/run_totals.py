@@ -54,8 +54,9 @@ class RunTotals:
     output_tokens: int = 0
     tokens_unknown: int = 0
     """Records without token counts from the endpoint; the sums of tokens leave them out."""
-    turns_without_token_ids: int | None = None
-    """Turns whose tokens are unknown; None without `--token_ids`, and before the run's end."""
+    token_ids: Mapping[str, int] | None = None
+    """Turns with and without token ids, if the run asked for them: from `statistics.json`, so
+    None before the run's end."""
     cost_usd: float = 0.0
     """Cost of the records that count."""
     cost_unknown: int = 0
@@ -82,7 +83,10 @@ class RunTotals:
 
     def to_json(self) -> dict[str, Any]:
         """For summary.json and `--json`."""
-        return {"tasks": self.total, **asdict(self)}
+        found = {"tasks": self.total, **asdict(self)}
+        if self.token_ids is None:
+            del found["token_ids"]
+        return found
 
 
 def compute_totals(
@@ -187,9 +191,10 @@ def as_table(totals: RunTotals) -> str:
 
 
 def _token_ids(totals: RunTotals) -> list[str]:
-    if (without := totals.turns_without_token_ids) is None:
+    if totals.token_ids is None:
         return []
-    return [f"token ids: {totals.turns - without:,} turns with, {without:,} turns without"]
+    having, without = totals.token_ids["turns_with"], totals.token_ids["turns_without"]
+    return [f"token ids: {having:,} turns with, {without:,} turns without"]
 
 
 def _under_way(totals: RunTotals) -> str:
