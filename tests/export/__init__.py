@@ -15,6 +15,7 @@ test_export_hf            directories of `datasets`
 test_export_judge         the judge of answers
 test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes
+test_export_rl            token ids for reinforcement learning, and what trainers read of them
 test_ordinary             ordinary conversations, read in one pass
 test_export_docs          docs/export.md
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from export.formats.rl import rows_of
 from runs.config.run_config import RunConfig
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rejects, rows
+from tests.running import ROOT
 
 JSON = dict[str, Any]
+TRAINING = ROOT / "docs" / "training.md"
 FIRST = ([1, 2], [3, 4])
 SECOND = ([1, 2, 3, 4, 5], [6])
 
@@ -179,3 +182,72 @@ def test_an_api_without_ids_is_refused(api: str, tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=f"token_ids: no reply of the API {api} has token ids"):
         set_up_models(config)
+
+
+def documented() -> JSON:
+    """The functions of docs/training.md."""
+    blocks = re.findall(r"```python\n# rl.py\n(.*?)```", TRAINING.read_text(), re.DOTALL)
+    names: JSON = {}
+    exec(blocks[0], names)
+    return names
+
+
+@pytest.fixture
+def exported_rows(tmp_path: Path) -> tuple[list[JSON], JSON]:
+    """Rows of two samples of one prompt and one of another, and the functions for trainers."""
+    check = {"passed": True, "reward": 0.5}
+    records = [
+        played(FIRST, SECOND, check=check),
+        played(FIRST, ([1, 9], [6]), check=check),
+        played(FIRST, check=check),
+        played(SECOND, check=check),
+    ]
+    directory, _ = exported(make_run(tmp_path, *records, samples=2), formats="rl", filters={})
+    functions = documented()
+    return functions["rows"](directory / "rl" / "train.jsonl"), functions
+
+
+def test_what_verl_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
+    rows, functions = exported_rows
+    for row in rows:
+        read = functions["to_verl"](row)
+        assert len(read["response_ids"]) == len(read["response_mask"]) > 0
+        assert len(read["response_logprobs"]) == len(read["response_ids"])
+        assert (read["reward_score"], read["extra_fields"]) == (0.5, {"uid": row["group_id"]})
+    assert [functions["to_verl"](row)["num_turns"] for row in rows] == [2, 1, 1, 1, 1]
+
+
+def test_what_prime_rl_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
+    """Its arrays have one length, and there are logprobs where the mask is set."""
+    rows, functions = exported_rows
+    read = [functions["to_prime_rl"](row) for row in rows]
+    assert read[0] == {
+        "token_ids": [1, 2, 3, 4, 5, 6],
+        "mask": [False, False, True, True, False, True],
+        "logprobs": [0.0, 0.0, -3.0, -4.0, 0.0, -6.0],
+    }
+    for sample in read:
+        assert len({len(array) for array in sample.values()}) == 1
+
+
+def test_what_skyrl_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
+    """Lists of one length; beside each response a mask and logprobs of its length."""
+    rows, functions = exported_rows
+    read = functions["to_skyrl"](rows)
+    lists = [value for value in read.values() if value is not None]
+    assert {len(value) for value in lists} == {len(rows)}
+    for key in ("loss_masks", "rollout_logprobs"):
+        assert list(map(len, read[key])) == list(map(len, read["response_ids"]))
+    assert read["is_last_step"] == [True, False, True, True, True]
+
+
+def test_what_slime_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
+    """A mask and logprobs for the response, which ends the tokens; groups are numbers."""
+    rows, functions = exported_rows
+    read = functions["to_slime"](rows)
+    assert [sample["group_index"] for sample in read] == [0, 0, 0, 1, 1]
+    for sample, row in zip(read, rows, strict=True):
+        assert sample["tokens"][-sample["response_length"] :] == row["response_ids"]
+        assert len(sample["loss_mask"]) == sample["response_length"]
+        assert len(sample["rollout_log_probs"]) == sample["response_length"]
+        assert sample["status"] == "completed"

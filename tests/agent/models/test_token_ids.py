@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from agent.messages import Message
+from agent.models.batches import calls
 from agent.models.dialects import openai_chat, registry
 from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
@@ -194,6 +195,22 @@ def test_an_endpoint_that_refuses_them_is_asked_without(
         ask(root, "openai_chat", times=2, token_ids=True)
     assert [len(sent.keys() & {*BOTH, *VLLM, *SGLANG}) for sent in asked] == [5, 0, 0]
     assert "refuses --token_ids=True" in caplog.text
+
+
+def test_calls_by_batches_ask_and_read_the_same() -> None:
+    assert orjson.loads(calls.body_of(ASKED, OWN)).keys() >= {*BOTH, *VLLM}
+    reply = orjson.dumps(body({"token_ids": [7]}))
+    assert calls.read_reply(reply, OWN).tokens == Sampled(completion=pack_ids([7]))
+
+
+def test_records_hold_at_most_24_bytes_per_token() -> None:
+    ids = [150_000 + n for n in range(500)]
+    sampled = Sampled(pack_ids(ids * 2), pack_ids(ids), pack_logprobs([-1.25] * 500))
+    turns = turns_of(sampled)
+    again = sampled._replace(prompt=pack_ids(ids * 4))
+    turns.append({"tokens": to_stored(again, turns)})
+    assert len(orjson.dumps(turns[0]["tokens"])) < 1500 * 24 / 2
+    assert len(orjson.dumps(turns[1]["tokens"])) < 1000 * 24 / 2
 
 
 def turns_of(*sampled: Sampled | None) -> list[JSON]:
