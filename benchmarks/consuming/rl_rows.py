@@ -1,4 +1,4 @@
-"""Rows of token ids, as verl, SkyRL, prime-rl and slime read them, by the functions of docs/training.md.
+"""Rows of token ids, as trainers read them, by the functions of docs/training.md.
 
 Each is tried where its package can be imported. prime-rl and slime are in no registry: put the
 modules that hold TrainingSample and Sample on the path, as `prime_rl_types` and `slime_types`.

@@ -246,6 +246,7 @@ def test_what_slime_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
     rows, functions = exported_rows
     read = functions["to_slime"](rows)
     assert [sample["group_index"] for sample in read] == [0, 0, 0, 1, 1]
+    assert [sample["rollout_id"] for sample in read] == [0, 1, 1, 2, 3]
     for sample, row in zip(read, rows, strict=True):
         assert sample["tokens"][-sample["response_length"] :] == row["response_ids"]
         assert len(sample["loss_mask"]) == sample["response_length"]
