@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.models.model import Completion, ModelSettings
+from agent.models.parsing import object_of
 from agent.models.providers import provider_at
 from agent.tokens import Sampled, pack_ids, pack_logprobs
 
@@ -80,8 +81,8 @@ def _take_ids(fields: dict[str, Any], key: str, known: bytes | None = None) -> b
 
 def _take_meta_info(choice: dict[str, Any]) -> Sampled:
     """Move [log-probability, id, text or null] for each token out of SGLang's `meta_info`."""
-    meta = choice.get("meta_info")
-    listed = meta.get("output_token_logprobs") if isinstance(meta, dict) else None
+    meta = object_of(choice, "meta_info")
+    listed = meta.get("output_token_logprobs")
     if not isinstance(listed, list) or not listed:
         return Sampled()
     try:
