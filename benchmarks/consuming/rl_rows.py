@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.consuming.rows import rows as rows_of
+
 ROOT = Path(__file__).resolve().parents[2]
 Rows = list[dict[str, Any]]
 
@@ -81,21 +83,20 @@ def slime(rows: Rows, functions: dict[str, Any]) -> str:
     return "Sample.from_dict"
 
 
-def main(path: Path) -> int:
-    """Read a file of rows."""
+def main(directory: Path) -> None:
+    """Read the rows of an export."""
     text = (ROOT / "docs" / "training.md").read_text()
     functions: dict[str, Any] = {}
     exec(re.findall(r"```python\n# rl.py\n(.*?)```", text, re.DOTALL)[0], functions)
-    rows = functions["rows"](path)
+    rows = [row for row in rows_of(directory, "rl") if row["logprobs"] is not None]
     readers: list[Callable[[Rows, dict[str, Any]], str]] = [verl, skyrl, prime_rl, slime]
-    for reader in readers:
+    for reader in readers if rows else ():
         try:
-            done = f"{reader(rows, functions)} takes {len(rows)} rows"
+            done = f"{reader(rows, functions)} takes {len(rows)} rows of token ids"
         except ImportError as error:
             done = f"not tried: {error}"
         print(f"= {reader.__name__}: {done}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    main(Path(sys.argv[1]))

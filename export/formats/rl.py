@@ -1,6 +1,6 @@
 """Trajectories as token ids, for reinforcement learning: what was sampled, nothing rendered.
 
-A row is a stretch of a conversation in which each prompt begins with the prompt and completion of
+A row is a segment of a conversation: in it, each prompt begins with the prompt and completion of
 the turn before. Where a prompt does not (retokenized text, stripped reasoning, a summary), the
 conversation is split, and the next row says so. Only tokens that this run's model sampled are
 trained on.
@@ -16,8 +16,8 @@ from export.conversation.validity import Reason, Rejected
 from runs.store.checks import judgement_of
 
 
-class _Branch:
-    """A stretch of a conversation without a break."""
+class _Segment:
+    """A part of a conversation without a break."""
 
     def __init__(self, first: TokenTurn, before: list[int]) -> None:
         """`before` is the sequence of the turn before."""
@@ -44,59 +44,59 @@ class _Branch:
 
 
 def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a record, one per branch.
+    """The rows of a record, one per segment.
 
     Raises Rejected if no turn of this run's model has token ids.
     """
     try:
-        branches = _branches(record)
+        segments = _segments(record)
     except ValueError as error:
         raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
-    if not branches:
+    if not segments:
         raise Rejected(Reason.NO_TOKEN_IDS, f"none of {len(record['turns'])} turns has token ids")
-    having = {turn["turn"] for branch in branches for turn in branch.turns}
+    having = {turn["turn"] for segment in segments for turn in segment.turns}
     own = [turn["turn"] for turn in record["turns"] if "inherited" not in turn]
     return [
         {
             "id": record["id"],
             "group_id": record["prompt_id"],
             "sample": record["sample"],
-            "branch": number,
-            "branches": len(branches),
-            "split": branch.split,
-            "turns": [turn["turn"] for turn in branch.turns],
+            "segment": number,
+            "segments": len(segments),
+            "split": segment.split,
+            "turns": [turn["turn"] for turn in segment.turns],
             "turns_without_ids": [number for number in own if number not in having],
-            "prompt_ids": branch.context,
-            "response_ids": branch.response,
-            "loss_mask": branch.mask,
-            "logprobs": branch.logprobs,
+            "prompt_ids": segment.context,
+            "response_ids": segment.response,
+            "loss_mask": segment.mask,
+            "logprobs": segment.logprobs,
             "reward": judgement_of(record).reward,
             "status": record["status"],
-            "finish_reasons": [turn["finish_reason"] for turn in branch.turns],
-            "policy_versions": [_policy_version(turn) for turn in branch.turns],
+            "finish_reasons": [turn["finish_reason"] for turn in segment.turns],
+            "policy_versions": [_policy_version(turn) for turn in segment.turns],
         }
-        for number, branch in enumerate(branches)
+        for number, segment in enumerate(segments)
     ]
 
 
-def _branches(record: Mapping[str, Any]) -> list[_Branch]:
-    """All branches in which this run's model sampled a token."""
-    branches: list[_Branch] = []
+def _segments(record: Mapping[str, Any]) -> list[_Segment]:
+    """All segments in which this run's model sampled a token."""
+    segments: list[_Segment] = []
     sequence: list[int] = []
     for turn in token_turns(record["turns"]):
         stored = record["turns"][turn.number]
         is_own = "inherited" not in stored
-        if not branches or turn.shared < turn.of:
-            branches.append(_Branch(turn, sequence))
-        branch = branches[-1]
-        branch.add(turn.prompt, [0.0] * len(turn.prompt), is_sampled=False)
-        branch.add(turn.completion, _rounded(turn.logprobs), is_sampled=is_own)
+        if not segments or turn.shared < turn.of:
+            segments.append(_Segment(turn, sequence))
+        segment = segments[-1]
+        segment.add(turn.prompt, [0.0] * len(turn.prompt), is_sampled=False)
+        segment.add(turn.completion, _rounded(turn.logprobs), is_sampled=is_own)
         if is_own:
-            branch.turns.append(stored)
+            segment.turns.append(stored)
         del sequence[turn.shared :]
         sequence += turn.prompt
         sequence += turn.completion
-    return [branch for branch in branches if 1 in branch.mask]
+    return [segment for segment in segments if 1 in segment.mask]
 
 
 def _rounded(logprobs: list[float] | None) -> list[float] | None:

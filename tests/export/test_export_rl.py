@@ -48,8 +48,8 @@ def test_one_row_where_each_prompt_begins_with_what_was_sampled() -> None:
             "id": record["id"],
             "group_id": record["prompt_id"],
             "sample": record["sample"],
-            "branch": 0,
-            "branches": 1,
+            "segment": 0,
+            "segments": 1,
             "split": None,
             "turns": [1, 2],
             "turns_without_ids": [],
@@ -65,10 +65,10 @@ def test_one_row_where_each_prompt_begins_with_what_was_sampled() -> None:
     ]
 
 
-def test_a_row_per_stretch_where_a_prompt_has_drifted() -> None:
+def test_a_row_per_segment_where_a_prompt_has_drifted() -> None:
     first, second = rows_of(played(FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8])))
     assert (first["prompt_ids"], first["response_ids"]) == ([1, 2], [3, 4])
-    assert (first["branch"], first["branches"], first["split"]) == (0, 2, None)
+    assert (first["segment"], first["segments"], first["split"]) == (0, 2, None)
     assert (second["prompt_ids"], second["response_ids"]) == ([1, 2, 3, 9, 5], [6, 7, 8])
     assert (second["loss_mask"], second["turns"]) == ([1, 0, 1], [2, 3])
     assert second["split"] == {"shared": 3, "expected": 4}

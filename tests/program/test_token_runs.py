@@ -87,7 +87,7 @@ def _verbatim(message: dict[str, Any]) -> str:
 
 def test_a_row_is_a_whole_conversation(whole: list[dict[str, Any]]) -> None:
     for row in whole:
-        assert (row["branches"], row["split"], row["turns"]) == (1, None, [1, 2, 3])
+        assert (row["segments"], row["split"], row["turns"]) == (1, None, [1, 2, 3])
         assert len(row["response_ids"]) == len(row["loss_mask"]) == len(row["logprobs"])
         sampled = [
             id for id, mask in zip(row["response_ids"], row["loss_mask"], strict=True) if mask
@@ -149,9 +149,9 @@ def test_a_template_that_strips_reasoning_splits_each_conversation(tmp_path: Pat
     with FakeEndpoint(tokens="vllm", strip_reasoning=1, **PLAYS) as endpoint:
         run_for_tokens(tmp_path, endpoint)
     found = rl_rows(tmp_path)
-    assert [(row["branch"], row["turns"]) for row in found] == [(0, [1]), (1, [2]), (2, [3])] * 2
+    assert [(row["segment"], row["turns"]) for row in found] == [(0, [1]), (1, [2]), (2, [3])] * 2
     for row in found:
-        assert (row["split"] is None) == (row["branch"] == 0)
+        assert (row["split"] is None) == (row["segment"] == 0)
         assert set(row["loss_mask"]) == {1}
 
 
