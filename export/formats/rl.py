@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agent.tokens import TokenTurn, token_turns
+from agent.tokens import TokenTurn, has_ids, token_turns
 from export.conversation.validity import Reason, Rejected
 from runs.store.checks import judgement_of
 
@@ -54,8 +54,9 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
     if not segments:
         raise Rejected(Reason.NO_TOKEN_IDS, f"none of {len(record['turns'])} turns has token ids")
-    having = {turn["turn"] for segment in segments for turn in segment.turns}
-    own = [turn["turn"] for turn in record["turns"] if "inherited" not in turn]
+    missing = [
+        turn["turn"] for turn in record["turns"] if "inherited" not in turn and not has_ids(turn)
+    ]
     return [
         {
             "id": record["id"],
@@ -65,7 +66,7 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             "segments": len(segments),
             "split": segment.split,
             "turns": [turn["turn"] for turn in segment.turns],
-            "turns_without_ids": [number for number in own if number not in having],
+            "turns_without_ids": missing,
             "prompt_ids": segment.context,
             "response_ids": segment.response,
             "loss_mask": segment.mask,
