@@ -29,7 +29,7 @@ _RECIPE_FLAGS = {
 }
 
 _OPTIONS = (
-    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, raw."),
+    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, rl, raw."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
     (
@@ -160,6 +160,11 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
             f"  not used   {count:>9,}  {reason}"
             for reason, count in part["rejected_by_reason"].items()
         ]
+        if part["format"] == "rl":
+            lines.append(
+                f"{part['split']:>9,} times split, where a prompt did not begin with what was "
+                f"sampled; {part['turns_without_ids']:,} turns without token ids"
+            )
         lines += [
             f"{file['rows']:>9,} in {directory / file['path']} ({file['bytes']:,} bytes)"
             for file in part["files"]

@@ -24,7 +24,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("model", "models", "endpoints", "prices", "base_url", "api", "key_env"),
         "system_prompt",
         *("temperature", "top_p", "max_tokens", "reasoning_effort", "reasoning_disabled"),
-        *("blank_reasoning", "prompt_caching", "extra_body", "stream_replies"),
+        *("blank_reasoning", "prompt_caching", "extra_body", "stream_replies", "token_ids"),
         *("prefill_messages_file", "script_file"),
     ),
     "Tools and sandbox": (

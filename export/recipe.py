@@ -31,14 +31,14 @@ from export.conversation.style import (
     ToolsForm,
 )
 from export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
-from export.formats.registry import COPIED, COPIES, GROUP_FORMATS, KNOWN, ROW_FORMATS
+from export.formats.registry import COPIED, COPIES, GROUP_FORMATS, KNOWN, OF_RECORDS, ROW_FORMATS
 from runs.config.option_types import AcceptedRows
 from runs.config.yaml_mapping import read_mapping
 from runs.errors import ConfigError
 from toolsets.validation import UNKNOWN_KEY, Mistake, Pattern, did_you_mean, mistakes_in
 
 FormatName = Literal[
-    "hermes", "llamafactory", "openai", "atif", "parquet", "hf", "dpo", "kto", "raw"
+    "hermes", "llamafactory", "openai", "atif", "parquet", "hf", "dpo", "kto", "rl", "raw"
 ]
 assert set(get_args(FormatName)) == set(KNOWN)
 
@@ -241,6 +241,16 @@ class Recipe(_Part):
     preference: Preference = Preference()
     card: Card = Card()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults_of_rl(cls, values: Any) -> Any:
+        """Groups of samples are whole: failures and equal samples count too."""
+        formats = values.get("formats") if isinstance(values, dict) else None
+        filters = values.get("filters", {}) if isinstance(values, dict) else None
+        if split_commas(formats) not in (("rl",), ["rl"]) or not isinstance(filters, dict):
+            return values
+        return {**values, "filters": {"status": ["any"], "exact_duplicates": False, **filters}}
+
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         if not math.isclose(sum(self.splits.values()), 1.0, abs_tol=1e-9):
@@ -302,8 +312,8 @@ class Recipe(_Part):
 
     @property
     def needs_conversations(self) -> bool:
-        """Whether any format but `raw` is written."""
-        return set(self.formats) != {"raw"}
+        """Whether any format shows messages."""
+        return not set(self.formats) <= set(OF_RECORDS)
 
     @property
     def compares(self) -> bool:

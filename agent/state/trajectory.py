@@ -230,13 +230,13 @@ class Trajectory:
         """The conversation's part of a record: JSON-ready, lossless.
 
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
-        response_id, started_at, duration_s, batch_item, extra; see `ReplyEvent`), `tool_calls`
-        (one per result, in call order: turn, call, name, is_error, started_at, duration_s),
-        `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off, if any),
-        `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent or stage:
-        key, name, and the keys of a record), `resumes`, `restarts` (turn, reason, at; if any),
-        `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`, for an agent
-        that runs as a command the keys of `agent_record`, and for a branch `fork` (see
+        response_id, started_at, duration_s, batch_item, extra, tokens; see `ReplyEvent`),
+        `tool_calls` (one per result, in call order: turn, call, name, is_error, started_at,
+        duration_s), `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off,
+        if any), `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent
+        or stage: key, name, and the keys of a record), `resumes`, `restarts` (turn, reason, at; if
+        any), `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`, for an
+        agent that runs as a command the keys of `agent_record`, and for a branch `fork` (see
         `ForkedEvent`), with
         `inherited` in the turns of its parent.
         """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.loop import close_calls
 from agent.loop.steps import Finish
-from agent.messages import Event, RestartedEvent, is_cost_only
+from agent.messages import Event, ReplyEvent, RestartedEvent, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -21,6 +21,7 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
 from agent.setup import Setup, replies_played
 from agent.state.trajectory import Trajectory
+from agent.tokens import missing_in
 from runs.config.models import Setups
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
@@ -349,6 +350,15 @@ class TaskRunner:
                 self.counters["cost_unknown"] = True
             else:
                 self.counters["cost_usd"] += event["cost_usd"]
+            if self._config.token_ids and not is_cost_only(event):
+                self._say_what_is_missing(event)
+
+    def _say_what_is_missing(self, reply: ReplyEvent) -> None:
+        if missing := missing_in(reply):
+            self._stops.say(
+                f"--token_ids: replies of {reply['model']} come without {missing}; the run "
+                "continues, and export --format rl counts such turns (docs/endpoints.md)"
+            )
 
     def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
         """What model "scripted" plays; to others a column of that name means nothing."""

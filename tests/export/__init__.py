@@ -18,6 +18,7 @@ test_reward_statistics    rewards in `stats`
 test_scoring              the command `score`
 test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes
+test_export_rl            token ids for reinforcement learning, and what trainers read of them
 test_ordinary             ordinary conversations, read in one pass
 test_export_docs          docs/export.md
 """
