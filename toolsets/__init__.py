@@ -6,6 +6,7 @@ installed   where a program of the user's is, and what it needs to run
 exact_json  JSON with integers of any size; how deep it is nested
 text        cutting and decoding text
 validation  describes what pydantic rejected
+yaml_file   reads YAML files; its errors name line and column
 per_loop    resources that the conversations of an event loop share
 context     ToolContext, the first argument of every tool function
 space       TaskSpace, the older name of ToolContext
@@ -54,4 +55,5 @@ SEAM = (
     "validation",
     "workspace.removal",
     "workspace.workspace",
+    "yaml_file",
 )

@@ -33,6 +33,7 @@ from runs.config.option_types import (
     Names,
     Resource,
     Weight,
+    is_text,
     parse_columns,
     parse_resources,
     plain_name,
@@ -298,6 +299,15 @@ class RunConfig(SandboxOptions):
         if self.agent is not None:
             check_options(self)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_text(cls, values: Any) -> Any:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if not is_text(value):
+                msg = f"{key}: half of a surrogate pair (\\ud800 to \\udfff) is not text"
+                raise ValueError(msg)
+        return values
 
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:

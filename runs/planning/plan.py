@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import yaml
-
 from agent.models.model import ModelSettings, Price
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
@@ -30,6 +28,7 @@ from runs.store.files import training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
 from toolsets.sandbox.cgroup import can_bound_memory
 from toolsets.sandbox.factory import ImageSandboxes, sandbox_problem
+from toolsets.yaml_file import YamlFileError, read_yaml
 
 _BAD_ROWS_SHOWN = 20
 
@@ -346,7 +345,11 @@ def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
     if path is None:
         return None
     try:
-        return parse_script(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        turns = read_yaml(path, "script")
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return parse_script(turns)
+    except ValueError as error:
         msg = f"{path}: {error}"
         raise ConfigError(msg) from error

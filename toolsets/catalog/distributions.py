@@ -12,9 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from toolsets.catalog.registry import TOOLSETS, Toolset, UnknownToolset
+from toolsets.yaml_file import YamlFileError, read_yaml
 
 Distribution = Mapping[str, float]
 """Percentages in (0, 100] by toolset."""
@@ -56,9 +55,9 @@ def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> 
         msg = f"Unknown distribution {name!r}; known: {names}, or the path of a YAML file"
         raise UnknownDistribution(msg)
     try:
-        loaded = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UnknownDistribution(f"{name}: cannot read this distribution: {error}") from error
+        loaded = read_yaml(Path(name), "distribution")
+    except YamlFileError as error:
+        raise UnknownDistribution(str(error)) from error
     return _check(loaded, name, known)
 
 
