@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Literal
 
 from runs.errors import DatasetError
 from runs.sources.harbor import HarborTask, tasks_in
+from toolsets.text import valid_utf8
 
 HUB_PREFIX = "hf:"
 
@@ -98,8 +99,11 @@ def source_of(name: Path) -> DataSource:
         if any((name / file).is_file() for file in _SAVED):
             return DataSource(text, saved=name)
         if tasks := tasks_in(name):
+            _refuse_odd_names(task.path for task in tasks)
             return DataSource(text, tasks=tuple(tasks))
-        files = tuple(map(_source_file, sorted(_files_in(name))))
+        paths = sorted(_files_in(name))
+        _refuse_odd_names(paths)
+        files = tuple(map(_source_file, paths))
     except OSError as error:
         msg = f"{error.filename or name}: cannot read the dataset: {error.strerror or error}"
         raise DatasetError(msg) from error
@@ -110,6 +114,13 @@ def source_of(name: Path) -> DataSource:
         )
         raise DatasetError(msg)
     return DataSource(text, files=files)
+
+
+def _refuse_odd_names(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if (shown := valid_utf8(str(path))) != str(path):
+            msg = f"{shown}: its name is not UTF-8; rename it"
+            raise DatasetError(msg)
 
 
 def _files_in(directory: Path) -> Iterator[Path]:
