@@ -29,6 +29,14 @@ RowFlaw = Literal[
 AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
 
 
+def named(value: Any) -> Any:
+    """Before-validator: an empty path, as of an unset shell variable, is not the directory `.`."""
+    if value == "":
+        msg = "must not be empty"
+        raise ValueError(msg)
+    return value
+
+
 def is_text(value: Any) -> bool:
     """Whether all texts in a value can be written: none holds half of a surrogate pair."""
     match value:

@@ -34,6 +34,7 @@ from runs.config.option_types import (
     Resource,
     Weight,
     is_text,
+    named,
     parse_columns,
     parse_resources,
     plain_name,
@@ -67,7 +68,7 @@ def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
 class RunConfig(SandboxOptions):
     """The config of a run: the options of its conversations and its own."""
 
-    dataset_file: Path = running(
+    dataset_file: Annotated[Path, BeforeValidator(named)] = running(
         ...,
         "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
         "files or of `save_to_disk`, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",

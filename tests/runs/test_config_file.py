@@ -117,6 +117,20 @@ def test_half_a_surrogate_pair_is_refused_wherever_a_config_comes_from(tmp_path:
         RunConfig(dataset_file=tmp_path / "p.jsonl", run_name="r", system_prompt="\ud800")
 
 
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 1)
+    done = run(tmp_path, dataset_file="", run_name="r", model="scripted")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --dataset_file: must not be empty")
+
+
+def test_a_dataset_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.jsonl")
+    done = run(tmp_path, **FLAGS, model="scripted")
+    assert done.returncode == 2
+    assert "p.jsonl is a pipe or device" in done.stderr
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_result_that_could_not_be_written_is_reported(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
