@@ -32,8 +32,8 @@ from export.conversation.style import (
 )
 from export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
 from export.formats.registry import COPIED, COPIES, GROUP_FORMATS, KNOWN, OF_RECORDS, ROW_FORMATS
+from runs.config.loading import read_mapping
 from runs.config.option_types import AcceptedRows
-from runs.config.yaml_mapping import read_mapping
 from runs.errors import ConfigError
 from toolsets.validation import UNKNOWN_KEY, Mistake, Pattern, did_you_mean, mistakes_in
 

@@ -39,7 +39,6 @@ SEAM = (
     "config.option_types",
     "config.run_config",
     "config.toolsets",
-    "config.yaml_mapping",
     "dataset.row",
     "dataset.row_image",
     "dataset.row_setup",

@@ -23,7 +23,7 @@ DOORS = ("run_agent", "batch_runner")
 
 NODES = """
 toolsets/errors toolsets/extras toolsets/installed toolsets/locked toolsets/text
-toolsets/exact_json toolsets/validation
+toolsets/exact_json toolsets/validation toolsets/yaml_file
 toolsets/per_loop toolsets/net toolsets/workspace toolsets/images toolsets/sandbox/inside
 toolsets/sandbox
 toolsets/context toolsets/space toolsets/docstring toolsets/signature toolsets/tool toolsets/toolbox

@@ -7,6 +7,7 @@ exact_json  JSON with integers of any size; how deep it is nested
 locked      a lock that processes of this machine wait for
 text        cutting and decoding text
 validation  checks values; describes what pydantic rejected
+yaml_file   reads YAML files; its errors name line and column
 per_loop    resources that the conversations of an event loop share
 context     ToolContext, the first argument of every tool function
 space       TaskSpace, the older name of ToolContext
@@ -56,4 +57,5 @@ SEAM = (
     "validation",
     "workspace.removal",
     "workspace.workspace",
+    "yaml_file",
 )

@@ -4,7 +4,6 @@ option_types      types of options
 run_config        RunConfig: each option with type, default and help
 sandbox_options   SandboxOptions: those about where commands run
 loading           a RunConfig from YAML and flags
-yaml_mapping      reads YAML files of `key: value` lines
 endpoint_config   an entry of `endpoints`
 endpoints         types of options about endpoints
 plain_secrets     secrets that a config states in the clear

@@ -55,13 +55,10 @@ def read_agent(value: Any) -> Any:
         hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
         msg = f"{value!r} is neither a preset nor a YAML file; {hint}"
         raise ValueError(msg)
-    import yaml  # only where an agent is named: --help does without
+    # Only where an agent is named: --help does without YAML.
+    from toolsets.yaml_file import read_yaml
 
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        msg = f"{path}: {error}"
-        raise ValueError(msg) from error
+    loaded = read_yaml(path, "agent")
     if not isinstance(loaded, dict):
         msg = f"{path}: must have `key: value` lines, such as command and speaks"
         raise ValueError(msg)

@@ -10,11 +10,12 @@ from pydantic import ValidationError
 
 from agent.options import split_commas
 from runs.config.endpoints import HOLDS_SECRET
+from runs.config.option_types import is_text
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from runs.sources.source import HUB_PREFIX
 from toolsets import exact_json
-from toolsets.text import clip, valid_utf8
+from toolsets.text import clip
 from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
@@ -29,8 +30,8 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     """
     for key, value in flags.items():
         # Python decodes arguments that are not UTF-8 to lone surrogates.
-        if isinstance(value, str | Path) and valid_utf8(str(value)) != str(value):
-            msg = f"--{key}: not UTF-8 (got {clip(repr(str(value)), max_chars=200)})"
+        if not is_text(value):
+            msg = f"--{key}: not UTF-8 (got {clip(repr(value), max_chars=200)})"
             raise ConfigError(msg)
     values = _read_config(config_file) if config_file is not None else {}
     values.update(flags)
@@ -52,9 +53,21 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(msg) from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    from runs.config.yaml_mapping import read_mapping  # a run without a config file needs no YAML
+def read_mapping(path: Path, kind: str) -> dict[str, Any]:
+    """Read a YAML file of `key: value` lines; errors call it a `kind`. Raises `ConfigError`."""
+    from toolsets.yaml_file import YamlFileError, read_yaml  # a run without a file needs no YAML
 
+    try:
+        loaded = read_yaml(path, kind)
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(loaded, dict):
+        msg = f"{path}: a {kind} must have `key: value` lines"
+        raise ConfigError(msg)
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     loaded = {
         key.replace("-", "_"): value for key, value in read_mapping(path, "config file").items()
     }

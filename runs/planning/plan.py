@@ -350,10 +350,14 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
     if path is None:
         return None
-    import yaml  # only for a script
+    from toolsets.yaml_file import YamlFileError, read_yaml  # only for a script
 
     try:
-        return parse_script(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        turns = read_yaml(path, "script")
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return parse_script(turns)
+    except ValueError as error:
         msg = f"{path}: {error}"
         raise ConfigError(msg) from error

@@ -39,6 +39,7 @@ from runs.store.files import (
     temporary_for,
 )
 from toolsets import exact_json
+from toolsets.text import valid_utf8
 
 if TYPE_CHECKING:
     from runs.sources.file_rows import Row
@@ -307,7 +308,7 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
         try:
             with path.open("rb") as file:
                 digest = file_digest(file, _hash).hexdigest()
-                found.append({"path": name, "bytes": file.tell(), "blake2b": digest})
+                found.append({"path": valid_utf8(name), "bytes": file.tell(), "blake2b": digest})
                 if source.tasks and os.fstat(file.fileno()).st_mode & 0o111:
                     found[-1]["executable"] = True  # it decides what an image is built of
         except FileNotFoundError:

@@ -223,11 +223,11 @@ def temporary_for(path: Path) -> Path:
 
 def open_temporary(temporary: Path, path: Path) -> BinaryIO:
     """Open the replacement of `path`, with the same mode; if it is new, for its owner alone."""
-    file = temporary.open("wb", buffering=1 << 20)
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = 0o600
+    file = temporary.open("wb", buffering=1 << 20)
     os.fchmod(file.fileno(), stat.S_IMODE(mode))
     return file
 

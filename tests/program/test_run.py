@@ -822,7 +822,7 @@ NOT_FOR_A_PLAIN_RUN = {
     *("runs.dataset.test_outcomes", "runs.sources.harbor", "runs.sources.rows_file"),
     *("runs.sources.templates", "agent.gateway.canonical", "agent.gateway.lines"),
     *("agent.gateway.threads", "agent.state.agent_record", "agent.gateway.wire"),
-    *("runs.config.agent_program", "runs.config.yaml_mapping", "runs.worker.replay"),
+    *("runs.config.agent_program", "toolsets.yaml_file", "runs.worker.replay"),
 }
 """What only runs with images, checks, rows files or agents that are commands need."""
 
