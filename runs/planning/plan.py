@@ -29,7 +29,7 @@ from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
-from toolsets.sandbox.cgroup import can_bound_memory
+from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 
 _BAD_ROWS_SHOWN = 20
 
@@ -296,6 +296,12 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
                 f"rows ask for up to {most:,} MB (`limits.{name}`); they get {limit:,}, the limit "
                 f"--{option}"
             )
+
+    if "limits.cpus" in asked and config.sandbox == "bwrap" and not can_limit_cpus():
+        yield (
+            "rows limit their CPUs (`limits.cpus`), which is not enforced: no control group can be "
+            "made here; make /sys/fs/cgroup writable"
+        )
 
 
 def _is_near(host: str) -> bool:

@@ -236,6 +236,7 @@ class Workspaces:
         return Limits(
             timeout_s=config.command_timeout_s,
             memory_mb=min(config.command_memory_mb, own.memory_mb or config.command_memory_mb),
+            cpus=own.cpus,
             processes=config.max_processes,
             workspace_mb=min(config.workspace_mb, own.disk_mb or config.workspace_mb),
             network=config.network and self._in_images is None,
