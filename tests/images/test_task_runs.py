@@ -132,6 +132,21 @@ def test_swe_bench(tmp_path: Path, task_images: Path) -> None:
     check_kind(run_kind(tmp_path, task_images, "swe-bench", row))
 
 
+def test_swe_bench_with_its_own_script(tmp_path: Path, task_images: Path) -> None:
+    script = (
+        "#!/bin/bash\nset -uxo pipefail\ncd /testbed\ngit apply -v - <<'EOF_1'\n"
+        f"{TEST_PATCH}EOF_1\n: '>>>>> Start Test Output'\npytest -rA tests/test_calc.py\n"
+        ": '>>>>> End Test Output'\nrm -r tests\n"
+    )
+    row = {
+        "instance_id": "o__r", "repo": "o/r", "base_commit": "main", "image": "swe:1",
+        "problem_statement": "add is wrong", "test_patch": TEST_PATCH,
+        "eval_script": script, "log_parser": "parse_log_pytest",
+        "FAIL_TO_PASS": json.dumps([NAME]), "PASS_TO_PASS": "[]",
+    }  # fmt: skip
+    check_kind(run_kind(tmp_path, task_images, "swe-bench", row))
+
+
 def test_swe_rebench(tmp_path: Path, task_images: Path) -> None:
     row = {
         "instance_id": "o__r", "repo": "o/r", "base_commit": "main", "image_name": "swe:1",
