@@ -17,7 +17,6 @@ from runs.sources.source import HUB_PREFIX
 from toolsets import exact_json
 from toolsets.text import clip
 from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
-from toolsets.yaml_file import YamlFileError, read_yaml
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
@@ -56,6 +55,8 @@ def _read_json(path: Path) -> Any:
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     """Read a YAML file of `key: value` lines; errors call it a `kind`. Raises `ConfigError`."""
+    from toolsets.yaml_file import YamlFileError, read_yaml  # a run without a file needs no YAML
+
     try:
         loaded = read_yaml(path, kind)
     except YamlFileError as error:

@@ -168,6 +168,10 @@ class RunConfig(SandboxOptions):
     blank_reasoning: bool = meaning(
         False, "OpenAI chat: send a blank reasoning_content for replies without reasoning."
     )
+    token_ids: bool = meaning(
+        False,
+        "Ask for token ids and logprobs as sampled, for `export --format rl` (vLLM, SGLang).",
+    )
     prompt_caching: bool = running(True, "Anthropic: cache the system message and the tools.")
     script_file: Path | None = meaning(
         None, "YAML turns of --model=scripted for rows without a script."

@@ -15,11 +15,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from runs.errors import DatasetError
-from runs.sources.harbor import HarborTask, tasks_in
 from toolsets.text import valid_utf8
+
+if TYPE_CHECKING:
+    from runs.sources.harbor import HarborTask
 
 HUB_PREFIX = "hf:"
 
@@ -98,6 +100,8 @@ def source_of(name: Path) -> DataSource:
             return DataSource(text, files=(_source_file(name),))
         if any((name / file).is_file() for file in _SAVED):
             return DataSource(text, saved=name)
+        from runs.sources.harbor import tasks_in
+
         if tasks := tasks_in(name):
             _refuse_odd_names(task.path for task in tasks)
             return DataSource(text, tasks=tuple(tasks))

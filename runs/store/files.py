@@ -23,6 +23,7 @@ _BLOCK = 1 << 16
 _PLAIN_FILES = (
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
     *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl", "budget.jsonl"),
+    *("scores.jsonl", "judge_budget.jsonl"),
     "exports/manifest.json",
 )
 

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 from toolsets.catalog.registry import TOOLSETS, Toolset, UnknownToolset
-from toolsets.yaml_file import YamlFileError, read_yaml
 
 Distribution = Mapping[str, float]
 """Percentages in (0, 100] by toolset."""
@@ -54,6 +53,8 @@ def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> 
         names = ", ".join(sorted(DISTRIBUTIONS))
         msg = f"Unknown distribution {name!r}; known: {names}, or the path of a YAML file"
         raise UnknownDistribution(msg)
+    from toolsets.yaml_file import YamlFileError, read_yaml  # only for a file
+
     try:
         loaded = read_yaml(Path(name), "distribution")
     except YamlFileError as error:
