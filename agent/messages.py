@@ -107,6 +107,25 @@ COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE, WORKSPACE_LOST})
 """Reasons of discarded replies of which only the cost matters: the rules ignore them."""
 
 
+class TurnTokens(TypedDict, total=False):
+    """The tokens of a reply as they were sampled; `agent.tokens` reads and writes them.
+
+    A key is absent if the endpoint did not give it.
+    """
+
+    shared: int
+    """How many tokens the prompt shares, from the start, with prompt and completion of the latest
+    earlier turn of the conversation that has both; 0 without such a turn."""
+    prompt: str
+    """Ids of the prompt after those."""
+    completion: str
+    """Ids of the reply."""
+    logprobs: str
+    """Log-probabilities of the reply's tokens."""
+    texts: list[str]
+    """The reply's tokens as texts, if their ids are unknown."""
+
+
 class ReplyEvent(TypedDict):
     """One model reply. `turn` counts from 1; times are epoch seconds and seconds.
 
@@ -127,7 +146,9 @@ class ReplyEvent(TypedDict):
     duration_s: float
     discarded: NotRequired[str]
     extra: NotRequired[dict[str, Any]]
-    """Other data of the reply, such as token ids; see `Completion.extra`."""
+    """Other data of the reply; see `Completion.extra`."""
+    tokens: NotRequired[TurnTokens]
+    """With `token_ids`, if the endpoint gave any."""
     inherited: NotRequired[bool]
     waited_s: NotRequired[float]
     """Seconds of `duration_s` spent waiting for limits or a batch; only with
@@ -169,7 +190,8 @@ class NoteEvent(TypedDict):
     """A text of the runtime for the model after turn `turn`; `reason` names the rule that wrote it.
 
     It is appended to the last message if that is a tool result or a user message, else it becomes
-    a user message: roles must alternate for every API and trainer.
+    a user message: roles must alternate for every API and trainer. `USER_TURN` is the exception:
+    the next message of the user, which follows an answer.
     """
 
     kind: Literal["note"]
@@ -296,9 +318,13 @@ class AgentExitEvent(TypedDict):
     timed_out: bool
 
 
+USER_TURN = "user_turn"
+"""The reason of a note that is a message of the user, not of the runtime."""
+
 PREPARATION = "preparation"
 SUMMARY = "summary"
-STAGES = frozenset({PREPARATION, SUMMARY})
+SIMULATED_USER = "simulated_user"
+STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 """Names of inner conversations that are not subagents."""
 
 
@@ -306,7 +332,7 @@ class SubEvent(TypedDict):
     """An event of a conversation inside this one.
 
     `key` is the id of the call that a subagent answers, or a stage ("preparation#1",
-    "summary#2"); `name` is that of the subagent or the stage.
+    "summary#2", "simulated_user#1"); `name` is that of the subagent or the stage.
     """
 
     kind: Literal["sub"]

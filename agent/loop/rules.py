@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.loop.plan import PLAN, plan_note
-from agent.loop.steps import AddNote, CallModel, Finish, NextStep, ResumeTool, RunTools
+from agent.loop.simulated_user import users_message
+from agent.loop.steps import AddNote, AskUser, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.loop.user_replies import waiting_call, wants_other_work
-from agent.messages import COST_ONLY
+from agent.messages import COST_ONLY, USER_TURN
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
@@ -49,6 +50,8 @@ class ConversationSpec:
     """The right answer; the model never sees it."""
     user_replies: tuple[str, ...] = ()
     """The user's replies to tools that ask for input, in order."""
+    user_turns: tuple[str, ...] = ()
+    """The user's messages after the first one: each follows an answer to the one before."""
     tool_names: tuple[str, ...] = ()
 
 
@@ -83,23 +86,30 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     if finish := t.finish():
         if finish.tool == "cannot_complete":
             return Finish("cannot_complete", finish.text)
-        return _check_answer(t, spec)
+        return _answered(t, spec)
     return _waiting(t, spec) or _after_results(t, options)
 
 
 def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
     """The ending if the outermost conversation, which has the budget, has exceeded it."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
-    if dollars is not None and whole.unpriced:
-        return Finish("budget", "the cost of a reply is unknown, so the budget cannot be kept")
-    if tokens is not None and whole.uncounted:
-        return Finish("budget", "the tokens of a reply are unknown, so the budget cannot be kept")
+    if end := unknown_use(whole, dollars, tokens):
+        return end
     if dollars is not None and whole.spent_usd > dollars * (1 + _ROUNDING):
         spent = f"${whole.spent_usd:.6f}"
         return Finish("budget", f"{spent} is over the budget of ${dollars:.6f} after turn {turns}")
     if tokens is not None and whole.spent_tokens > tokens:
         spent = f"{whole.spent_tokens:,} tokens"
         return Finish("budget", f"{spent} are over the budget of {tokens:,} after turn {turns}")
+    return None
+
+
+def unknown_use(t: Trajectory, dollars: float | None, tokens: int | None) -> Finish | None:
+    """The ending if a budget cannot be kept: the cost or the tokens of a reply are unknown."""
+    if dollars is not None and t.unpriced:
+        return Finish("budget", "the cost of a reply is unknown, so the budget cannot be kept")
+    if tokens is not None and t.uncounted:
+        return Finish("budget", "the tokens of a reply are unknown, so the budget cannot be kept")
     return None
 
 
@@ -174,7 +184,23 @@ def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
         )
     if options.plan and (note := plan_note(t, options)):
         return _continue(t, options, note)
-    return _check_answer(t, spec)
+    return _answered(t, spec)
+
+
+def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
+    """After an answer: the user's next message, or the end."""
+    sent = t.notes_of(USER_TURN)
+    if sent < len(spec.user_turns):
+        return _continue(t, spec.options, AddNote(USER_TURN, spec.user_turns[sent]))
+    user = spec.options.simulated_user
+    if user is None:
+        return _check_answer(t, spec)
+    text = users_message(t, sent + 1)
+    if not text:
+        return AskUser() if sent < user.max_turns else _check_answer(t, spec)
+    if user.stop in text:
+        return _check_answer(t, spec)
+    return _continue(t, spec.options, AddNote(USER_TURN, text))
 
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
