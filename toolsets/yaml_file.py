@@ -25,8 +25,9 @@ class _Composer(yaml.SafeLoader):
         """The anchors of the nodes that are being composed."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent) and self.peek_event().anchor in self._around:
-            mark = self.peek_event().start_mark
+        parser: Any = self  # whose methods have no types
+        if parser.check_event(yaml.AliasEvent) and parser.peek_event().anchor in self._around:
+            mark = parser.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "an alias inside of its anchor", mark)
         return super().compose_node(parent, index)
 

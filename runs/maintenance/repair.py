@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from runs.config.run_config import RunConfig
+from runs.config.sandboxes import remove_leftover_containers
 from runs.dataset.scan import Scan, tasks
 from runs.dataset.scan_cache import NAME
 from runs.maintenance.verify import Report
 from runs.maintenance.verify_batches import repair_batches
-from runs.run import remove_leftover_containers
 from runs.run_dir import stale_files_of
 from runs.store.checksum import is_whole
 from runs.store.files import keep_readable

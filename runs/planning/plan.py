@@ -14,6 +14,7 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
 from runs.config.models import Setups, called_models, set_up_models, unpriced
 from runs.config.run_config import RunConfig
+from runs.config.sandboxes import image_sandboxes, problem_of_sandbox
 from runs.config.toolsets import catalog_of, with_listed_servers
 from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, cached_scan
@@ -25,8 +26,7 @@ from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
-from toolsets.sandbox.cgroup import can_bound_memory
-from toolsets.sandbox.factory import ImageSandboxes, sandbox_problem
+from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 
 _BAD_ROWS_SHOWN = 20
 
@@ -135,23 +135,13 @@ def make_plan(
 
 def _sandbox_problem(config: RunConfig) -> str | None:
     """Why the sandbox of a run does not work here."""
-    if not config.is_inside:
-        return sandbox_problem(
-            config.sandbox, image=config.docker_image, engine=config.container_engine
-        )
-    for name, server in (config.mcp or {}).items():
+    for name, server in (config.mcp or {}).items() if config.is_inside else ():
         if server.mentions_workspace():
             return (
                 f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
                 "an image is not"
             )
-    return _sandboxes(config).problem()
-
-
-def _sandboxes(config: RunConfig) -> ImageSandboxes:
-    from runs.worker.workspaces import image_sandboxes  # only here: most runs use no images
-
-    return image_sandboxes(config, config.run_dir)
+    return problem_of_sandbox(config)
 
 
 def _check_variables(config: RunConfig) -> None:
@@ -273,7 +263,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
     if (
         plan.sandbox is not None
         and plan.config.is_inside
-        and (slow := _sandboxes(plan.config).warning())
+        and (slow := image_sandboxes(plan.config).warning())
     ):
         say(slow)
     if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
@@ -311,6 +301,12 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
                 f"rows ask for up to {most:,} MB (`limits.{name}`); they get {limit:,}, the limit "
                 f"--{option}"
             )
+
+    if "limits.cpus" in asked and config.sandbox == "bwrap" and not can_limit_cpus():
+        yield (
+            "rows limit their CPUs (`limits.cpus`), which is not enforced: no control group can be "
+            "made here; make /sys/fs/cgroup writable"
+        )
 
 
 def _is_near(host: str) -> bool:

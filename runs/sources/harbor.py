@@ -277,9 +277,13 @@ def _old_network(environment: Mapping[str, Any]) -> bool:
     return environment.get("allow_internet", True) is not False
 
 
-def _limits(environment: Mapping[str, Any]) -> dict[str, int]:
-    """Memory and disk in megabytes, under their names of today and of before."""
-    found = {}
+def _limits(environment: Mapping[str, Any]) -> dict[str, float]:
+    """CPUs; memory and disk in megabytes, under their names of today and of before."""
+    found: dict[str, float] = {}
+    if (cpus := environment.get("cpus")) is not None:
+        if not isinstance(cpus, int | float) or isinstance(cpus, bool) or not cpus > 0:
+            raise _Refused(f"{cpus!r} is not a number of CPUs", ("environment", "cpus"))
+        found["cpus"] = cpus
     for name, keys in {
         "memory_mb": ("memory_mb", "memory"),
         "disk_mb": ("storage_mb", "storage"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runs.config.run_config import RunConfig
+from runs.config.sandboxes import image_sandboxes
 from runs.dataset.row import RowTask
 from runs.dataset.row_check import Check
 from runs.protocol.worker_setup import WorkerSetup
@@ -36,7 +36,7 @@ class Workspaces:
         self._problems: dict[str, str | None] = {}
         self._in_images: ImageSandboxes | None = None
         if setup.config.is_inside and setup.provenance.sandbox is not None:
-            self._in_images = image_sandboxes(setup.config, setup.run_dir)
+            self._in_images = image_sandboxes(setup.config)
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
@@ -208,7 +208,11 @@ class Workspaces:
                     self._in_images.make, Workspace(root), limits or self._limits(row), spec
                 )
             except ToolError as error:
-                raise SetupFailed(str(error)) from error
+                raise SetupFailed(f"{self._node()}{error}") from error
+
+    def _node(self) -> str:
+        """Which machine a message is about, where a run has several."""
+        return f"on {os.uname().nodename}: " if self._setup.config.executor == "ray" else ""
 
     async def _made(self, sandbox: ImageSandbox) -> None:
         try:
@@ -248,21 +252,11 @@ class Workspaces:
         return Limits(
             timeout_s=config.command_timeout_s,
             memory_mb=min(config.command_memory_mb, own.memory_mb or config.command_memory_mb),
+            cpus=own.cpus,
             processes=config.max_processes,
             workspace_mb=min(config.workspace_mb, own.disk_mb or config.workspace_mb),
             network=config.network and self._in_images is None,
         )
-
-
-def image_sandboxes(config: RunConfig, run_dir: Path) -> ImageSandboxes:
-    """How the conversations of a run work in images."""
-    return ImageSandboxes(
-        config.sandbox,
-        run_dir=run_dir.absolute(),
-        images=config.images if config.sandbox == "bwrap" else None,
-        engine=config.container_engine,
-        pull=config.pull,
-    )
 
 
 def _image_of(row: RowTask) -> str | None:

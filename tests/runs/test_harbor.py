@@ -85,7 +85,7 @@ def test_a_task_with_all_that_is_supported(tmp_path: Path) -> None:
     task = read(tmp_path / "full")
     env = {"A": "1", "B": "two"}
     assert task.image == ImageSpec("org/full:1", "/srv", "agent", env, network=False)
-    assert task.limits == RowLimits(4096, 10240)
+    assert task.limits == RowLimits(4096, 10240, 2)
     assert task.spec.options.max_conversation_s == 900
     assert task.opening == [{"role": "user", "content": "Solve it."}]
     check = check_of(task)

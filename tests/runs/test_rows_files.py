@@ -118,6 +118,18 @@ class TestPresets:
         assert django.tests is not None
         assert django.tests.must_pass == ("test_a (m.C)", "test_b (m.C)")
 
+    def test_swe_bench_runs_the_script_of_a_row(self) -> None:
+        """And refuses what it could not read the output of."""
+        new = {**ROWS["swe-bench"], "image": "new:1", "eval_script": "#!/bin/bash\ntox\n"}
+        check = setup_of(load_rows_file("swe-bench").row(new | {"log_parser": "parse_log_gotest"}))
+        assert check.check is not None
+        assert check.check.files["/check/run.sh"] == b"#!/bin/bash\ntox\n"
+        assert check.check.tests is not None
+        assert "--- " in check.check.tests.patterns[0]
+        other = load_rows_file("swe-bench").row(new | {"log_parser": "parse_log_karma"})
+        with pytest.raises(ValueError, match="no case for 'parse_log_karma'"):
+            INSIDE.read(other)
+
     def test_swe_smith_hides_the_bug_and_the_tests(self) -> None:
         setup = setup_of(load_rows_file("swe-smith").row(ROWS["swe-smith"]))
         assert setup.hidden == ("/check",)

@@ -356,7 +356,10 @@ def _lock_of(image: str) -> Path:
 
 
 def _limits(limits: Limits, network: bool) -> list[str]:
+    # An engine refuses more than the machine has.
+    cpus = () if limits.cpus is None else ("--cpus", f"{min(limits.cpus, os.cpu_count() or 1):g}")
     return [
+        *cpus,
         *("--network", "bridge" if network else "none"),
         *("--security-opt", "no-new-privileges"),
         *("--memory", f"{limits.memory_mb}m", "--pids-limit", str(limits.processes)),
