@@ -14,17 +14,6 @@ def reward_of(record: Mapping[str, Any], name: str | None = None) -> float | Non
     return judgement_of(record, name).reward
 
 
-def turn_rewards_of(record: Mapping[str, Any], name: str | None = None) -> list[float | None]:
-    """The rewards of the turns of the run's model; an empty list without any of this name.
-
-    Without a name they are those named `reward`, else the first.
-    """
-    by_turn = rewards_of(record).by_turn
-    if name is None:
-        name = MAIN if MAIN in by_turn else next(iter(by_turn), MAIN)
-    return list(by_turn.get(name, ()))
-
-
 def judged(record: Mapping[str, Any], name: str | None) -> Judgement:
     """Whether a record passed its check, with the reward of this name."""
     found = judgement_of(record)

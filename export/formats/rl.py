@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.tokens import TokenTurn, has_ids, token_turns
+from export.conversation.rewards import reward_facts, reward_of
 from export.conversation.validity import Reason, Rejected
-from runs.store.checks import judgement_of
+from runs.store.index import own_turns
+from runs.store.rewards import BY_TURN
 
 
 class _Segment:
@@ -43,8 +45,10 @@ class _Segment:
             self.logprobs += logprobs
 
 
-def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a record, one per segment.
+def rows_of(record: Mapping[str, Any], reward_name: str | None = None) -> list[dict[str, Any]]:
+    """The rows of a record, one per segment; `reward_name` is the reward that counts.
+
+    Records with rewards by name or per turn have `rewards`, and `turn_rewards` of these turns.
 
     Raises Rejected if no turn of this run's model has token ids.
     """
@@ -71,13 +75,28 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             "response_ids": segment.response,
             "loss_mask": segment.mask,
             "logprobs": segment.logprobs,
-            "reward": judgement_of(record).reward,
+            "reward": reward_of(record, reward_name),
+            **_more_rewards(record, segment),
             "status": record["status"],
             "finish_reasons": [turn["finish_reason"] for turn in segment.turns],
             "policy_versions": [_policy_version(turn) for turn in segment.turns],
         }
         for number, segment in enumerate(segments)
     ]
+
+
+def _more_rewards(record: Mapping[str, Any], segment: _Segment) -> dict[str, Any]:
+    facts = reward_facts(record)
+    facts.pop("reward", None)
+    if by_turn := facts.get(BY_TURN):
+        own = [turn["turn"] for turn in own_turns(record)]
+        places = [own.index(turn["turn"]) for turn in segment.turns]
+        # A check after an agent does not know the number of its turns.
+        facts[BY_TURN] = {
+            name: [given[n] if n < len(given) else None for n in places]
+            for name, given in by_turn.items()
+        }
+    return facts
 
 
 def _segments(record: Mapping[str, Any]) -> list[_Segment]:

@@ -65,6 +65,19 @@ def test_one_row_where_each_prompt_begins_with_what_was_sampled() -> None:
     ]
 
 
+def test_a_row_holds_rewards_by_name_and_those_of_its_turns() -> None:
+    score = {"source": "m:f", "version": "1", "error": None, "rewards": {"style": 0.25}}
+    by_turn = {"format": [0.0, 0.5, 1.0]}
+    drifted = (FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8]))
+    check = {"passed": True, "reward": 0.75}
+    record = played(*drifted, check=check, scores=[{**score, "turn_rewards": by_turn}])
+    first, second = rows_of(record, "style")
+    assert first["reward"] == second["reward"] == 0.25
+    assert first["rewards"] == {"reward": 0.75, "style": 0.25}
+    assert first["turn_rewards"] == {"format": [0.0]}
+    assert second["turn_rewards"] == {"format": [0.5, 1.0]}
+
+
 def test_a_row_per_segment_where_a_prompt_has_drifted() -> None:
     first, second = rows_of(played(FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8])))
     assert (first["prompt_ids"], first["response_ids"]) == ([1, 2], [3, 4])
