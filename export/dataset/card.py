@@ -154,6 +154,9 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield ""
     for part in manifest["formats"]:
         yield f"- **{part['format']}**: {_LOADING[part['format']]}"
+    for part in manifest["formats"]:
+        if others := part.get("turns_of_others"):
+            yield _by_others(part["format"], others, is_marked=part["marks_loss"])
     reasoning = statistics["reasoning"]
     hidden = reasoning.get("hidden", 0)
     yield ""
@@ -188,6 +191,20 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield "- personal data: not looked for"
     yield ""
     yield "`manifest.json` has the recipe, all counts and a sha256 per file."
+
+
+_AUTHORS = {
+    "prompt": "the prompt",
+    "parent": "the conversation that was branched",
+    "other_model": "another model",
+}
+
+
+def _by_others(name: str, others: Mapping[str, int], *, is_marked: bool) -> str:
+    counts = ", ".join(f"{count:,} of {_AUTHORS[author]}" for author, count in others.items())
+    if not is_marked:
+        return f"  - turns of others: {counts}; {name} cannot mark them, so trainers learn them"
+    return f"  - turns of others: {counts}; marked, so they carry no loss"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from export.conversation.own_work import Own, own_of
-from export.conversation.reading import Conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import styled
+from export.conversation.turns import Conversation
 from export.conversation.validity import Reason, Rejected
 from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
@@ -149,6 +149,7 @@ class _RowFiles(_Files):
     def __init__(self, format: Format, place: FileTarget, recipe: Recipe) -> None:
         super().__init__(format.name, place, recipe)
         self._format = format
+        self._others: Counter[str] = Counter()
         style = recipe.style.of(format.name)
         self._style = style if format.splits_calls else style.with_calls("keep")
 
@@ -166,6 +167,15 @@ class _RowFiles(_Files):
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))
             else:
                 self.write(split, dumps_row(row))
+                if conversation.has_others:
+                    self._others += conversation.others
+
+    def finish(self) -> dict[str, Any]:
+        return {
+            **super().finish(),
+            "marks_loss": self._format.marks_loss,
+            "turns_of_others": dict(sorted(self._others.items())),
+        }
 
 
 class _RawFiles(_Files):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export.conversation.reading import Conversation
 from export.conversation.style import Style
+from export.conversation.turns import Conversation
 from export.formats import atif, hermes, llamafactory
 from export.formats import openai_chat as chat
 from export.formats.columns import COLUMNS
@@ -23,6 +23,8 @@ class Format:
     has_reasoning_field: bool
     has_inline_reasoning: bool
     splits_calls: bool = True
+    marks_loss: bool = False
+    """Whether rows say which turns are not to be learnt."""
 
 
 ROW_FORMATS: Mapping[str, Format] = {
@@ -35,13 +37,20 @@ ROW_FORMATS: Mapping[str, Format] = {
             has_reasoning_field=False,
             has_inline_reasoning=True,
         ),
-        Format("openai", chat.row_of, has_reasoning_field=True, has_inline_reasoning=True),
+        Format(
+            "openai",
+            chat.row_of,
+            has_reasoning_field=True,
+            has_inline_reasoning=True,
+            marks_loss=True,
+        ),
         Format(
             "atif",
             atif.row_of,
             has_reasoning_field=True,
             has_inline_reasoning=False,
             splits_calls=False,
+            marks_loss=True,
         ),
     )
 }

@@ -1,0 +1,72 @@
+"""Who wrote each message of a conversation: only turns of this run's model are to be learnt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from export.conversation.order import is_agents
+from export.conversation.own_work import Own, first_reply
+from export.conversation.turns import Author, Entry, Said
+
+_VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
+"""What an endpoint adds to the name of a model that was asked for."""
+
+
+def with_authors(entries: Sequence[Entry], record: Mapping[str, Any], own: Own) -> list[Entry]:
+    """The entries of a record with their authors."""
+    messages, turns = record["messages"], record["turns"]
+    # Turns of the prompt come first, then those of a branch's parent.
+    brought = first_reply(messages, turns=len(turns))
+    from_prompt = _turns_before(messages, brought)
+    given = _turns_before(messages, own.start)
+    others = _other_models(record)
+    notes = tuple(note["text"] for note in record.get("notes") or () if "text" in note)
+    users = (message for message in messages if message["role"] == "user")
+    found: list[Entry] = []
+    place = len(turns) - len(own.turns)
+    for entry in entries:
+        if isinstance(entry, Said):
+            noted = next(users).get("notes")
+            if noted and notes and entry.text.startswith(notes):
+                entry = entry._replace(author="runtime")
+        elif entry.number <= given:
+            author: Author = "prompt" if entry.number <= from_prompt else "parent"
+            entry = entry._replace(author=author)
+        elif others:
+            replies = turns[place : place + entry.replies]
+            place += entry.replies
+            if replies and all(reply.get("model") in others for reply in replies):
+                entry = entry._replace(author="other_model")
+        found.append(entry)
+    return found
+
+
+def _turns_before(messages: Sequence[Mapping[str, Any]], start: int) -> int:
+    """How many turns end before the message at `start`, a reply.
+
+    A reply that continues the turn before it belongs to that turn, which is then not counted.
+    """
+    opening = [message["role"] for message in messages[: start + 1]]
+    return max(0, sum(role == "assistant" for role, _ in groupby(opening)) - 1)
+
+
+def _other_models(record: Mapping[str, Any]) -> frozenset[str]:
+    """The names of models in an agent's conversation that are not this run's.
+
+    An agent that runs as a command may call several. Where no name is that of the run's model,
+    nothing is known, and none is another.
+    """
+    if not is_agents(record):
+        return frozenset()
+    names = {turn.get("model") for turn in record["turns"]} - {None}
+    asked = record["model"].partition(":")[2] or record["model"]
+    asked = asked.rpartition("/")[2]
+    own = {name for name in names if _is_version_of(name.rpartition("/")[2], asked)}
+    return frozenset(names - own) if own else frozenset()
+
+
+def _is_version_of(name: str, asked: str) -> bool:
+    return name.startswith(asked) and _VERSION.fullmatch(name, len(asked)) is not None
