@@ -22,6 +22,7 @@ _RECIPE_FLAGS = {
     "empty_think": "empty_think",
     "max_tool_chars": "max_tool_chars",
     "tools": "tools",
+    "per_turn": "per_turn",
     "accept_rows": "accept_rows",
     "splits": "splits",
     "shard_mb": "shard_mb",
@@ -68,6 +69,11 @@ def dataset_options(function: Any) -> Any:
             is_flag=True,
             help="Leave out conversations that failed their check.",
         ),
+        click.option(
+            "--per_turn",
+            is_flag=True,
+            help="One row per turn of the model, for templates that drop old reasoning.",
+        ),
         click.option("--push_for_real", is_flag=True, help="Send it (extra `hf`)."),
     )
     options = [
@@ -100,7 +106,8 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
 
     source = Source(run_dir, scan, num_samples)
     directory = Path(flags["output"] or run_dir / "exports" / "dataset")
-    given = {_RECIPE_FLAGS[k]: v for k, v in flags.items() if k in _RECIPE_FLAGS and v is not None}
+    named = {_RECIPE_FLAGS[k]: v for k, v in flags.items() if k in _RECIPE_FLAGS}
+    given = {key: value for key, value in named.items() if value not in (None, False)}
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
         if given or filters or flags["recipe"]:

@@ -40,6 +40,10 @@ class Style:
         """The same style, accepting only flaws that one format can represent."""
         return replace(self, tolerance=self.tolerance.of(format_name))
 
+    def with_reasoning(self, reasoning: ReasoningStyle | None) -> Style:
+        """The same style with another choice for reasoning."""
+        return replace(self, reasoning=reasoning)
+
     def with_calls(self, calls: CallStyle) -> Style:
         """The same style with another choice for parallel calls."""
         return replace(self, parallel_calls=calls)

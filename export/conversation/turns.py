@@ -88,15 +88,19 @@ class Conversation(NamedTuple):
     """All texts of the record, see `export.filters.duplicates`; None if they were not collected."""
     has_others: bool = False
     """Whether any turn is not of this run's model."""
+    is_for_turn: bool = False
+    """It ends with the turn that its row is for; what precedes that is its context."""
 
     @property
     def num_turns(self) -> int:
-        """Number of replies of this run's model."""
-        return len(self.own.turns)
+        """Number of replies of this run's model, in a row for a turn 1."""
+        return 1 if self.is_for_turn else len(self.own.turns)
 
     @property
     def own_turns(self) -> list[Turn]:
-        """The turns that this run paid for."""
+        """The turns that this run paid for; in a row for a turn only that one."""
+        if self.is_for_turn and isinstance(last := self.entries[-1], Turn):
+            return [last]
         return [turn for turn in self.entries if isinstance(turn, Turn) and not turn.is_given]
 
     @property

@@ -165,6 +165,11 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         + (f"turns, style `{recipe.reasoning or 'as each format has it'}`")
         + (f"; {hidden:,} more turns had some that the API hides" if hidden else "")
     )
+    if recipe.per_turn:
+        yield (
+            "- one row per turn: only the last turn of a row is to be learnt; `mask_history: true` "
+            "says so to LLaMA-Factory"
+        )
     yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
     yield f"- parallel calls: `{recipe.parallel_calls}`"
     yield f"- splits by prompt: {', '.join(f'{k} {v:g}' for k, v in recipe.splits.items())}"

@@ -43,7 +43,8 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """
     style.tolerance.refuse(conversation.flaws)
     last = conversation.entries[-1]
-    is_ended_by_call = conversation.completed and isinstance(last, Turn) and not last.results
+    may_end_by_call = conversation.completed or conversation.is_for_turn
+    is_ended_by_call = may_end_by_call and isinstance(last, Turn) and not last.results
     if isinstance(last, Said) or (last.calls and not is_ended_by_call):
         raise Rejected(Reason.UNFINISHED, "the conversation does not end with an answer")
     conversations = []

@@ -56,10 +56,13 @@ def messages_of(
     if conversation.system and style.has_system(by_default=True):
         refuse_control_tokens(conversation.system, style.tolerance, where="system message")
         messages.append({"role": "system", "content": conversation.system})
+    last = conversation.entries[-1]
     for entry in conversation.entries:
         parts = _messages(entry, style.tolerance, inline=inline)
-        if marks_loss and entry.author != "model" and isinstance(entry, Turn):
-            parts[0].update(NO_LOSS)
+        if marks_loss and isinstance(entry, Turn):
+            is_context = conversation.is_for_turn and entry is not last
+            if is_context or entry.author != "model":
+                parts[0].update(NO_LOSS)
         messages.extend(parts)
     return messages
 

@@ -25,6 +25,8 @@ class Format:
     splits_calls: bool = True
     marks_loss: bool = False
     """Whether rows say which turns are not to be learnt."""
+    has_turns: bool = False
+    """Whether a row can be for one turn, which alone is learnt."""
 
 
 ROW_FORMATS: Mapping[str, Format] = {
@@ -36,6 +38,7 @@ ROW_FORMATS: Mapping[str, Format] = {
             llamafactory.row_of,
             has_reasoning_field=False,
             has_inline_reasoning=True,
+            has_turns=True,
         ),
         Format(
             "openai",
@@ -43,6 +46,7 @@ ROW_FORMATS: Mapping[str, Format] = {
             has_reasoning_field=True,
             has_inline_reasoning=True,
             marks_loss=True,
+            has_turns=True,
         ),
         Format(
             "atif",
@@ -58,6 +62,9 @@ ROW_FORMATS: Mapping[str, Format] = {
 
 GROUP_FORMATS = ("dpo", "kto")
 """Formats whose rows compare the samples of one prompt."""
+
+TURN_FORMATS = tuple(one.name for one in ROW_FORMATS.values() if one.has_turns)
+"""Formats that can have one row per turn."""
 
 COPIED = frozenset(COLUMNS)
 """Formats whose rows can be copied to other files."""

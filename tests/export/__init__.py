@@ -4,6 +4,7 @@ test_export               the files of a run, from its records
 test_hermes               the Hermes format
 test_export_formats       one record in every format
 test_export_loss          who wrote each message, and which turns carry loss
+test_export_per_turn      one row per turn
 test_export_agents        conversations of agents that run as commands
 test_export_forged        text that looks like structure
 test_export_tolerance     which rows are refused
