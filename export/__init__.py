@@ -8,6 +8,7 @@ filters/        which conversations become rows
 statistics      counts over records
 record_order    records in the order of the dataset
 run_statistics  the command `stats`
+funnel          from rows to training rows: what is lost at each step
 training_files  the files that every start writes
 dataset/        the datasets of `export --format`
 
@@ -27,6 +28,7 @@ SEAM = (
     "dataset.rendering",
     "filters.filters",
     "formats.hermes",
+    "funnel",
     "recipe",
     "run_statistics",
     "training_files",

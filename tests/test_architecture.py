@@ -45,6 +45,7 @@ runs/run runs/recording runs/maintenance runs/maintenance/hermes
 
 export/row_files export/conversation export/formats export/recipe export/filters
 export/statistics export/record_order export/run_statistics export/training_files export/dataset
+export/funnel
 
 api
 

@@ -11,6 +11,7 @@ test_export_tolerance     which rows are refused
 test_export_views         what the model did not see of its conversation
 test_hidden_reasoning     reasoning that the API hides
 test_export_statistics    `stats`
+test_export_funnel        from rows to training rows
 test_export_rendering     rows through chat templates
 test_export_dataset       datasets by recipe
 test_export_hf            directories of `datasets`
