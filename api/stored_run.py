@@ -198,7 +198,7 @@ class StoredRun:
         """The funnel, or None and why it is unknown: the dataset may have been moved."""
         try:
             return self.funnel(), None
-        except DatasetError as error:
+        except (DatasetError, RunDirError) as error:
             return None, str(error)
 
     def _not_found(self, wanted: str, longer: list[str]) -> str:

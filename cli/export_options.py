@@ -188,11 +188,15 @@ def _show_rows(
             show(f"=== {row['id']}\n{text}")
             spans = ", ".join(f"{begin}-{end}" for begin, end in trained)
             count = sum(end - begin for begin, end in trained)
+            no_loss = [n for n, m in enumerate(row["messages"], 1) if m.get("weight") == 0]
             show(
                 f"carry loss: {count:,} of {len(text):,} characters, at {spans}"
                 if trained
                 else "carry loss: unknown (the template has no generation block)"
             )
+            if no_loss:
+                places = ", ".join(map(str, no_loss))
+                show(f"no loss where a trainer reads `weight`: messages {places}")
             show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
     show(f"=== dropped by the template in {total:,} rows:")
     show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")

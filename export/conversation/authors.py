@@ -50,7 +50,8 @@ def _turns_before(messages: Sequence[Mapping[str, Any]], start: int) -> int:
     A reply that continues the turn before it belongs to that turn, which is then not counted.
     """
     opening = [message["role"] for message in messages[: start + 1]]
-    return max(0, sum(role == "assistant" for role, _ in groupby(opening)) - 1)
+    turns = [role for role, _ in groupby(opening) if role == "assistant"]
+    return max(0, len(turns) - 1)
 
 
 def _other_models(record: Mapping[str, Any]) -> frozenset[str]:

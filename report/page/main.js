@@ -151,7 +151,7 @@ function describeRun() {
   const bad = meta.bad_rows ? `, ${plural(meta.bad_rows, "bad row")}` : "";
   $("about").textContent =
     `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)} · written ${moment(meta.written_at)}${state}`;
-  $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : "unknown: the dataset was moved or changed";
+  $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
   $("funnel-table").tBodies[0].replaceChildren(...(meta.funnel ? funnelRows(meta.funnel) : []));
   $("errors").hidden = !meta.errors.length;
   $("errors-count").textContent = count(meta.errors.reduce((total, error) => total + error.count, 0));

@@ -159,14 +159,15 @@ def test_without_its_dataset_a_run_still_has_statistics(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["funnel"] is None
 
 
-def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     source = make_run(tmp_path, worked())
     export_run(source.run_dir, source.scan, num_samples=1)
     (source.run_dir / "exports" / "manifest.json").write_text("{")
     done = run(tmp_path, "stats", str(source.run_dir))
-    assert done.returncode == 2
-    assert "manifest.json: cannot read it" in done.stderr
-    assert "export again" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "manifest.json: cannot read it" in done.stdout
+    assert "export again" in done.stdout
+    assert "1 records: completed 1" in done.stdout
 
 
 def test_rows_per_turn_are_more_than_their_conversations(tmp_path: Path) -> None:

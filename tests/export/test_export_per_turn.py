@@ -223,6 +223,20 @@ def test_the_template_shows_each_turn_as_the_model_will_see_it(tmp_path: Path) -
         ]
 
 
+def test_rendered_rows_name_the_messages_without_loss(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    (tmp_path / "t.jinja").write_text(STRIPS)
+    source = source_of(tmp_path, asked_twice())
+    done = run(
+        tmp_path, "export", source.run_dir, "--per_turn", format="openai", render="t.jinja",
+        render_rows=4,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("no loss")]
+    start = "no loss where a trainer reads `weight`: messages"
+    assert said == [f"{start} 2", f"{start} 2, 4", f"{start} 2, 4, 6"]
+
+
 def test_the_recipe_takes_it_too(tmp_path: Path) -> None:
     source = source_of(tmp_path, worked())
     (tmp_path / "recipe.yaml").write_text("formats: [openai]\nper_turn: true\n")
