@@ -101,7 +101,8 @@ class Conversation(NamedTuple):
         """The turns that this run paid for; in a row for a turn only that one."""
         if self.is_for_turn and isinstance(last := self.entries[-1], Turn):
             return [last]
-        return [turn for turn in self.entries if isinstance(turn, Turn) and not turn.is_given]
+        turns = [entry for entry in self.entries if isinstance(entry, Turn)]
+        return [turn for turn in turns if not turn.is_given] if self.has_others else turns
 
     @property
     def others(self) -> Counter[str]:
