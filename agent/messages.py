@@ -169,7 +169,8 @@ class NoteEvent(TypedDict):
     """A text of the runtime for the model after turn `turn`; `reason` names the rule that wrote it.
 
     It is appended to the last message if that is a tool result or a user message, else it becomes
-    a user message: roles must alternate for every API and trainer.
+    a user message: roles must alternate for every API and trainer. `USER_TURN` is the exception:
+    the next message of the user, which follows an answer.
     """
 
     kind: Literal["note"]
@@ -296,9 +297,13 @@ class AgentExitEvent(TypedDict):
     timed_out: bool
 
 
+USER_TURN = "user_turn"
+"""The reason of a note that is a message of the user, not of the runtime."""
+
 PREPARATION = "preparation"
 SUMMARY = "summary"
-STAGES = frozenset({PREPARATION, SUMMARY})
+SIMULATED_USER = "simulated_user"
+STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 """Names of inner conversations that are not subagents."""
 
 
@@ -306,7 +311,7 @@ class SubEvent(TypedDict):
     """An event of a conversation inside this one.
 
     `key` is the id of the call that a subagent answers, or a stage ("preparation#1",
-    "summary#2"); `name` is that of the subagent or the stage.
+    "summary#2", "simulated_user#1"); `name` is that of the subagent or the stage.
     """
 
     kind: Literal["sub"]

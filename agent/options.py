@@ -36,7 +36,12 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 ROW_COLUMN = "agent_options"
 
-_NOT_PER_ROW = frozenset({"approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"})
+_NOT_PER_ROW = frozenset(
+    {
+        *("approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"),
+        "simulated_user",  # a row has a column of that name
+    }
+)
 """Options that name code, other endpoints, or texts that must appear in no file."""
 
 
@@ -89,6 +94,34 @@ class Subagent(BaseModel):
     max_turns: PositiveInt = 10
     script: list[Any] | None = None
     """The turns of model "scripted"."""
+
+
+class SimulatedUser(BaseModel):
+    """A model that plays the user, after the first message."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    model: str | None = None
+    """As `--model`; without a prefix, at the agent's endpoint. None: the agent's model."""
+    system_prompt: str = ""
+    """Who the user is and what they want."""
+    stop: str = Field("###STOP###", min_length=1)
+    """What it writes to end the conversation."""
+    max_turns: PositiveInt = 10
+    """How many messages it may write."""
+    script: list[Any] | None = None
+    """The turns of model "scripted"."""
+
+    def instructions(self) -> str:
+        """Its system prompt, which says how to end the conversation."""
+        return f"{self.system_prompt}\n\n{_USER_RULES.format(stop=self.stop)}"
+
+
+_USER_RULES = (
+    "You are this user, in a chat with an assistant. Write only the user's next message, short and "
+    "in their own words; do not give away everything at once, and do not invent facts. When what "
+    "you want has been done, or cannot be done, write {stop} and nothing else."
+)
 
 
 class AgentOptions(BaseModel):
@@ -145,6 +178,9 @@ class AgentOptions(BaseModel):
     awaiting_input: bool = meaning(
         False,
         "Answer tools that ask the user from the row's `user_replies`.",
+    )
+    simulated_user: Annotated[SimulatedUser | None, BeforeValidator(parse_json)] = meaning(
+        None, "A model that plays the user after each answer."
     )
     result_references: bool = meaning(False, "Name tool results for use in arguments, as $$NAME.")
     observation_chars: PositiveInt | None = meaning(
@@ -205,6 +241,8 @@ class AgentOptions(BaseModel):
             given["ephemeral_system_prompt"] = True
         if "prefill_messages" in given:
             given["prefill_messages"] = len(self.prefill_messages)
+        if self.simulated_user is not None:
+            given["simulated_user"].pop("script", None)
         if "subagents" in given:
             given["subagents"] = [subagent.name for subagent in self.subagents]
         return given
@@ -224,6 +262,9 @@ class AgentOptions(BaseModel):
             raise ValueError(msg)
         if self.continue_cut and (self.plan or self.text_protocol):
             msg = "continue_cut does not go together with plan or text_protocol"
+            raise ValueError(msg)
+        if self.simulated_user is not None and (self.completion_tools or self.text_protocol):
+            msg = "simulated_user does not go together with completion_tools or text_protocol"
             raise ValueError(msg)
         return self
 

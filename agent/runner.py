@@ -11,10 +11,19 @@ from dataclasses import dataclass, field, replace
 from agent.loop.loop import run_agent
 from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
+from agent.loop.simulated_user import opening_of_user, options_of_user
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
 from agent.loop.tools import AgentTools
-from agent.messages import PREPARATION, Event, Message, OpeningEvent, SubEvent
+from agent.messages import (
+    PREPARATION,
+    SIMULATED_USER,
+    USER_TURN,
+    Event,
+    Message,
+    OpeningEvent,
+    SubEvent,
+)
 from agent.models.model import Model
 from agent.options import AgentOptions, Subagent
 from agent.setup import Home
@@ -74,6 +83,7 @@ class ConversationRunner:
             spec=spec,
             journal=self.journal,
             on_event=self.on_event and guarded(self.on_event),
+            ask_user=self._ask_user,
         )
 
     async def run_inner(self) -> Finish:
@@ -153,6 +163,27 @@ class ConversationRunner:
         )
         return await inner.run_inner(), inner.trajectory
 
+    async def _ask_user(self) -> Finish | None:
+        """Have the simulated user write its next message; returns an ending if that failed."""
+        user = self.spec.options.simulated_user
+        assert user is not None
+        key = f"{SIMULATED_USER}#{self.trajectory.notes_of(USER_TURN) + 1}"
+        opening = opening_of_user(user, self.trajectory)
+        inner = self._inner(key, SIMULATED_USER, opening, options_of_user(self.spec.options))
+        inner = replace(
+            inner,
+            model=self.host.user_model(user, self.trajectory) or self.model,
+            toolbox=self.host.toolbox(()),
+            subagents=(),
+        )
+        end = await inner.run_inner()
+        if end.status == "completed":
+            return None
+        if end.status in ("budget", "time_limit"):
+            return end
+        why = f": {end.reason}" if end.reason else ""
+        return Finish("errors", f"the simulated user ended as {end.status}{why}")
+
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
 
@@ -189,6 +220,7 @@ _OFF_IN_PREPARATION = {
     "completion_tools": False,
     "awaiting_input": False,
     "final_summary": False,
+    "simulated_user": None,
     "state_max_turns": False,
 }
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.loop.plan import PLAN, plan_note
-from agent.loop.steps import AddNote, CallModel, Finish, NextStep, ResumeTool, RunTools
+from agent.loop.simulated_user import users_message
+from agent.loop.steps import AddNote, AskUser, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.loop.user_replies import waiting_call, wants_other_work
-from agent.messages import COST_ONLY
+from agent.messages import COST_ONLY, USER_TURN
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
@@ -49,6 +50,8 @@ class ConversationSpec:
     """The right answer; the model never sees it."""
     user_replies: tuple[str, ...] = ()
     """The user's replies to tools that ask for input, in order."""
+    user_turns: tuple[str, ...] = ()
+    """The user's messages after the first one: each follows an answer to the one before."""
     tool_names: tuple[str, ...] = ()
 
 
@@ -83,7 +86,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     if finish := t.finish():
         if finish.tool == "cannot_complete":
             return Finish("cannot_complete", finish.text)
-        return _check_answer(t, spec)
+        return _answered(t, spec)
     return _waiting(t, spec) or _after_results(t, options)
 
 
@@ -174,7 +177,23 @@ def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
         )
     if options.plan and (note := plan_note(t, options)):
         return _continue(t, options, note)
-    return _check_answer(t, spec)
+    return _answered(t, spec)
+
+
+def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
+    """After an answer: the user's next message, or the end."""
+    sent = t.notes_of(USER_TURN)
+    if sent < len(spec.user_turns):
+        return _continue(t, spec.options, AddNote(USER_TURN, spec.user_turns[sent]))
+    user = spec.options.simulated_user
+    if user is None:
+        return _check_answer(t, spec)
+    text = users_message(t, sent + 1)
+    if not text:
+        return AskUser() if sent < user.max_turns else _check_answer(t, spec)
+    if user.stop in text:
+        return _check_answer(t, spec)
+    return _continue(t, spec.options, AddNote(USER_TURN, text))
 
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:

@@ -38,6 +38,10 @@ class AddNote(NamedTuple):
     text: str
 
 
+class AskUser(NamedTuple):
+    """Have the simulated user write its next message."""
+
+
 class Finish(NamedTuple):
     """End the conversation; `reason` adds details to the status."""
 
@@ -45,4 +49,4 @@ class Finish(NamedTuple):
     reason: str | None = None
 
 
-NextStep = CallModel | RunTools | ResumeTool | AddNote | Finish
+NextStep = CallModel | RunTools | ResumeTool | AddNote | AskUser | Finish

@@ -14,6 +14,7 @@ from agent.deadline import TimeAtWork
 from agent.gateway.threads import Threads
 from agent.messages import (
     COST_ONLY,
+    USER_TURN,
     WORKSPACE_LOST,
     CutEvent,
     Event,
@@ -368,7 +369,9 @@ class Trajectory:
         self.noted.append(event)
         self._notes_of[event["reason"]] += 1
         last = self.messages[-1]
-        if last["role"] in ("tool", "user"):
+        if event["reason"] == USER_TURN:
+            self.messages.append(Message(role="user", content=event["text"]))
+        elif last["role"] in ("tool", "user"):
             last = last.copy()
             last["content"] += "\n\n" + event["text"]
             last["notes"] = [*last.get("notes", ()), event["reason"]]

@@ -28,6 +28,13 @@ from runs.dataset.row_image import (
 )
 from runs.dataset.row_setup import COLUMNS as SETUP_COLUMNS
 from runs.dataset.row_setup import RowSetup, read_row_setup
+from runs.dataset.row_user import (
+    TURNS_COLUMN,
+    USER_COLUMN,
+    read_texts,
+    read_user_turns,
+    with_user,
+)
 from toolsets.sandbox.image import ImageSpec
 from toolsets.text import clip
 from toolsets.validation import mistakes_in
@@ -108,7 +115,7 @@ class RowRules:
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
-        options = of_row(self.options, columns)
+        options = with_user(of_row(self.options, columns), columns)
         if options.max_cost_usd is not None and not self.is_priced:
             msg = "`max_cost_usd` needs a model whose price is known"
             raise ValueError(msg)
@@ -129,7 +136,8 @@ class RowRules:
         spec = ConversationSpec(
             options,
             expected=_expected(columns) if options.check_expected else None,
-            user_replies=_user_replies(columns) if options.awaiting_input else (),
+            user_replies=read_texts(columns, "user_replies") if options.awaiting_input else (),
+            user_turns=read_user_turns(columns, options),
         )
         setup = self._setup(columns)
         image = self._image(columns)
@@ -149,6 +157,9 @@ class RowRules:
             names.append("expected")
         if options.awaiting_input:
             names.append("user_replies")
+        names.append(TURNS_COLUMN)
+        if options.simulated_user is not None:
+            names.append(USER_COLUMN)
         if self.models is not None:
             names.append(MODEL_COLUMN)
         if self.with_setup:
@@ -347,6 +358,9 @@ def _agent_of(
     if other := sorted(given.keys() - set(LIMITS)):
         msg = f"`{ROW_COLUMN}.{other[0]}`: means nothing with an agent that runs as a command"
         raise ValueError(msg)
+    if other := [name for name in (TURNS_COLUMN, USER_COLUMN) if columns.get(name)]:
+        msg = f"`{other[0]}`: means nothing with an agent that runs as a command"
+        raise ValueError(msg)
     if len(opening) > 1:
         roles = [message["role"] for message in opening]
         msg = f"an agent that runs as a command takes the text of one user message (got {roles})"
@@ -363,11 +377,3 @@ def _expected(columns: Mapping[str, Any]) -> str:
         msg = f"`expected` must be text or a number, for check_expected (got {kind_of(expected)})"
         raise ValueError(msg)
     return str(expected)
-
-
-def _user_replies(columns: Mapping[str, Any]) -> tuple[str, ...]:
-    replies = columns.get("user_replies", [])
-    if not isinstance(replies, list) or not all(isinstance(reply, str) for reply in replies):
-        msg = "`user_replies` must be a list of texts"
-        raise ValueError(msg)
-    return tuple(replies)

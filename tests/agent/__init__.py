@@ -4,6 +4,7 @@ models/               model clients
 gateway/              model calls of agents that run as commands
 test_agent            AIAgent
 test_session          sessions: forks, cancellation, transcripts, stream events
+test_simulated_user   several messages of the user, of rows and of a model
 test_simple_loop      `agent_loop` with plain functions
 test_flat             the flat message format
 test_loop             the loop with the scripted model and real tools

@@ -1,0 +1,58 @@
+"""A model that plays the user and writes the next message after each answer.
+
+It sees what a user sees: messages and answers, no tool calls and no reasoning. Each of its messages
+is an inner conversation "simulated_user#N" of one reply: paid, journaled and resumed like others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from agent.messages import SIMULATED_USER, USER_TURN, Message, Role
+from agent.options import AgentOptions, SimulatedUser
+from agent.reasoning import split_inline_reasoning
+from agent.state.trajectory import Trajectory
+
+_GREETING = "Hello! How can I help you?"
+"""What the assistant is said to begin with, since a user writes first in no chat API."""
+
+
+def users_message(t: Trajectory, number: int) -> str:
+    """Message `number` (from 1) of the simulated user; "" if it has not been written."""
+    inner = t.inner.get(f"{SIMULATED_USER}#{number}")
+    return "" if inner is None else inner.trajectory.final_text().strip()
+
+
+def opening_of_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
+    """The conversation as the simulated user sees it, with the roles exchanged."""
+    opening = [
+        Message(role="system", content=user.instructions()),
+        Message(role="user", content=_GREETING),
+    ]
+
+    def say(role: Role, text: str) -> None:
+        if opening[-1]["role"] == role:  # the rest of an answer that was cut
+            text = opening.pop()["content"] + "\n\n" + text
+        opening.append(Message(role=role, content=text))
+
+    texts = deque(note["text"] for note in t.notes if note["reason"] == USER_TURN)
+    for n, message in enumerate(t.messages):
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            say("user", split_inline_reasoning(message["content"]).rest)
+        elif message["role"] == "user" and n < t.opening:
+            say("assistant", message["content"])
+        elif message["role"] == "user" and texts and message["content"].startswith(texts[0]):
+            # Without a note that the runtime may have added; others are notes as a whole.
+            say("assistant", texts.popleft())
+    return opening
+
+
+def options_of_user(caller: AgentOptions) -> AgentOptions:
+    """The options of its inner conversations: the limits of the whole conversation."""
+    return AgentOptions(
+        max_turns=1,
+        max_reasks=caller.max_reasks,
+        max_cost_usd=caller.max_cost_usd,
+        max_total_tokens=caller.max_total_tokens,
+        max_conversation_s=caller.max_conversation_s,
+    )

@@ -1,0 +1,187 @@
+"""Conversations with several messages of the user, in whole runs: kills, checks and costs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from testing.fake_endpoint import FakeEndpoint
+from tests.answering import JSON, answering
+from tests.faults.oracle import resume_and_judge
+from tests.playing import call, calls, say
+from tests.running import (
+    SCRIPTED,
+    WRITE_A_NOTE,
+    lines,
+    run,
+    session_of,
+    started,
+    wait_until,
+    write_rows,
+)
+
+STOP = "###STOP###"
+TASKS, KILLS = 30, 5
+
+
+def records(cwd: Path) -> list[dict[str, Any]]:
+    return lines(cwd / "trajectories" / "r" / "records.jsonl")
+
+
+def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls: int) -> None:
+    """Kill a run again and again, then have it complete; the endpoint's log judges it."""
+    draw = random.Random(7)
+    for _ in range(KILLS):
+        with started(cwd, **given) as process:
+            enough = endpoint.journal()["requests"] + draw.randint(1, calls // (KILLS + 2))
+            wait_until(
+                lambda enough=enough, process=process: (
+                    process.poll() is not None or endpoint.journal()["requests"] >= enough
+                )
+            )
+            assert process.poll() is None, "it ended before it could be killed"
+            os.killpg(process.pid, signal.SIGKILL)
+            wait_until(functools.partial(is_gone, process.pid))
+    in_flight = KILLS * int(given["num_workers"]) * int(given["batch_size"])
+    resume_and_judge(cwd, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
+
+
+def is_gone(session: int) -> bool:
+    return not session_of(session)
+
+
+def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
+    return {
+        **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "file"},
+        **{"num_workers": 2, "batch_size": 4, "heartbeat_timeout_s": 20, "grace_s": 20},
+        **{"model": "openai:m", "key_env": "none", "base_url": endpoint.openai_url},
+        **more,
+    }
+
+
+def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
+    turns = ["And then?", "Is that all?"]
+    rows = [
+        {"id": f"p{n:02}", "prompt": f"Question {n}", "user_turns": turns} for n in range(TASKS)
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    with FakeEndpoint(turns=2, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+        disturbed(tmp_path, options(endpoint), endpoint, calls=TASKS * 4)
+    for record in records(tmp_path):
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
+        assert [m["content"] for m in record["messages"] if m["role"] == "user"][1:] == turns
+    for row in lines(tmp_path / "trajectories" / "r.jsonl"):
+        said = [turn["value"] for turn in row["conversations"] if turn["from"] == "human"]
+        assert said[1:] == turns
+
+
+def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
+    """Each reply of the user's model has a number: none that was stored is paid for again."""
+    numbers = itertools.count()
+    lock = threading.Lock()
+
+    def answer(path: str, body: JSON) -> tuple[int, JSON]:
+        with lock:
+            number = next(numbers)
+        written = sum(message["role"] == "assistant" for message in body["messages"])
+        text = STOP if written == 3 else f"More, please ({number})."
+        message = {"role": "assistant", "content": text}
+        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return 200, {
+            **{"id": f"user-{number}", "object": "chat.completion", "model": "u", "created": 1},
+            **{"choices": [choice], "usage": usage},
+        }
+
+    rows = [
+        {"id": f"p{n:02}", "prompt": f"Question {n}", "simulated_user": {"system_prompt": f"#{n}"}}
+        for n in range(TASKS)
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    with (
+        answering(answer) as (url, asked),
+        FakeEndpoint(turns=2, latency_s=0.05, **WRITE_A_NOTE) as endpoint,
+    ):
+        config = {
+            "endpoints": {"user": {"base_url": f"{url}/v1", "key_env": "none"}},
+            "simulated_user": {"model": "user:u"},
+            "prices": {"m": {"input": 1, "output": 1}, "user:u": {"input": 100, "output": 100}},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        given = options(endpoint, config="run.yaml")
+        disturbed(tmp_path, given, endpoint, calls=TASKS * 4)
+    stored = []
+    for record in records(tmp_path):
+        users = [m["content"] for m in record["messages"] if m["role"] == "user"]
+        assert len(users) == 3
+        inner = record["inner"]
+        assert [one["key"] for one in inner] == [f"simulated_user#{n}" for n in (1, 2, 3)]
+        assert [one["messages"][-1]["content"] for one in inner] == [*users[1:], STOP]
+        assert all(one["messages"][0]["content"].startswith("#") for one in inner)
+        assert all(one["cost_usd"] == 15 * 100 / 1e6 for one in inner)
+        assert record["cost_usd"] > sum(one["cost_usd"] for one in inner)
+        stored += [turn["response_id"] for one in inner for turn in one["turns"]]
+    assert len(stored) == len(set(stored)) == TASKS * 3
+    assert len(asked) - len(stored) <= KILLS * 2 * 4, "what was in flight at a kill, at most"
+
+
+POLICY = "You book flights. Ask for a confirmation before you change bookings.json."
+BOOKING = json.dumps({"flight": "A1"})
+CHECK = {
+    "command": "python3 hidden.py",
+    "files": {
+        "hidden.py": "import json\nassert json.load(open('bookings.json')) == {'flight': 'B2'}\n"
+    },
+}
+
+
+def booked(flight: str) -> dict[str, Any]:
+    content = json.dumps({"flight": flight})
+    return calls(call("write_file", path="bookings.json", content=content))
+
+
+def test_a_policy_a_user_with_a_scenario_and_a_check_of_the_end(tmp_path: Path) -> None:
+    """Rows as those of tau-bench: the user confirms, and the files decide the reward."""
+    row = {
+        "prompt": "Hello, I have to change my flight.",
+        "files": {"bookings.json": BOOKING},
+        "check": CHECK,
+        "simulated_user": {
+            "system_prompt": "You are Ann. You want flight B2 in the place of A1.",
+            "script": [say("To B2, please."), say("Yes."), say(STOP)],
+        },
+    }
+    asks = [say("To which flight?"), say("From A1 to B2: is that right?")]
+    write_rows(
+        tmp_path / "p.jsonl",
+        {**row, "id": "right", "script": [*asks, booked("B2"), say("It is done.")]},
+        {**row, "id": "wrong", "script": [*asks, booked("C3"), say("It is done.")]},
+    )
+    done = run(
+        tmp_path,
+        "--row_setup",
+        **SCRIPTED,
+        system_prompt=POLICY,
+        sandbox="local",
+        simulated_user='{"model": "scripted"}',
+    )
+    assert done.returncode == 0, done.stderr
+    found = {record["id"]: record for record in records(tmp_path)}
+    assert {id: record["status"] for id, record in found.items()} == {
+        "right": "completed",
+        "wrong": "completed",
+    }
+    assert found["right"]["check"]["passed"]
+    assert not found["wrong"]["check"]["passed"]
+    users = [m["content"] for m in found["right"]["messages"] if m["role"] == "user"]
+    assert users == [row["prompt"], "To B2, please.", "Yes."]
