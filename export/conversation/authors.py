@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from agent.messages import SIMULATED_USER, USER_TURN
 from export.conversation.order import is_agents
 from export.conversation.own_work import Own, first_reply
 from export.conversation.turns import Author, Entry, Said
@@ -23,16 +24,18 @@ def with_authors(entries: Sequence[Entry], record: Mapping[str, Any], own: Own) 
     from_prompt = _turns_before(messages, brought)
     given = _turns_before(messages, own.start)
     others = _other_models(record)
-    notes = tuple(note["text"] for note in record.get("notes") or () if "text" in note)
-    users = (message for message in messages if message["role"] == "user")
+    added = _added_texts(record)
+    has_begun = False
     found: list[Entry] = []
     place = len(turns) - len(own.turns)
     for entry in entries:
         if isinstance(entry, Said):
-            noted = next(users).get("notes")
-            if noted and notes and entry.text.startswith(notes):
-                entry = entry._replace(author="runtime")
-        elif entry.number <= given:
+            if has_begun:
+                entry = entry._replace(author=_author_of(entry.text, added))
+            found.append(entry)
+            continue
+        has_begun = entry.number > from_prompt
+        if entry.number <= given:
             author: Author = "prompt" if entry.number <= from_prompt else "parent"
             entry = entry._replace(author=author)
         elif others:
@@ -41,6 +44,33 @@ def with_authors(entries: Sequence[Entry], record: Mapping[str, Any], own: Own) 
             if replies and all(reply.get("model") in others for reply in replies):
                 entry = entry._replace(author="other_model")
         found.append(entry)
+    return found
+
+
+def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:
+    """Who wrote a user message that begins with one of the added texts, which are then used up.
+
+    Texts before that one were appended to other messages, whose authors they do not change.
+    """
+    for n, (beginning, author) in enumerate(added, start=1):
+        if text.startswith(beginning):
+            del added[:n]
+            return author
+    return "prompt"
+
+
+def _added_texts(record: Mapping[str, Any]) -> list[tuple[str, Author]]:
+    """What was added on the user's side after the prompt, in order, and who wrote it."""
+    simulated = {inner["key"] for inner in record.get("inner") or ()}
+    found: list[tuple[str, Author]] = []
+    further = 0
+    for note in record.get("notes") or ():
+        if note.get("reason") == USER_TURN:
+            further += 1
+            is_simulated = f"{SIMULATED_USER}#{further}" in simulated
+            found.append((note["text"], "simulated_user" if is_simulated else "prompt"))
+        elif "text" in note:
+            found.append((note["text"], "runtime"))
     return found
 
 

@@ -10,9 +10,10 @@ from export.conversation.own_work import Own
 from export.conversation.tolerance import Flaw
 from export.conversation.tools import Tools
 
-Author = Literal["model", "other_model", "prompt", "parent", "runtime"]
-"""Who wrote a message: this run's model, another model that an agent called, the row's prompt, the
-parent conversation of a branch, or the runtime (a note). Results of calls are their tools'."""
+Author = Literal["model", "other_model", "prompt", "parent", "simulated_user", "runtime"]
+"""Who wrote a message: this run's model, another model that an agent called, the row, the parent
+conversation of a branch, the model that plays the user, or the runtime (a note). Results of calls
+are their tools'."""
 
 
 class Call(NamedTuple):
@@ -38,7 +39,7 @@ class Result(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What the user side said: the prompt's words, or a note of the runtime as its own message."""
+    """What the user's side said: words of the row or a simulated user, or a note of the runtime."""
 
     text: str
     author: Author = "prompt"

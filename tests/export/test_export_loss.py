@@ -66,6 +66,32 @@ def test_a_note_that_was_added_to_the_words_of_a_user_leaves_them_the_prompts() 
     ]
 
 
+def test_further_messages_of_the_user_are_the_rows_or_the_simulated_users() -> None:
+    record = record_of(
+        user("Yes, go."),
+        assistant("A", call()),
+        {**result(f"1\n\n{NOTE}"), "notes": ["continue"]},
+        assistant("B"),
+        {**user(f"Yes\n\n{NOTE}"), "notes": ["continue"]},
+        assistant("C"),
+        {**user(NOTE), "notes": ["continue"]},
+        assistant("D"),
+        user("Thanks."),
+        assistant("E"),
+    )
+    note = {"reason": "continue", "text": NOTE}
+    record["notes"] = [
+        note,
+        {"reason": "user_turn", "text": "Yes"},
+        note,
+        note,
+        {"reason": "user_turn", "text": "Thanks."},
+    ]
+    record["inner"] = [{"key": "simulated_user#2", "name": "simulated_user"}]
+    authors = [e.author for e in read_conversation(record).entries if not isinstance(e, Turn)]
+    assert authors == ["prompt", "prompt", "runtime", "simulated_user"]
+
+
 def test_a_first_reply_that_continues_a_turn_of_the_prompt_is_the_models() -> None:
     record = record_of(user(), assistant("One, "), assistant("two."))
     del record["turns"][0]
