@@ -5,11 +5,13 @@ conversation/   a record read into a conversation that every format can render
 formats/        the formats of rows
 recipe          formats, style, filters and splits of an export
 filters/        which conversations become rows
+reward_statistics  rewards by name and by prompt, pass@k
 statistics      counts over records
 record_order    records in the order of the dataset
 run_statistics  the command `stats`
 funnel          from rows to training rows: what is lost at each step
 training_files  the files that every start writes
+scoring/        scores given after the run
 dataset/        the datasets of `export --format`
 
 Other rooms import only the modules in `SEAM`.
@@ -30,6 +32,10 @@ SEAM = (
     "formats.hermes",
     "funnel",
     "recipe",
+    "reward_statistics",
     "run_statistics",
+    "scoring.by_functions",
+    "scoring.by_judge",
+    "scoring.judge_prompt",
     "training_files",
 )

@@ -43,7 +43,8 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     settled = Settled(records.take_found(), config.max_attempts)
     (path / NAME).unlink(missing_ok=True)
     set_aside_damaged(path)
-    keep_readable(path / "verdicts.jsonl", quarantine, is_whole)
+    for name in ("scores.jsonl", "verdicts.jsonl"):
+        keep_readable(path / name, quarantine, is_whole)
     if (path / "inflight").is_dir():
         Inflight(path / "inflight").read(settled=settled)
     leftovers = [problem.file for problem in report.problems if problem.kind == "leftover"]

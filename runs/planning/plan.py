@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import yaml
-
 from agent.models.model import ModelSettings, Price
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
-from runs.config.agent_program import with_checked_agent
 from runs.config.models import Setups, called_models, set_up_models, unpriced
 from runs.config.run_config import RunConfig
 from runs.config.toolsets import catalog_of, with_listed_servers
@@ -71,7 +68,11 @@ def make_plan(
     """
     _keep_dataset(config)
     try:
-        config = with_checked_agent(with_listed_servers(config))
+        config = with_listed_servers(config)
+        if config.agent is not None:
+            from runs.config.agent_program import with_checked_agent
+
+            config = with_checked_agent(config)
         known = catalog_of(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -87,6 +88,10 @@ def make_plan(
             raise ConfigError(problem)
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     _check_variables(config)
+    if config.reward:
+        from runs.scoring.functions import check_functions  # most runs have none
+
+        check_functions(config.reward)
     script = _read_script(config.script_file)
     rules = config.row_rules(
         first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
@@ -345,8 +350,14 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
     if path is None:
         return None
+    from toolsets.yaml_file import YamlFileError, read_yaml  # only for a script
+
     try:
-        return parse_script(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        turns = read_yaml(path, "script")
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return parse_script(turns)
+    except ValueError as error:
         msg = f"{path}: {error}"
         raise ConfigError(msg) from error

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.conversation.per_turn import cut_by_turn
 from export.conversation.reading import read_conversation
 from export.conversation.style import Style
 from export.conversation.turns import Turn
 from export.dataset.build import Source
 from export.dataset.checking import findings
+from export.dataset.per_turn import cut_by_turn
 from export.dataset.rendering import load_template
 from export.formats.openai_chat import row_of
 from export.recipe import Recipe

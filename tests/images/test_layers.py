@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import multiprocessing
+import os
 import stat
 import tarfile
 import threading
@@ -20,6 +21,7 @@ from testing.fake_images import (
     write_saved,
 )
 from toolsets.images import layers as layers_module
+from toolsets.images.archives import images_in
 from toolsets.images.image_error import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage
 from toolsets.images.users import user_of
@@ -186,7 +188,9 @@ def test_images_are_found_by_all_their_names(tmp_path: Path) -> None:
         gzip.compress((images / "s.tar").read_bytes().replace(b"org/saved", b"org/zaved"))
     )
     (images / "junk.tar").write_bytes(b"junk")
+    os.mkfifo(images / "pipe.tar")
     store = ImageStore(images)
+    assert sum("pipe.tar: neither a file" in str(found) for found in images_in(images)) == 1
     for name in ("org/tool:2.0", "docker.io/org/tool:2.0", digest, f"any@{digest}"):
         assert (store.unpack(name).rootfs / "a").read_bytes() == b"layout"
     assert store.find("base:1").digest == named

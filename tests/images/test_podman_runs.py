@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.images.test_image_runs import FIXED, FIXES, INTERRUPTED, OPTIONS, kill, row, terminal
+from tests.images.test_image_runs import FIXED, INTERRUPTED, OPTIONS, kill, row, terminal, worked_on
 from tests.images.test_image_runs import records as records_of
 from tests.images.test_task_runs import forty_tasks
 from tests.running import lines, run, started, wait_until, write_rows
@@ -63,19 +63,7 @@ def assert_nothing_is_left(cwd: Path) -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_rows_are_worked_on_in_containers(tmp_path: Path) -> None:
-    write_rows(tmp_path / "p.jsonl", *FIXES, row("lost", "missing:1"))
-    done = run(tmp_path, "--row_setup", max_attempts=1, **PODMAN)
-    assert done.returncode in (0, 1), done.stderr
-    found = records_of(tmp_path)
-    passed = {name: record["check"] and record["check"]["passed"] for name, record in found.items()}
-    assert passed == {
-        "by a command": True,
-        "by the file tools": True,
-        "without Python": True,
-        "not at all": False,
-        "with hidden tests": True,
-        "lost": None,
-    }
+    found = worked_on(tmp_path, **PODMAN)
     assert "podman does not have it" in found["lost"]["error"]["message"]
     assert "+    return a + b" in found["by the file tools"]["diff"]["patch"]
     assert_nothing_is_left(tmp_path)
